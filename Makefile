@@ -1,0 +1,64 @@
+# The project's commands; `make help` lists them. Each one makes what it needs: on a machine with
+# Python 3.11 and make, `make test` works with nothing done before.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_BENCH := $(VENV)/.installed-bench
+
+# The interpreter that .venv is made with. Each candidate is run, not only looked for: a name on the
+# PATH may be a shim with nothing behind it.
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p $(NEW_ENOUGH) >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+# What the tools look at: those of these folders that are there.
+SOURCES := $(wildcard upr_protocol upr_server tests benchmarks deploy)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# More for one run of pytest: make test ARGS="-k chunk -x"
+ARGS ?=
+# One row of the benchmarks: make bench ROW=B1
+ROW ?=
+
+.PHONY: help demo test check bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## stream 336,776 flights to three consumers at once, and compare
+	$(BIN)/python deploy/demo.py
+
+test: $(INSTALLED) ## run the tests (ARGS="-k name" for some of them)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED) ## lint, types, who imports whom, generated documents
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/flake8-async --enable ASYNC,ASYNC912,ASYNC913 $(shell find $(SOURCES) -name '*.py')
+	$(BIN)/python -m upr_protocol.wire.document --check docs/protocol.md
+
+bench: $(INSTALLED_BENCH) ## measure against the peers (ROW=B1 for one row)
+	$(BIN)/python -m benchmarks $(ROW)
+
+docs: $(INSTALLED) ## write docs/protocol.md anew from the messages' declarations
+	$(BIN)/python -m upr_protocol.wire.document docs/protocol.md
+
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && "$(PYTHON)" $(NEW_ENOUGH) || { echo "UPR needs Python 3.11 or newer:\
+	 install it, or say where it is: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $(PYTHON); this is done once."
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(INSTALLED_BENCH): $(INSTALLED)
+	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@touch $@
