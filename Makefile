@@ -36,7 +36,7 @@ test: $(INSTALLED) ## run the tests (ARGS="-k name" for some of them)
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy
+	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/flake8-async --enable ASYNC,ASYNC912,ASYNC913 $(shell find $(SOURCES) -name '*.py')
 	$(BIN)/python -m upr_protocol.wire.document --check docs/protocol.md
