@@ -1,0 +1,1 @@
+"""UPR's protocol: the values, the wire, the sessions, and the clients that speak it."""

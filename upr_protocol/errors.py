@@ -1,0 +1,156 @@
+"""What can go wrong, as codes on the wire and as exceptions on either side of it.
+
+Each code stands for one cause; `ADVICE` says what the one who sees it can do about it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from typing import Final
+
+
+@unique
+class Status(IntEnum):
+    """A code in a frame's status field. 0 is success."""
+
+    OK = 0
+
+    # An answer to one request; the connection goes on.
+    NOT_MY_PARTITION = 1
+    WRONG_STATE = 2
+    ROLLBACK = 3
+    SEQ_TOO_HIGH = 4
+    NO_BUCKET = 5
+    BUCKET_EXISTS = 6
+    BAD_ARGUMENT = 7
+    UNSUPPORTED = 8
+    TEMPORARY_FAILURE = 9
+    TOKEN_TOO_OLD = 10
+    HISTORY_CHANGED = 11
+    TIMED_OUT = 12
+    LIMIT_REACHED = 13
+
+    # An answer about one mutation of a batch.
+    EXISTS = 32
+    NOT_FOUND = 33
+    CAS_MISMATCH = 34
+    NOT_A_NUMBER = 35
+    TOO_LARGE = 36
+    BAD_KEY = 37
+
+    # Why a stream ended.
+    END_REACHED = 64
+    STREAM_CLOSED = 65
+    STATE_CHANGED = 66
+    ROLLBACK_NEEDED = 67
+    BACKFILL_FAILED = 68
+    TOO_SLOW = 69
+    BUCKET_DELETED = 70
+    SHUTTING_DOWN = 71
+
+    # Said in an `ERROR` frame, after which the connection is closed.
+    BAD_MAGIC = 128
+    BAD_VERSION = 129
+    BAD_CHECKSUM = 130
+    FRAME_TOO_LONG = 131
+    UNKNOWN_MESSAGE = 132
+    OUT_OF_TURN = 133
+    MALFORMED = 134
+    OPAQUE_IN_USE = 135
+    FLOW_CONTROL = 136
+    IDLE = 137
+    TOO_MANY = 138
+    INTERNAL = 139
+
+
+ADVICE: Final[dict[Status, str]] = {
+    Status.NOT_MY_PARTITION: "reload the partition map and ask the node that owns the partition",
+    Status.WRONG_STATE: "reload the partition map and begin again with HELLO",
+    Status.ROLLBACK: "undo down to the ceiling or below it, then ask again",
+    Status.SEQ_TOO_HIGH: "this server is behind; ask again later or elsewhere",
+    Status.NO_BUCKET: "create the bucket first, or correct its name",
+    Status.BUCKET_EXISTS: "use the bucket that is there, or delete it first",
+    Status.BAD_ARGUMENT: "correct the request",
+    Status.UNSUPPORTED: "this server does not offer it; do without, or ask one that does",
+    Status.TEMPORARY_FAILURE: "try again later",
+    Status.TOKEN_TOO_OLD: "the answer to this batch is forgotten; read the keys to see its effect",
+    Status.HISTORY_CHANGED: "a failover came between; read the keys to see what was kept",
+    Status.TIMED_OUT: "ask again, or give it longer",
+    Status.LIMIT_REACHED: "free some of what is held before asking for more",
+    Status.EXISTS: "use set or replace if the key may exist",
+    Status.NOT_FOUND: "use set or add if the key may be missing",
+    Status.CAS_MISMATCH: "read the item again and repeat the change with its new CAS",
+    Status.NOT_A_NUMBER: "counters are decimal text below 2**64; set the key first",
+    Status.TOO_LARGE: "keep values within 20 MiB",
+    Status.BAD_KEY: "keys are 1 to 250 bytes",
+    Status.END_REACHED: "nothing to do: the stream is complete",
+    Status.STREAM_CLOSED: "nothing to do: the client asked for it",
+    Status.STATE_CHANGED: "reload the partition map and begin again with HELLO",
+    Status.ROLLBACK_NEEDED: "begin again with HELLO; the answer to STREAM names the number",
+    Status.BACKFILL_FAILED: "begin again; if it stays, look into the server's log",
+    Status.TOO_SLOW: "read faster, or ask for fewer partitions",
+    Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
+    Status.SHUTTING_DOWN: "connect again, here or elsewhere, after a pause",
+    Status.BAD_MAGIC: "speak UPR to this port",
+    Status.BAD_VERSION: "speak a version that HELLO's answer names",
+    Status.BAD_CHECKSUM: "connect again; if it stays, suspect the network or the client",
+    Status.FRAME_TOO_LONG: "keep frames within the limits that HELLO's answer names",
+    Status.UNKNOWN_MESSAGE: "speak only messages of the version that was agreed",
+    Status.OUT_OF_TURN: "follow the state table in docs/protocol.md",
+    Status.MALFORMED: "follow the layouts in docs/protocol.md",
+    Status.OPAQUE_IN_USE: "give each open request an opaque of its own",
+    Status.FLOW_CONTROL: "keep to the window and the credit that were granted",
+    Status.IDLE: "send NOOP within the idle interval",
+    Status.TOO_MANY: "keep to the counts that HELLO's answer names",
+    Status.INTERNAL: "a fault of the server; its log has the story",
+}
+
+
+class UprError(Exception):
+    """The root of everything that UPR raises on purpose."""
+
+
+class ProtocolError(UprError):
+    """A rule of the protocol was broken.
+
+    Attributes:
+        status: The code that goes into the `ERROR` frame.
+    """
+
+    def __init__(self, message: str, status: Status = Status.MALFORMED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LocalProtocolError(ProtocolError):
+    """We were about to break it; nothing was sent."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke it; the connection cannot go on."""
+
+
+class ChunkError(UprError):
+    """The bytes are not a chunk, or one that breaks a rule of chunks."""
+
+
+class ServerError(UprError):
+    """The server refused one request, or ended the connection with an `ERROR` frame.
+
+    Attributes:
+        status: Why.
+    """
+
+    def __init__(self, status: Status, message: str = "") -> None:
+        text = message or status.name.replace("_", " ").lower()
+        advice = ADVICE.get(status)
+        super().__init__(f"{text}: {advice}" if advice else text)
+        self.status = status
+
+
+class ClosedError(UprError):
+    """The connection was closed on this side."""
+
+
+class BrokenError(UprError):
+    """The connection was lost or ended by the other side."""

@@ -1,0 +1,231 @@
+"""Failover logs, and where a stream may start (seed 002; settled in docs/guarantees.md).
+
+An entry is the start of a branch: a history ID and the sequence number at which that history
+began. It is written once and never touched again. Two logs that share an entry share everything up
+to the point where the first of them left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum, unique
+from itertools import pairwise
+from typing import Final
+
+import attrs
+
+from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.limits import FAILOVER_ENTRIES_MAX
+
+
+@attrs.frozen
+class FailoverEntry:
+    """The start of one branch.
+
+    Attributes:
+        history_id: The branch's name; never 0.
+        seq: The number at which it begins: its first mutation has the next one.
+    """
+
+    history_id: HistoryId
+    seq: SeqNo
+
+
+@attrs.frozen
+class FailoverLog:
+    """The branches that led to a partition's state, newest first.
+
+    Numbers never rise from one entry to the next; no history ID occurs twice.
+    """
+
+    entries: tuple[FailoverEntry, ...] = attrs.field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        ids = [entry.history_id for entry in self.entries]
+        if 0 in ids:
+            raise ValueError("0 is no history ID")
+        if len(set(ids)) != len(ids):
+            raise ValueError("a history ID occurs twice in the failover log")
+        if any(newer.seq < older.seq for newer, older in pairwise(self.entries)):
+            raise ValueError("the failover log's numbers rise towards its older entries")
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> FailoverLog:
+        """A log from (history ID, number) pairs, newest first."""
+        return cls(tuple(FailoverEntry(HistoryId(h), SeqNo(s)) for h, s in pairs))
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The reverse of `of`."""
+        return [(entry.history_id, entry.seq) for entry in self.entries]
+
+    def __iter__(self) -> Iterator[FailoverEntry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def current(self) -> HistoryId:
+        """The newest entry's history ID; 0 when the log is empty."""
+        return self.entries[0].history_id if self.entries else HistoryId(0)
+
+    def branch(self, history_id: HistoryId, seq: SeqNo) -> FailoverLog:
+        """The log after a new branch began at `seq`: entries above it go, the oldest over the
+        limit too."""
+        kept = [entry for entry in self.entries if entry.seq <= seq]
+        new = FailoverEntry(history_id, seq)
+        return FailoverLog((new, *kept)[:FAILOVER_ENTRIES_MAX])
+
+    def until(self, seq: SeqNo) -> FailoverLog:
+        """The log without the entries above `seq`."""
+        return FailoverLog(tuple(entry for entry in self.entries if entry.seq <= seq))
+
+
+@attrs.frozen
+class PartialSnapshot:
+    """The snapshot that a client was cut in: (start, end] of `history_id`."""
+
+    history_id: HistoryId
+    start: SeqNo
+    end: SeqNo
+
+
+@attrs.frozen
+class Position:
+    """How far a client has come in one partition.
+
+    Attributes:
+        log: The failover log that the server last told it.
+        last_complete: The end of the last snapshot it has whole.
+        highest_received: The highest number it has, complete or not; not below `last_complete`.
+        partial: The snapshot it was cut in, or None when `highest_received` is `last_complete`.
+    """
+
+    log: FailoverLog = FailoverLog()
+    last_complete: SeqNo = SeqNo(0)
+    highest_received: SeqNo = SeqNo(0)
+    partial: PartialSnapshot | None = None
+
+
+@unique
+class Reason(Enum):
+    """Why a stream starts where it does."""
+
+    FROM_THE_BEGINNING = "the client has nothing yet"
+    SAME_HISTORY = "the client followed this history, and no other since"
+    INSIDE_A_SNAPSHOT = "the client was cut inside a snapshot of this very history"
+    PARTIAL_OF_ANOTHER_HISTORY = "the client's partial snapshot came from another history"
+    BRANCHED = "the two histories parted there"
+    UNKNOWN_HISTORY = "the two have no history in common"
+    PURGED = "deletions that the client has not seen are gone already"
+    SERVER_BEHIND = "the server has not yet what the client has"
+
+
+@attrs.frozen
+class Start:
+    """The stream may go on just behind what the client has.
+
+    Attributes:
+        seq: The number to go on from, exclusive.
+        end_at_least: The first snapshot sent must not end below this.
+        reason: Why.
+    """
+
+    seq: SeqNo
+    end_at_least: SeqNo
+    reason: Reason
+
+
+@attrs.frozen
+class RollBack:
+    """The client has what this server never had.
+
+    Attributes:
+        ceiling: The client must go back to its newest complete snapshot end at or below this.
+        reason: Why.
+    """
+
+    ceiling: SeqNo
+    reason: Reason
+
+
+@attrs.frozen
+class Retry:
+    """The server is behind the client, in the same history.
+
+    Attributes:
+        reason: Why.
+    """
+
+    reason: Reason
+
+
+Decision = Start | RollBack | Retry
+
+
+def decide_start(
+    server: FailoverLog, server_high: SeqNo, purge: SeqNo, client: Position
+) -> Decision:
+    """Where the stream of a client may start: the whole-log rule.
+
+    Args:
+        server: The server's log.
+        server_high: The server's highest number.
+        purge: Tombstones at or below this number may be gone.
+        client: What the client has.
+
+    Returns:
+        A `Start` behind all that the client has, or the ceiling it must go back to, or `Retry`.
+    """
+    found = _ceiling(server, server_high, client)
+    if isinstance(found, Retry):
+        return found
+    ceiling, reason = found
+    if 0 < ceiling < purge:
+        ceiling, reason = SeqNo(0), Reason.PURGED
+    if ceiling < client.highest_received:
+        return RollBack(ceiling, reason)
+    end_at_least = client.partial.end if client.partial else SeqNo(0)
+    return Start(client.highest_received, end_at_least, reason)
+
+
+def _ceiling(
+    server: FailoverLog, server_high: SeqNo, client: Position
+) -> tuple[SeqNo, Reason] | Retry:
+    # An entry above the last complete snapshot begins a branch of which the client has nothing whole.
+    log = client.log.until(client.last_complete)
+    position = {entry.history_id: index for index, entry in enumerate(log)}
+    common = next(
+        (
+            (server_index, position[entry.history_id])
+            for server_index, entry in enumerate(server)
+            if entry.history_id in position
+        ),
+        None,
+    )
+    if common is None:
+        nothing_yet = not client.highest_received
+        reason = Reason.FROM_THE_BEGINNING if nothing_yet else Reason.UNKNOWN_HISTORY
+        return SeqNo(0), reason
+    server_index, client_index = common
+    if server_index or client_index:
+        # One of them left the common branch: at the next newer entry of its log. The one that
+        # did not is bounded by what the client has of it.
+        server_left = (
+            server.entries[server_index - 1].seq if server_index else client.highest_received
+        )
+        client_left = log.entries[client_index - 1].seq if client_index else client.last_complete
+        return min(server_left, client_left), Reason.BRANCHED
+    if server_high < client.last_complete:
+        return Retry(Reason.SERVER_BEHIND)
+    if client.partial is None:
+        return client.last_complete, Reason.SAME_HISTORY
+    if client.partial.history_id != server.current:
+        return client.last_complete, Reason.PARTIAL_OF_ANOTHER_HISTORY
+    if server_high < client.partial.end:
+        return Retry(Reason.SERVER_BEHIND)
+    return client.highest_received, Reason.INSIDE_A_SNAPSHOT
+
+
+NOTHING_YET: Final = Position()
+"""The position of a client that connects for the first time."""

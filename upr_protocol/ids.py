@@ -1,0 +1,98 @@
+"""The names of things: partitions, sequence numbers, CAS values, histories.
+
+All of them are plain integers on the wire; the new types keep one from being taken for another.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from typing import Final, NewType
+
+PartitionId = NewType("PartitionId", int)
+"""A partition's number in its bucket, 0 to 1,023."""
+
+SeqNo = NewType("SeqNo", int)
+"""A sequence number: unique in one history of one partition and strictly rising. The first mutation
+has 1; 0 stands for "before everything"."""
+
+Cas = NewType("Cas", int)
+"""The version of one item, compared by writers that want to lose no update. 0 stands for "any"."""
+
+HistoryId = NewType("HistoryId", int)
+"""The seeds' failover ID: a random non-zero 64-bit number that names one branch of a partition's
+history. The same sequence number in two histories means two different things."""
+
+NO_PARTITION: Final = PartitionId(0xFFFF)
+"""The partition field of a frame that is about no partition, or about all of them."""
+
+SEQ_MAX: Final = SeqNo((1 << 64) - 1)
+"""The end number of a stream that has no end."""
+
+
+@unique
+class Operation(IntEnum):
+    """What one mutation of a chunk does.
+
+    The first three are all that is ever stored or streamed. The others are requests; the server
+    turns each into one of the first three, or refuses it.
+    """
+
+    SET = 1
+    """Store the value, whether or not the key exists."""
+    DELETE = 2
+    """Remove the key; what is kept and streamed is a tombstone."""
+    EXPIRE = 3
+    """A deletion that the server made because the item's expiry time had passed."""
+    ADD = 4
+    """Store the value if the key does not exist."""
+    REPLACE = 5
+    """Store the value if the key exists."""
+    INCREMENT = 6
+    """Add to a decimal counter; wraps at 2**64, as memcached's do."""
+    DECREMENT = 7
+    """Subtract from a decimal counter; stops at 0, as memcached's do."""
+    APPEND = 8
+    """Add bytes behind the stored value."""
+    PREPEND = 9
+    """Add bytes in front of the stored value."""
+    TOUCH = 10
+    """Give the item a new expiry time."""
+
+
+STORED_OPERATIONS: Final = bytes((Operation.SET, Operation.DELETE, Operation.EXPIRE))
+"""The operations a stored or streamed chunk may hold."""
+
+ALL_OPERATIONS: Final = bytes(Operation)
+"""The operations a published chunk may hold (`EXPIRE` excepted: only a server expires)."""
+
+
+@unique
+class PartitionState(IntEnum):
+    """The state of one partition on one node."""
+
+    ACTIVE = 1
+    """Takes writes."""
+    REPLICA = 2
+    """Follows an active elsewhere."""
+    PENDING = 3
+    """Waits for a peer to confirm what it is."""
+    DEAD = 4
+    """Serves nobody."""
+
+
+@unique
+class SnapshotKind(IntEnum):
+    """Where a snapshot is read from."""
+
+    MEMORY = 1
+    DISK = 2
+
+
+@unique
+class Durability(IntEnum):
+    """What must be true of a batch before its publisher hears that it was accepted."""
+
+    MEMORY = 0
+    PERSISTED = 1
+    REPLICATED = 2
+    REPLICATED_AND_PERSISTED = 3

@@ -1,0 +1,65 @@
+"""Every limit of the protocol, each with its reason. Sizes are in bytes, times in seconds."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KEY_BYTES_MAX: Final = 250
+"""memcached's limit: what the field's keys already keep to."""
+
+VALUE_BYTES_MAX: Final = 20 * 1024 * 1024
+"""Couchbase's limit for a document."""
+
+FRAME_BODY_BYTES_MAX: Final = 32 * 1024 * 1024
+"""A value of the largest size with its key, or a bulk load's batch. A frame is taken in whole, so
+this is also the most that one half-received frame can hold."""
+
+HANDSHAKE_BODY_BYTES_MAX: Final = 4 * 1024
+"""The longest frame before `OPEN` was answered: a stranger costs no more than this."""
+
+IDENTITY_BYTES_MAX: Final = 200
+"""`what:who` in UTF-8, for logs and statistics."""
+
+BUCKET_NAME_BYTES_MAX: Final = 100
+"""Fits a file name on every file system, with room for a suffix."""
+
+PARTITIONS_MAX: Final = 1024
+"""Couchbase's count; a node's cost must not grow with it, a map of it still fits one frame."""
+
+PARTITIONS_DEFAULT: Final = 64
+
+COOKIE_BYTES_MAX: Final = 64
+"""A barrier cookie is "a short text string" (seed 002): a UUID in any spelling fits."""
+
+OPEN_BARRIERS_MAX: Final = 64
+"""Barriers that one connection may have under way; each costs the server its cookie."""
+
+FAILOVER_ENTRIES_MAX: Final = 25
+"""Entries that a failover log keeps; the oldest are dropped first."""
+
+CHUNK_MUTATIONS_MAX: Final = 1 << 20
+"""Mutations in one chunk: a frame of empty values would otherwise hold the loop for a second."""
+
+GET_KEYS_MAX: Final = 4096
+"""Keys in one `GET`."""
+
+WINDOW_BYTES_DEFAULT: Final = 16 * 1024 * 1024
+"""A consumer's flow-control window: at 1 GB/s it covers 16 ms without an acknowledgement."""
+
+WINDOW_BYTES_MIN: Final = 64 * 1024
+"""Smaller windows would turn every chunk into a round trip."""
+
+IDLE_INTERVAL_S_DEFAULT: Final = 20
+"""A side that has said nothing for this long says `NOOP`; after twice this it is taken for dead."""
+
+IDLE_INTERVAL_S_MIN: Final = 1
+IDLE_INTERVAL_S_MAX: Final = 3600
+
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""A stranger who has not come as far as `HELLO` by then is shown out."""
+
+SEND_TIMEOUT_S: Final = 60.0
+"""A peer that takes not one byte for this long is not slow but gone."""
+
+REQUESTS_OPEN_MAX: Final = 4096
+"""Requests of one connection that wait for their answers."""

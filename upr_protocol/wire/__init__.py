@@ -1,0 +1,166 @@
+"""Bytes to messages and back. Pure: no I/O.
+
+`MESSAGES` is every message there is, by opcode; `decode` makes one from a frame.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from upr_protocol.chunk import Buffer
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire.admin import (
+    BucketDone,
+    CreateBucket,
+    DeleteBucket,
+    ListBuckets,
+    ListBucketsReply,
+    Refusal,
+    Stats,
+    StatsReply,
+)
+from upr_protocol.wire.frame import HEADER_BYTES, VERSION, FrameBuffer, Header
+from upr_protocol.wire.handshake import (
+    Error,
+    Go,
+    Hello,
+    HelloReply,
+    Open,
+    Opened,
+    PartitionLog,
+    Stream,
+    StreamReply,
+)
+from upr_protocol.wire.keyvalue import (
+    Await,
+    AwaitReply,
+    Get,
+    GetReply,
+    Lease,
+    LeaseAction,
+    LeaseReply,
+    ReplicaAck,
+    Seqnos,
+    SeqnosReply,
+)
+from upr_protocol.wire.message import Message, Sender
+from upr_protocol.wire.publishing import Credit, Mutate, MutateReply
+from upr_protocol.wire.streaming import (
+    Ack,
+    Barrier,
+    BarrierReply,
+    Close,
+    Completed,
+    Noop,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionStart,
+    StreamEnd,
+)
+
+MESSAGES: Final[dict[int, type[Message]]] = {
+    kind.opcode: kind
+    for kind in (
+        Hello,
+        HelloReply,
+        Error,
+        Open,
+        PartitionLog,
+        Opened,
+        Stream,
+        StreamReply,
+        Go,
+        PartitionStart,
+        PartitionChunk,
+        PartitionEnd,
+        Completed,
+        Barrier,
+        BarrierReply,
+        Ack,
+        Noop,
+        StreamEnd,
+        Close,
+        Mutate,
+        MutateReply,
+        Credit,
+        Get,
+        GetReply,
+        Seqnos,
+        SeqnosReply,
+        Await,
+        AwaitReply,
+        ReplicaAck,
+        Lease,
+        LeaseReply,
+        CreateBucket,
+        DeleteBucket,
+        BucketDone,
+        ListBuckets,
+        ListBucketsReply,
+        Stats,
+        StatsReply,
+        Refusal,
+    )
+}
+
+
+def decode(header: Header, body: Buffer) -> Message:
+    """The message of a frame whose opcode is known.
+
+    Raises:
+        RemoteProtocolError: The body does not fit the message's layout.
+    """
+    kind = MESSAGES[header.opcode]
+    return kind.parse(body, PartitionId(header.partition), header.opaque, header.status)
+
+
+__all__ = [
+    "HEADER_BYTES",
+    "MESSAGES",
+    "VERSION",
+    "Ack",
+    "Await",
+    "AwaitReply",
+    "Barrier",
+    "BarrierReply",
+    "BucketDone",
+    "Close",
+    "Completed",
+    "CreateBucket",
+    "Credit",
+    "DeleteBucket",
+    "Error",
+    "FrameBuffer",
+    "Get",
+    "GetReply",
+    "Go",
+    "Header",
+    "Hello",
+    "HelloReply",
+    "Lease",
+    "LeaseAction",
+    "LeaseReply",
+    "ListBuckets",
+    "ListBucketsReply",
+    "Message",
+    "Mutate",
+    "MutateReply",
+    "Noop",
+    "Open",
+    "Opened",
+    "PartitionChunk",
+    "PartitionEnd",
+    "PartitionLog",
+    "PartitionStart",
+    "Refusal",
+    "ReplicaAck",
+    "Sender",
+    "Seqnos",
+    "SeqnosReply",
+    "Stats",
+    "StatsReply",
+    "Stream",
+    "StreamEnd",
+    "StreamReply",
+    "decode",
+]

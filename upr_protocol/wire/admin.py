@@ -1,0 +1,103 @@
+"""Buckets and statistics, and the answer to anything that is refused."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import construct as cs
+
+from upr_protocol.wire.columns import row, text, tuple_of
+from upr_protocol.wire.message import Message, Sender
+
+
+class Refusal(Message, frozen=True):
+    """The answer to any request that is refused: the code in the status field, the opaque the
+    request's. The connection goes on."""
+
+    opcode: ClassVar[int] = 0xFF
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct("sentence" / text() * "what was wrong")
+
+    sentence: str
+
+
+class BucketDone(Message, frozen=True):
+    """The bucket was created or deleted as asked."""
+
+    opcode: ClassVar[int] = 0x98
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct()
+
+
+class CreateBucket(Message, frozen=True):
+    """Makes a bucket."""
+
+    opcode: ClassVar[int] = 0x18
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (BucketDone,)
+    layout: ClassVar[Any] = cs.Struct(
+        "partition_count" / cs.Int16ul * "1 to 1,024; 0 for the server's default",
+        "quota_bytes" / cs.Int64ul * "memory it may take; 0 for the server's default",
+        "name" / text() * "1 to 100 of letters, digits, `.`, `_`, `-`",
+    )
+
+    name: str
+    partition_count: int = 0
+    quota_bytes: int = 0
+
+
+class DeleteBucket(Message, frozen=True):
+    """Deletes a bucket and all that is in it."""
+
+    opcode: ClassVar[int] = 0x19
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (BucketDone,)
+    layout: ClassVar[Any] = cs.Struct("name" / text() * "the bucket's name")
+
+    name: str
+
+
+class ListBucketsReply(Message, frozen=True):
+    """Name, partition count and quota of every bucket, by name."""
+
+    opcode: ClassVar[int] = 0x9A
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = 8 * 1024 * 1024
+    layout: ClassVar[Any] = cs.Struct(
+        "buckets"
+        / tuple_of(row(name=text(), partition_count=cs.Int16ul, quota_bytes=cs.Int64ul))
+        * "the buckets, by name",
+    )
+
+    buckets: tuple[tuple[str, int, int], ...]
+
+
+class ListBuckets(Message, frozen=True):
+    """Asks which buckets there are."""
+
+    opcode: ClassVar[int] = 0x1A
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (ListBucketsReply,)
+    layout: ClassVar[Any] = cs.Struct()
+
+
+class StatsReply(Message, frozen=True):
+    """The server's statistics, as a JSON object."""
+
+    opcode: ClassVar[int] = 0x9B
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = 8 * 1024 * 1024
+    layout: ClassVar[Any] = cs.Struct("json" / text(cs.Int32ul) * "a JSON object")
+
+    json: str
+
+
+class Stats(Message, frozen=True):
+    """Asks for statistics: of the server, or of one bucket."""
+
+    opcode: ClassVar[int] = 0x1B
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (StatsReply,)
+    layout: ClassVar[Any] = cs.Struct("bucket" / text() * "a bucket's name; empty for the server")
+
+    bucket: str = ""

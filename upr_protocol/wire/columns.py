@@ -1,0 +1,106 @@
+"""The constructs that several layouts share."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final
+
+import construct as cs
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.limits import FAILOVER_ENTRIES_MAX
+
+CHUNK: Final = cs.ExprAdapter(
+    cs.GreedyBytes, lambda data, _: Chunk(data), lambda chunk, _: bytes(chunk)
+)
+"""A chunk that fills the rest of a body."""
+
+
+def text(length: Any = cs.Int16ul) -> Any:
+    """UTF-8 behind its length in bytes."""
+    return cs.PascalString(length, "utf8")
+
+
+def octets(length: Any = cs.Int16ul) -> Any:
+    """Bytes behind their length."""
+    return cs.Prefixed(length, cs.GreedyBytes)
+
+
+def tuple_of(item: Any, count: Any = cs.Int16ul) -> Any:
+    """A tuple of `item`s behind their count."""
+    return cs.ExprAdapter(
+        cs.PrefixedArray(count, item), lambda items, _: tuple(items), lambda items, _: list(items)
+    )
+
+
+def row(**fields: Any) -> Any:
+    """A tuple of the named fields, one behind the other."""
+    names = tuple(fields)
+    return cs.ExprAdapter(
+        cs.Struct(*(name / kind for name, kind in fields.items())),
+        lambda parsed, _: tuple(parsed[name] for name in names),
+        lambda values, _: dict(zip(names, values, strict=True)),
+    )
+
+
+def member(kind: type[IntEnum], integer: Any = cs.Int8ul) -> Any:
+    """A member of the enumeration `kind`."""
+    return cs.ExprAdapter(integer, lambda value, _: kind(value), lambda value, _: int(value))
+
+
+def _decode_log(pairs: tuple[tuple[int, int], ...], _: Any) -> FailoverLog:
+    if len(pairs) > FAILOVER_ENTRIES_MAX:
+        raise ValueError(f"a failover log of {len(pairs)} entries; at most {FAILOVER_ENTRIES_MAX}")
+    return FailoverLog.of(pairs)
+
+
+LOG: Final = cs.ExprAdapter(
+    tuple_of(row(history_id=cs.Int64ul, seq=cs.Int64ul)), _decode_log, lambda log, _: log.pairs()
+)
+"""A failover log, newest entry first."""
+
+_POSITION: Final = cs.Struct(
+    "last_complete" / cs.Int64ul * "the end of the last snapshot received whole",
+    "highest_received" / cs.Int64ul * "the highest number received",
+    "partial_history" / cs.Int64ul * "the history of the snapshot it was cut in, or 0 for none",
+    "partial_start" / cs.Int64ul * "that snapshot's start, exclusive",
+    "partial_end" / cs.Int64ul * "that snapshot's end, inclusive",
+    "log" / LOG * "the client's failover log, newest entry first",
+)
+
+
+def _decode_position(parsed: Any, _: Any) -> Position:
+    partial = None
+    if parsed.partial_history:
+        partial = PartialSnapshot(
+            HistoryId(parsed.partial_history),
+            SeqNo(parsed.partial_start),
+            SeqNo(parsed.partial_end),
+        )
+        if not parsed.partial_start <= parsed.highest_received <= parsed.partial_end:
+            raise ValueError("the highest number received is outside the partial snapshot")
+    elif parsed.highest_received != parsed.last_complete:
+        raise ValueError("more was received than is complete, yet no partial snapshot is named")
+    if parsed.highest_received < parsed.last_complete:
+        raise ValueError("less was received than is complete")
+    return Position(
+        parsed.log, SeqNo(parsed.last_complete), SeqNo(parsed.highest_received), partial
+    )
+
+
+def _encode_position(position: Position, _: Any) -> dict[str, Any]:
+    partial = position.partial
+    return {
+        "last_complete": position.last_complete,
+        "highest_received": position.highest_received,
+        "partial_history": partial.history_id if partial else 0,
+        "partial_start": partial.start if partial else 0,
+        "partial_end": partial.end if partial else 0,
+        "log": position.log,
+    }
+
+
+POSITION: Final = cs.ExprAdapter(_POSITION, _decode_position, _encode_position)
+"""What a client has of a partition."""

@@ -1,0 +1,179 @@
+"""The handshake: who we are, which bucket, what its partitions' histories are."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import construct as cs
+
+from upr_protocol.failover import FailoverLog, Position
+from upr_protocol.ids import SEQ_MAX, PartitionState, SeqNo
+from upr_protocol.wire.columns import LOG, POSITION, member, text, tuple_of
+from upr_protocol.wire.message import Message, Sender
+
+
+class Hello(Message, frozen=True):
+    """The client's first frame. Its layout is the same in all versions.
+
+    Attributes:
+        identity: `what:who`, at most 200 bytes, e.g. `indexer:node-7`.
+        versions: The versions the client speaks.
+        features: A bit a feature the client wants; none is defined yet.
+        window_bytes: How many bytes of stream frames may be on their way unacknowledged.
+        idle_interval_s: After how many seconds of silence a side says `NOOP`.
+    """
+
+    opcode: ClassVar[int] = 0x01
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct(
+        "versions" / tuple_of(cs.Int8ul, cs.Int8ul) * "versions the client speaks",
+        "features" / cs.Int32ul * "a bit for each feature wanted",
+        "window_bytes" / cs.Int32ul * "the flow-control window",
+        "idle_interval_s" / cs.Int16ul * "seconds of silence before `NOOP`",
+        "identity" / text() * "`what:who`, at most 200 bytes",
+    )
+
+    identity: str
+    versions: tuple[int, ...]
+    features: int
+    window_bytes: int
+    idle_interval_s: int
+
+
+class HelloReply(Message, frozen=True):
+    """The server's answer: what was agreed, and the limits it holds its peers to."""
+
+    opcode: ClassVar[int] = 0x81
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct(
+        "version" / cs.Int8ul * "the version chosen",
+        "features" / cs.Int32ul * "the features both have",
+        "idle_interval_s" / cs.Int16ul * "the interval both keep",
+        "frame_body_bytes_max" / cs.Int32ul * "the longest body the server takes",
+        "open_barriers_max" / cs.Int16ul * "barriers that may be open at a time",
+        "requests_open_max" / cs.Int16ul * "requests that may be open at a time",
+        "identity" / text() * "the server's own",
+        "mechanisms" / tuple_of(text(), cs.Int8ul) * "ways to authenticate; none: not needed",
+    )
+
+    version: int
+    features: int
+    idle_interval_s: int
+    frame_body_bytes_max: int
+    open_barriers_max: int
+    requests_open_max: int
+    identity: str
+    mechanisms: tuple[str, ...] = ()
+
+
+class Error(Message, frozen=True):
+    """Why the connection is about to be closed; the code is in the header's status field. Its
+    layout is the same in all versions."""
+
+    opcode: ClassVar[int] = 0x02
+    sender: ClassVar[Sender] = Sender.EITHER
+    layout: ClassVar[Any] = cs.Struct(
+        "sentence" / text() * "what happened",
+        "advice" / text() * "what to do about it",
+    )
+
+    sentence: str
+    advice: str
+
+
+class PartitionLog(Message, frozen=True):
+    """One partition's state and failover log, in answer to `Open`. A partition that the server does
+    not own has status `NOT_MY_PARTITION` and an empty log."""
+
+    opcode: ClassVar[int] = 0x85
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct(
+        "state" / member(PartitionState) * "1 active, 2 replica, 3 pending, 4 dead",
+        "high_seq" / cs.Int64ul * "the highest number",
+        "persisted_seq" / cs.Int64ul * "the last snapshot end on disk",
+        "purge_seq" / cs.Int64ul * "tombstones at or below it may be gone",
+        "log" / LOG * "the failover log, newest entry first",
+    )
+
+    state: PartitionState
+    high_seq: SeqNo
+    persisted_seq: SeqNo
+    purge_seq: SeqNo
+    log: FailoverLog
+
+
+class Opened(Message, frozen=True):
+    """The end of the answer to `Open`: every `PartitionLog` was sent."""
+
+    opcode: ClassVar[int] = 0x84
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct(
+        "partition_count" / cs.Int16ul * "how many partitions the bucket has",
+        "map_revision" / cs.Int64ul * "the revision of the partition map",
+    )
+
+    partition_count: int
+    map_revision: int
+
+
+class Open(Message, frozen=True):
+    """Chooses a bucket and the partitions of it that the client may want to stream."""
+
+    opcode: ClassVar[int] = 0x04
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (PartitionLog, Opened)
+    layout: ClassVar[Any] = cs.Struct(
+        "bucket" / text() * "the bucket's name",
+        "partitions" / tuple_of(cs.Int16ul) * "the partitions wanted; none for all",
+    )
+
+    bucket: str
+    partitions: tuple[int, ...] = ()
+
+
+class StreamReply(Message, frozen=True):
+    """The answer to `Stream`, in its status: `OK` (the stream goes on behind `seq`),
+    `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` (`seq` is the ceiling) or `SEQ_TOO_HIGH`."""
+
+    opcode: ClassVar[int] = 0x86
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct(
+        "seq" / cs.Int64ul * "where the stream goes on (exclusive), or the rollback's ceiling",
+        "reason" / text() * "why there",
+        "log" / LOG * "the server's failover log; record it before any data",
+    )
+
+    seq: SeqNo
+    reason: str
+    log: FailoverLog
+
+
+class Stream(Message, frozen=True):
+    """Asks for one partition's changes behind what the client has.
+
+    Attributes:
+        state: The state the client expects the partition to be in.
+        position: What the client has.
+        end_seq: Where the stream shall end; inside a snapshot it means that snapshot's end.
+    """
+
+    opcode: ClassVar[int] = 0x06
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (StreamReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "state" / member(PartitionState) * "the state the client expects",
+        "end_seq" / cs.Int64ul * "where the stream shall end; all ones for never",
+        "position" / POSITION * "what the client has",
+    )
+
+    state: PartitionState
+    position: Position
+    end_seq: SeqNo = SEQ_MAX
+
+
+class Go(Message, frozen=True):
+    """Every stream that the client wants to begin with is open: start the cycle."""
+
+    opcode: ClassVar[int] = 0x07
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct()

@@ -1,0 +1,182 @@
+"""Reading keys and numbers, waiting for durability, and holding ranges."""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from typing import Any, ClassVar
+
+import construct as cs
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import Durability, HistoryId, SeqNo
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_protocol.wire.columns import CHUNK, member, octets, row, text, tuple_of
+from upr_protocol.wire.message import Message, Sender
+
+
+class GetReply(Message, frozen=True):
+    """The items asked for, in order: one that is there as a `SET` with its number and CAS, one that
+    is missing as a `DELETE` with number 0. When not all fit one frame, `next_index` is the first
+    key that was not answered; ask again from there."""
+
+    opcode: ClassVar[int] = 0x93
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history that the numbers belong to",
+        "next_index" / cs.Int32ul * "the first key not answered; the count of keys when all are",
+        "padding" / cs.Padding(4),
+        "chunk" / CHUNK * "the items, in the order of the keys",
+    )
+
+    history_id: HistoryId
+    next_index: int
+    chunk: Chunk
+
+
+class Get(Message, frozen=True):
+    """Asks for items of one partition; `history_id` other than 0 is the history expected, and
+    another is answered `HISTORY_CHANGED`."""
+
+    opcode: ClassVar[int] = 0x13
+    sender: ClassVar[Sender] = Sender.CLIENT
+    body_bytes_max: ClassVar[int] = 2 * 1024 * 1024
+    answers: ClassVar[tuple[type[Message], ...]] = (GetReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history expected, or 0",
+        "keys" / tuple_of(octets(cs.Int8ul)) * "1 to 4,096 keys",
+    )
+
+    keys: tuple[bytes, ...]
+    history_id: HistoryId = HistoryId(0)
+
+
+class SeqnosReply(Message, frozen=True):
+    """The numbers of the partitions asked for that are there."""
+
+    opcode: ClassVar[int] = 0x94
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = 64 * 1024
+    layout: ClassVar[Any] = cs.Struct(
+        "rows"
+        / tuple_of(
+            row(
+                partition=cs.Int16ul,
+                history_id=cs.Int64ul,
+                high_seq=cs.Int64ul,
+                persisted_seq=cs.Int64ul,
+                replicated_seq=cs.Int64ul,
+            )
+        )
+        * "per partition: history, highest number, snapshot ends persisted and replicated",
+    )
+
+    rows: tuple[tuple[int, int, int, int, int], ...]
+
+
+class Seqnos(Message, frozen=True):
+    """Asks for partitions' numbers; no partitions means all."""
+
+    opcode: ClassVar[int] = 0x14
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (SeqnosReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
+    )
+
+    partitions: tuple[int, ...] = ()
+
+
+class AwaitReply(Message, frozen=True):
+    """The number was reached at the level asked for; the refusals are `HISTORY_CHANGED` and
+    `TIMED_OUT`."""
+
+    opcode: ClassVar[int] = 0x95
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct("seq" / cs.Int64ul * "the number now reached")
+
+    seq: SeqNo
+
+
+class Await(Message, frozen=True):
+    """Waits until a number is as durable as asked for."""
+
+    opcode: ClassVar[int] = 0x15
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (AwaitReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history the number belongs to",
+        "seq" / cs.Int64ul * "the number",
+        "deadline_ms" / cs.Int32ul * "how long to wait",
+        "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
+        "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
+    )
+
+    history_id: HistoryId
+    seq: SeqNo
+    deadline_ms: int
+    durability: Durability
+    copies: int = 0
+
+
+class ReplicaAck(Message, frozen=True):
+    """A replica reports the complete snapshot ends that it has received and persisted."""
+
+    opcode: ClassVar[int] = 0x16
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history the ends belong to",
+        "received" / cs.Int64ul * "the last complete snapshot end received",
+        "persisted" / cs.Int64ul * "the last complete snapshot end persisted",
+    )
+
+    history_id: HistoryId
+    received: SeqNo
+    persisted: SeqNo
+
+
+@unique
+class LeaseAction(IntEnum):
+    """What a `Lease` asks for."""
+
+    ACQUIRE = 1
+    RENEW = 2
+    RELEASE = 3
+
+
+class LeaseReply(Message, frozen=True):
+    """The lease is as asked for; released, its time to live is 0."""
+
+    opcode: ClassVar[int] = 0x97
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct(
+        "lease_id" / cs.Int64ul * "the lease",
+        "time_to_live_s" / cs.Int32ul * "seconds it holds without renewal",
+    )
+
+    lease_id: int
+    time_to_live_s: int
+
+
+class Lease(Message, frozen=True):
+    """Holds ranges of sequence numbers against compaction."""
+
+    opcode: ClassVar[int] = 0x17
+    sender: ClassVar[Sender] = Sender.CLIENT
+    body_bytes_max: ClassVar[int] = 64 * 1024
+    answers: ClassVar[tuple[type[Message], ...]] = (LeaseReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "action" / member(LeaseAction) * "1 acquire, 2 renew, 3 release",
+        "lease_id" / cs.Int64ul * "the lease to renew or release; 0 to acquire",
+        "time_to_live_s" / cs.Int32ul * "seconds to hold without renewal",
+        "owner" / text() * "who holds it, for statistics",
+        "ranges"
+        / tuple_of(row(partition=cs.Int16ul, start=cs.Int64ul, end=cs.Int64ul))
+        * "(start, end] of each partition",
+    )
+
+    action: LeaseAction
+    lease_id: int
+    time_to_live_s: int
+    owner: str
+    ranges: tuple[tuple[int, int, int], ...]

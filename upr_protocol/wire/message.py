@@ -1,0 +1,120 @@
+"""What all messages have in common: the three header fields, and how a message becomes a frame."""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from io import BytesIO
+from struct import Struct
+from typing import Any, ClassVar, Final, Self
+
+import construct as cs
+import msgspec
+from crc32c import crc32c
+
+from upr_protocol.chunk import Buffer
+from upr_protocol.errors import ChunkError, RemoteProtocolError
+from upr_protocol.ids import NO_PARTITION, PartitionId
+from upr_protocol.wire.frame import padding, pack_header
+
+_U64: Final = Struct("<Q")
+
+BODY_BYTES_MAX_DEFAULT: Final = 4 * 1024
+"""Enough for every message that holds no list."""
+
+
+@unique
+class Sender(IntEnum):
+    """Who may send a message."""
+
+    CLIENT = 1
+    SERVER = 2
+    EITHER = 3
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of the protocol.
+
+    A subclass is the message's one declaration: its fields, its `layout` (field for field), who
+    sends it, and how long its body may be. The hot ones have `struct` code beside the layout, which
+    the tests hold equal to it.
+
+    Attributes:
+        partition: The header's partition field.
+        opaque: The header's opaque: an answer repeats its request's.
+        status: The header's status field: a `Status` in an answer, flags in a request.
+    """
+
+    opcode: ClassVar[int]
+    sender: ClassVar[Sender]
+    layout: ClassVar[Any]
+    body_bytes_max: ClassVar[int] = BODY_BYTES_MAX_DEFAULT
+    answers: ClassVar[tuple[type[Message], ...]] = ()
+    """For a request: the messages that answer it, beside `Refusal`."""
+
+    partition: PartitionId = NO_PARTITION
+    opaque: int = 0
+    status: int = 0
+
+    def body(self) -> tuple[Buffer, ...]:
+        """The body's bytes without padding, as pieces; all but the last are multiples of 8."""
+        fields = {name: getattr(self, name) for name in layout_fields(type(self))}
+        return (type(self).layout.build(fields),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        """The message in `body`.
+
+        Raises:
+            RemoteProtocolError: The body does not fit the layout.
+        """
+        try:
+            stream = BytesIO(body)
+            parsed = cls.layout.parse_stream(stream)
+            rest = stream.read()
+            if len(rest) > 7 or any(rest):
+                raise ValueError(f"{len(rest)} bytes too many")
+            fields = {name: parsed[name] for name in layout_fields(cls)}
+            return cls(**fields, partition=partition, opaque=opaque, status=status)
+        except (cs.ConstructError, ValueError, ChunkError, OverflowError) as error:
+            raise RemoteProtocolError(f"{cls.__name__} cannot be read: {error}") from error
+
+    def frame(self) -> list[Buffer]:
+        """The whole frame, as pieces to be sent one behind the other."""
+        pieces = self.body()
+        crc = length = 0
+        for piece in pieces:
+            crc = crc32c(piece, crc)
+            length += len(piece)
+        pad = padding(length)
+        crc = crc32c(pad, crc)
+        header = pack_header(
+            self.opcode, self.status, self.partition, self.opaque, length + len(pad), crc
+        )
+        return [header, *pieces, pad] if pad else [header, *pieces]
+
+
+_FIELDS: dict[type[Message], tuple[str, ...]] = {}
+
+
+def layout_fields(kind: type[Message]) -> tuple[str, ...]:
+    """The names of a message's own fields, which are those of its layout."""
+    names = _FIELDS.get(kind)
+    if names is None:
+        common = Message.__struct_fields__
+        names = tuple(name for name in kind.__struct_fields__ if name not in common)
+        _FIELDS[kind] = names
+    return names
+
+
+class OneNumber(Message, frozen=True):
+    """A message whose body is one u64."""
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (_U64.pack(getattr(self, self.__struct_fields__[0])),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        if len(body) != 8:
+            raise RemoteProtocolError(f"{cls.__name__} has 8 bytes, not {len(body)}")
+        (number,) = _U64.unpack(body)
+        return cls(number, partition=partition, opaque=opaque, status=status)

@@ -1,0 +1,163 @@
+"""Publishing: batches of mutations, and the credit that paces them."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain
+from struct import Struct
+from struct import error as StructError
+from typing import Any, ClassVar, Final, Self
+
+import construct as cs
+
+from upr_protocol.chunk import Buffer, Chunk
+from upr_protocol.errors import ChunkError, RemoteProtocolError
+from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_protocol.wire.columns import CHUNK, member, row, tuple_of
+from upr_protocol.wire.message import Message, OneNumber, Sender
+
+_MUTATE: Final = Struct("<BB6x16sQ")
+_REPLY: Final = Struct("<QQQQI")
+_U32: Final = Struct("<I")
+
+
+class MutateReply(Message, frozen=True):
+    """What became of a batch.
+
+    The mutations that succeeded have consecutive numbers and consecutive CAS values, in their
+    order in the batch; those that failed have none.
+
+    Attributes:
+        history_id: The history in which the numbers hold.
+        first_seq: The first number given; 0 when every mutation failed.
+        last_seq: The last number given; 0 when every mutation failed.
+        first_cas: The first CAS value given.
+        failures: (index in the batch, status) of each mutation that failed, by index.
+        counters: (index in the batch, new value) of each increment and decrement that succeeded.
+    """
+
+    opcode: ClassVar[int] = 0x91
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history in which the numbers hold",
+        "first_seq" / cs.Int64ul * "the first number given, or 0",
+        "last_seq" / cs.Int64ul * "the last number given, or 0",
+        "first_cas" / cs.Int64ul * "the first CAS value given, or 0",
+        "failures"
+        / tuple_of(row(index=cs.Int32ul, status=cs.Int32ul), cs.Int32ul)
+        * "what failed, by index in the batch",
+        "counters"
+        / tuple_of(row(index=cs.Int32ul, value=cs.Int64ul), cs.Int32ul)
+        * "new values of counters, by index in the batch",
+    )
+
+    history_id: HistoryId
+    first_seq: SeqNo
+    last_seq: SeqNo
+    first_cas: Cas
+    failures: tuple[tuple[int, int], ...] = ()
+    counters: tuple[tuple[int, int], ...] = ()
+
+    def body(self) -> tuple[Buffer, ...]:
+        head = _REPLY.pack(
+            self.history_id, self.first_seq, self.last_seq, self.first_cas, len(self.failures)
+        )
+        return (
+            b"".join(
+                (
+                    head,
+                    array("I", chain.from_iterable(self.failures)).tobytes(),
+                    Struct("<I" + "IQ" * len(self.counters)).pack(
+                        len(self.counters), *chain.from_iterable(self.counters)
+                    ),
+                )
+            ),
+        )
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        try:
+            history_id, first_seq, last_seq, first_cas, failed = _REPLY.unpack_from(body)
+            at = _REPLY.size
+            failures = array("I", bytes(body[at : at + 8 * failed]))
+            at += 8 * failed
+            (counted,) = _U32.unpack_from(body, at)
+            counters = Struct("<" + "IQ" * counted).unpack_from(body, at + 4)
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"MutateReply cannot be read: {error}") from error
+        return cls(
+            history_id,
+            first_seq,
+            last_seq,
+            first_cas,
+            tuple(zip(failures[::2], failures[1::2], strict=True)),
+            tuple(zip(counters[::2], counters[1::2], strict=True)),
+            partition=partition,
+            opaque=opaque,
+            status=status,
+        )
+
+
+class Mutate(Message, frozen=True):
+    """A batch of operations on one partition.
+
+    Attributes:
+        durability: What must hold before the answer.
+        copies: How many replicas beside the active, for the replicated levels.
+        writer: The publisher's 16-byte ID; zeros: the batch has no token.
+        counter: Rises with each new batch of this writer to this partition, from 1; the same
+            again is the same batch again.
+        chunk: The operations, as a published chunk.
+    """
+
+    opcode: ClassVar[int] = 0x11
+    sender: ClassVar[Sender] = Sender.CLIENT
+    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
+    answers: ClassVar[tuple[type[Message], ...]] = (MutateReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
+        "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
+        "padding" / cs.Padding(6),
+        "writer" / cs.Bytes(16) * "the writer's ID; zeros for none",
+        "counter" / cs.Int64ul * "the batch's number at this writer and partition",
+        "chunk" / CHUNK * "a published chunk",
+    )
+
+    chunk: Chunk
+    writer: bytes = bytes(16)
+    counter: int = 0
+    durability: Durability = Durability.MEMORY
+    copies: int = 0
+
+    def body(self) -> tuple[Buffer, ...]:
+        head = _MUTATE.pack(self.durability, self.copies, self.writer, self.counter)
+        return (head, self.chunk.encode())
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        try:
+            durability, copies, writer, counter = _MUTATE.unpack_from(body)
+            return cls(
+                Chunk(memoryview(body)[_MUTATE.size :]),
+                writer,
+                counter,
+                Durability(durability),
+                copies,
+                partition=partition,
+                opaque=opaque,
+                status=status,
+            )
+        except (StructError, ChunkError, ValueError) as error:
+            raise RemoteProtocolError(f"Mutate cannot be read: {error}") from error
+
+
+class Credit(OneNumber, frozen=True):
+    """The client may send so many more bytes of `Mutate` frames, headers counted."""
+
+    opcode: ClassVar[int] = 0x92
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct("bytes" / cs.Int64ul * "bytes, in addition to earlier ones")
+
+    bytes: int

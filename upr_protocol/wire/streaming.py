@@ -1,0 +1,219 @@
+"""What flows once the client said `Go`: snapshots, barriers, acknowledgements."""
+
+from __future__ import annotations
+
+from struct import Struct
+from struct import error as StructError
+from typing import Any, ClassVar, Final, Self
+
+import construct as cs
+
+from upr_protocol.chunk import Buffer, Chunk
+from upr_protocol.errors import ChunkError, RemoteProtocolError
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_protocol.wire.columns import CHUNK, member, octets, row, tuple_of
+from upr_protocol.wire.frame import pack_header
+from upr_protocol.wire.message import Message, OneNumber, Sender
+
+_START: Final = Struct("<QQQQB?6x")
+_U16: Final = Struct("<H")
+
+
+class PartitionStart(Message, frozen=True):
+    """A snapshot of one partition begins. A second one without an end between replaces the first.
+
+    Attributes:
+        start: The number that the snapshot begins behind.
+        end: The last number it covers; the client is consistent once it has all up to there.
+        may_repeat: Older versions of a key may appear before its newest.
+    """
+
+    opcode: ClassVar[int] = 0x88
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history it belongs to",
+        "start" / cs.Int64ul * "the number it begins behind",
+        "end" / cs.Int64ul * "the last number it covers",
+        "purge_seq" / cs.Int64ul * "tombstones at or below it may be gone",
+        "kind" / member(SnapshotKind) * "1 memory, 2 disk",
+        "may_repeat" / cs.Flag * "whether older versions of a key may appear",
+        "padding" / cs.Padding(6),
+    )
+
+    history_id: HistoryId
+    start: SeqNo
+    end: SeqNo
+    purge_seq: SeqNo
+    kind: SnapshotKind
+    may_repeat: bool
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (
+            _START.pack(
+                self.history_id, self.start, self.end, self.purge_seq, self.kind, self.may_repeat
+            ),
+        )
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        if len(body) != _START.size:
+            raise RemoteProtocolError(f"PartitionStart has {_START.size} bytes, not {len(body)}")
+        history_id, start, end, purge_seq, kind, may_repeat = _START.unpack(body)
+        try:
+            kind = SnapshotKind(kind)
+        except ValueError as error:
+            raise RemoteProtocolError(f"PartitionStart cannot be read: {error}") from error
+        return cls(
+            history_id,
+            start,
+            end,
+            purge_seq,
+            kind,
+            may_repeat,
+            partition=partition,
+            opaque=opaque,
+            status=status,
+        )
+
+
+class PartitionChunk(Message, frozen=True):
+    """Some of the snapshot's mutations, in order. The body is the chunk and nothing else, so that
+    the same bytes serve every consumer."""
+
+    opcode: ClassVar[int] = 0x89
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
+    layout: ClassVar[Any] = cs.Struct("chunk" / CHUNK * "a stored chunk")
+
+    chunk: Chunk
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (self.chunk.encode(),)
+
+    def frame(self) -> list[Buffer]:
+        # The chunk remembers its CRC: it is computed once, however many consumers there are.
+        chunk = self.chunk
+        header = pack_header(
+            self.opcode, self.status, self.partition, self.opaque, chunk.nbytes, chunk.crc
+        )
+        return [header, chunk.encode()]
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        try:
+            return cls(Chunk(body), partition=partition, opaque=opaque, status=status)
+        except ChunkError as error:
+            raise RemoteProtocolError(f"PartitionChunk cannot be read: {error}") from error
+
+
+class PartitionEnd(OneNumber, frozen=True):
+    """The snapshot is complete: only here is the client consistent, at `end`."""
+
+    opcode: ClassVar[int] = 0x8A
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct("end" / cs.Int64ul * "the snapshot's last number")
+
+    end: SeqNo
+
+
+class Completed(OneNumber, frozen=True):
+    """Every registered partition was streamed or skipped once more; sent after each cycle that sent
+    anything, and after the first."""
+
+    opcode: ClassVar[int] = 0x8B
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct("cycle" / cs.Int64ul * "cycles completed, from 1")
+
+    cycle: int
+
+
+class BarrierReply(Message, frozen=True):
+    """A barrier comes back: every partition was streamed or skipped since it arrived."""
+
+    opcode: ClassVar[int] = 0x8C
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = 64 * 1024
+    layout: ClassVar[Any] = cs.Struct(
+        "cookie" / octets() * "the cookie that was sent",
+        "ends"
+        / tuple_of(row(partition=cs.Int16ul, end=cs.Int64ul))
+        * "for each stream its partition and its last snapshot end",
+    )
+
+    cookie: bytes
+    ends: tuple[tuple[PartitionId, SeqNo], ...]
+
+    def body(self) -> tuple[Buffer, ...]:
+        flat = [number for pair in self.ends for number in pair]
+        return (
+            b"".join(
+                (
+                    _U16.pack(len(self.cookie)),
+                    self.cookie,
+                    Struct("<H" + "HQ" * len(self.ends)).pack(len(self.ends), *flat),
+                )
+            ),
+        )
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            (length,) = _U16.unpack_from(data)
+            (count,) = _U16.unpack_from(data, 2 + length)
+            rows = Struct("<" + "HQ" * count)
+            flat = rows.unpack_from(data, 4 + length)
+        except StructError as error:
+            raise RemoteProtocolError(f"BarrierReply cannot be read: {error}") from error
+        return cls(
+            data[2 : 2 + length],
+            tuple(zip(flat[::2], flat[1::2], strict=True)),
+            partition=partition,
+            opaque=opaque,
+            status=status,
+        )
+
+
+class Barrier(Message, frozen=True):
+    """Asks to hear when everything up to now was streamed. The cookie must not be open already."""
+
+    opcode: ClassVar[int] = 0x0C
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct("cookie" / octets() * "1 to 64 bytes of the client's choice")
+
+    cookie: bytes
+
+
+class Ack(OneNumber, frozen=True):
+    """So many more bytes of stream frames, headers counted, were dealt with."""
+
+    opcode: ClassVar[int] = 0x0D
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct("bytes" / cs.Int64ul * "bytes, in addition to earlier ones")
+
+    bytes: int
+
+
+class Noop(Message, frozen=True):
+    """Says only that its sender is alive."""
+
+    opcode: ClassVar[int] = 0x0E
+    sender: ClassVar[Sender] = Sender.EITHER
+    layout: ClassVar[Any] = cs.Struct()
+
+
+class StreamEnd(Message, frozen=True):
+    """One partition's stream is over; the status says why."""
+
+    opcode: ClassVar[int] = 0x8F
+    sender: ClassVar[Sender] = Sender.SERVER
+    layout: ClassVar[Any] = cs.Struct()
+
+
+class Close(Message, frozen=True):
+    """With a partition: end that stream. Without: the client says goodbye."""
+
+    opcode: ClassVar[int] = 0x10
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct()
