@@ -52,7 +52,7 @@ clean: ## remove .venv, caches and builds
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" && "$(PYTHON)" $(NEW_ENOUGH) || { echo "UPR needs Python 3.11 or newer:\
+	@test -n "$(PYTHON)" && "$(PYTHON)" $(NEW_ENOUGH) 2>/dev/null || { echo "UPR needs Python 3.11 or newer:\
 	 install it, or say where it is: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $(PYTHON); this is done once."
 	@"$(PYTHON)" -m venv $(VENV)
