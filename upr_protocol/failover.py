@@ -38,7 +38,7 @@ class FailoverLog:
     Numbers never rise from one entry to the next; no history ID occurs twice.
     """
 
-    entries: tuple[FailoverEntry, ...] = attrs.field(default=(), converter=tuple)
+    entries: tuple[FailoverEntry, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         ids = [entry.history_id for entry in self.entries]

@@ -25,6 +25,9 @@ history. The same sequence number in two histories means two different things.""
 NO_PARTITION: Final = PartitionId(0xFFFF)
 """The partition field of a frame that is about no partition, or about all of them."""
 
+PARTITIONS_END: Final = 1024
+"""One more than the highest partition's number."""
+
 SEQ_MAX: Final = SeqNo((1 << 64) - 1)
 """The end number of a stream that has no end."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from upr_protocol.ids import PARTITIONS_END
+
 KEY_BYTES_MAX: Final = 250
 """memcached's limit: what the field's keys already keep to."""
 
@@ -23,7 +25,7 @@ IDENTITY_BYTES_MAX: Final = 200
 BUCKET_NAME_BYTES_MAX: Final = 100
 """Fits a file name on every file system, with room for a suffix."""
 
-PARTITIONS_MAX: Final = 1024
+PARTITIONS_MAX: Final = PARTITIONS_END
 """Couchbase's count; a node's cost must not grow with it, a map of it still fits one frame."""
 
 PARTITIONS_DEFAULT: Final = 64

@@ -14,7 +14,7 @@ from crc32c import crc32c
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import NO_PARTITION, PartitionId
-from upr_protocol.wire.frame import padding, pack_header
+from upr_protocol.wire.frame import pack_header, padding
 
 _U64: Final = Struct("<Q")
 
@@ -116,5 +116,5 @@ class OneNumber(Message, frozen=True):
     def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
         if len(body) != 8:
             raise RemoteProtocolError(f"{cls.__name__} has 8 bytes, not {len(body)}")
-        (number,) = _U64.unpack(body)
-        return cls(number, partition=partition, opaque=opaque, status=status)
+        fields = {cls.__struct_fields__[0]: _U64.unpack(body)[0]}
+        return cls(**fields, partition=partition, opaque=opaque, status=status)

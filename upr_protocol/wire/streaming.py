@@ -186,7 +186,7 @@ class Barrier(Message, frozen=True):
 
 
 class Ack(OneNumber, frozen=True):
-    """So many more bytes of stream frames, headers counted, were dealt with."""
+    """So many more bytes of `PartitionChunk` frames, headers counted, were dealt with."""
 
     opcode: ClassVar[int] = 0x0D
     sender: ClassVar[Sender] = Sender.CLIENT
@@ -211,8 +211,17 @@ class StreamEnd(Message, frozen=True):
     layout: ClassVar[Any] = cs.Struct()
 
 
+class CloseStream(Message, frozen=True):
+    """Ends one partition's stream. What is on its way still comes, and is dropped, but counts for
+    flow control; the last of it is `StreamEnd`."""
+
+    opcode: ClassVar[int] = 0x0F
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct()
+
+
 class Close(Message, frozen=True):
-    """With a partition: end that stream. Without: the client says goodbye."""
+    """The client says goodbye."""
 
     opcode: ClassVar[int] = 0x10
     sender: ClassVar[Sender] = Sender.CLIENT

@@ -1,0 +1,147 @@
+"""The cycle over partitions, and the barriers that measure it (seed 002).
+
+The server streams one snapshot of each registered partition that has something, in partition order,
+again and again. Partitions with something to send are kept apart from the rest, so that a turn costs
+O(log ready) however many partitions are registered and idle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import attrs
+from sortedcontainers import SortedSet
+
+from upr_protocol.ids import PARTITIONS_END, PartitionId
+
+
+@attrs.frozen
+class CycleCompleted:
+    """The cycle came round.
+
+    Attributes:
+        cycle: How many cycles are now complete.
+    """
+
+    cycle: int
+
+
+Position = tuple[int, int]
+"""(cycles completed, partition): how far the cycle has come. Positions compare as tuples."""
+
+
+class PartitionCycle:
+    """Whose turn it is.
+
+    `advance` tells the next partition to stream a snapshot of; `finish` says that it was. Between
+    the two the partition is `current`.
+    """
+
+    __slots__ = ("_ready", "_sent", "completed", "current", "next_partition")
+
+    def __init__(self) -> None:
+        self._ready = SortedSet()
+        self._sent = False
+        """Whether this cycle sent anything."""
+        self.completed = 0
+        """Cycles completed."""
+        self.current: PartitionId | None = None
+        """The partition being streamed."""
+        self.next_partition = 0
+        """Everything below was streamed or skipped in this cycle."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether `advance` would find nothing to do."""
+        return self.current is None and not self._ready and not self._sent and self.completed > 0
+
+    @property
+    def here(self) -> Position:
+        """Where a barrier that arrives now is noted: the partition being streamed, else the next."""
+        partition = self.next_partition if self.current is None else self.current
+        return self.completed, partition
+
+    @property
+    def reached(self) -> Position:
+        """The last partition that was streamed or skipped."""
+        return self.completed, self.next_partition - 1
+
+    def ready(self, partition: PartitionId) -> None:
+        """`partition` has something to send. O(log ready)."""
+        self._ready.add(partition)
+
+    def remove(self, partition: PartitionId) -> None:
+        """`partition` is streamed no more; its turn, if it has it, is over."""
+        self._ready.discard(partition)
+        if self.current == partition:
+            self.finish()
+
+    def advance(self) -> PartitionId | CycleCompleted | None:
+        """The next turn: a partition, the end of a cycle that sent anything or was the first, or
+        None when there is nothing to do. O(log ready)."""
+        assert self.current is None, "the turn before this one is not finished"
+        at = self._ready.bisect_left(self.next_partition)
+        if at < len(self._ready):
+            partition: PartitionId = self._ready.pop(at)
+            self.current = partition
+            self.next_partition = partition
+            self._sent = True
+            return partition
+        if self._sent or self.completed == 0:
+            self._sent = False
+            self.completed += 1
+            self.next_partition = 0
+            return CycleCompleted(self.completed)
+        if self._ready:
+            # All that is ready lies behind, and nothing was sent since the cycle began: it comes
+            # round without a word.
+            self.completed += 1
+            self.next_partition = 0
+            return self.advance()
+        return None
+
+    def finish(self) -> None:
+        """The current partition's snapshot is complete, or it has none."""
+        assert self.current is not None, "no partition has the turn"
+        self.next_partition = self.current + 1
+        self.current = None
+
+    def check_invariants(self) -> None:
+        """Asserts what always holds."""
+        assert 0 <= self.next_partition <= PARTITIONS_END
+        assert self.current is None or self.current == self.next_partition
+
+
+class BarrierQueue:
+    """Barriers on their way, oldest first.
+
+    A barrier that arrives in cycle c while partition p is being streamed is due at (c + 1, p): only
+    then was every partition streamed or skipped since it arrived.
+    """
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: Final[deque[tuple[Position, bytes]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, cookie: bytes, here: Position) -> None:
+        """Notes a barrier that arrived `here`."""
+        cycle, partition = here
+        self._queue.append(((cycle + 1, partition), cookie))
+
+    def due(self, reached: Position) -> list[bytes]:
+        """Takes out the barriers that are due once `reached` was streamed or skipped."""
+        cookies = []
+        while self._queue and self._queue[0][0] <= reached:
+            cookies.append(self._queue.popleft()[1])
+        return cookies
+
+    def all(self) -> list[bytes]:
+        """Takes out every barrier: there is nothing left to stream."""
+        cookies = [cookie for _, cookie in self._queue]
+        self._queue.clear()
+        return cookies

@@ -1,0 +1,45 @@
+"""Telling a silent peer from a dead one."""
+
+from __future__ import annotations
+
+DEAD_AFTER_INTERVALS = 2
+"""How many idle intervals of silence make a peer dead: one `NOOP` may be late, not two."""
+
+
+class KeepAlive:
+    """When to say `Noop`, and when to give up. Times are seconds of any monotonic clock.
+
+    Args:
+        interval_s: The idle interval both sides agreed on.
+        now: The time.
+    """
+
+    __slots__ = ("_interval_s", "_received_at", "_sent_at")
+
+    def __init__(self, interval_s: float, now: float) -> None:
+        self._interval_s = interval_s
+        self._sent_at = now
+        self._received_at = now
+
+    def sent(self, now: float) -> None:
+        """Something was sent."""
+        self._sent_at = now
+
+    def received(self, now: float) -> None:
+        """Something was received."""
+        self._received_at = now
+
+    def noop_due(self, now: float) -> bool:
+        """Whether this side was silent for the interval."""
+        return now - self._sent_at >= self._interval_s
+
+    def dead(self, now: float) -> bool:
+        """Whether the peer was silent for too long."""
+        return now - self._received_at >= DEAD_AFTER_INTERVALS * self._interval_s
+
+    def next_check(self) -> float:
+        """The earliest time at which `noop_due` or `dead` can turn true."""
+        return min(
+            self._sent_at + self._interval_s,
+            self._received_at + DEAD_AFTER_INTERVALS * self._interval_s,
+        )

@@ -1,0 +1,171 @@
+"""The server's end of a session: it also keeps the partition cycle and its barriers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from upr_protocol.errors import ProtocolError, RemoteProtocolError, Status
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
+from upr_protocol.session.cycle import BarrierQueue, CycleCompleted, PartitionCycle
+from upr_protocol.session.session import Session
+from upr_protocol.session.states import SessionState, StreamState
+from upr_protocol.wire import (
+    VERSION,
+    Barrier,
+    BarrierReply,
+    CloseStream,
+    Completed,
+    Hello,
+    HelloReply,
+    Message,
+    PartitionEnd,
+    Sender,
+    StreamEnd,
+)
+
+
+@attrs.frozen
+class Statistics:
+    """What a server session can tell about itself.
+
+    Attributes:
+        state: How far the conversation has come.
+        streams: Streams requested, open or closing.
+        window_used: Bytes of stream frames that are not acknowledged.
+        credit_left: Bytes of `Mutate` frames that the client may still send.
+        barriers: Barriers open.
+        cycles: Cycles completed.
+    """
+
+    state: SessionState
+    streams: int
+    window_used: int
+    credit_left: int
+    barriers: int
+    cycles: int
+
+
+class ServerSession(Session):
+    """A session as the one who listens sees it. It answers `Hello` by itself, and brings barriers
+    back by itself while `next_partition` is called.
+
+    Args:
+        identity: The server's own.
+        now: The time.
+    """
+
+    role: ClassVar[Sender] = Sender.SERVER
+
+    def __init__(self, identity: str, *, now: float) -> None:
+        super().__init__(now)
+        self._identity = identity
+        self._cycle = PartitionCycle()
+        self._barrier_queue = BarrierQueue()
+        self.client_identity = ""
+        """Who the client says it is."""
+
+    # Streaming.
+
+    def opaque_of(self, partition: PartitionId) -> int:
+        """The opaque of `partition`'s stream."""
+        return self.streams[partition].opaque
+
+    def ready(self, partition: PartitionId) -> None:
+        """`partition` has something to send. Ignored when it is not streamed. O(log ready)."""
+        record = self.streams.get(partition)
+        if record is not None and record.state in (StreamState.BETWEEN, StreamState.INSIDE):
+            self._cycle.ready(partition)
+
+    def next_partition(self) -> PartitionId | None:
+        """Whose turn it is to have a snapshot sent, after queueing the `Completed` and the barriers
+        that come before it. None when there is nothing to stream: then every barrier came back.
+
+        The turn lasts until the partition's `PartitionEnd` or `StreamEnd` is sent, or `pass_turn`.
+        """
+        if self.state is not SessionState.STREAMING:
+            return None
+        while True:
+            turn = self._cycle.advance()
+            if turn is None:
+                self._return_barriers(self._barrier_queue.all())
+                return None
+            self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+            if not isinstance(turn, CycleCompleted):
+                return turn
+            self.send(Completed(turn.cycle))
+
+    def pass_turn(self) -> None:
+        """The partition whose turn it is has nothing to send after all."""
+        self._cycle.finish()
+        self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+
+    @property
+    def snapshot_ends(self) -> tuple[tuple[PartitionId, SeqNo], ...]:
+        """The last complete snapshot end of each open stream."""
+        return tuple(
+            (record.partition, record.seq)
+            for record in self.streams.values()
+            if record.state is StreamState.BETWEEN
+        )
+
+    def _return_barriers(self, cookies: list[bytes]) -> None:
+        if cookies:
+            ends = self.snapshot_ends
+            for cookie in cookies:
+                self.send(BarrierReply(cookie, ends))
+
+    # Hooks.
+
+    def _sent(self, message: Message) -> None:
+        if isinstance(message, PartitionEnd):
+            self.pass_turn()
+        elif isinstance(message, StreamEnd):
+            self._leave(message.partition)
+
+    def _received(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._greet(message)
+        elif isinstance(message, Barrier):
+            self._barrier_queue.add(message.cookie, self._cycle.here)
+        elif isinstance(message, CloseStream):
+            self._leave(message.partition)
+
+    def _leave(self, partition: PartitionId) -> None:
+        self._cycle.remove(partition)
+        if self.state is SessionState.STREAMING:
+            self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+
+    def _greet(self, hello: Hello) -> None:
+        if VERSION not in hello.versions:
+            said = ", ".join(map(str, hello.versions)) or "none"
+            error = ProtocolError(
+                f"the client speaks version {said}; this server {VERSION}", Status.BAD_VERSION
+            )
+            self.fail(error.status, str(error))
+            raise RemoteProtocolError(str(error), error.status)
+        self.client_identity = hello.identity
+        self.send(
+            HelloReply(
+                VERSION,
+                0,
+                hello.idle_interval_s,
+                FRAME_BODY_BYTES_MAX,
+                OPEN_BARRIERS_MAX,
+                REQUESTS_OPEN_MAX,
+                self._identity,
+            )
+        )
+
+    def statistics(self) -> Statistics:
+        """What the session can tell about itself."""
+        return Statistics(
+            self.state,
+            len(self.streams),
+            self.window.used,
+            self.credit.left,
+            len(self.barriers),
+            self._cycle.completed,
+        )

@@ -1,0 +1,286 @@
+"""What both ends of a session have in common: the funnel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from upr_protocol.chunk import Buffer
+from upr_protocol.errors import (
+    ADVICE,
+    LocalProtocolError,
+    ProtocolError,
+    RemoteProtocolError,
+    Status,
+)
+from upr_protocol.ids import PartitionId
+from upr_protocol.limits import (
+    HANDSHAKE_BODY_BYTES_MAX,
+    IDLE_INTERVAL_S_DEFAULT,
+    REQUESTS_OPEN_MAX,
+)
+from upr_protocol.session.flow import Allowance
+from upr_protocol.session.keepalive import KeepAlive
+from upr_protocol.session.rules import RULES
+from upr_protocol.session.states import SESSION, SessionState, StreamState, stream_input
+from upr_protocol.session.stream import StreamRecord
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    MESSAGES,
+    Error,
+    FrameBuffer,
+    Header,
+    Message,
+    Mutate,
+    Noop,
+    Open,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionLog,
+    PartitionStart,
+    Refusal,
+    Sender,
+    Stream,
+    StreamEnd,
+    StreamReply,
+    decode,
+)
+
+_SNAPSHOT = (PartitionStart, PartitionChunk, PartitionEnd)
+"""What still comes of a stream that was closed, and is dropped."""
+
+
+class Session:
+    """One end of a conversation. `ClientSession` and `ServerSession` are the two there are.
+
+    Feed it with `receive` and go through `events`, dealing with each before taking the next; say
+    things with `send`; write what `take` returns to the peer. Time comes in as `now`, seconds of any
+    monotonic clock.
+
+    Attributes:
+        state: How far the conversation has come.
+        streams: The streams that are requested, open or closing, by partition.
+        window: Bytes of stream frames that the server may still send.
+        credit: Bytes of `Mutate` frames that the client may still send.
+        barriers: The cookies of open barriers.
+        outgoing_bytes: What `take` would return, in bytes.
+        now: The time of the last `receive`.
+    """
+
+    role: ClassVar[Sender]
+
+    def __init__(self, now: float) -> None:
+        self.state = SessionState.GREETING
+        self.streams: dict[PartitionId, StreamRecord] = {}
+        self.window = Allowance()
+        self.credit = Allowance()
+        self.barriers: set[bytes] = set()
+        self.outgoing_bytes = 0
+        self.keep_alive = KeepAlive(IDLE_INTERVAL_S_DEFAULT, now)
+        self._requests: dict[int, type[Message]] = {}
+        self._frames = FrameBuffer(self._admit)
+        self._outgoing: list[Buffer] = []
+        self.now = now
+
+    # Outwards.
+
+    def send(self, message: Message) -> None:
+        """Queues `message` for `take`.
+
+        Raises:
+            LocalProtocolError: It must not be said by this side, or not now. Nothing was queued.
+        """
+        if not message.sender & self.role:
+            raise LocalProtocolError(
+                f"{type(message).__name__} is not this side's to say", Status.OUT_OF_TURN
+            )
+        frame = message.frame()
+        length = sum(map(len, frame))
+        try:
+            self._process(message, length)
+        except LocalProtocolError:
+            raise
+        except ProtocolError as error:
+            raise LocalProtocolError(str(error), error.status) from error
+        self._outgoing += frame
+        self.outgoing_bytes += length
+        self._sent(message)
+
+    def take(self, now: float) -> list[Buffer]:
+        """What is to be written to the peer, as buffers one behind the other."""
+        outgoing, self._outgoing = self._outgoing, []
+        self.outgoing_bytes = 0
+        if outgoing:
+            self.keep_alive.sent(now)
+        return outgoing
+
+    # Inwards.
+
+    def receive(self, data: bytes, now: float) -> None:
+        """Takes in bytes from the peer. Go through all of `events` before calling it again."""
+        self.now = now
+        if self.state is not SessionState.CLOSED:
+            self.keep_alive.received(now)
+            self._frames.receive(data)
+
+    def events(self) -> Iterator[Message]:
+        """The messages that are complete, in order. The session's state is the one after the message
+        just yielded.
+
+        Raises:
+            RemoteProtocolError: The peer broke the protocol. An `Error` that tells it so is queued;
+                write it and close the connection.
+        """
+        while self.state is not SessionState.CLOSED:
+            try:
+                frame = self._frames.next()
+                if frame is None:
+                    return
+                header, body = frame
+                message = decode(header, body)
+                dropped = self._dropped(message)
+                self._process(message, HEADER_BYTES + header.length)
+            except ProtocolError as error:
+                self.fail(error.status, str(error))
+                raise RemoteProtocolError(str(error), error.status) from error
+            self._received(message)
+            if dropped:
+                self._discard(message)
+            else:
+                yield message
+
+    def fail(self, status: Status, sentence: str) -> None:
+        """Queues an `Error` and ends the session. Nothing happens when it is over already."""
+        if self.state is not SessionState.CLOSED:
+            self.send(Error(sentence[:1000], ADVICE.get(status, ""), status=status))
+
+    @property
+    def buffered(self) -> int:
+        """Bytes received that are not yet a whole frame."""
+        return self._frames.buffered
+
+    # Time.
+
+    def tick(self, now: float) -> bool:
+        """Says `Noop` when this side was silent for the idle interval.
+
+        Returns:
+            Whether the peer may still be alive.
+        """
+        if self.state in (SessionState.GREETING, SessionState.GREETED, SessionState.CLOSED):
+            return True
+        if self.keep_alive.dead(now):
+            return False
+        if self.keep_alive.noop_due(now):
+            self.send(Noop())
+        return True
+
+    # The funnel: every message of either side, on either side, goes through here.
+
+    def _admit(self, header: Header) -> None:
+        kind = MESSAGES.get(header.opcode)
+        if kind is None:
+            raise RemoteProtocolError(
+                f"no message has opcode {header.opcode:#04x}", Status.UNKNOWN_MESSAGE
+            )
+        if kind not in SESSION[self.state] or kind.sender == self.role:
+            raise RemoteProtocolError(
+                f"{kind.__name__} is out of turn: {self.state.value}", Status.OUT_OF_TURN
+            )
+        limit = kind.body_bytes_max
+        if self.role is Sender.SERVER and not self._acquainted:
+            limit = min(limit, HANDSHAKE_BODY_BYTES_MAX)
+        if header.length > limit:
+            raise RemoteProtocolError(
+                f"{kind.__name__} of {header.length} bytes; at most {limit}", Status.FRAME_TOO_LONG
+            )
+
+    @property
+    def _acquainted(self) -> bool:
+        return self.state in (SessionState.OPEN, SessionState.STREAMING)
+
+    def _process(self, message: Message, frame_bytes: int) -> None:
+        kind = type(message)
+        state = SESSION[self.state].get(kind)
+        if state is None:
+            raise ProtocolError(
+                f"{kind.__name__} is out of turn: {self.state.value}", Status.OUT_OF_TURN
+            )
+        rule = RULES.get(kind)
+        if rule is not None:
+            rule(self, message)
+        self._match(message)
+        if kind is PartitionChunk:
+            self.window.use(frame_bytes)
+        elif kind is Mutate:
+            self.credit.use(frame_bytes)
+        if stream_input(message) is not None:
+            self._follow(message)
+        self._settle(message)
+        self.state = state
+
+    def _match(self, message: Message) -> None:
+        """Checks that a request's opaque is free, and that an answer has a request."""
+        if message.answers:
+            if message.opaque in self._requests:
+                raise ProtocolError(
+                    f"opaque {message.opaque} is still in use", Status.OPAQUE_IN_USE
+                )
+            if len(self._requests) >= REQUESTS_OPEN_MAX:
+                raise ProtocolError(
+                    f"{REQUESTS_OPEN_MAX} requests are open already", Status.TOO_MANY
+                )
+            if isinstance(message, Open) and self._requests:
+                # Its refusal could not be told from another's.
+                raise ProtocolError("Open while other requests are open", Status.OUT_OF_TURN)
+        elif type(message) in _ANSWERS:
+            request = self._requests.get(message.opaque)
+            # What refuses a stream is StreamReply, which says more.
+            refused = isinstance(message, Refusal) and request is not Stream
+            if request is None or not (refused or type(message) in request.answers):
+                raise ProtocolError(
+                    f"{type(message).__name__} with opaque {message.opaque} answers nothing"
+                )
+
+    def _settle(self, message: Message) -> None:
+        """Keeps the table of open requests. A stream's opaque is in use for as long as the stream."""
+        if message.answers:
+            self._requests[message.opaque] = type(message)
+        elif isinstance(message, StreamEnd) or (
+            type(message) in _ANSWERS
+            and not isinstance(message, PartitionLog)
+            and not (isinstance(message, StreamReply) and message.status == Status.OK)
+        ):
+            del self._requests[message.opaque]
+
+    def _follow(self, message: Message) -> None:
+        partition = message.partition
+        record = self.streams.get(partition)
+        if record is None:
+            record = StreamRecord(partition, message.opaque)
+        record.apply(message)
+        if record.state is StreamState.ABSENT:
+            del self.streams[partition]
+        else:
+            self.streams[partition] = record
+
+    def _dropped(self, message: Message) -> bool:
+        """Whether `message` is a frame of a stream that was closed, of no interest any more."""
+        if type(message) not in _SNAPSHOT:
+            return False
+        record = self.streams.get(message.partition)
+        return record is not None and record.state is StreamState.CLOSING
+
+    # What the two roles add.
+
+    def _sent(self, message: Message) -> None:
+        """Called after `message` was queued."""
+
+    def _received(self, message: Message) -> None:
+        """Called after `message` was processed, before it is yielded."""
+
+    def _discard(self, message: Message) -> None:
+        """Called instead of yielding a frame of a closed stream."""
+
+
+_ANSWERS = frozenset({answer for kind in MESSAGES.values() for answer in kind.answers} | {Refusal})
