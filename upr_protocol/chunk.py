@@ -407,7 +407,7 @@ class Chunk:
         O(log count) to find them and a copy of their bytes. Both bounds are first moved into the
         chunk's own range.
         """
-        after = max(after, self.start)
+        after = min(max(after, self.start), self.end)
         through = max(after, min(through, self.end))
         if after == self.start and through == self.end:
             return self
@@ -667,8 +667,19 @@ def plain_chunk(
         keys: The keys.
         values: As many values.
         operations: One operation a key; by default every one is a `SET`.
+
+    Raises:
+        ValueError: There are not as many values, or operations, as keys.
     """
     count = len(keys)
+    if operations is None:
+        operations = bytes(repeat(Operation.SET, count))
+    # Columns of different lengths may still add up, as they are padded.
+    if not count == len(values) == len(operations):
+        raise ValueError(
+            f"{count} keys need as many values and operations, "
+            f"not {len(values)} and {len(operations)}"
+        )
     key_bytes, value_bytes = b"".join(keys), b"".join(values)
     zeros = bytes(8 * count)
     return _encode(
@@ -680,7 +691,7 @@ def plain_chunk(
         zeros[: 4 * count],
         _offsets(keys),
         _offsets(values),
-        bytes(repeat(Operation.SET, count)) if operations is None else operations,
+        operations,
         key_bytes,
         value_bytes,
     )
