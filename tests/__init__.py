@@ -1,0 +1,1 @@
+"""Tests lie as the code lies."""

@@ -1,0 +1,664 @@
+"""The chunk, against lists of rows and a checker that is slow and obviously right."""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+
+import pytest
+from crc32c import crc32c
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.protocol.strategies import (
+    KEYS,
+    U64,
+    VALUES,
+    mutations,
+    neighbours,
+    published_chunks,
+    stored_chunks,
+    stored_rows,
+)
+from upr_protocol.chunk import (
+    CHUNK_HEAD_BYTES,
+    Chunk,
+    ChunkBuilder,
+    CounterDelta,
+    Mutation,
+    encoded_bytes,
+    plain_chunk,
+)
+from upr_protocol.errors import ChunkError
+from upr_protocol.ids import SEQ_MAX, Cas, Operation, SeqNo
+from upr_protocol.limits import CHUNK_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
+
+MIB = 1024 * 1024
+
+
+def a_set(seq: int, key: bytes, value: bytes = b"") -> Mutation:
+    return Mutation(Operation.SET, key, value, SeqNo(seq))
+
+
+# --- the oracle -----------------------------------------------------------------------------------
+
+
+class Columns:
+    """A chunk taken apart byte by byte, as the module's text says it is laid out."""
+
+    def __init__(self, data: bytes) -> None:
+        self.at: dict[str, int] = {}
+        head = struct.unpack_from("<IIIIQQ", data)
+        self.count, self.key_length, self.value_length, _, self.start, self.end = head
+        self.cursor = 32
+        self.data = data
+        self.seqs = self._column("seqs", "Q", self.count)
+        self.cas = self._column("cas", "Q", self.count)
+        self.expiries = self._column("expiries", "I", self.count)
+        self.flags = self._column("flags", "I", self.count)
+        self.key_offsets = self._column("key offsets", "i", self.count + 1)
+        self.value_offsets = self._column("value offsets", "i", self.count + 1)
+        self.operations = self._column("operations", "B", self.count)
+        self.keys = bytes(self._column("keys", "B", self.key_length))
+        self.values = bytes(self._column("values", "B", self.value_length))
+
+    def _column(self, name: str, kind: str, count: int) -> list[int]:
+        self.at[name] = self.cursor
+        layout = struct.Struct(f"<{count}{kind}")
+        column = list(layout.unpack_from(self.data, self.cursor))
+        self.cursor += layout.size
+        self.cursor += -self.cursor % 8
+        return column
+
+    def slice_is_right(self, offsets: list[int], length: int, least: int, most: int) -> bool:
+        return (
+            offsets[0] == 0
+            and offsets[-1] == length
+            and all(least <= b - a <= most for a, b in pairwise(offsets))
+        )
+
+    def key_list(self) -> list[bytes] | None:
+        if not self.slice_is_right(self.key_offsets, self.key_length, 1, KEY_BYTES_MAX):
+            return None
+        return [self.keys[a:b] for a, b in pairwise(self.key_offsets)]
+
+    def value_list(self) -> list[bytes] | None:
+        if not self.slice_is_right(self.value_offsets, self.value_length, 0, VALUE_BYTES_MAX):
+            return None
+        return [self.values[a:b] for a, b in pairwise(self.value_offsets)]
+
+
+def parses(data: bytes) -> bool:
+    if len(data) < 32:
+        return False
+    count, keys, values, reserved, start, end = struct.unpack_from("<IIIIQQ", data)
+    if count > CHUNK_MUTATIONS_MAX or reserved or start > end:
+        return False
+    lengths = (8 * count, 8 * count, 4 * count, 4 * count, 4 * count + 4, 4 * count + 4, count)
+    return bool(len(data) == 32 + sum(n + -n % 8 for n in (*lengths, keys, values)))
+
+
+def is_stored(data: bytes) -> bool:
+    """Whether these are the bytes of a stored chunk that breaks no rule."""
+    if not parses(data):
+        return False
+    columns = Columns(data)
+    return (
+        columns.key_list() is not None
+        and columns.value_list() is not None
+        and all(op in (1, 2, 3) for op in columns.operations)
+        and all(a < b for a, b in pairwise([columns.start, *columns.seqs]))
+        and all(seq <= columns.end for seq in columns.seqs)
+    )
+
+
+def is_published(data: bytes) -> bool:
+    if not parses(data):
+        return False
+    columns = Columns(data)
+    return (
+        columns.key_list() is not None
+        and columns.value_list() is not None
+        and all(op in (1, 2, 4, 5, 6, 7, 8, 9, 10) for op in columns.operations)
+        and not any((columns.start, columns.end, *columns.seqs))
+    )
+
+
+def accepts(data: bytes) -> bool:
+    """Whether the code under test takes `data` for a stored chunk; it raises nothing else."""
+    try:
+        Chunk(data).check()
+    except ChunkError:
+        return False
+    return True
+
+
+def accepts_published(data: bytes) -> bool:
+    try:
+        keys = Chunk(data).check_published()
+    except ChunkError:
+        return False
+    assert keys == Columns(data).key_list()
+    return True
+
+
+# --- building, encoding, viewing ------------------------------------------------------------------
+
+
+@given(stored_rows())
+def test_rows_come_back_as_they_went_in(rows: list[Mutation]) -> None:
+    chunk = Chunk.build(rows)
+    chunk.check(chunk.crc)
+    assert list(chunk) == rows
+    assert [chunk.mutation(index) for index in range(len(rows))] == rows
+    assert len(chunk) == chunk.count == len(rows)
+    assert chunk.keys() == chunk.checked_keys() == [row.key for row in rows]
+    assert chunk.values() == [row.value for row in rows]
+    assert [chunk.key(index) for index in range(len(rows))] == chunk.keys()
+    assert [chunk.value(index) for index in range(len(rows))] == chunk.values()
+    assert (chunk.start, chunk.end) == ((rows[0].seq - 1, rows[-1].seq) if rows else (0, 0))
+
+
+@given(stored_chunks())
+def test_encoding_and_viewing_are_each_others_reverse(chunk: Chunk) -> None:
+    data = bytes(chunk)
+    again = Chunk(data)
+    assert again == chunk
+    assert hash(again) == hash(chunk)
+    assert bytes(again.encode()) == data
+    assert (
+        again.nbytes
+        == len(data)
+        == encoded_bytes(len(chunk), chunk.key_length, len(chunk.value_bytes))
+    )
+    assert again.crc == crc32c(data)
+    assert Chunk.build(chunk, chunk.start, chunk.end) == chunk
+
+
+@given(stored_chunks())
+def test_the_layout_is_the_one_written_down(chunk: Chunk) -> None:
+    columns = Columns(bytes(chunk))
+    assert columns.cursor == chunk.nbytes
+    assert columns.seqs == chunk.seqs.tolist()
+    assert columns.cas == chunk.cas.tolist()
+    assert columns.expiries == chunk.expiries.tolist()
+    assert columns.flags == chunk.flags.tolist()
+    assert columns.operations == chunk.operations.tolist()
+    assert columns.key_list() == chunk.keys()
+    assert columns.value_list() == chunk.values()
+    assert (columns.start, columns.end) == (chunk.start, chunk.end)
+
+
+def test_the_layout_of_one_mutation_byte_for_byte() -> None:
+    row = Mutation(Operation.DELETE, b"key", b"value", SeqNo(5), Cas(6), flags=7, expiry=8)
+    assert bytes(Chunk.build([row], SeqNo(3), SeqNo(9))) == bytes.fromhex(
+        "01000000 03000000 05000000 00000000 0300000000000000 0900000000000000"  # head
+        "0500000000000000 0600000000000000"  # number, CAS
+        "0800000000000000 0700000000000000"  # expiry, flags, padded
+        "00000000 03000000 00000000 05000000"  # offsets
+        "0200000000000000"  # operation, padded
+        "6b65790000000000 76616c7565000000"  # key and value, padded
+    )
+
+
+@given(stored_chunks())
+def test_a_chunk_is_a_view_of_its_buffer(chunk: Chunk) -> None:
+    buffer = bytearray(bytes(chunk))
+    view = Chunk(buffer)
+    assert view.encode().obj is buffer
+    columns = Columns(bytes(buffer))
+    for name, column in (
+        ("seqs", view.seqs),
+        ("cas", view.cas),
+        ("expiries", view.expiries),
+        ("flags", view.flags),
+        ("key offsets", view.key_offsets),
+        ("value offsets", view.value_offsets),
+        ("operations", view.operations),
+        ("keys", view.key_bytes),
+        ("values", view.value_bytes),
+    ):
+        if column.nbytes:
+            before = column[0]
+            buffer[columns.at[name]] ^= 1
+            assert column[0] == before ^ 1, name
+
+
+def test_making_a_chunk_looks_at_the_head_only() -> None:
+    chunk = Chunk.build([a_set(1, b"k")])
+    data = bytearray(bytes(chunk))
+    data[CHUNK_HEAD_BYTES:] = b"\xff" * (len(data) - CHUNK_HEAD_BYTES)
+    damaged = Chunk(data)
+    assert damaged.count == 1
+    with pytest.raises(ChunkError):
+        damaged.check()
+
+
+def test_a_chunk_of_nothing() -> None:
+    chunk = Chunk.build([])
+    chunk.check(chunk.crc)
+    assert (len(chunk), chunk.keys(), chunk.values(), list(chunk)) == (0, [], [], [])
+    assert chunk.nbytes == CHUNK_HEAD_BYTES + 16
+    assert chunk.check_published() == []
+    wide = Chunk.build([], SeqNo(3), SeqNo(9))
+    wide.check()
+    assert (wide.start, wide.end) == (3, 9)
+
+
+def test_empty_values_and_binary_keys() -> None:
+    rows = [a_set(1, bytes(range(256))[:250]), a_set(2, b"\0"), a_set(3, b"\xff" * 3, b"\0")]
+    chunk = Chunk.build(rows)
+    chunk.check()
+    assert list(chunk) == rows
+
+
+def test_a_key_of_250_bytes_and_one_of_251() -> None:
+    Chunk.build([a_set(1, b"k" * KEY_BYTES_MAX)]).check()
+    with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
+        Chunk.build([a_set(1, b"a"), a_set(2, b"k" * (KEY_BYTES_MAX + 1))]).check()
+
+
+def test_an_empty_key_is_none() -> None:
+    with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
+        Chunk.build([a_set(1, b"a"), a_set(2, b"")]).check()
+    with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
+        plain_chunk([b""], [b"value"]).check_published()
+
+
+def test_a_value_of_20_mib_and_one_byte_more() -> None:
+    value = b"v" * VALUE_BYTES_MAX
+    largest = Chunk.build([a_set(1, b"k", value)])
+    largest.check(largest.crc)
+    assert largest.value(0) == value
+    plain_chunk([b"k"], [value]).check_published()
+    two = plain_chunk([b"k", b"l"], [value, b"v"])  # the limit is each value's, not their sum's
+    two.check_published()
+    for keys, values in (([b"k"], [value + b"v"]), ([b"k", b"l"], [b"", value + b"v"])):
+        with pytest.raises(ChunkError, match="a value is longer"):
+            plain_chunk(keys, values).check_published()
+    with pytest.raises(ChunkError, match="a value is longer"):
+        Chunk.build([a_set(1, b"k", value + b"v")]).check()
+
+
+def test_a_chunk_of_the_most_mutations_and_one_of_more() -> None:
+    keys = [b"k"] * CHUNK_MUTATIONS_MAX
+    values = [b""] * CHUNK_MUTATIONS_MAX
+    assert len(plain_chunk(keys, values).check_published()) == CHUNK_MUTATIONS_MAX
+    with pytest.raises(ChunkError, match="mutations in a chunk"):
+        plain_chunk([*keys, b"k"], [*values, b""])
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(Chunk.build([a_set(4, b"k")])) == "<Chunk of 1 in (3, 4], 96 bytes>"
+    assert Chunk.build([]) != b"no chunk"
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_are_a_chunk_or_a_chunk_error(data: bytes) -> None:
+    assert accepts(data) == is_stored(data)
+    assert accepts_published(data) == is_published(data)
+
+
+@given(
+    count=st.integers(0, 5),
+    keys=st.integers(0, 20),
+    values=st.integers(0, 20),
+    body=st.binary(max_size=400),
+    start=U64,
+    end=U64,
+)
+def test_random_bytes_behind_a_right_head(
+    count: int, keys: int, values: int, body: bytes, start: int, end: int
+) -> None:
+    length = encoded_bytes(count, keys, values) - 32
+    head = struct.pack("<IIIIQQ", count, keys, values, 0, start, end)
+    data = head + (body + bytes(length))[:length]
+    assert accepts(data) == is_stored(data)
+    assert accepts_published(data) == is_published(data)
+
+
+@given(stored_chunks(), st.data())
+def test_damage_anywhere_is_judged_as_the_slow_checker_judges_it(
+    chunk: Chunk, data: st.DataObject
+) -> None:
+    damaged = bytearray(bytes(chunk))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at] = data.draw(st.one_of(st.sampled_from([0, 1, 0x80, 0xFF]), st.integers(0, 255)))
+    assert accepts(bytes(damaged)) == is_stored(bytes(damaged))
+    if damaged != bytes(chunk):
+        with pytest.raises(ChunkError):
+            Chunk(damaged).check(chunk.crc)
+
+
+@given(stored_chunks(), st.data())
+def test_a_chunk_cut_short_or_drawn_out_is_none(chunk: Chunk, data: st.DataObject) -> None:
+    whole = bytes(chunk)
+    with pytest.raises(ChunkError):
+        Chunk(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    with pytest.raises(ChunkError):
+        Chunk(whole + data.draw(st.binary(min_size=1, max_size=16)))
+
+
+OFFSETS = st.one_of(st.integers(-3, 12), st.sampled_from([-(1 << 31), (1 << 31) - 1, 250, 251]))
+
+
+@given(
+    keys=st.lists(st.binary(min_size=1, max_size=4), max_size=5),
+    values=st.lists(st.binary(max_size=4), max_size=5),
+    data=st.data(),
+)
+@example(keys=[b"a", b"b", b"c"], values=[], data=None)
+def test_offsets_of_any_kind_are_judged_as_the_slow_checker_judges_them(
+    keys: list[bytes], values: list[bytes], data: st.DataObject | None
+) -> None:
+    count = max(len(keys), len(values))
+    keys += [b"k"] * (count - len(keys))
+    values += [b""] * (count - len(values))
+    chunk = Chunk.build(
+        [a_set(n, k, v) for n, (k, v) in enumerate(zip(keys, values, strict=True), 1)]
+    )
+    damaged = bytearray(bytes(chunk))
+    columns = Columns(bytes(chunk))
+    key_offsets, value_offsets = list(columns.key_offsets), list(columns.value_offsets)
+    if data is None:
+        key_offsets[1:3] = key_offsets[2:0:-1]
+    else:
+        for offsets in (key_offsets, value_offsets):
+            for index in data.draw(st.lists(st.integers(0, count), max_size=3)):
+                offsets[index] = data.draw(st.one_of(OFFSETS, st.sampled_from(offsets)))
+    struct.pack_into(f"<{count + 1}i", damaged, columns.at["key offsets"], *key_offsets)
+    struct.pack_into(f"<{count + 1}i", damaged, columns.at["value offsets"], *value_offsets)
+
+    expected = Columns(bytes(damaged))
+    try:
+        found: list[bytes] | None = Chunk(damaged).checked_keys()
+    except ChunkError:
+        found = None
+    assert found == expected.key_list()
+    if expected.key_list() is not None and expected.value_list() is not None:
+        Chunk(damaged).check()
+        assert Chunk(damaged).keys() == expected.key_list()
+        assert Chunk(damaged).values() == expected.value_list()
+    else:
+        with pytest.raises(ChunkError):
+            Chunk(damaged).check()
+
+
+def poked(chunk: Chunk, column: str, kind: str, index: int, value: int) -> Chunk:
+    data = bytearray(bytes(chunk))
+    at = Columns(bytes(chunk)).at.get(column, 0)
+    struct.pack_into("<" + kind, data, at + index * struct.calcsize(kind), value)
+    return Chunk(data)
+
+
+THREE = Chunk.build(
+    [a_set(3, b"aa", b"x"), a_set(5, b"bb", b"y"), a_set(6, b"cc", b"z")], SeqNo(2), SeqNo(8)
+)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "index", "value", "complaint"),
+    [
+        ("head", "I", 0, 4, "do not add up"),
+        ("head", "I", 0, CHUNK_MUTATIONS_MAX + 1, "mutations in a chunk"),
+        ("head", "I", 1, 14, "do not add up"),
+        ("head", "I", 1, 5, "do not span the key bytes"),  # the same, padded
+        ("head", "I", 2, 14, "do not add up"),
+        ("head", "I", 2, 4, "do not span the value bytes"),
+        ("head", "I", 3, 1, "reserved"),
+        ("head", "Q", 2, 9, "before its start"),
+        ("head", "Q", 2, 3, "leave the chunk's range"),
+        ("head", "Q", 3, 5, "leave the chunk's range"),
+        ("seqs", "Q", 0, 2, "leave the chunk's range"),
+        ("seqs", "Q", 0, 5, "do not rise"),
+        ("seqs", "Q", 1, 3, "do not rise"),
+        ("seqs", "Q", 1, 2, "do not rise"),
+        ("seqs", "Q", 1, SEQ_MAX, "do not rise"),
+        ("seqs", "Q", 2, 9, "leave the chunk's range"),
+        ("seqs", "Q", 2, 4, "do not rise"),
+        ("key offsets", "i", 0, 1, "do not span the key bytes"),
+        ("key offsets", "i", 0, -1, "do not span the key bytes"),
+        ("key offsets", "i", 1, 4, "offsets fall"),
+        ("key offsets", "i", 1, 5, "offsets fall"),
+        ("key offsets", "i", 1, -2, "offsets fall"),
+        ("key offsets", "i", 2, 7, "offsets fall"),
+        ("key offsets", "i", 3, 5, "do not span the key bytes"),
+        ("value offsets", "i", 0, -1, "do not span the value bytes"),
+        ("value offsets", "i", 1, 3, "fall"),
+        ("value offsets", "i", 1, -1, "fall"),
+        ("value offsets", "i", 2, 4, "fall"),
+        ("value offsets", "i", 3, 2, "do not span the value bytes"),
+        ("operations", "B", 1, 0, "never|ever stored"),
+        ("operations", "B", 1, Operation.ADD, "ever stored"),
+        ("operations", "B", 2, 255, "ever stored"),
+    ],
+)
+def test_each_kind_of_damage_is_named(
+    column: str, kind: str, index: int, value: int, complaint: str
+) -> None:
+    with pytest.raises(ChunkError, match=complaint):
+        poked(THREE, column, kind, index, value).check()
+
+
+def test_a_wrong_crc_is_named() -> None:
+    THREE.check(THREE.crc)
+    with pytest.raises(ChunkError, match="CRC32C"):
+        THREE.check(THREE.crc ^ 1)
+    with pytest.raises(ChunkError, match="CRC32C"):
+        poked(THREE, "values", "B", 0, 0).check(THREE.crc)
+
+
+def test_what_is_published_has_no_numbers_and_expires_nothing() -> None:
+    published = plain_chunk([b"a", b"b"], [b"", b""])
+    assert published.check_published() == [b"a", b"b"]
+    for column, kind, value in (("seqs", "Q", 1), ("operations", "B", 3), ("operations", "B", 11)):
+        with pytest.raises(ChunkError):
+            poked(published, column, kind, 1, value).check_published()
+    with pytest.raises(ChunkError, match="no sequence numbers"):
+        poked(published, "head", "Q", 3, 1).check_published()
+    with pytest.raises(ChunkError, match="no sequence numbers"):
+        THREE.check_published()
+
+
+@given(published_chunks())
+def test_published_chunks_pass(chunk: Chunk) -> None:
+    assert chunk.check_published() == chunk.keys()
+    assert is_published(bytes(chunk))
+
+
+def test_an_unknown_operation_is_no_row() -> None:
+    with pytest.raises(ValueError, match="99"):
+        list(poked(THREE, "operations", "B", 1, 99))
+
+
+# --- chunks from chunks ---------------------------------------------------------------------------
+
+
+@given(stored_chunks(), st.data())
+def test_a_slice_has_the_rows_in_its_range(chunk: Chunk, data: st.DataObject) -> None:
+    near = st.one_of(st.integers(max(chunk.start - 2, 0), chunk.end + 2), U64).map(SeqNo)
+    after, through = data.draw(near), data.draw(near)
+    part = chunk.slice(after, through)
+    part.check()
+    assert list(part) == [row for row in chunk if after < row.seq <= through]
+    assert chunk.start <= part.start <= part.end <= chunk.end
+    if chunk.start <= after <= through <= chunk.end:
+        assert (part.start, part.end) == (after, through)
+
+
+@given(stored_chunks(), st.data())
+def test_slices_side_by_side_merge_to_the_rows_again(chunk: Chunk, data: st.DataObject) -> None:
+    at = SeqNo(data.draw(st.integers(chunk.start, chunk.end)))
+    low, high = chunk.slice(chunk.start, at), chunk.slice(at, chunk.end)
+    assert [*low, *high] == list(chunk)
+    assert (low.start, low.end, high.start, high.end) == (chunk.start, at, at, chunk.end)
+
+
+def test_a_slice_of_everything_is_the_chunk_itself() -> None:
+    assert THREE.slice(SeqNo(0), SEQ_MAX) is THREE
+    assert THREE.slice(SeqNo(2), SeqNo(8)) is THREE
+
+
+@given(neighbours())
+def test_a_merge_keeps_each_key_once_in_its_newest(chunks: list[Chunk]) -> None:
+    merged = Chunk.merge(chunks)
+    merged.check()
+    rows = [row for chunk in chunks for row in chunk]
+    newest = {row.key: row for row in rows}
+    assert list(merged) == [row for row in rows if newest[row.key] is row]
+    assert (merged.start, merged.end) == (chunks[0].start, chunks[-1].end)
+
+
+def test_only_neighbours_are_merged() -> None:
+    with pytest.raises(ChunkError, match="nothing to merge"):
+        Chunk.merge([])
+    later = Chunk.build([a_set(10, b"k")], SeqNo(9), SeqNo(10))
+    for wrong in ([THREE, later], [later, THREE], [THREE, THREE]):
+        with pytest.raises(ChunkError, match="does not follow"):
+            Chunk.merge(wrong)
+
+
+@given(published_chunks(), st.integers(0, 1 << 62), st.integers(0, 1 << 62), st.integers(0, 3))
+def test_numbering_writes_two_columns_and_the_range(
+    chunk: Chunk, seq: int, cas: int, gap: int
+) -> None:
+    start, end = SeqNo(seq), SeqNo(seq + len(chunk) + gap)
+    numbered = chunk.numbered(SeqNo(seq + 1), Cas(cas), start, end)
+    assert (numbered.start, numbered.end) == (start, end)
+    assert list(numbered) == [
+        Mutation(
+            row.op, row.key, row.value, SeqNo(seq + 1 + n), Cas(cas + n), row.flags, row.expiry
+        )
+        for n, row in enumerate(chunk)
+    ]
+
+
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=12), st.data())
+def test_a_plain_chunk_is_the_built_one(
+    pairs: list[tuple[bytes, bytes]], data: st.DataObject
+) -> None:
+    keys, values = [key for key, _ in pairs], [value for _, value in pairs]
+    assert plain_chunk(keys, values) == Chunk.build(
+        [Mutation(Operation.SET, key, value) for key, value in pairs]
+    )
+    kinds = st.sampled_from([Operation.ADD, Operation.DELETE, Operation.TOUCH])
+    operations = data.draw(st.lists(kinds, min_size=len(pairs), max_size=len(pairs)))
+    assert plain_chunk(keys, values, bytes(operations)) == Chunk.build(
+        [Mutation(op, *pair) for op, pair in zip(operations, pairs, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "operations"),
+    [(1, 2, 1), (2, 3, 2), (2, 1, 2), (3, 3, 2), (3, 3, 4), (0, 1, 0)],
+)
+def test_a_plain_chunk_needs_as_many_values_and_operations_as_keys(
+    keys: int, values: int, operations: int
+) -> None:
+    with pytest.raises(ValueError, match="as many"):
+        plain_chunk([b"k"] * keys, [b"v"] * values, b"\1" * operations)
+
+
+@given(U64, U64, st.booleans())
+def test_counter_deltas_come_back(delta: int, initial: int, create: bool) -> None:
+    value = CounterDelta(delta, initial, create)
+    assert CounterDelta.decode(value.encode()) == value
+    assert len(value.encode()) == 24
+
+
+@pytest.mark.parametrize("length", [0, 23, 25])
+def test_a_counter_delta_of_another_length_is_none(length: int) -> None:
+    with pytest.raises(ChunkError, match="24 bytes"):
+        CounterDelta.decode(bytes(length))
+
+
+# --- the builder ----------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
+    builder, rows = ChunkBuilder(), list[Mutation]()
+    for _ in range(data.draw(st.integers(0, 8))):
+        what = data.draw(st.sampled_from(["append", "pop", "extend", "some", "numbered"]))
+        if what == "append":
+            row = data.draw(mutations())
+            builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+            rows.append(row)
+        elif what == "pop":
+            if rows:
+                builder.pop()
+                rows.pop()
+        else:
+            chunk = data.draw(stored_chunks(5))
+            more = list(chunk)
+            keep = None
+            if what != "extend":
+                keep = data.draw(st.lists(st.booleans(), min_size=len(more), max_size=len(more)))
+            if what == "numbered":
+                seqs = list(range(7, 7 + len(more)))
+                cas = list(range(9, 9 + len(more)))
+                builder.extend_numbered(chunk, seqs, cas, keep)
+                more = [
+                    Mutation(m.op, m.key, m.value, SeqNo(s), Cas(c), m.flags, m.expiry)
+                    for m, s, c in zip(more, seqs, cas, strict=True)
+                ]
+            else:
+                builder.extend(chunk, keep)
+            rows += more if keep is None else [m for m, k in zip(more, keep, strict=True) if k]
+        built = builder.build(SeqNo(0), SEQ_MAX)
+        assert list(built) == rows
+        assert len(builder) == len(rows)
+        assert builder.nbytes == built.nbytes
+
+
+def test_a_built_chunk_stays_as_it_is_while_the_builder_goes_on() -> None:
+    builder = ChunkBuilder()
+    builder.append(Operation.SET, b"a", b"1", 1)
+    first = builder.build()
+    builder.append(Operation.SET, b"b", b"2", 2)
+    builder.pop()
+    builder.append(Operation.DELETE, b"c", b"", 4)
+    assert list(first) == [a_set(1, b"a", b"1")]
+    assert (builder.build().start, builder.build().end) == (0, 4)
+
+
+def test_popping_an_empty_builder_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        ChunkBuilder().pop()
+
+
+# --- Arrow ----------------------------------------------------------------------------------------
+
+
+@given(stored_chunks())
+def test_arrow_reads_the_same_rows_in_the_same_memory(chunk: Chunk) -> None:
+    pa = pytest.importorskip("pyarrow")
+    batch = chunk.to_arrow()
+    batch.validate(full=True)
+    assert batch.schema.names == ["seq", "cas", "expiry", "flags", "op", "key", "value"]
+    assert batch.num_rows == len(chunk)
+    rows = [
+        Mutation(
+            Operation(r["op"]), r["key"], r["value"], r["seq"], r["cas"], r["flags"], r["expiry"]
+        )
+        for r in batch.to_pylist()
+    ]
+    assert rows == list(chunk)
+    whole = pa.py_buffer(chunk.encode())
+    for column in batch.columns:
+        assert column.null_count == 0
+        for buffer in column.buffers():
+            if buffer is not None and buffer.size:
+                assert whole.address <= buffer.address
+                assert buffer.address + buffer.size <= whole.address + whole.size
+                assert buffer.address % 8 == 0
+
+
+def test_arrow_keeps_the_chunk_alive() -> None:
+    pytest.importorskip("pyarrow")
+    batch = Chunk.build([a_set(1, b"key", b"value")]).to_arrow()
+    assert batch.to_pylist()[0]["value"] == b"value"
