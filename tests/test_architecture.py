@@ -46,6 +46,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("server-layers", "upr_server.storage", "upr_server.net"),
     ("server-layers", "upr_server.storage", "upr_server.config"),
     ("server-layers", "upr_server.config", "upr_server.replication"),
+    ("server-layers", "upr_server.log", "upr_server.net"),
     ("server-layers", "upr_server.net", "upr_server.replication"),
     ("server-layers", "upr_server.net", "upr_server.app"),
     ("server-layers", "upr_server.app", "upr_server.cli"),
