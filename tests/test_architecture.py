@@ -42,7 +42,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("values-in-order", "upr_protocol.errors", "upr_protocol.failover"),
     ("values-in-order", "upr_protocol.chunk", "upr_protocol.failover"),
     ("server-layers", "upr_server.engine", "upr_server.storage"),
-    ("server-layers", "upr_server.engine", "upr_server.config"),
+    ("server-layers", "upr_server.engine", "upr_server.net"),
     ("server-layers", "upr_server.storage", "upr_server.net"),
     ("server-layers", "upr_server.storage", "upr_server.config"),
     ("server-layers", "upr_server.config", "upr_server.replication"),
