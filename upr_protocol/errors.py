@@ -139,13 +139,15 @@ class ServerError(UprError):
 
     Attributes:
         status: Why.
+        sentence: What happened, without the advice that the exception's text adds.
     """
 
-    def __init__(self, status: Status, message: str = "") -> None:
-        text = message or status.name.replace("_", " ").lower()
+    def __init__(self, status: Status, sentence: str = "") -> None:
+        sentence = sentence or status.name.replace("_", " ").lower()
         advice = ADVICE.get(status)
-        super().__init__(f"{text}: {advice}" if advice else text)
+        super().__init__(f"{sentence}: {advice}" if advice else sentence)
         self.status = status
+        self.sentence = sentence
 
 
 class ClosedError(UprError):

@@ -177,14 +177,25 @@ def decide_start(
     Returns:
         A `Start` behind all that the client has, or the ceiling it must go back to, or `Retry`.
     """
+    if client.highest_received == client.last_complete:
+        # Of a snapshot of which nothing came there is nothing to complete. Its end may be one that
+        # this server never reaches, as another history announced it.
+        client = attrs.evolve(client, partial=None)
     found = _ceiling(server, server_high, client)
     if isinstance(found, Retry):
         return found
     ceiling, reason = found
+    if ceiling > server_high:
+        # The client left the common history at a number that this server has yet to reach. Up to
+        # there the two cannot differ, so there is nothing to undo; but nothing to stream either.
+        return Retry(Reason.SERVER_BEHIND)
     if 0 < ceiling < purge:
         ceiling, reason = SeqNo(0), Reason.PURGED
     if ceiling < client.highest_received:
         return RollBack(ceiling, reason)
+    if server_high < client.highest_received:
+        # Both left the same branch, the client at the very number it stands at.
+        return Retry(Reason.SERVER_BEHIND)
     end_at_least = client.partial.end if client.partial else SeqNo(0)
     return Start(client.highest_received, end_at_least, reason)
 

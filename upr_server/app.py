@@ -1,0 +1,123 @@
+"""The server as a whole: listens, serves, keeps up, stops."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+import trio
+
+from upr_protocol.errors import UprError
+from upr_protocol.ids import HistoryId
+from upr_server.config import Config
+from upr_server.net import Service
+
+log = structlog.get_logger(__name__)
+
+
+class ListenError(UprError):
+    """The address cannot be listened on."""
+
+
+def _new_history_id() -> HistoryId:
+    return HistoryId(secrets.randbits(64) or 1)
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        host: The address it listens on.
+        port: The port it listens on, never 0.
+        service: Its buckets and connections.
+    """
+
+    def __init__(self, host: str, port: int, service: Service) -> None:
+        self.host = host
+        self.port = port
+        self.service = service
+
+    def url(self, bucket: str = "") -> str:
+        """`upr://HOST:PORT/bucket`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"upr://{host}:{self.port}/{bucket}"
+
+
+@asynccontextmanager
+async def running_server(config: Config) -> AsyncIterator[Server]:
+    """A server that runs for as long as the context.
+
+    On leaving it, the server stops listening, ends every stream with a reason, and gives its peers
+    `shutdown_deadline_s` to take what is queued. Cancelled, it drops them at once.
+
+    Raises:
+        ListenError: The address cannot be listened on.
+        ServerError: A configured bucket cannot be made.
+    """
+    service = Service(
+        identity=config.identity or socket.gethostname(),
+        quota_bytes_default=config.quota_bytes,
+        time=time.time,
+        new_history_id=_new_history_id,
+        connections_max=config.connections_max,
+    )
+    for bucket in config.buckets:
+        service.buckets.create(
+            bucket.name, bucket.partitions, bucket.quota_bytes or config.quota_bytes
+        )
+    host, port = config.address()
+    try:
+        listeners = await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {config.listen}: {error.strerror or error}") from error
+    if port == 0 and len(listeners) > 1:
+        # A name with several addresses would take a free port for each.
+        for extra in listeners[1:]:
+            await extra.aclose()
+        del listeners[1:]
+    port = listeners[0].socket.getsockname()[1]
+    # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
+    async with trio.open_nursery() as handlers:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(service.collapse)
+            nursery.start_soon(service.expire)
+            await nursery.start(_accept, service, listeners, handlers)
+            yield Server(host, port, service)
+            nursery.cancel_scope.cancel()
+        service.shut_down()
+        handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s
+
+
+async def _accept(
+    service: Service,
+    listeners: list[trio.SocketListener],
+    handlers: trio.Nursery,
+    *,
+    task_status: trio.TaskStatus[object] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
+    await trio.serve_listeners(
+        service.serve, listeners, handler_nursery=handlers, task_status=task_status
+    )
+
+
+async def serve(config: Config, on_listening: Callable[[Server], Awaitable[None]]) -> None:
+    """Runs a server until SIGINT or SIGTERM.
+
+    Args:
+        config: What it is told.
+        on_listening: Called once it listens.
+    """
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with running_server(config) as server:
+            await on_listening(server)
+            log.info("listening", host=server.host, port=server.port)
+            async for number in signals:
+                log.info("stopping", signal=signal.Signals(number).name)
+                break
+    log.info("stopped")

@@ -1,0 +1,126 @@
+"""The server's configuration: defaults, a TOML file, the environment, the command line.
+
+Each overrides the one before. It is validated once, whole, before anything is opened.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from upr_protocol.errors import UprError
+from upr_protocol.limits import PARTITIONS_DEFAULT, PARTITIONS_MAX
+
+ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ConfigError(UprError):
+    """The configuration says something that cannot be."""
+
+
+class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bucket that is there from the start.
+
+    Attributes:
+        name: Its name.
+        partitions: How many partitions it has.
+        quota_bytes: Memory that it may take; 0 for `quota_bytes` of the server.
+    """
+
+    name: str
+    partitions: Annotated[int, msgspec.Meta(ge=1, le=PARTITIONS_MAX)] = PARTITIONS_DEFAULT
+    quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a server can be told.
+
+    Attributes:
+        listen: `HOST:PORT`; port 0 takes a free one.
+        identity: The server's name for itself; empty takes the host's name.
+        quota_bytes: The memory quota of a bucket that is created without one.
+        connections_max: Connections at a time.
+        shutdown_deadline_s: How long peers have to take what is queued when the server stops.
+        log_level: The least severe event that is logged.
+        log_format: `console` for people, `json` for machines.
+        buckets: Buckets that are there from the start.
+    """
+
+    listen: str = "127.0.0.1:12000"
+    identity: str = ""
+    quota_bytes: _Count = 1024 * 1024 * 1024
+    connections_max: _Count = 10_000
+    shutdown_deadline_s: _Seconds = 5.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    buckets: tuple[BucketConfig, ...] = ()
+
+    def address(self) -> tuple[str, int]:
+        """The host and port of `listen`.
+
+        Raises:
+            ConfigError: It is not `HOST:PORT`.
+        """
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(
+                f"listen is {self.listen!r}; write HOST:PORT with a port from 0 to 65535"
+            )
+        return host.strip("[]") or "0.0.0.0", int(port)
+
+    def to_toml(self) -> str:
+        """The configuration as a TOML file that would produce it."""
+        lines = [
+            f"{name} = {_toml(getattr(self, name))}"
+            for name in self.__struct_fields__
+            if name != "buckets"
+        ]
+        for bucket in self.buckets:
+            lines.append("\n[[buckets]]")
+            lines += [
+                f"{name} = {_toml(getattr(bucket, name))}" for name in bucket.__struct_fields__
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    # Strings, integers and floats are written alike in JSON and TOML.
+    return msgspec.json.encode(value).decode()
+
+
+def load_config(
+    path: Path | None, environment: Mapping[str, str], options: Mapping[str, Any]
+) -> Config:
+    """The configuration from `path` (if any), then `environment`, then `options`.
+
+    Options that are None are not given. Environment variables are a field's name in capitals behind
+    `UPR_SERVER_`; `buckets` can only be set in the file.
+
+    Raises:
+        ConfigError: With the name of what is wrong, and what it should be.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings |= tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    for variable, text in environment.items():
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if variable.startswith(ENVIRONMENT_PREFIX) and name not in ("buckets", "config"):
+            settings[name] = text
+    settings |= {name: value for name, value in options.items() if value is not None}
+    try:
+        # Not strict: the environment has only text.
+        config = msgspec.convert(settings, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the configuration is wrong: {error}") from error
+    config.address()
+    return config

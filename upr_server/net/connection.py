@@ -1,0 +1,246 @@
+"""One connection: a session between a reader and a writer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import structlog
+import trio
+
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.wire import (
+    CloseStream,
+    Credit,
+    Error,
+    Message,
+    Refusal,
+)
+from upr_server.net.requests import HANDLERS
+from upr_server.net.streamer import Streamer
+from upr_server.net.write import write_all
+
+if TYPE_CHECKING:
+    from upr_server.engine import Bucket
+    from upr_server.net.service import Service
+
+RECEIVE_BYTES: Final = 256 * 1024
+"""The most that is taken from the socket at a time: it bounds how long one peer's requests hold the
+loop to about a millisecond."""
+
+REPLIES_BYTES_MAX: Final = 8 * 1024 * 1024
+"""Answers that may wait for a peer to take them. Above it the next request waits; this is the one
+case in which a connection is not read, and it ends when the peer reads or the send deadline
+passes. A peer that reads is not affected, so acknowledgements and barriers always get through."""
+
+CREDIT_BYTES: Final = 8 * 1024 * 1024
+"""What a publisher may have on its way unanswered."""
+
+_CREDIT_FRACTION: Final = 4
+
+log = structlog.get_logger(__name__)
+
+
+class Connection:
+    """Drives one session over one stream until either side ends it.
+
+    A reader takes bytes in and answers requests at once; a writer sends what the session holds and
+    then streams. Neither ever waits for the other, but for `REPLIES_BYTES_MAX`.
+
+    Attributes:
+        session: The session.
+        service: What all connections share.
+        streamer: The connection's streams.
+        bucket: The bucket that was opened, or None.
+        peer: The other end's address, for logs and statistics.
+    """
+
+    def __init__(self, service: Service, stream: trio.abc.HalfCloseableStream, peer: str) -> None:
+        self.service = service
+        self.peer = peer
+        self.session = ServerSession(service.identity, now=trio.current_time())
+        self.streamer = Streamer(self.session, peer, self.wake)
+        self.bucket: Bucket | None = None
+        self._stream = stream
+        self._wakeup = trio.Event()
+        self._drained = trio.Event()
+        self._opened_at = trio.current_time()
+        self._bytes_in = 0
+        self._bytes_out = 0
+        self._ended = False
+
+    async def run(self) -> None:
+        """Serves the connection until it ends. Cancelled, it leaves at once. The stream is closed
+        in any case."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read, nursery.cancel_scope)
+                await self._write()
+                nursery.cancel_scope.cancel()
+        except* (trio.BrokenResourceError, trio.ClosedResourceError):
+            log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
+        except* trio.TooSlowError:
+            log.warning(
+                "connection closed: the peer takes nothing",
+                peer=self.peer,
+                identity=self.session.client_identity,
+            )
+        finally:
+            self.streamer.close()
+            with trio.move_on_after(0):
+                await self._stream.aclose()
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._wakeup.set()
+
+    # Reading.
+
+    async def _read(self, scope: trio.CancelScope) -> None:
+        session = self.session
+        receive = self._stream.receive_some
+        while True:
+            data = await receive(RECEIVE_BYTES)
+            if not data:
+                # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
+                scope.cancel()
+                return
+            self._bytes_in += len(data)
+            session.receive(data, trio.current_time())
+            try:
+                for message in session.events():
+                    self._handle(message)
+                    if session.outgoing_bytes > REPLIES_BYTES_MAX:
+                        await self._wait_for_writer()
+            except RemoteProtocolError as error:
+                log.warning(
+                    "protocol error",
+                    peer=self.peer,
+                    identity=session.client_identity,
+                    status=error.status.name,
+                    error=str(error),
+                )
+            self.wake()
+            if session.state is SessionState.CLOSED:
+                return
+
+    async def _wait_for_writer(self) -> None:
+        while self.session.outgoing_bytes > REPLIES_BYTES_MAX:
+            self._drained = trio.Event()
+            self.wake()
+            await self._drained.wait()
+
+    def _handle(self, message: Message) -> None:
+        handler = HANDLERS.get(type(message))
+        if handler is not None:
+            try:
+                handler(self, message)
+            except ServerError as error:
+                self.session.send(
+                    Refusal(
+                        error.sentence,
+                        partition=message.partition,
+                        opaque=message.opaque,
+                        status=error.status,
+                    )
+                )
+        elif isinstance(message, CloseStream):
+            self.streamer.end(message.partition, Status.STREAM_CLOSED)
+        elif isinstance(message, Error):
+            log.warning(
+                "the client reports an error",
+                peer=self.peer,
+                identity=self.session.client_identity,
+                error=message.sentence,
+            )
+
+    # Writing.
+
+    async def _write(self) -> None:
+        session = self.session
+        while True:
+            self._wakeup = trio.Event()
+            self.streamer.step()
+            outgoing = session.take(trio.current_time())
+            self._drained.set()
+            if outgoing:
+                await write_all(self._stream, outgoing)
+                self._bytes_out += sum(map(len, outgoing))
+            elif session.state is SessionState.CLOSED:
+                return
+            else:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Waits until there is something to send, or time to say or do something about silence."""
+        session = self.session
+        if session.state in (SessionState.GREETING, SessionState.GREETED):
+            deadline = self._opened_at + HANDSHAKE_TIMEOUT_S
+        else:
+            deadline = session.keep_alive.next_check()
+        with trio.move_on_at(deadline) as scope:
+            await self._wakeup.wait()
+        if not scope.cancelled_caught:
+            return
+        if session.state in (SessionState.GREETING, SessionState.GREETED):
+            session.fail(Status.IDLE, f"no Hello within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
+        elif not session.tick(trio.current_time()):
+            log.warning(
+                "connection closed: the peer is silent",
+                peer=self.peer,
+                identity=session.client_identity,
+            )
+            session.fail(Status.IDLE, "nothing was heard for two idle intervals")
+
+    # The bucket, and credit to publish to it.
+
+    def open_bucket(self, bucket: Bucket) -> None:
+        """The client chose `bucket`."""
+        self.bucket = bucket
+
+    def leave_bucket(self) -> None:
+        """The bucket was deleted: its streams end, and what is asked of it is refused."""
+        self.streamer.end_all(Status.BUCKET_DELETED)
+        self.bucket = None
+        self.wake()
+
+    def pay_credit(self) -> None:
+        """Tops up the publisher's credit when enough was spent, unless the bucket is over its
+        quota: then it is paid when there is room again."""
+        bucket, session = self.bucket, self.session
+        if bucket is None or session.state is SessionState.CLOSED:
+            return
+        owed = CREDIT_BYTES - session.credit.left
+        if owed * _CREDIT_FRACTION < CREDIT_BYTES:
+            return
+        if bucket.over_quota:
+            self.service.wait_for_room(self)
+            return
+        session.send(Credit(owed))
+        self.wake()
+
+    # The end.
+
+    def shut_down(self) -> None:
+        """The server stops: every stream ends with that reason, and then the session."""
+        self.streamer.end_all(Status.SHUTTING_DOWN)
+        self.session.fail(Status.SHUTTING_DOWN, "the server is stopping")
+        self.wake()
+
+    def statistics(self) -> dict[str, object]:
+        """What the connection can tell about itself; sizes in bytes."""
+        session = self.session.statistics()
+        return {
+            "peer": self.peer,
+            "identity": self.session.client_identity,
+            "bucket": self.bucket.name if self.bucket else "",
+            "state": session.state.name.lower(),
+            "streams": session.streams,
+            "window_used": session.window_used,
+            "credit_left": session.credit_left,
+            "barriers": session.barriers,
+            "cycles": session.cycles,
+            "bytes_in": self._bytes_in,
+            "bytes_out": self._bytes_out,
+        }

@@ -1,0 +1,133 @@
+"""What all connections share: the buckets, and the upkeep between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.ids import HistoryId
+from upr_server.engine import Buckets
+from upr_server.net.connection import Connection
+
+COLLAPSE_MUTATIONS: Final = 2000
+"""Mutations that one step of collapsing goes through: about a millisecond of the loop."""
+
+EXPIRY_INTERVAL_S: Final = 1.0
+"""How often expired items are turned into deletions; a read says missing at once in any case."""
+
+log = structlog.get_logger(__name__)
+
+
+class Service:
+    """The buckets of one server and the connections that use them.
+
+    Args:
+        identity: The server's name for itself, told to clients.
+        quota_bytes_default: The memory quota of a bucket that is created without one.
+        time: Seconds since 1970.
+        new_history_id: Makes a random non-zero 64-bit number.
+        connections_max: Connections at a time; one more is refused at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: str,
+        quota_bytes_default: int,
+        time: Callable[[], float],
+        new_history_id: Callable[[], HistoryId],
+        connections_max: int,
+    ) -> None:
+        self.identity = identity
+        self.quota_bytes_default = quota_bytes_default
+        self.time = time
+        self.buckets = Buckets(new_history_id=new_history_id)
+        self.connections: set[Connection] = set()
+        self._connections_max = connections_max
+        self._refused = 0
+        self._waiting_for_room: set[Connection] = set()
+        self._started_at = trio.current_time()
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        """Serves one connection until it ends; what goes wrong in it stays in it."""
+        if len(self.connections) >= self._connections_max:
+            self._refused += 1
+            log.warning("connection refused: too many", connections=len(self.connections))
+            await trio.aclose_forcefully(stream)
+            return
+        connection = Connection(self, stream, _peer_of(stream))
+        self.connections.add(connection)
+        try:
+            await connection.run()
+        except Exception:
+            # A fault of ours must not take the other connections with it.
+            log.exception("a connection failed", peer=connection.peer)
+        finally:
+            self.connections.discard(connection)
+            self._waiting_for_room.discard(connection)
+
+    def delete_bucket(self, name: str) -> None:
+        """Deletes a bucket, and ends the streams of those who have it open."""
+        bucket = self.buckets.delete(name)
+        for connection in self.connections:
+            if connection.bucket is bucket:
+                connection.leave_bucket()
+
+    def wait_for_room(self, connection: Connection) -> None:
+        """`connection` is to be paid its credit once its bucket has room."""
+        self._waiting_for_room.add(connection)
+
+    def shut_down(self) -> None:
+        """Ends every connection with a reason; each closes once its peer took what is queued."""
+        for connection in self.connections:
+            connection.shut_down()
+
+    # Upkeep.
+
+    async def collapse(self) -> None:
+        """Collapses snapshots in bounded steps, for ever, whenever there are any to collapse."""
+        while True:
+            await self.buckets.wait_collapsible()
+            self.buckets.collapse_step(COLLAPSE_MUTATIONS)
+            waiting, self._waiting_for_room = self._waiting_for_room, set()
+            for connection in waiting:
+                connection.pay_credit()
+            await trio.lowlevel.checkpoint()
+
+    async def expire(self) -> None:
+        """Turns expired items into deletions, for ever."""
+        while True:
+            await trio.sleep(EXPIRY_INTERVAL_S)
+            now = self.time()
+            for bucket in self.buckets.list():
+                bucket.expire(now)
+
+    def statistics(self, bucket: str = "") -> dict[str, object]:
+        """The server's figures, or one bucket's; sizes in bytes, times in seconds.
+
+        Raises:
+            ServerError: There is no such bucket.
+        """
+        if bucket:
+            return {"bucket": self.buckets.get(bucket).statistics()}
+        return {
+            "server": {
+                "identity": self.identity,
+                "uptime_s": trio.current_time() - self._started_at,
+                "connections": len(self.connections),
+                "connections_refused": self._refused,
+            },
+            "buckets": [found.statistics() for found in self.buckets.list()],
+            "connections": [connection.statistics() for connection in self.connections],
+        }
+
+
+def _peer_of(stream: trio.SocketStream) -> str:
+    try:
+        host, port = stream.socket.getpeername()[:2]
+    except OSError:
+        return "unknown"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

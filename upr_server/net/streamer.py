@@ -1,0 +1,179 @@
+"""The streams of one connection: cursors, read in the order of the partition cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import attrs
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.errors import Status
+from upr_protocol.failover import Retry, RollBack, decide_start
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.wire import (
+    PartitionChunk,
+    PartitionEnd,
+    PartitionStart,
+    Stream,
+    StreamEnd,
+    StreamReply,
+)
+from upr_server.engine import Cursor, Partition, SnapshotEnd, SnapshotStart
+
+BATCH_BYTES: Final = 1024 * 1024
+"""How much is handed to the socket at a time: large enough that its cost a call is small, small
+enough that answers to requests do not wait behind it."""
+
+
+@attrs.define
+class _Stream:
+    partition: Partition
+    cursor: Cursor
+    opaque: int
+    end_seq: SeqNo
+
+
+class Streamer:
+    """Reads the cursors of one connection into its session.
+
+    Args:
+        session: The connection's session.
+        name: Who streams, for statistics.
+        wake: Called when a partition that had nothing to send has something again.
+    """
+
+    __slots__ = ("_name", "_session", "_streams", "_turn", "_wake")
+
+    def __init__(self, session: ServerSession, name: str, wake: Callable[[], None]) -> None:
+        self._session = session
+        self._name = name
+        self._wake = wake
+        self._streams: dict[PartitionId, _Stream] = {}
+        self._turn: _Stream | None = None
+        """The stream whose snapshot is being sent."""
+
+    def open(self, partition: Partition, request: Stream) -> None:
+        """Answers `request` for `partition`: opens a stream, or says why not."""
+        if partition.state is not request.state:
+            self._answer(
+                request,
+                Status.WRONG_STATE,
+                SeqNo(0),
+                f"the partition is {partition.state.name.lower()} here",
+                partition,
+            )
+            return
+        decision = decide_start(
+            partition.failover_log, partition.high_seq, partition.purge_seq, request.position
+        )
+        reason = decision.reason.value
+        if isinstance(decision, Retry):
+            self._answer(request, Status.SEQ_TOO_HIGH, partition.high_seq, reason, partition)
+            return
+        if isinstance(decision, RollBack):
+            self._answer(request, Status.ROLLBACK, decision.ceiling, reason, partition)
+            return
+        self._answer(request, Status.OK, decision.seq, reason, partition)
+        if request.end_seq <= decision.seq:
+            self._session.send(
+                StreamEnd(partition=partition.id, opaque=request.opaque, status=Status.END_REACHED)
+            )
+            return
+        partition_id = partition.id
+
+        def on_ready() -> None:
+            self._session.ready(partition_id)
+            self._wake()
+
+        cursor = partition.manager.register(
+            self._name, decision.seq, end_at_least=decision.end_at_least, on_ready=on_ready
+        ).cursor
+        self._streams[partition_id] = _Stream(partition, cursor, request.opaque, request.end_seq)
+        if cursor.has_next:
+            self._session.ready(partition_id)
+
+    def _answer(
+        self, request: Stream, status: Status, seq: SeqNo, reason: str, partition: Partition
+    ) -> None:
+        self._session.send(
+            StreamReply(
+                seq,
+                reason,
+                partition.failover_log,
+                partition=partition.id,
+                opaque=request.opaque,
+                status=status,
+            )
+        )
+
+    def end(self, partition: PartitionId, status: Status) -> None:
+        """Ends one stream and says why. Nothing happens when there is none."""
+        stream = self._streams.pop(partition, None)
+        if stream is not None:
+            stream.cursor.close()
+            if self._turn is stream:
+                self._turn = None
+            if self._session.state is not SessionState.CLOSED:
+                self._session.send(
+                    StreamEnd(partition=partition, opaque=stream.opaque, status=status)
+                )
+
+    def end_all(self, status: Status) -> None:
+        """Ends every stream and says why."""
+        for partition in list(self._streams):
+            self.end(partition, status)
+
+    def close(self) -> None:
+        """Gives up every cursor: the connection is gone."""
+        for stream in self._streams.values():
+            stream.cursor.close()
+        self._streams.clear()
+        self._turn = None
+
+    def step(self) -> None:
+        """Puts about `BATCH_BYTES` of what there is to stream into the session, as far as the
+        consumer's window allows."""
+        session = self._session
+        while (
+            session.state is SessionState.STREAMING
+            and session.outgoing_bytes < BATCH_BYTES
+            and session.window.open
+        ):
+            stream = self._turn
+            if stream is None:
+                partition = session.next_partition()
+                if partition is None:
+                    return
+                stream = self._turn = self._streams[partition]
+            self._advance(stream)
+
+    def _advance(self, stream: _Stream) -> None:
+        session, partition = self._session, stream.partition
+        item = stream.cursor.next()
+        if isinstance(item, Chunk):
+            session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
+        elif isinstance(item, SnapshotStart):
+            session.send(
+                PartitionStart(
+                    partition.failover_log.current,
+                    item.start,
+                    item.end,
+                    partition.purge_seq,
+                    item.kind,
+                    item.may_repeat,
+                    partition=partition.id,
+                    opaque=stream.opaque,
+                )
+            )
+        elif isinstance(item, SnapshotEnd):
+            self._turn = None
+            session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
+            if item.end >= stream.end_seq:
+                self.end(partition.id, Status.END_REACHED)
+            elif stream.cursor.has_next:
+                session.ready(partition.id)
+        else:
+            self._turn = None
+            session.pass_turn()
