@@ -193,9 +193,6 @@ def decide_start(
         ceiling, reason = SeqNo(0), Reason.PURGED
     if ceiling < client.highest_received:
         return RollBack(ceiling, reason)
-    if server_high < client.highest_received:
-        # Both left the same branch, the client at the very number it stands at.
-        return Retry(Reason.SERVER_BEHIND)
     end_at_least = client.partial.end if client.partial else SeqNo(0)
     return Start(client.highest_received, end_at_least, reason)
 
