@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.session.session import Session
+from upr_protocol.session.states import SessionState
 from upr_protocol.wire import HEADER_BYTES, VERSION, Ack, Hello, Message, PartitionChunk, Sender
 
 _ACK_FRACTION = 4
@@ -24,6 +26,7 @@ class ClientSession(Session):
     """
 
     role: ClassVar[Sender] = Sender.CLIENT
+    peer: ClassVar[Sender] = Sender.SERVER
 
     def __init__(
         self,
@@ -48,12 +51,24 @@ class ClientSession(Session):
         return opaque
 
     def acknowledge(self, count: int) -> None:
-        """`count` bytes of chunk frames, headers counted, were dealt with; says so to the server when
-        it is worth a frame."""
-        self._unacknowledged += count
-        if self._unacknowledged * _ACK_FRACTION >= self._window_bytes:
-            self.send(Ack(self._unacknowledged))
+        """`count` bytes of chunk frames, headers counted, were dealt with; tells the server when it
+        is worth a frame. Nothing happens when the session is over.
+
+        Raises:
+            LocalProtocolError: So many were not received.
+        """
+        if self.state is SessionState.CLOSED:
+            return
+        total = self._unacknowledged + count
+        if not 0 <= count <= total <= self.window.used:
+            raise LocalProtocolError(
+                f"{count} bytes to acknowledge; {self.window.used - self._unacknowledged} came",
+                Status.FLOW_CONTROL,
+            )
+        self._unacknowledged = total
+        if total * _ACK_FRACTION >= self._window_bytes:
             self._unacknowledged = 0
+            self.send(Ack(total))
 
     def _discard(self, message: Message) -> None:
         if isinstance(message, PartitionChunk):

@@ -1,8 +1,8 @@
 """The cycle over partitions, and the barriers that measure it (seed 002).
 
-The server streams one snapshot of each registered partition that has something, in partition order,
-again and again. Partitions with something to send are kept apart from the rest, so that a turn costs
-O(log ready) however many partitions are registered and idle.
+The server streams one snapshot of each registered partition that has something, in partition
+order, again and again. Partitions with something to send are kept apart from the rest, so that a
+turn costs O(log ready) however many partitions are registered and idle.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Position = tuple[int, int]
 class PartitionCycle:
     """Whose turn it is.
 
-    `advance` tells the next partition to stream a snapshot of; `finish` says that it was. Between
-    the two the partition is `current`.
+    `advance` tells the next partition to stream a snapshot of, `begin` says that it has begun, and
+    `finish` that it was streamed, or that there was none after all. Between the first and the last
+    the partition is `current`.
     """
 
     __slots__ = ("_ready", "_sent", "completed", "current", "next_partition")
@@ -49,18 +50,14 @@ class PartitionCycle:
         self.current: PartitionId | None = None
         """The partition being streamed."""
         self.next_partition = 0
-        """Everything below was streamed or skipped in this cycle."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether `advance` would find nothing to do."""
-        return self.current is None and not self._ready and not self._sent and self.completed > 0
+        """The partition being streamed, or the next to be looked at: everything below was streamed
+        or skipped in this cycle."""
 
     @property
     def here(self) -> Position:
-        """Where a barrier that arrives now is noted: the partition being streamed, else the next."""
-        partition = self.next_partition if self.current is None else self.current
-        return self.completed, partition
+        """Where a barrier that arrives now is noted: at the partition being streamed, else at the
+        next."""
+        return self.completed, self.next_partition
 
     @property
     def reached(self) -> Position:
@@ -82,24 +79,30 @@ class PartitionCycle:
         None when there is nothing to do. O(log ready)."""
         assert self.current is None, "the turn before this one is not finished"
         at = self._ready.bisect_left(self.next_partition)
-        if at < len(self._ready):
-            partition: PartitionId = self._ready.pop(at)
-            self.current = partition
-            self.next_partition = partition
-            self._sent = True
-            return partition
-        if self._sent or self.completed == 0:
-            self._sent = False
-            self.completed += 1
-            self.next_partition = 0
-            return CycleCompleted(self.completed)
-        if self._ready:
+        if at == len(self._ready):
+            if self._sent or self.completed == 0:
+                self._come_round()
+                return CycleCompleted(self.completed)
+            if not self._ready:
+                return None
             # All that is ready lies behind, and nothing was sent since the cycle began: it comes
             # round without a word.
-            self.completed += 1
-            self.next_partition = 0
-            return self.advance()
-        return None
+            self._come_round()
+            at = 0
+        partition: PartitionId = self._ready.pop(at)
+        self.current = partition
+        self.next_partition = partition
+        return partition
+
+    def begin(self) -> None:
+        """A snapshot of the current partition begins."""
+        assert self.current is not None, "no partition has the turn"
+        self._sent = True
+
+    def _come_round(self) -> None:
+        self._sent = False
+        self.completed += 1
+        self.next_partition = 0
 
     def finish(self) -> None:
         """The current partition's snapshot is complete, or it has none."""
@@ -108,7 +111,7 @@ class PartitionCycle:
         self.current = None
 
     def check_invariants(self) -> None:
-        """Asserts what always holds."""
+        """Asserts what always holds. O(1)."""
         assert 0 <= self.next_partition <= PARTITIONS_END
         assert self.current is None or self.current == self.next_partition
 

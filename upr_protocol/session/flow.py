@@ -8,56 +8,38 @@ be sent.
 
 from __future__ import annotations
 
-from upr_protocol.errors import ProtocolError, Status
-
 
 class Allowance:
     """Bytes that may still be sent.
 
     Attributes:
         left: Bytes left; below 0 by at most the last frame.
+        used: Bytes used and not given back.
     """
 
-    __slots__ = ("_used", "left")
+    __slots__ = ("left", "used")
 
-    def __init__(self, left: int = 0) -> None:
-        self.left = left
-        self._used = 0
+    def __init__(self) -> None:
+        self.left = 0
+        self.used = 0
 
     @property
     def open(self) -> bool:
         """Whether another frame may be sent."""
         return self.left > 0
 
-    @property
-    def used(self) -> int:
-        """Bytes used and not given back."""
-        return self._used
-
     def use(self, count: int) -> None:
-        """A frame of `count` bytes was sent.
-
-        Raises:
-            ProtocolError: Nothing was left.
-        """
-        if self.left <= 0:
-            raise ProtocolError("more was sent than the peer allowed", Status.FLOW_CONTROL)
+        """A frame of `count` bytes was sent, while the allowance was `open`."""
+        assert self.left > 0
         self.left -= count
-        self._used += count
+        self.used += count
 
     def grant(self, count: int) -> None:
         """The peer allows `count` bytes more."""
         self.left += count
 
     def give_back(self, count: int) -> None:
-        """The peer dealt with `count` of the bytes that were used.
-
-        Raises:
-            ProtocolError: Fewer were used.
-        """
-        if count > self._used:
-            raise ProtocolError(
-                f"{count} bytes acknowledged, {self._used} are on their way", Status.FLOW_CONTROL
-            )
-        self._used -= count
+        """The peer dealt with `count` of the bytes that were used."""
+        assert 0 <= count <= self.used
+        self.used -= count
         self.left += count

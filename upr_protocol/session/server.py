@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import attrs
 
-from upr_protocol.errors import ProtocolError, RemoteProtocolError, Status
+from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session.cycle import BarrierQueue, CycleCompleted, PartitionCycle
-from upr_protocol.session.session import Session
+from upr_protocol.session.session import SNAPSHOT_MESSAGES, Session
 from upr_protocol.session.states import SessionState, StreamState
 from upr_protocol.wire import (
     VERSION,
@@ -22,6 +22,7 @@ from upr_protocol.wire import (
     HelloReply,
     Message,
     PartitionEnd,
+    PartitionStart,
     Sender,
     StreamEnd,
 )
@@ -58,14 +59,32 @@ class ServerSession(Session):
     """
 
     role: ClassVar[Sender] = Sender.SERVER
+    peer: ClassVar[Sender] = Sender.CLIENT
 
     def __init__(self, identity: str, *, now: float) -> None:
         super().__init__(now)
         self._identity = identity
         self._cycle = PartitionCycle()
         self._barrier_queue = BarrierQueue()
-        self.client_identity = ""
-        """Who the client says it is."""
+
+    @property
+    def client_identity(self) -> str:
+        """Who the client says it is; empty before it said so."""
+        return self.hello.identity if self.hello else ""
+
+    def send(self, message: Message) -> None:
+        """Queues `message` for `take`. A snapshot is sent only of the partition whose turn it is.
+
+        Raises:
+            LocalProtocolError: It must not be said by this side, or not now. Nothing was queued.
+        """
+        if isinstance(message, SNAPSHOT_MESSAGES) and message.partition != self._cycle.current:
+            raise LocalProtocolError(
+                f"{type(message).__name__} for partition {message.partition}, while the turn is "
+                f"{self._cycle.current}'s",
+                Status.OUT_OF_TURN,
+            )
+        super().send(message)
 
     # Streaming.
 
@@ -83,7 +102,9 @@ class ServerSession(Session):
         """Whose turn it is to have a snapshot sent, after queueing the `Completed` and the barriers
         that come before it. None when there is nothing to stream: then every barrier came back.
 
-        The turn lasts until the partition's `PartitionEnd` or `StreamEnd` is sent, or `pass_turn`.
+        The turn lasts until the partition's `PartitionEnd` or `StreamEnd` is sent, until its
+        `CloseStream` is received, or until `pass_turn`. Call this again after each, and whenever a
+        partition is ready or a barrier came: one that finds nothing to stream comes back here.
         """
         if self.state is not SessionState.STREAMING:
             return None
@@ -98,17 +119,34 @@ class ServerSession(Session):
             self.send(Completed(turn.cycle))
 
     def pass_turn(self) -> None:
-        """The partition whose turn it is has nothing to send after all."""
+        """The partition whose turn it is has nothing to send after all. Nothing happens when no
+        partition has the turn: its stream may have been closed in the meantime.
+
+        Raises:
+            LocalProtocolError: Its snapshot has begun and not ended.
+        """
+        partition = self._cycle.current
+        if partition is None:
+            return
+        if self.streams[partition].state is StreamState.INSIDE:
+            raise LocalProtocolError(
+                f"the turn of partition {partition} lasts until its snapshot ends",
+                Status.OUT_OF_TURN,
+            )
+        self._finish()
+
+    def _finish(self) -> None:
         self._cycle.finish()
         self._return_barriers(self._barrier_queue.due(self._cycle.reached))
 
     @property
     def snapshot_ends(self) -> tuple[tuple[PartitionId, SeqNo], ...]:
-        """The last complete snapshot end of each open stream."""
+        """For each stream that was accepted and not closed, the last number at which the client is
+        consistent."""
         return tuple(
-            (record.partition, record.seq)
+            (record.partition, record.complete)
             for record in self.streams.values()
-            if record.state is StreamState.BETWEEN
+            if record.state in (StreamState.BETWEEN, StreamState.INSIDE)
         )
 
     def _return_barriers(self, cookies: list[bytes]) -> None:
@@ -120,8 +158,10 @@ class ServerSession(Session):
     # Hooks.
 
     def _sent(self, message: Message) -> None:
-        if isinstance(message, PartitionEnd):
-            self.pass_turn()
+        if isinstance(message, PartitionStart):
+            self._cycle.begin()
+        elif isinstance(message, PartitionEnd):
+            self._finish()
         elif isinstance(message, StreamEnd):
             self._leave(message.partition)
 
@@ -139,14 +179,6 @@ class ServerSession(Session):
             self._return_barriers(self._barrier_queue.due(self._cycle.reached))
 
     def _greet(self, hello: Hello) -> None:
-        if VERSION not in hello.versions:
-            said = ", ".join(map(str, hello.versions)) or "none"
-            error = ProtocolError(
-                f"the client speaks version {said}; this server {VERSION}", Status.BAD_VERSION
-            )
-            self.fail(error.status, str(error))
-            raise RemoteProtocolError(str(error), error.status)
-        self.client_identity = hello.identity
         self.send(
             HelloReply(
                 VERSION,

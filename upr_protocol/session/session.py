@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from struct import error as StructError
+from typing import ClassVar, Final
+
+from construct import ConstructError
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import (
@@ -15,23 +18,27 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import (
-    HANDSHAKE_BODY_BYTES_MAX,
+    FRAME_BODY_BYTES_MAX,
     IDLE_INTERVAL_S_DEFAULT,
+    OPEN_BARRIERS_MAX,
     REQUESTS_OPEN_MAX,
 )
 from upr_protocol.session.flow import Allowance
 from upr_protocol.session.keepalive import KeepAlive
-from upr_protocol.session.rules import RULES
+from upr_protocol.session.rules import CHECKS, EFFECTS
 from upr_protocol.session.states import SESSION, SessionState, StreamState, stream_input
-from upr_protocol.session.stream import StreamRecord
+from upr_protocol.session.stream import StreamRecord, out_of_turn
 from upr_protocol.wire import (
     HEADER_BYTES,
     MESSAGES,
+    VERSION,
+    CloseStream,
     Error,
     FrameBuffer,
     Header,
+    Hello,
+    HelloReply,
     Message,
-    Mutate,
     Noop,
     Open,
     PartitionChunk,
@@ -46,41 +53,64 @@ from upr_protocol.wire import (
     decode,
 )
 
-_SNAPSHOT = (PartitionStart, PartitionChunk, PartitionEnd)
-"""What still comes of a stream that was closed, and is dropped."""
+SNAPSHOT_MESSAGES: Final = (PartitionStart, PartitionChunk, PartitionEnd)
+"""What a snapshot consists of; of a stream that was closed, it is dropped."""
+
+_ANSWERS: Final = frozenset(
+    {answer for kind in MESSAGES.values() for answer in kind.answers} | {Refusal}
+)
+
+_OUT_OF_TURN: Final = Status.OUT_OF_TURN
+
+_SENTENCE_MAX: Final = 900
+"""Characters of an error's sentence: in any script, with the advice, they fit the frame."""
 
 
 class Session:
     """One end of a conversation. `ClientSession` and `ServerSession` are the two there are.
 
     Feed it with `receive` and go through `events`, dealing with each before taking the next; say
-    things with `send`; write what `take` returns to the peer. Time comes in as `now`, seconds of any
-    monotonic clock.
+    things with `send`; write what `take` returns to the peer. Time comes in as `now`, seconds of
+    any monotonic clock.
 
     Attributes:
         state: How far the conversation has come.
+        hello: What the client introduced itself with, or None before that.
+        agreed: What the server answered to it; before that, the version's own limits.
         streams: The streams that are requested, open or closing, by partition.
         window: Bytes of stream frames that the server may still send.
         credit: Bytes of `Mutate` frames that the client may still send.
-        barriers: The cookies of open barriers.
+        barriers: The cookies of open barriers, oldest first.
         outgoing_bytes: What `take` would return, in bytes.
+        keep_alive: When to say something, and when to give up.
         now: The time of the last `receive`.
     """
 
     role: ClassVar[Sender]
+    peer: ClassVar[Sender]
 
     def __init__(self, now: float) -> None:
         self.state = SessionState.GREETING
+        self.hello: Hello | None = None
+        self.agreed = HelloReply(
+            VERSION,
+            0,
+            IDLE_INTERVAL_S_DEFAULT,
+            FRAME_BODY_BYTES_MAX,
+            OPEN_BARRIERS_MAX,
+            REQUESTS_OPEN_MAX,
+            "",
+        )
         self.streams: dict[PartitionId, StreamRecord] = {}
         self.window = Allowance()
         self.credit = Allowance()
-        self.barriers: set[bytes] = set()
+        self.barriers: dict[bytes, None] = {}
         self.outgoing_bytes = 0
         self.keep_alive = KeepAlive(IDLE_INTERVAL_S_DEFAULT, now)
+        self.now = now
         self._requests: dict[int, type[Message]] = {}
         self._frames = FrameBuffer(self._admit)
         self._outgoing: list[Buffer] = []
-        self.now = now
 
     # Outwards.
 
@@ -88,18 +118,17 @@ class Session:
         """Queues `message` for `take`.
 
         Raises:
-            LocalProtocolError: It must not be said by this side, or not now. Nothing was queued.
+            LocalProtocolError: It must not be said by this side, or not now, or a value does not
+                fit the message's layout. Nothing was queued, and nothing changed.
         """
-        if not message.sender & self.role:
-            raise LocalProtocolError(
-                f"{type(message).__name__} is not this side's to say", Status.OUT_OF_TURN
-            )
-        frame = message.frame()
-        length = sum(map(len, frame))
+        kind = type(message)
         try:
+            if not message.sender & self.role:
+                raise ProtocolError(f"{kind.__name__} is the other side's to say", _OUT_OF_TURN)
+            frame = _written(message)
+            length = sum(map(len, frame))
+            self._check_length(kind, length - HEADER_BYTES, self.role)
             self._process(message, length)
-        except LocalProtocolError:
-            raise
         except ProtocolError as error:
             raise LocalProtocolError(str(error), error.status) from error
         self._outgoing += frame
@@ -124,8 +153,8 @@ class Session:
             self._frames.receive(data)
 
     def events(self) -> Iterator[Message]:
-        """The messages that are complete, in order. The session's state is the one after the message
-        just yielded.
+        """The messages that are complete, in order. The session's state is the one after the
+        message just yielded.
 
         Raises:
             RemoteProtocolError: The peer broke the protocol. An `Error` that tells it so is queued;
@@ -138,6 +167,8 @@ class Session:
                     return
                 header, body = frame
                 message = decode(header, body)
+                if self._crossed(message):
+                    continue
                 dropped = self._dropped(message)
                 self._process(message, HEADER_BYTES + header.length)
             except ProtocolError as error:
@@ -152,7 +183,7 @@ class Session:
     def fail(self, status: Status, sentence: str) -> None:
         """Queues an `Error` and ends the session. Nothing happens when it is over already."""
         if self.state is not SessionState.CLOSED:
-            self.send(Error(sentence[:1000], ADVICE.get(status, ""), status=status))
+            self.send(Error(sentence[:_SENTENCE_MAX], ADVICE.get(status, ""), status=status))
 
     @property
     def buffered(self) -> int:
@@ -162,7 +193,8 @@ class Session:
     # Time.
 
     def tick(self, now: float) -> bool:
-        """Says `Noop` when this side was silent for the idle interval.
+        """Says `Noop` when this side was silent for the idle interval; at most once an interval,
+        and not while something else waits for `take`. Call it at `keep_alive.next_check()`.
 
         Returns:
             Whether the peer may still be alive.
@@ -172,7 +204,9 @@ class Session:
         if self.keep_alive.dead(now):
             return False
         if self.keep_alive.noop_due(now):
-            self.send(Noop())
+            self.keep_alive.sent(now)
+            if not self._outgoing:
+                self.send(Noop())
         return True
 
     # The funnel: every message of either side, on either side, goes through here.
@@ -180,42 +214,43 @@ class Session:
     def _admit(self, header: Header) -> None:
         kind = MESSAGES.get(header.opcode)
         if kind is None:
-            raise RemoteProtocolError(
+            raise ProtocolError(
                 f"no message has opcode {header.opcode:#04x}", Status.UNKNOWN_MESSAGE
             )
-        if kind not in SESSION[self.state] or kind.sender == self.role:
-            raise RemoteProtocolError(
-                f"{kind.__name__} is out of turn: {self.state.value}", Status.OUT_OF_TURN
-            )
-        limit = kind.body_bytes_max
-        if self.role is Sender.SERVER and not self._acquainted:
-            limit = min(limit, HANDSHAKE_BODY_BYTES_MAX)
-        if header.length > limit:
-            raise RemoteProtocolError(
-                f"{kind.__name__} of {header.length} bytes; at most {limit}", Status.FRAME_TOO_LONG
-            )
+        if not kind.sender & self.peer:
+            raise ProtocolError(f"{kind.__name__} is this side's to say", _OUT_OF_TURN)
+        self._next_state(kind)
+        self._check_length(kind, header.length, self.peer)
 
-    @property
-    def _acquainted(self) -> bool:
-        return self.state in (SessionState.OPEN, SessionState.STREAMING)
-
-    def _process(self, message: Message, frame_bytes: int) -> None:
-        kind = type(message)
+    def _next_state(self, kind: type[Message]) -> SessionState:
         state = SESSION[self.state].get(kind)
         if state is None:
+            raise ProtocolError(f"{kind.__name__} is out of turn: {self.state.value}", _OUT_OF_TURN)
+        return state
+
+    def _check_length(self, kind: type[Message], length: int, sender: Sender) -> None:
+        limit = kind.body_bytes_max
+        if sender is Sender.CLIENT:
+            limit = min(limit, self.agreed.frame_body_bytes_max)
+        if length > limit:
             raise ProtocolError(
-                f"{kind.__name__} is out of turn: {self.state.value}", Status.OUT_OF_TURN
+                f"{kind.__name__} of {length} bytes; at most {limit}", Status.FRAME_TOO_LONG
             )
-        rule = RULES.get(kind)
-        if rule is not None:
-            rule(self, message)
+
+    def _process(self, message: Message, frame_bytes: int) -> None:
+        """Checks `message` and takes it in. What raises comes first: a message that is refused has
+        changed nothing."""
+        kind = type(message)
+        state = self._next_state(kind)
+        check = CHECKS.get(kind)
+        if check is not None:
+            check(self, message)
         self._match(message)
-        if kind is PartitionChunk:
-            self.window.use(frame_bytes)
-        elif kind is Mutate:
-            self.credit.use(frame_bytes)
         if stream_input(message) is not None:
             self._follow(message)
+        effect = EFFECTS.get(kind)
+        if effect is not None:
+            effect(self, message, frame_bytes)
         self._settle(message)
         self.state = state
 
@@ -226,13 +261,13 @@ class Session:
                 raise ProtocolError(
                     f"opaque {message.opaque} is still in use", Status.OPAQUE_IN_USE
                 )
-            if len(self._requests) >= REQUESTS_OPEN_MAX:
+            if len(self._requests) >= self.agreed.requests_open_max:
                 raise ProtocolError(
-                    f"{REQUESTS_OPEN_MAX} requests are open already", Status.TOO_MANY
+                    f"{len(self._requests)} requests are open already", Status.TOO_MANY
                 )
             if isinstance(message, Open) and self._requests:
                 # Its refusal could not be told from another's.
-                raise ProtocolError("Open while other requests are open", Status.OUT_OF_TURN)
+                raise ProtocolError("Open while other requests are open", _OUT_OF_TURN)
         elif type(message) in _ANSWERS:
             request = self._requests.get(message.opaque)
             # What refuses a stream is StreamReply, which says more.
@@ -243,7 +278,8 @@ class Session:
                 )
 
     def _settle(self, message: Message) -> None:
-        """Keeps the table of open requests. A stream's opaque is in use for as long as the stream."""
+        """Keeps the table of open requests. A stream's opaque is in use for as long as the
+        stream."""
         if message.answers:
             self._requests[message.opaque] = type(message)
         elif isinstance(message, StreamEnd) or (
@@ -257,16 +293,21 @@ class Session:
         partition = message.partition
         record = self.streams.get(partition)
         if record is None:
-            record = StreamRecord(partition, message.opaque)
+            if not isinstance(message, Stream):
+                raise out_of_turn(message, StreamState.ABSENT)
+            self.streams[partition] = StreamRecord(message)
+            return
         record.apply(message)
         if record.state is StreamState.ABSENT:
             del self.streams[partition]
-        else:
-            self.streams[partition] = record
+
+    def _crossed(self, message: Message) -> bool:
+        """Whether `message` is a `CloseStream` that was sent before our `StreamEnd` arrived."""
+        return isinstance(message, CloseStream) and message.partition not in self.streams
 
     def _dropped(self, message: Message) -> bool:
-        """Whether `message` is a frame of a stream that was closed, of no interest any more."""
-        if type(message) not in _SNAPSHOT:
+        """Whether `message` is part of a stream that was closed, of no interest any more."""
+        if not isinstance(message, SNAPSHOT_MESSAGES):
             return False
         record = self.streams.get(message.partition)
         return record is not None and record.state is StreamState.CLOSING
@@ -283,4 +324,8 @@ class Session:
         """Called instead of yielding a frame of a closed stream."""
 
 
-_ANSWERS = frozenset({answer for kind in MESSAGES.values() for answer in kind.answers} | {Refusal})
+def _written(message: Message) -> list[Buffer]:
+    try:
+        return message.frame()
+    except (ConstructError, StructError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be written: {error}") from error

@@ -9,11 +9,14 @@ in its declaration. Authentication will have its place between `GREETED` and `RE
 The two sides are not in the same state at the same time: each moves when it sends or receives. That
 does no harm, because only the client moves the conversation on, and it waits for the answer
 wherever the state before and after differ in what the server may say: `Open` is sent with no other
-request open, and nothing but `Noop` and `Close` may follow it or `Hello` before the answer.
+request open, nothing but `Noop` and `Close` may follow it before the answer, and nothing at all may
+follow `Hello`.
 
 Within a connection each partition's stream has a state of its own. `STREAM` is its table; its
 inputs are not quite messages, because an answer that accepts and one that refuses lead to different
-states.
+states. Here both sides may act at once, and both cases are provided for: what the server sent
+before it heard of a `CloseStream` is dropped by the client, and a `CloseStream` that was sent
+before a `StreamEnd` arrived finds no stream, and is dropped by the server.
 """
 
 from __future__ import annotations

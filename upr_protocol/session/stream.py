@@ -5,72 +5,122 @@ from __future__ import annotations
 from upr_protocol.errors import ProtocolError, Status
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session.states import STREAM, StreamInput, StreamState, stream_input
-from upr_protocol.wire import Message, PartitionChunk, PartitionEnd, PartitionStart, StreamReply
+from upr_protocol.wire import (
+    Message,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionStart,
+    Stream,
+    StreamReply,
+)
 
 
 class StreamRecord:
     """The state of a stream, and the number it has come to.
 
-    It holds the stream to its promise that nothing is omitted: a snapshot begins at the number where
-    the stream stands, each chunk begins where the last one ended, and the snapshot ends where it
-    said it would.
+    It holds the stream to its promise that nothing is omitted: it goes on where the client stands
+    or before, a snapshot begins at the number where the stream stands, each chunk begins where the
+    last one ended, and the snapshot ends where it said it would.
+
+    A snapshot that was begun must be finished: the client may have been spared a key's older change
+    because a newer one stood further on. So what takes its place, after a dropped cursor or a lost
+    connection, must not end before it.
+
+    Attributes:
+        partition: The partition.
+        opaque: The opaque of the `Stream` that asked for it.
+        state: The state.
+        seq: Everything up to here was streamed.
+        end: The end of the snapshot that is being streamed, or that must still be finished; when
+            there is none, that of the last one.
+        complete: The last number at which the client is consistent.
+        history_id: The history of the last snapshot.
     """
 
-    __slots__ = ("end", "history_id", "opaque", "partition", "seq", "state")
+    __slots__ = ("complete", "end", "history_id", "opaque", "partition", "seq", "state")
 
-    def __init__(self, partition: PartitionId, opaque: int) -> None:
-        self.partition = partition
-        self.opaque = opaque
-        self.state = StreamState.ABSENT
-        self.seq = SeqNo(0)
-        """Everything up to here was streamed."""
-        self.end = SeqNo(0)
-        """The last snapshot's end, or the end of the one being streamed."""
+    def __init__(self, request: Stream) -> None:
+        self.partition: PartitionId = request.partition
+        self.opaque: int = request.opaque
+        self.state = StreamState.REQUESTED
+        # What the client has, until the server answers.
+        position = request.position
+        self.seq: SeqNo = position.highest_received
+        self.end: SeqNo = position.partial.end if position.partial else position.last_complete
+        self.complete: SeqNo = position.last_complete
         self.history_id = HistoryId(0)
-        """The history of the last snapshot."""
 
     def apply(self, message: Message) -> None:
-        """Takes in a message about this stream.
+        """Takes in a message about this stream. O(1).
 
         Raises:
-            ProtocolError: It is out of turn, or leaves out or repeats numbers.
+            ProtocolError: It is out of turn, or leaves out or repeats numbers. Nothing changed.
         """
         given = stream_input(message)
         assert given is not None
         state = STREAM[self.state].get(given)
         if state is None:
-            raise ProtocolError(
-                f"{type(message).__name__} for partition {self.partition}, where "
-                f"{self.state.value}",
-                Status.OUT_OF_TURN,
-            )
-        if given is not StreamInput.REQUEST and message.opaque != self.opaque:
+            raise out_of_turn(message, self.state)
+        if message.opaque != self.opaque:
             raise ProtocolError(
                 f"{type(message).__name__} for partition {self.partition} has opaque "
                 f"{message.opaque}, its stream {self.opaque}"
             )
         if isinstance(message, PartitionChunk):
-            chunk = message.chunk
-            if chunk.start != self.seq or chunk.end > self.end:
-                raise ProtocolError(
-                    f"a chunk of ({chunk.start}, {chunk.end}] in partition {self.partition}, "
-                    f"which stands at {self.seq} in a snapshot that ends at {self.end}"
-                )
-            self.seq = chunk.end
+            self._chunk(message)
         elif isinstance(message, PartitionStart):
-            if message.start != self.seq or message.end < message.start:
-                raise ProtocolError(
-                    f"a snapshot of ({message.start}, {message.end}] in partition "
-                    f"{self.partition}, which stands at {self.seq}"
-                )
-            self.end = message.end
-            self.history_id = message.history_id
+            self._start(message)
         elif isinstance(message, PartitionEnd):
-            if not message.end == self.end == self.seq:
-                raise ProtocolError(
-                    f"the snapshot of partition {self.partition} ends at {message.end}, it was to "
-                    f"end at {self.end}, and what came ends at {self.seq}"
-                )
-        elif isinstance(message, StreamReply) and state is StreamState.BETWEEN:
-            self.seq = self.end = message.seq
+            self._finish(message)
+        elif given is StreamInput.ACCEPT:
+            assert isinstance(message, StreamReply)
+            self._accept(message)
         self.state = state
+
+    def _accept(self, message: StreamReply) -> None:
+        if message.seq > self.seq:
+            raise ProtocolError(
+                f"the stream of partition {self.partition} goes on behind {message.seq}, where the "
+                f"client has only what is up to {self.seq}"
+            )
+        if self.seq >= self.end:
+            # Cut between the last chunk and the end: nothing of that snapshot is missing.
+            self.complete = self.seq
+        if message.seq <= self.complete:
+            # Whatever the client was spared of an unfinished snapshot is sent again.
+            self.complete = self.end = message.seq
+        self.seq = message.seq
+
+    def _start(self, message: PartitionStart) -> None:
+        if message.start != self.seq or message.end < self.end:
+            raise ProtocolError(
+                f"a snapshot of ({message.start}, {message.end}] in partition {self.partition}, "
+                f"which stands at {self.seq} and must come to {self.end}"
+            )
+        self.end = message.end
+        self.history_id = message.history_id
+
+    def _chunk(self, message: PartitionChunk) -> None:
+        chunk = message.chunk
+        if chunk.start != self.seq or chunk.end > self.end:
+            raise ProtocolError(
+                f"a chunk of ({chunk.start}, {chunk.end}] in partition {self.partition}, "
+                f"which stands at {self.seq} in a snapshot that ends at {self.end}"
+            )
+        self.seq = chunk.end
+
+    def _finish(self, message: PartitionEnd) -> None:
+        if not message.end == self.end == self.seq:
+            raise ProtocolError(
+                f"the snapshot of partition {self.partition} ends at {message.end}, it was to "
+                f"end at {self.end}, and what came ends at {self.seq}"
+            )
+        self.complete = message.end
+
+
+def out_of_turn(message: Message, state: StreamState) -> ProtocolError:
+    """What is said about a message that a stream in `state` does not allow."""
+    return ProtocolError(
+        f"{type(message).__name__} for partition {message.partition}, where {state.value}",
+        Status.OUT_OF_TURN,
+    )
