@@ -46,6 +46,7 @@ Buffer = bytes | bytearray | memoryview
 
 _HEAD: Final = Struct("<IIIIQQ")
 _DELTA: Final = Struct("<QQ?7x")
+_SET: Final = bytes((Operation.SET,))
 _PADDING: Final = tuple(bytes(n) for n in range(8))
 
 CHUNK_HEAD_BYTES: Final = _HEAD.size
@@ -282,6 +283,15 @@ class Chunk:
     # The whole.
 
     @property
+    def is_unconditional(self) -> bool:
+        """Whether every mutation of this published chunk is a `SET` that expects no CAS.
+
+        Such a chunk cannot fail, in whole or in part. O(count), at memory speed.
+        """
+        count = self.count
+        return self.operations.tobytes() == _SET * count and self.cas.tobytes() == bytes(8 * count)
+
+    @property
     def nbytes(self) -> int:
         """The encoded length."""
         return self._view.nbytes
@@ -414,9 +424,14 @@ class Chunk:
         seqs = self.seqs
         low = bisect_right(cast("Sequence[int]", seqs), after)
         high = bisect_right(cast("Sequence[int]", seqs), through, low)
-        return self._rows(low, high, after, through)
+        return self.rows(low, high, after, through)
 
-    def _rows(self, low: int, high: int, start: SeqNo, end: SeqNo) -> Chunk:
+    def rows(self, low: int, high: int, start: SeqNo, end: SeqNo) -> Chunk:
+        """The mutations at the indexes [`low`, `high`), covering (`start`, `end`].
+
+        A copy of their bytes. Of a published chunk, whose numbers are all 0, `start` and `end` are
+        0 too; of a stored one see `slice`.
+        """
         key_offsets = self.key_offsets[low : high + 1].tolist()
         value_offsets = self.value_offsets[low : high + 1].tolist()
         key_low, value_low = key_offsets[0], value_offsets[0]
