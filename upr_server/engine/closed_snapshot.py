@@ -1,0 +1,118 @@
+"""Closed snapshots: somebody's consistent picture, which does not change any more."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.ids import SeqNo
+from upr_server.engine.documents import DocumentArray
+from upr_server.engine.memory import Memory
+from upr_server.engine.segment import Segment, segments_of
+
+_START: Final = attrgetter("start")
+_END: Final = attrgetter("end")
+
+
+class ClosedSnapshot:
+    """The newest mutation of every key that changed in (start, end], in segments.
+
+    Encoded chunks are shared by all who read them (seed 002's immutable tree: a snapshot is a
+    reference, and is freed when nobody holds it).
+
+    Attributes:
+        start: Exclusive; the end of the snapshot before it.
+        end: Inclusive; the number of its last mutation.
+        nbytes: What it takes, about, as of when it was made.
+    """
+
+    __slots__ = ("_segments", "end", "nbytes", "start")
+
+    def __init__(self, segments: Sequence[Segment], nbytes: int) -> None:
+        self._segments = segments
+        self.start = segments[0].start
+        self.end = segments[-1].end
+        self.nbytes = nbytes
+
+    @classmethod
+    def of_arrays(
+        cls,
+        start: SeqNo,
+        end: SeqNo,
+        arrays: Sequence[DocumentArray],
+        counters: Sequence[Mutation],
+        counter_bytes: int,
+        memory: Memory,
+    ) -> ClosedSnapshot:
+        """From what an open snapshot held; see `segments_of`."""
+        nbytes = counter_bytes + sum(array.live_bytes for array in arrays)
+        return cls(list(segments_of(start, end, arrays, counters, memory)), nbytes)
+
+    @classmethod
+    def of_chunks(cls, chunks: Sequence[Chunk], memory: Memory) -> ClosedSnapshot:
+        """From stored chunks, each of which begins where the one before ends."""
+        segments = [Segment(chunk.start, chunk.end, memory, chunk=chunk) for chunk in chunks]
+        return cls(segments, sum(chunk.nbytes for chunk in chunks))
+
+    def __len__(self) -> int:
+        """Its segments: at least one."""
+        return len(self._segments)
+
+    def chunk(self, index: int) -> Chunk:
+        """The segment at `index`, encoded; O(its mutations) for the first who asks, then O(1)."""
+        return self._segments[index].chunk()
+
+    def index(self, after: int) -> int:
+        """The first segment with numbers above `after`. O(log segments)."""
+        return bisect_right(self._segments, after, key=_END)
+
+    def find(self, number: int) -> Mutation:
+        """The mutation with this number. O(log mutations).
+
+        Raises:
+            KeyError: There is none.
+        """
+        if not self.start < number <= self.end:
+            raise KeyError(number)
+        return self._segments[bisect_left(self._segments, number, key=_END)].find(number)
+
+    def free(self) -> None:
+        """Lets go of its memory; nobody may read it any more."""
+        for segment in self._segments:
+            segment.free()
+
+    def recount(self, memory: Memory) -> None:
+        """Adds what it holds to `memory`. O(segments)."""
+        seen: set[int] = set()
+        for segment in self._segments:
+            segment.recount(memory, seen)
+
+    def statistics(self) -> dict[str, int]:
+        """Figures of this snapshot."""
+        return {
+            "start": self.start,
+            "end": self.end,
+            "segments": len(self._segments),
+            "encoded": sum(segment.is_encoded for segment in self._segments),
+            "bytes": self.nbytes,
+        }
+
+    def check_invariants(self) -> None:
+        """Segments touch; numbers rise; keys are unique. O(mutations)."""
+        last = self.start
+        keys: set[bytes] = set()
+        count = 0
+        for segment in self._segments:
+            assert segment.start == last < segment.end, (last, segment.start, segment.end)
+            last = segment.end
+            chunk = segment.peek()
+            chunk.check()
+            assert (chunk.start, chunk.end) == (segment.start, segment.end)
+            keys.update(chunk.keys())
+            count += chunk.count
+        assert last == self.end, (last, self.end)
+        assert len(keys) == count, f"{count - len(keys)} keys occur twice"
+        assert self._segments[-1].peek().seqs[-1] == self.end, "ends at a mutation"

@@ -1,0 +1,71 @@
+"""The counters of one open snapshot (seed 000's balanced tree).
+
+Seed 000 asks for a balanced tree by sequence number, because the event that an increment replaces
+is taken out of the middle. Numbers only ever rise, so an insertion-ordered dict by number is sorted
+already, and both operations cost O(1): docs/adr/0004-counters-in-insertion-order.md.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+from upr_protocol.chunk import Mutation
+from upr_server.engine.memory import Memory
+
+COUNTER_BYTES: Final = 330
+"""What a counter takes beside its key and value, about: its row (96), the row's numbers (3 of 32),
+two bytes objects' heads (82), its slot in the dict (55)."""
+
+
+def counter_bytes(counter: Mutation) -> int:
+    """What one counter takes in memory, about."""
+    return COUNTER_BYTES + len(counter.key) + len(counter.value)
+
+
+class Counters:
+    """Counter events by sequence number, in its order; each key at most once."""
+
+    __slots__ = ("_by_number", "_memory", "nbytes")
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._by_number: dict[int, Mutation] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def append(self, counter: Mutation) -> None:
+        """Adds an event whose number is above all others. O(1)."""
+        self._by_number[counter.seq] = counter
+        taken = counter_bytes(counter)
+        self.nbytes += taken
+        self._memory.counters += taken
+
+    def remove(self, number: int) -> bool:
+        """Takes out the event with this number, if it is here. O(1)."""
+        counter = self._by_number.pop(number, None)
+        if counter is None:
+            return False
+        freed = counter_bytes(counter)
+        self.nbytes -= freed
+        self._memory.counters -= freed
+        return True
+
+    def find(self, number: int) -> Mutation | None:
+        """The event with this number. O(1)."""
+        return self._by_number.get(number)
+
+    def in_order(self) -> list[Mutation]:
+        """All events, by rising number. O(counters), a copy of so many pointers."""
+        # Never `next(iter(...))` on this dict: its front may be a long stretch of deleted slots.
+        return list(self._by_number.values())
+
+    def check_invariants(self) -> None:
+        """Order, uniqueness, bytes. O(counters)."""
+        assert all(a < b for a, b in pairwise(self._by_number)), "counters out of order"
+        assert all(number == row.seq for number, row in self._by_number.items()), "misplaced"
+        keys = [counter.key for counter in self._by_number.values()]
+        assert len(set(keys)) == len(keys), "a counter occurs twice"
+        assert self.nbytes == sum(map(counter_bytes, self._by_number.values())), "counter bytes"

@@ -1,0 +1,305 @@
+"""Document arrays: runs of mutations with skip flags (seed 000's fixed-size arrays).
+
+Three kinds, which differ in where the numbers stand:
+
+- a `PublishedArray` is a publisher's chunk, kept as it came: its mutations are numbered on end from
+  a first number, and the numbers are written into columns only if it lives to be encoded;
+- a `FillingArray` takes single mutations at its end;
+- a `NumberedArray` is one that was filled, or what is left of arrays that were mostly skipped.
+
+An array of the newest part of the open snapshot has no flags of its own: those stand in the
+snapshot's window (see `open_snapshot`), and the array gets its piece of them when it is settled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, cast
+
+from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_protocol.ids import Cas, Operation, SeqNo
+
+ARRAY_MUTATIONS_MAX: Final = 1024
+"""A filling array is sealed at this many: its columns grow by copying, and a reader's step is one
+array."""
+
+ARRAY_BYTES_MAX: Final = 256 * 1024
+"""A filling array is sealed at this many bytes: see `segment.SEGMENT_BYTES`."""
+
+ARRAY_SPAN_MAX: Final = 4096
+"""A filling array is sealed once it spans so many numbers (counters take those between): the
+window cannot let go of numbers that a filling array spans."""
+
+ROW_BYTES: Final = 33
+"""What a mutation takes in the columns of a chunk, beside its key and value."""
+
+_KEEP: Final = bytes((1, 0)) + bytes(254)
+
+
+class DocumentArray(ABC):
+    """A run of mutations by rising number, some of them skipped.
+
+    Attributes:
+        first: The lowest number it ever held.
+        last: The highest number it holds.
+        count: Mutations, with those skipped.
+        live: Mutations that are not skipped; of an array in the window, as of the last count.
+        nbytes: What it takes in memory.
+        skip: A flag for each mutation, 1 for skipped; None while the flags stand in the window.
+        holders: Segments of a closed snapshot that read from it; it is freed at 0.
+    """
+
+    __slots__ = ("count", "first", "holders", "last", "live", "nbytes", "skip")
+
+    first: SeqNo
+    last: SeqNo
+    count: int
+    live: int
+    nbytes: int
+    skip: bytearray | None
+    holders: int
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of what is not skipped, as if all mutations were of one size."""
+        return self.nbytes * self.live // self.count
+
+    @abstractmethod
+    def index(self, number: int) -> int:
+        """Where `number` stands; `KeyError` when it is not here. O(log count)."""
+
+    @abstractmethod
+    def mutation(self, index: int) -> Mutation:
+        """The mutation at `index`, with its number and CAS."""
+
+    @abstractmethod
+    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+        """Everything, skipped or not, as a stored chunk that covers (`start`, `end`]."""
+
+    @abstractmethod
+    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+        """Adds what is not skipped of the numbers in (`after`, `through`]. O(count).
+
+        The array must have flags of its own.
+        """
+
+    @abstractmethod
+    def numbers(self) -> Sequence[int]:
+        """The number of each mutation. O(count), O(1) for a published array."""
+
+    def is_whole_in(self, after: int, through: int) -> bool:
+        """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
+        return after < self.first and self.last <= through and self.live == self.count
+
+    def settle(self, flags: bytearray, base: int) -> None:
+        """Takes its flags out of the window, whose first one is for the number `base`."""
+        if self.last - self.first + 1 == self.count:
+            at = self.first - base
+            self.skip = flags[at : at + self.count]
+        else:
+            self.skip = bytearray([flags[number - base] for number in self.numbers()])
+        self.live = self.count - self.skip.count(1)
+
+    def check_invariants(self) -> None:
+        """Order, counts. O(count)."""
+        numbers = list(self.numbers())
+        assert len(numbers) == self.count > 0, (self.count, numbers)
+        assert all(a < b for a, b in pairwise(numbers)), "numbers must rise"
+        assert self.first <= numbers[0], (self.first, numbers[0])
+        assert self.last == numbers[-1], (self.last, numbers[-1])
+        assert 0 <= self.live <= self.count, (self.live, self.count)
+        if self.skip is not None:
+            assert len(self.skip) == self.count, (len(self.skip), self.count)
+            assert self.live == self.skip.count(0), (self.live, self.skip)
+
+
+class PublishedArray(DocumentArray):
+    """A publisher's chunk of `SET`s as it came, numbered on end."""
+
+    __slots__ = ("_chunk", "_first_cas")
+
+    def __init__(self, chunk: Chunk, first: SeqNo, first_cas: Cas) -> None:
+        self._chunk = chunk
+        self._first_cas = first_cas
+        self.first = first
+        self.last = SeqNo(first + chunk.count - 1)
+        self.count = self.live = chunk.count
+        self.nbytes = chunk.nbytes
+        self.skip = None
+        self.holders = 0
+
+    def index(self, number: int) -> int:
+        if not self.first <= number <= self.last:
+            raise KeyError(number)
+        return number - self.first
+
+    def mutation(self, index: int) -> Mutation:
+        chunk = self._chunk
+        row = chunk.mutation(index)
+        return Mutation(
+            row.op,
+            row.key,
+            row.value,
+            SeqNo(self.first + index),
+            Cas(self._first_cas + index),
+            row.flags,
+            row.expiry,
+        )
+
+    def numbers(self) -> Sequence[int]:
+        return range(self.first, self.first + self.count)
+
+    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+        return self._chunk.numbered(self.first, self._first_cas, start, end)
+
+    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+        # Only counters make segments end inside an array, and there are none between its numbers.
+        assert after < self.first <= self.last <= through, (after, self.first, self.last, through)
+        assert self.skip is not None
+        cas = range(self._first_cas, self._first_cas + self.count)
+        keep = None if self.live == self.count else self.skip.translate(_KEEP)
+        builder.extend_numbered(self._chunk, self.numbers(), cas, keep)
+
+
+class NumberedArray(DocumentArray):
+    """A stored chunk: its numbers stand in a column."""
+
+    __slots__ = ("_chunk",)
+
+    def __init__(self, chunk: Chunk) -> None:
+        seqs = chunk.seqs
+        self._chunk = chunk
+        self.first = SeqNo(seqs[0])
+        self.last = SeqNo(seqs[-1])
+        self.count = self.live = chunk.count
+        self.nbytes = chunk.nbytes
+        self.skip = None
+        self.holders = 0
+
+    def index(self, number: int) -> int:
+        seqs = cast("Sequence[int]", self._chunk.seqs)
+        index = bisect_left(seqs, number)
+        if index == self.count or seqs[index] != number:
+            raise KeyError(number)
+        return index
+
+    def mutation(self, index: int) -> Mutation:
+        return self._chunk.mutation(index)
+
+    def numbers(self) -> Sequence[int]:
+        numbers: list[int] = self._chunk.seqs.tolist()
+        return numbers
+
+    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+        chunk = self._chunk
+        if chunk.start == start and chunk.end == end:
+            return chunk
+        return chunk.rows(0, chunk.count, start, end)
+
+    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+        assert self.skip is not None
+        chunk, skip = self._chunk, self.skip
+        if after >= self.first or through < self.last:
+            seqs = cast("Sequence[int]", chunk.seqs)
+            low, high = bisect_right(seqs, after), bisect_right(seqs, through)
+            chunk, skip = chunk.rows(low, high, SeqNo(after), SeqNo(through)), skip[low:high]
+        builder.extend(chunk, skip.translate(_KEEP) if any(skip) else None)
+
+
+class FillingArray(DocumentArray):
+    """The array at the open snapshot's end, which takes mutations one by one, or few at a time."""
+
+    __slots__ = ("_builder",)
+
+    def __init__(self, first: SeqNo) -> None:
+        self._builder = ChunkBuilder()
+        self.first = first
+        self.last = first
+        self.count = self.live = 0
+        self.nbytes = 0
+        self.skip = None
+        self.holders = 0
+
+    def append(
+        self, op: int, key: bytes, value: bytes, seq: SeqNo, cas: Cas, flags: int, expiry: int
+    ) -> int:
+        """Adds one mutation at the end; returns the bytes it takes. O(1)."""
+        self._builder.append(op, key, value, seq, cas, flags, expiry)
+        self.last = seq
+        self.count += 1
+        self.live += 1
+        taken = ROW_BYTES + len(key) + len(value)
+        self.nbytes += taken
+        return taken
+
+    def extend(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas) -> int:
+        """Adds a publisher's chunk of `SET`s at the end; returns the bytes it takes. O(count)."""
+        count = chunk.count
+        seqs, cas = range(first_seq, first_seq + count), range(first_cas, first_cas + count)
+        self._builder.extend_numbered(chunk, seqs, cas)
+        self.last = SeqNo(first_seq + count - 1)
+        self.count += count
+        self.live += count
+        taken = ROW_BYTES * count + chunk.key_length + chunk.value_length
+        self.nbytes += taken
+        return taken
+
+    def pop(self) -> int:
+        """Takes the last mutation away, for one that replaces it in place; returns its bytes."""
+        builder = self._builder
+        before = len(builder.key_bytes) + len(builder.value_bytes)
+        builder.pop()
+        freed = ROW_BYTES + before - len(builder.key_bytes) - len(builder.value_bytes)
+        self.count -= 1
+        self.live -= 1
+        self.nbytes -= freed
+        return freed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is to be sealed."""
+        return (
+            self.count >= ARRAY_MUTATIONS_MAX
+            or self.nbytes >= ARRAY_BYTES_MAX
+            or self.last - self.first >= ARRAY_SPAN_MAX
+        )
+
+    def sealed(self) -> NumberedArray:
+        """The same mutations, closely packed. O(bytes)."""
+        array = NumberedArray(self._builder.build())
+        array.first = self.first
+        array.live = self.live
+        array.skip = self.skip
+        return array
+
+    def index(self, number: int) -> int:
+        seqs = self._builder.seqs
+        index = bisect_left(seqs, number)
+        if index == self.count or seqs[index] != number:
+            raise KeyError(number)
+        return index
+
+    def mutation(self, index: int) -> Mutation:
+        builder = self._builder
+        keys, values = builder.key_offsets, builder.value_offsets
+        return Mutation(
+            Operation(builder.operations[index]),
+            bytes(builder.key_bytes[keys[index] : keys[index + 1]]),
+            bytes(builder.value_bytes[values[index] : values[index + 1]]),
+            SeqNo(builder.seqs[index]),
+            Cas(builder.cas[index]),
+            builder.flags[index],
+            builder.expiries[index],
+        )
+
+    def numbers(self) -> Sequence[int]:
+        return self._builder.seqs
+
+    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+        return self._builder.build(start, end)
+
+    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+        self.sealed().copy_into(builder, after, through)

@@ -1,0 +1,179 @@
+"""Segments: a closed snapshot in pieces, each encoded once for all who read it.
+
+A segment covers a contiguous range of numbers, and ends where the next begins. Until somebody reads
+it, it refers to document arrays and counters as the open snapshot left them; the first reader has
+them merged into one chunk, in the order of their numbers (seed 000's iterator, which hands on the
+lower of its two cursors), and from then on the chunk is all there is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
+from operator import attrgetter
+from typing import Final
+
+from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_protocol.ids import SeqNo
+from upr_server.engine.counters import counter_bytes
+from upr_server.engine.documents import DocumentArray
+from upr_server.engine.memory import Memory
+
+SEGMENT_BYTES: Final = 256 * 1024
+"""Neighbouring arrays share a segment up to this: a send of that size already runs at memory speed
+(`1-architecture.md`), and encoding it takes well under a millisecond."""
+
+SEGMENT_COUNTERS_MAX: Final = 1024
+"""Counters in one segment; as rows they cost more to encode than documents do."""
+
+_SEQ: Final = attrgetter("seq")
+_FIRST: Final = attrgetter("first")
+_LAST: Final = attrgetter("last")
+
+
+class Segment:
+    """The mutations of one closed snapshot with numbers in (start, end].
+
+    Attributes:
+        start: Exclusive.
+        end: Inclusive.
+    """
+
+    __slots__ = ("_arrays", "_chunk", "_counters", "_memory", "end", "start")
+
+    def __init__(
+        self,
+        start: SeqNo,
+        end: SeqNo,
+        memory: Memory,
+        arrays: Sequence[DocumentArray] = (),
+        counters: Sequence[Mutation] = (),
+        chunk: Chunk | None = None,
+    ) -> None:
+        self._memory = memory
+        self._arrays = arrays
+        self._counters = counters
+        self._chunk = chunk
+        self.start = start
+        self.end = end
+        for array in arrays:
+            array.holders += 1
+        if chunk is not None:
+            memory.encoded += chunk.nbytes
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether somebody has read it already."""
+        return self._chunk is not None
+
+    def chunk(self) -> Chunk:
+        """The segment, encoded. O(mutations) the first time, then O(1)."""
+        chunk = self._chunk
+        if chunk is None:
+            chunk = self.peek()
+            self.free()
+            self._chunk = chunk
+            self._memory.encoded += chunk.nbytes
+        return chunk
+
+    def free(self) -> None:
+        """Lets go of what it holds."""
+        memory = self._memory
+        if self._chunk is not None:
+            memory.encoded -= self._chunk.nbytes
+            self._chunk = None
+        for array in self._arrays:
+            array.holders -= 1
+            if not array.holders:
+                memory.arrays -= array.nbytes
+        memory.counters -= sum(map(counter_bytes, self._counters))
+        self._arrays = self._counters = ()
+
+    def peek(self) -> Chunk:
+        """The segment, encoded, without keeping it. O(mutations) if nobody has read it yet."""
+        if self._chunk is not None:
+            return self._chunk
+        arrays, counters = self._arrays, self._counters
+        start, end = self.start, self.end
+        if not counters and len(arrays) == 1 and arrays[0].is_whole_in(start, end):
+            return arrays[0].whole(start, end)
+        builder = ChunkBuilder()
+        for array in arrays:
+            array.copy_into(builder, start, end)
+        if not counters:
+            return builder.build(start, end)
+        documents = builder.build(start, end)
+        return Chunk.build(merge(documents, counters, key=_SEQ), start, end)
+
+    def find(self, number: int) -> Mutation:
+        """The mutation with this number. O(log mutations).
+
+        Raises:
+            KeyError: There is none.
+        """
+        chunk = self._chunk
+        if chunk is not None:
+            seqs = chunk.seqs
+            at = bisect_left(seqs, number)
+            if at == chunk.count or seqs[at] != number:
+                raise KeyError(number)
+            return chunk.mutation(at)
+        at = bisect_left(self._counters, number, key=_SEQ)
+        if at < len(self._counters) and self._counters[at].seq == number:
+            return self._counters[at]
+        at = bisect_left(self._arrays, number, key=_LAST)
+        if at == len(self._arrays):
+            raise KeyError(number)
+        array = self._arrays[at]
+        return array.mutation(array.index(number))
+
+    def recount(self, memory: Memory, seen: set[int]) -> None:
+        """Adds what it holds to `memory`, arrays in `seen` (by identity) excepted."""
+        if self._chunk is not None:
+            memory.encoded += self._chunk.nbytes
+        memory.counters += sum(map(counter_bytes, self._counters))
+        for array in self._arrays:
+            if id(array) not in seen:
+                seen.add(id(array))
+                memory.arrays += array.nbytes
+
+
+def segments_of(
+    start: SeqNo,
+    end: SeqNo,
+    arrays: Sequence[DocumentArray],
+    counters: Sequence[Mutation],
+    memory: Memory,
+) -> Iterator[Segment]:
+    """Divides (start, end] into segments, with no work a mutation: O(arrays + counters / 1,024).
+
+    Args:
+        start: The snapshot's start.
+        end: Its end, the number of its last mutation.
+        arrays: Its document arrays, in order, with flags of their own.
+        counters: Its counters, in order.
+        memory: What the bucket holds.
+    """
+    cuts = {counter.seq for counter in counters[SEGMENT_COUNTERS_MAX - 1 :: SEGMENT_COUNTERS_MAX]}
+    cuts.update(_array_cuts(arrays))
+    cuts.add(end)
+    low = low_counter = 0
+    for cut in sorted(cuts):
+        high = bisect_left(arrays, cut + 1, low, key=_FIRST)
+        high_counter = bisect_left(counters, cut + 1, low_counter, key=_SEQ)
+        yield Segment(start, cut, memory, arrays[low:high], counters[low_counter:high_counter])
+        start = cut
+        # An array that reaches beyond the cut belongs to the next segment too.
+        low = high - 1 if high > low and arrays[high - 1].last > cut else high
+        low_counter = high_counter
+
+
+def _array_cuts(arrays: Iterable[DocumentArray]) -> Iterator[SeqNo]:
+    total, last = 0, SeqNo(0)
+    for array in arrays:
+        if total and total + array.live_bytes > SEGMENT_BYTES:
+            yield last
+            total = 0
+        total += array.live_bytes
+        last = array.last
