@@ -1,0 +1,155 @@
+"""Collapsing: several closed snapshots become one, the newer item of each key wins (seed 001).
+
+What may be collapsed is a run of neighbours with nobody inside any of them, and nobody at the front
+of any but the first. What is worth it is decided by size, as in a log-structured merge: a snapshot
+is rewritten only together with newer ones that come to half its size at least. So a mutation is
+copied a logarithmic number of times, the sizes that stay fall by half from one to the next, and all
+of them together come to about twice the oldest one, whose keys are unique.
+
+The work is done in steps beside the snapshots, from the newest chunk to the oldest, and the result
+is put in at the end in one stroke, if nobody has come between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Final
+
+from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_server.engine.closed_snapshot import ClosedSnapshot
+from upr_server.engine.cursor import Place
+
+COLLAPSE_SNAPSHOTS_MIN: Final = 8
+"""Small snapshots are collapsed so many at a time: their fixed cost is what matters."""
+
+COLLAPSE_BYTES_MIN: Final = 256 * 1024
+"""Two are enough when the newer ones come to this: then their bytes are what matters."""
+
+CHUNK_BYTES: Final = 256 * 1024
+"""Chunks that result are about this long: see `segment.SEGMENT_BYTES`."""
+
+CHUNK_MUTATIONS: Final = 4096
+"""And not longer than this, about, which bounds the steps of the next collapse."""
+
+_START: Final = attrgetter("start")
+
+
+def run_to_collapse(places: Sequence[Place], place: Place) -> list[Place] | None:
+    """The run around `place` that should be collapsed, or None. O(log places + run).
+
+    Args:
+        places: All places, oldest first; the last one holds the open snapshot.
+        place: Where something changed.
+    """
+    last = bisect_left(places, place.start, key=_START)
+    closed = len(places) - 1
+    if last >= closed or places[last] is not place or place.inside:
+        return None
+    while last + 1 < closed and places[last + 1].is_free:
+        last += 1
+    first, newer_bytes, total = last, 0, 0
+    for at in range(last, -1, -1):
+        size = places[at].snapshot.nbytes
+        if places[at].inside or (at < last and size > 2 * total):
+            break
+        first, newer_bytes, total = at, total, total + size
+        if places[at].at_front:
+            break
+    count = last - first + 1
+    if count >= COLLAPSE_SNAPSHOTS_MIN or (count > 1 and newer_bytes >= COLLAPSE_BYTES_MIN):
+        return list(places[first : last + 1])
+    return None
+
+
+class Collapse:
+    """A collapse under way.
+
+    Args:
+        places: The run, oldest first.
+        snapshots: Their snapshots.
+
+    Attributes:
+        places: The run.
+    """
+
+    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_seen", "_todo", "places")
+
+    def __init__(self, places: list[Place], snapshots: list[ClosedSnapshot]) -> None:
+        self.places = places
+        self._todo = _newest_first(snapshots)
+        # Keys of the newer snapshots. The oldest one's are unique already, and not entered.
+        self._seen: set[bytes] = set()
+        # Results, newest first; and what is yet to be put together to the next one.
+        self._chunks: list[Chunk] = []
+        self._group: list[tuple[Chunk, list[bool] | None]] = []
+        self._group_count = 0
+        self._group_bytes = 0
+
+    def step(self, budget_mutations: int) -> bool:
+        """Goes on by about so many mutations; returns whether it is done."""
+        while budget_mutations > 0:
+            following = next(self._todo, None)
+            if following is None:
+                self._put_together()
+                return True
+            chunk, is_oldest = following
+            self._take(chunk, is_oldest)
+            budget_mutations -= chunk.count + 1
+        return False
+
+    def chunks(self) -> list[Chunk]:
+        """The result, oldest first, once it is done."""
+        return self._chunks[::-1]
+
+    def _take(self, chunk: Chunk, is_oldest: bool) -> None:
+        """Takes in the next older chunk. O(its mutations)."""
+        seen = self._seen
+        keys = chunk.keys()
+        keep: list[bool] | None = None
+        count, nbytes = chunk.count, chunk.nbytes
+        if not seen.isdisjoint(keys):
+            keep = [key not in seen for key in keys]
+            count = keep.count(True)
+            nbytes = nbytes * count // chunk.count
+        if not is_oldest:
+            seen.update(keys)
+        # A long chunk of which nothing goes stays as it is, shared by all who read it.
+        alone = keep is None and nbytes > CHUNK_BYTES // 2
+        too_long = (
+            self._group_bytes + nbytes > CHUNK_BYTES or self._group_count + count > CHUNK_MUTATIONS
+        )
+        if self._group_count and (alone or too_long):
+            self._put_together()
+        self._group.append((chunk, keep))
+        self._group_count += count
+        self._group_bytes += nbytes
+        if alone:
+            self._put_together()
+
+    def _put_together(self) -> None:
+        """Makes one chunk of the group."""
+        group = self._group[::-1]
+        self._group.clear()
+        if not group:
+            return
+        start, end = group[0][0].start, group[-1][0].end
+        if not self._group_count:
+            # All of it was superseded: the chunk behind it covers its numbers.
+            behind = self._chunks.pop()
+            self._chunks.append(behind.rows(0, behind.count, start, behind.end))
+        elif len(group) == 1 and group[0][1] is None:
+            self._chunks.append(group[0][0])
+        else:
+            builder = ChunkBuilder()
+            for chunk, keep in group:
+                builder.extend(chunk, keep)
+            self._chunks.append(builder.build(start, end))
+        self._group_count = self._group_bytes = 0
+
+
+def _newest_first(snapshots: list[ClosedSnapshot]) -> Iterator[tuple[Chunk, bool]]:
+    for snapshot in reversed(snapshots):
+        for index in range(len(snapshot) - 1, -1, -1):
+            yield snapshot.chunk(index), snapshot is snapshots[0]
