@@ -1,0 +1,42 @@
+"""The engine: partitions, mutation managers, cursors, quotas. Pure and synchronous.
+
+All of it belongs to one thread, and none of it does I/O, tells the time or draws lots: time comes
+in as a number and randomness as a function. Between two calls every structure is whole.
+"""
+
+from upr_server.engine.bucket import Bucket, BucketError, Buckets
+from upr_server.engine.cursor import (
+    BackfillNeeded,
+    Cursor,
+    CursorItem,
+    PersistenceCursor,
+    SnapshotEnd,
+    SnapshotStart,
+)
+from upr_server.engine.manager import MutationManager, NotInMemory, Registration
+from upr_server.engine.memory import Memory
+from upr_server.engine.partition import Item, MutateResult, Partition
+from upr_server.engine.quota import Quota, Relief
+from upr_server.engine.writers import WriterToken
+
+__all__ = [
+    "BackfillNeeded",
+    "Bucket",
+    "BucketError",
+    "Buckets",
+    "Cursor",
+    "CursorItem",
+    "Item",
+    "Memory",
+    "MutateResult",
+    "MutationManager",
+    "NotInMemory",
+    "Partition",
+    "PersistenceCursor",
+    "Quota",
+    "Registration",
+    "Relief",
+    "SnapshotEnd",
+    "SnapshotStart",
+    "WriterToken",
+]

@@ -1,0 +1,238 @@
+"""Buckets: named sets of partitions with a memory quota, made and deleted at run time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+from upr_protocol.errors import Status, UprError
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState
+from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, PARTITIONS_DEFAULT, PARTITIONS_MAX
+from upr_server.engine.memory import Memory
+from upr_server.engine.partition import Partition
+from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
+
+QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
+
+COLLAPSE_MUTATIONS: Final = 8192
+"""What one step of collapsing looks at: 1 to 3 ms."""
+
+_NAME: Final = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{BUCKET_NAME_BYTES_MAX}}}")
+
+
+class BucketError(UprError):
+    """A bucket could not be made or found.
+
+    Attributes:
+        status: `BUCKET_EXISTS`, `NO_BUCKET` or `BAD_ARGUMENT`.
+    """
+
+    def __init__(self, message: str, status: Status) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Bucket:
+    """A named set of partitions.
+
+    Args:
+        name: 1 to 100 of `A-Z a-z 0-9 . _ -`, not beginning with a dot: it is a file name too.
+        partition_count: 1 to 1,024; fixed for the bucket's life, since keys are spread by it.
+        quota_bytes: The memory it may take.
+        new_history_id: Draws a fresh non-zero random ID.
+        state: What this node is for its partitions.
+        on_collapsible: Called when `collapse_wanted` becomes true.
+
+    Attributes:
+        name: The name.
+        partitions: The partitions, by ID.
+        memory: What it holds, by kind.
+        quota: Its quota.
+
+    Raises:
+        BucketError: An argument is out of its range.
+    """
+
+    __slots__ = ("_collapsible", "_on_collapsible", "memory", "name", "partitions", "quota")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        new_history_id: Callable[[], HistoryId],
+        partition_count: int = PARTITIONS_DEFAULT,
+        quota_bytes: int = QUOTA_BYTES_DEFAULT,
+        state: PartitionState = PartitionState.ACTIVE,
+        on_collapsible: Callable[[], None] | None = None,
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise BucketError(
+                f"{name!r} is no bucket name: 1 to {BUCKET_NAME_BYTES_MAX} letters, digits, dots,"
+                " underscores or hyphens, not beginning with a dot",
+                Status.BAD_ARGUMENT,
+            )
+        if not 1 <= partition_count <= PARTITIONS_MAX:
+            raise BucketError(
+                f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {partition_count}",
+                Status.BAD_ARGUMENT,
+            )
+        if quota_bytes < QUOTA_BYTES_MIN:
+            raise BucketError(
+                f"a bucket's quota is {QUOTA_BYTES_MIN} bytes at least, not {quota_bytes}",
+                Status.BAD_ARGUMENT,
+            )
+        self.name = name
+        self.memory = Memory()
+        self.quota = Quota(quota_bytes)
+        self._on_collapsible = on_collapsible
+        # Partitions with something to collapse, so that nobody has to look for them.
+        self._collapsible: dict[int, None] = {}
+        self.partitions = tuple(
+            Partition(
+                PartitionId(number),
+                new_history_id,
+                state=state,
+                memory=self.memory,
+                on_collapsible=partial(self._is_collapsible, number),
+            )
+            for number in range(partition_count)
+        )
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self.name!r} of {len(self.partitions)} partitions>"
+
+    def partition(self, partition_id: PartitionId) -> Partition | None:
+        """The partition with this number; None when the bucket has no such one."""
+        if 0 <= partition_id < len(self.partitions):
+            return self.partitions[partition_id]
+        return None
+
+    # Keeping within the memory.
+
+    @property
+    def collapse_wanted(self) -> bool:
+        """Whether `collapse_step` has something to do. O(1)."""
+        return bool(self._collapsible)
+
+    def collapse_step(self, budget_mutations: int = COLLAPSE_MUTATIONS) -> bool:
+        """Goes on collapsing, one partition after the other, for about so many mutations.
+
+        Returns:
+            Whether there is more to do.
+        """
+        if not self._collapsible:
+            return False
+        number = next(iter(self._collapsible))
+        del self._collapsible[number]
+        if self.partitions[number].manager.collapse_step(budget_mutations):
+            # At the end, so that all come to their turn.
+            self._collapsible[number] = None
+        return bool(self._collapsible)
+
+    def _is_collapsible(self, number: int) -> None:
+        wanted = bool(self._collapsible)
+        self._collapsible[number] = None
+        if not wanted and self._on_collapsible is not None:
+            self._on_collapsible()
+
+    def relief(self) -> Relief:
+        """What to do about its memory. O(1)."""
+        return self.quota.decide(self.memory, self.collapse_wanted)
+
+    # Figures and checks.
+
+    def statistics(self) -> dict[str, object]:
+        """Figures of the bucket. O(partitions)."""
+        return {
+            "partitions": len(self.partitions),
+            "items": sum(partition.table.items for partition in self.partitions),
+            "keys": sum(len(partition.table) for partition in self.partitions),
+            "cursors": sum(partition.manager.cursor_count for partition in self.partitions),
+            "snapshots": sum(len(partition.manager) for partition in self.partitions),
+            "memory": self.memory.statistics(),
+            "quota": self.quota.statistics(),
+        }
+
+    def check_invariants(self) -> None:
+        """Every partition, and that the memory counted is the memory held. Slow."""
+        recount = Memory()
+        for number, partition in enumerate(self.partitions):
+            assert partition.id == number
+            partition.check_invariants()
+            partition.recount(recount)
+            assert partition.manager.collapse_wanted == (number in self._collapsible)
+        assert recount == self.memory, (recount, self.memory)
+
+
+class Buckets:
+    """The buckets of one node, by name.
+
+    Args:
+        new_history_id: Draws a fresh non-zero random ID.
+        on_collapsible: Called when there is something to collapse in a bucket that had nothing.
+    """
+
+    __slots__ = ("_buckets", "_new_history_id", "_on_collapsible")
+
+    def __init__(
+        self,
+        new_history_id: Callable[[], HistoryId],
+        on_collapsible: Callable[[Bucket], None] | None = None,
+    ) -> None:
+        self._new_history_id = new_history_id
+        self._on_collapsible = on_collapsible
+        self._buckets: dict[str, Bucket] = {}
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """The buckets, by name."""
+        return iter([self._buckets[name] for name in sorted(self._buckets)])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._buckets
+
+    def create(
+        self,
+        name: str,
+        partition_count: int = PARTITIONS_DEFAULT,
+        quota_bytes: int = QUOTA_BYTES_DEFAULT,
+    ) -> Bucket:
+        """Makes a bucket. O(partitions), about 10 µs each.
+
+        Raises:
+            BucketError: It exists, or an argument is out of its range.
+        """
+        if name in self._buckets:
+            raise BucketError(f"bucket {name!r} exists", Status.BUCKET_EXISTS)
+        bucket = Bucket(
+            name,
+            new_history_id=self._new_history_id,
+            partition_count=partition_count,
+            quota_bytes=quota_bytes,
+            on_collapsible=partial(self._is_collapsible, name),
+        )
+        self._buckets[name] = bucket
+        return bucket
+
+    def get(self, name: str) -> Bucket | None:
+        """The bucket of this name."""
+        return self._buckets.get(name)
+
+    def delete(self, name: str) -> Bucket:
+        """Takes a bucket out. Whoever still reads it may go on to: its owner ends the streams.
+
+        Raises:
+            BucketError: There is none.
+        """
+        if name not in self._buckets:
+            raise BucketError(f"there is no bucket {name!r}", Status.NO_BUCKET)
+        return self._buckets.pop(name)
+
+    def _is_collapsible(self, name: str) -> None:
+        bucket = self._buckets.get(name)
+        if bucket is not None and self._on_collapsible is not None:
+            self._on_collapsible(bucket)
