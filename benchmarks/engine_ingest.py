@@ -1,0 +1,150 @@
+"""What the engine costs a mutation: `python benchmarks/engine_ingest.py [runs]`.
+
+The work is the standard one of docs: 12-byte keys, 100-byte values, 100,000 keys drawn uniformly,
+64 partitions (so about 1,562 keys in each), batches of one partition. Each line gives the median of
+the runs and their spread, in nanoseconds a mutation.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from random import Random
+from statistics import median
+from time import perf_counter_ns, time
+from typing import Final
+
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import HistoryId, Operation, SeqNo
+from upr_server.engine import Bucket, Partition
+
+KEYS: Final = 100_000
+VALUE: Final = bytes(100)
+
+
+class Work:
+    """Batches for each partition, encoded as they would come from a publisher."""
+
+    def __init__(self, partitions: int, batch: int, total: int, seed: int = 1) -> None:
+        random = Random(seed)
+        keys: list[list[bytes]] = [[] for _ in range(partitions)]
+        for number in range(KEYS if partitions > 1 else KEYS // 64):
+            key = b"key:%08d" % number
+            keys[partition_of(key, partitions)].append(key)
+        self.mutations = total
+        self.batches: list[tuple[int, bytes]] = []
+        for number in range(total // batch):
+            partition = number % partitions
+            chosen = random.choices(keys[partition], k=batch)
+            self.batches.append((partition, bytes(plain_chunk(chosen, [VALUE] * batch))))
+
+
+def new_bucket(partitions: int) -> Bucket:
+    ids = count(1)
+    return Bucket("bench", new_history_id=lambda: HistoryId(next(ids)), partition_count=partitions)
+
+
+def ingest(work: Work, partitions: int) -> tuple[float, Bucket]:
+    """Nanoseconds a mutation for taking in all batches, and the bucket afterwards."""
+    bucket = new_bucket(partitions)
+    members = bucket.partitions
+    now = time()
+    # One object a frame, as a connection would receive it.
+    frames = [(members[number], bytes(bytearray(frame))) for number, frame in work.batches]
+    begun = perf_counter_ns()
+    for partition, frame in frames:
+        partition.mutate(Chunk(frame), now=now)
+    return (perf_counter_ns() - begun) / work.mutations, bucket
+
+
+def ingest_of(partitions: int, batch: int, total: int) -> Callable[[], float]:
+    work = Work(partitions, batch, total)
+    return lambda: ingest(work, partitions)[0]
+
+
+def increments(batch: int, total: int) -> float:
+    partition = new_bucket(1).partitions[0]
+    delta = CounterDelta(1).encode()
+    random = Random(2)
+    rows = [Mutation(Operation.INCREMENT, b"counter:%04d" % n, delta) for n in range(1000)]
+    chunks = [Chunk.build(random.choices(rows, k=batch)) for _ in range(total // batch)]
+    now = time()
+    begun = perf_counter_ns()
+    for chunk in chunks:
+        partition.mutate(chunk, now=now)
+    return (perf_counter_ns() - begun) / total
+
+
+def read_all(partition: Partition) -> Iterator[Chunk]:
+    cursor = partition.manager.register("bench", SeqNo(0)).cursor
+    while (item := cursor.next()) is not None:
+        if isinstance(item, Chunk):
+            yield item
+
+
+def streaming_of(work: Work, partitions: int) -> Callable[[], float]:
+    def run() -> float:
+        _, bucket = ingest(work, partitions)
+        begun = perf_counter_ns()
+        rows = sum(chunk.count for member in bucket.partitions for chunk in read_all(member))
+        return (perf_counter_ns() - begun) / rows
+
+    return run
+
+
+def followed_of(work: Work, partitions: int) -> Callable[[], float]:
+    """Ingest with a consumer that reads each partition after every batch, and collapsing."""
+
+    def run() -> float:
+        bucket = new_bucket(partitions)
+        cursors = [m.manager.register("bench", SeqNo(0)).cursor for m in bucket.partitions]
+        now = time()
+        begun = perf_counter_ns()
+        for number, frame in work.batches:
+            bucket.partitions[number].mutate(Chunk(frame), now=now)
+            cursor = cursors[number]
+            while cursor.next() is not None:
+                pass
+            while bucket.collapse_step():
+                pass
+        return (perf_counter_ns() - begun) / work.mutations
+
+    return run
+
+
+def distinct(total: int) -> Work:
+    work = Work(1, 1000, 1000)
+    work.mutations = total
+    work.batches = [
+        (0, bytes(plain_chunk([b"key:%08d" % n for n in range(at, at + 1000)], [VALUE] * 1000)))
+        for at in range(0, total, 1000)
+    ]
+    return work
+
+
+def main() -> None:
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    rows: list[tuple[str, Callable[[], float]]] = [
+        ("1,000 a batch, 64 partitions", ingest_of(64, 1000, 1_000_000)),
+        ("1,000 a batch, 1 partition", ingest_of(1, 1000, 500_000)),
+        ("16 a batch, 64 partitions", ingest_of(64, 16, 320_000)),
+        ("16 a batch, 1 partition", ingest_of(1, 16, 320_000)),
+        ("1 a batch, 64 partitions", ingest_of(64, 1, 64_000)),
+        ("increments, 100 a batch", lambda: increments(100, 100_000)),
+        ("increments, 1 a batch", lambda: increments(1, 20_000)),
+        ("closing and encoding, deduplicated", streaming_of(Work(64, 1000, 640_000), 64)),
+        ("closing and encoding, all distinct", streaming_of(distinct(200_000), 1)),
+        ("1,000 a batch, followed and collapsed", followed_of(Work(64, 1000, 640_000), 64)),
+        ("16 a batch, followed and collapsed", followed_of(Work(64, 16, 128_000), 64)),
+    ]
+    for name, run in rows:
+        gc.collect()
+        results = sorted(run() for _ in range(runs))
+        print(f"{name:42}{median(results):9.0f} ns  ({results[0]:.0f} to {results[-1]:.0f})")
+
+
+if __name__ == "__main__":
+    main()
