@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import structlog
 import trio
@@ -72,7 +73,7 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
         )
     host, port = config.address()
     try:
-        listeners = await trio.open_tcp_listeners(port, host=host)
+        listeners = list(await trio.open_tcp_listeners(port, host=host))
     except OSError as error:
         raise ListenError(f"cannot listen on {config.listen}: {error.strerror or error}") from error
     if port == 0 and len(listeners) > 1:
@@ -98,7 +99,7 @@ async def _accept(
     listeners: list[trio.SocketListener],
     handlers: trio.Nursery,
     *,
-    task_status: trio.TaskStatus[object] = trio.TASK_STATUS_IGNORED,
+    task_status: Any = trio.TASK_STATUS_IGNORED,
 ) -> None:
     # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
     await trio.serve_listeners(

@@ -17,12 +17,12 @@ from upr_protocol.wire import (
     Message,
     Refusal,
 )
+from upr_server.engine import Bucket, BucketError, Relief
 from upr_server.net.requests import HANDLERS
 from upr_server.net.streamer import Streamer
 from upr_server.net.write import write_all
 
 if TYPE_CHECKING:
-    from upr_server.engine import Bucket
     from upr_server.net.service import Service
 
 RECEIVE_BYTES: Final = 256 * 1024
@@ -136,10 +136,10 @@ class Connection:
         if handler is not None:
             try:
                 handler(self, message)
-            except ServerError as error:
+            except (ServerError, BucketError) as error:
                 self.session.send(
                     Refusal(
-                        error.sentence,
+                        error.sentence if isinstance(error, ServerError) else str(error),
                         partition=message.partition,
                         opaque=message.opaque,
                         status=error.status,
@@ -195,10 +195,6 @@ class Connection:
 
     # The bucket, and credit to publish to it.
 
-    def open_bucket(self, bucket: Bucket) -> None:
-        """The client chose `bucket`."""
-        self.bucket = bucket
-
     def leave_bucket(self) -> None:
         """The bucket was deleted: its streams end, and what is asked of it is refused."""
         self.streamer.end_all(Status.BUCKET_DELETED)
@@ -214,7 +210,7 @@ class Connection:
         owed = CREDIT_BYTES - session.credit.left
         if owed * _CREDIT_FRACTION < CREDIT_BYTES:
             return
-        if bucket.over_quota:
+        if bucket.relief() is Relief.REFUSE_CREDIT:
             self.service.wait_for_room(self)
             return
         session.send(Credit(owed))

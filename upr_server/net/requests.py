@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from upr_protocol.chunk import ChunkBuilder
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import PARTITIONS_DEFAULT
 from upr_protocol.wire import (
     Await,
@@ -41,6 +40,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import Partition, WriterToken
+from upr_server.net.streamer import NOTHING_PURGED
 
 if TYPE_CHECKING:
     from upr_server.net.connection import Connection
@@ -49,6 +49,9 @@ _NO_WRITER: Final = bytes(16)
 
 GET_REPLY_BYTES: Final = 4 * 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
+
+NOTHING_PERSISTED: Final = SeqNo(0)
+"""The persisted snapshot end of a server without a disk."""
 
 MAP_REVISION: Final = 1
 """The partition map of a server without peers never changes."""
@@ -68,8 +71,8 @@ def _owned(connection: Connection, partition: PartitionId) -> Partition:
 
 
 def _open(connection: Connection, request: Open) -> None:
-    bucket = connection.service.buckets.get(request.bucket)
-    connection.open_bucket(bucket)
+    bucket = connection.service.bucket(request.bucket)
+    connection.bucket = bucket
     send = connection.session.send
     for number in request.partitions or range(len(bucket.partitions)):
         partition = PartitionId(number)
@@ -92,8 +95,8 @@ def _open(connection: Connection, request: Open) -> None:
             PartitionLog(
                 found.state,
                 found.high_seq,
-                found.persisted_seq,
-                found.purge_seq,
+                NOTHING_PERSISTED,
+                NOTHING_PURGED,
                 found.failover_log,
                 partition=partition,
                 opaque=request.opaque,
@@ -124,8 +127,6 @@ def _stream(connection: Connection, request: Stream) -> None:
 def _mutate(connection: Connection, request: Mutate) -> None:
     connection.pay_credit()
     partition = _owned(connection, request.partition)
-    if partition.state is not PartitionState.ACTIVE:
-        raise ServerError(Status.NOT_MY_PARTITION, f"partition {partition.id} is not active here")
     if request.durability is not Durability.MEMORY:
         raise ServerError(
             Status.UNSUPPORTED,
@@ -139,12 +140,17 @@ def _mutate(connection: Connection, request: Mutate) -> None:
         result = partition.mutate(request.chunk, now=connection.service.time(), writer=writer)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
+    if result.status is Status.WRONG_STATE:
+        raise ServerError(Status.NOT_MY_PARTITION, f"partition {partition.id} is not active here")
+    if result.status is not Status.OK:
+        raise ServerError(result.status)
+    succeeded = result.last_seq >= result.first_seq
     connection.session.send(
         MutateReply(
             result.history_id,
-            result.first_seq,
-            result.last_seq,
-            result.first_cas,
+            result.first_seq if succeeded else SeqNo(0),
+            result.last_seq if succeeded else SeqNo(0),
+            result.first_cas if succeeded else Cas(0),
             tuple(result.failures),
             tuple(result.counters),
             partition=partition.id,
@@ -161,28 +167,9 @@ def _get(connection: Connection, request: Get) -> None:
             Status.HISTORY_CHANGED,
             f"partition {partition.id} is in history {history_id:x}, not {request.history_id:x}",
         )
-    now = connection.service.time()
-    builder = ChunkBuilder()
-    answered = 0
-    for key in request.keys:
-        item = partition.get(key, now)
-        if item is None:
-            builder.append(Operation.DELETE, key)
-        elif answered and builder.nbytes + len(item.value) > GET_REPLY_BYTES:
-            break
-        else:
-            builder.append(
-                Operation.SET, key, item.value, item.seq, item.cas, item.flags, item.expiry
-            )
-        answered += 1
+    chunk = partition.get_many(request.keys, connection.service.time(), GET_REPLY_BYTES)
     connection.session.send(
-        GetReply(
-            history_id,
-            answered,
-            builder.build(SeqNo(0), SeqNo(0)),
-            partition=partition.id,
-            opaque=request.opaque,
-        )
+        GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
     )
 
 
@@ -192,7 +179,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
         raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
     found = bucket.partitions
     if request.partitions:
-        found = [_owned(connection, PartitionId(number)) for number in request.partitions]
+        found = tuple(_owned(connection, PartitionId(number)) for number in request.partitions)
     connection.session.send(
         SeqnosReply(
             tuple(
@@ -200,7 +187,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
                     partition.id,
                     partition.failover_log.current,
                     partition.high_seq,
-                    partition.persisted_seq,
+                    NOTHING_PERSISTED,
                     SeqNo(0),
                 )
                 for partition in found
@@ -252,10 +239,13 @@ def _delete_bucket(connection: Connection, request: DeleteBucket) -> None:
 
 
 def _list_buckets(connection: Connection, request: ListBuckets) -> None:
-    buckets = connection.service.buckets.list()
+    buckets = connection.service.buckets
     connection.session.send(
         ListBucketsReply(
-            tuple((bucket.name, len(bucket.partitions), bucket.quota_bytes) for bucket in buckets),
+            tuple(
+                (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes)
+                for bucket in buckets
+            ),
             opaque=request.opaque,
         )
     )

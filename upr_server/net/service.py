@@ -8,8 +8,9 @@ from typing import Final
 import structlog
 import trio
 
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId
-from upr_server.engine import Buckets
+from upr_server.engine import Bucket, Buckets
 from upr_server.net.connection import Connection
 
 COLLAPSE_MUTATIONS: Final = 2000
@@ -44,11 +45,14 @@ class Service:
         self.identity = identity
         self.quota_bytes_default = quota_bytes_default
         self.time = time
-        self.buckets = Buckets(new_history_id=new_history_id)
+        self.buckets = Buckets(new_history_id, self._is_collapsible)
         self.connections: set[Connection] = set()
         self._connections_max = connections_max
         self._refused = 0
         self._waiting_for_room: set[Connection] = set()
+        # Buckets with something to collapse; a dict, so that they take turns.
+        self._collapsible: dict[Bucket, None] = {}
+        self._collapse_wanted = trio.Event()
         self._started_at = trio.current_time()
 
     async def serve(self, stream: trio.SocketStream) -> None:
@@ -69,9 +73,21 @@ class Service:
             self.connections.discard(connection)
             self._waiting_for_room.discard(connection)
 
+    def bucket(self, name: str) -> Bucket:
+        """The bucket of this name.
+
+        Raises:
+            ServerError: There is none.
+        """
+        bucket = self.buckets.get(name)
+        if bucket is None:
+            raise ServerError(Status.NO_BUCKET, f"there is no bucket {name!r}")
+        return bucket
+
     def delete_bucket(self, name: str) -> None:
         """Deletes a bucket, and ends the streams of those who have it open."""
         bucket = self.buckets.delete(name)
+        self._collapsible.pop(bucket, None)
         for connection in self.connections:
             if connection.bucket is bucket:
                 connection.leave_bucket()
@@ -90,20 +106,37 @@ class Service:
     async def collapse(self) -> None:
         """Collapses snapshots in bounded steps, for ever, whenever there are any to collapse."""
         while True:
-            await self.buckets.wait_collapsible()
-            self.buckets.collapse_step(COLLAPSE_MUTATIONS)
-            waiting, self._waiting_for_room = self._waiting_for_room, set()
-            for connection in waiting:
-                connection.pay_credit()
+            if not self._collapsible:
+                self._collapse_wanted = trio.Event()
+                await self._collapse_wanted.wait()
+            bucket = next(iter(self._collapsible))
+            if not bucket.collapse_step(COLLAPSE_MUTATIONS):
+                del self._collapsible[bucket]
+            self._pay_credit()
             await trio.lowlevel.checkpoint()
+
+    def _is_collapsible(self, bucket: Bucket) -> None:
+        self._collapsible[bucket] = None
+        self._collapse_wanted.set()
+
+    def _pay_credit(self) -> None:
+        waiting, self._waiting_for_room = self._waiting_for_room, set()
+        for connection in waiting:
+            connection.pay_credit()
 
     async def expire(self) -> None:
         """Turns expired items into deletions, for ever."""
         while True:
             await trio.sleep(EXPIRY_INTERVAL_S)
             now = self.time()
-            for bucket in self.buckets.list():
-                bucket.expire(now)
+            for bucket in self.buckets:
+                for partition in bucket.partitions:
+                    due = partition.next_expiry()
+                    while due is not None and due <= now:
+                        partition.expire(now)
+                        due = partition.next_expiry()
+                        await trio.lowlevel.checkpoint()
+            self._pay_credit()
 
     def statistics(self, bucket: str = "") -> dict[str, object]:
         """The server's figures, or one bucket's; sizes in bytes, times in seconds.
@@ -112,7 +145,7 @@ class Service:
             ServerError: There is no such bucket.
         """
         if bucket:
-            return {"bucket": self.buckets.get(bucket).statistics()}
+            return {"bucket": bucket, **self.bucket(bucket).statistics()}
         return {
             "server": {
                 "identity": self.identity,
@@ -120,7 +153,7 @@ class Service:
                 "connections": len(self.connections),
                 "connections_refused": self._refused,
             },
-            "buckets": [found.statistics() for found in self.buckets.list()],
+            "buckets": {found.name: found.statistics() for found in self.buckets},
             "connections": [connection.statistics() for connection in self.connections],
         }
 

@@ -27,6 +27,10 @@ BATCH_BYTES: Final = 1024 * 1024
 enough that answers to requests do not wait behind it."""
 
 
+NOTHING_PURGED: Final = SeqNo(0)
+"""The purge number of a server that keeps every tombstone."""
+
+
 @attrs.define
 class _Stream:
     partition: Partition
@@ -66,7 +70,7 @@ class Streamer:
             )
             return
         decision = decide_start(
-            partition.failover_log, partition.high_seq, partition.purge_seq, request.position
+            partition.failover_log, partition.high_seq, NOTHING_PURGED, request.position
         )
         reason = decision.reason.value
         if isinstance(decision, Retry):
@@ -160,7 +164,7 @@ class Streamer:
                     partition.failover_log.current,
                     item.start,
                     item.end,
-                    partition.purge_seq,
+                    NOTHING_PURGED,
                     item.kind,
                     item.may_repeat,
                     partition=partition.id,
