@@ -70,9 +70,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         try:
             stream = BytesIO(body)
             parsed = cls.layout.parse_stream(stream)
-            rest = stream.read()
-            if len(rest) > 7 or any(rest):
-                raise ValueError(f"{len(rest)} bytes too many")
+            check_end(body, stream.tell())
             fields = {name: parsed[name] for name in layout_fields(cls)}
             return cls(**fields, partition=partition, opaque=opaque, status=status)
         except (cs.ConstructError, ValueError, ChunkError, OverflowError) as error:
@@ -91,6 +89,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             self.opcode, self.status, self.partition, self.opaque, length + len(pad), crc
         )
         return [header, *pieces, pad] if pad else [header, *pieces]
+
+
+def check_end(body: Buffer, end: int) -> None:
+    """Checks that a message that takes `end` bytes fills `body`, but for the padding.
+
+    Raises:
+        ValueError: It does not.
+    """
+    rest = bytes(body[end : end + 8])
+    if len(body) < end:
+        raise ValueError(f"{end - len(body)} bytes are missing")
+    if len(rest) > 7 or any(rest):
+        raise ValueError(f"{len(body) - end} bytes too many")
 
 
 _FIELDS: dict[type[Message], tuple[str, ...]] = {}

@@ -15,7 +15,7 @@ from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, row, tuple_of
-from upr_protocol.wire.message import Message, OneNumber, Sender
+from upr_protocol.wire.message import Message, OneNumber, Sender, check_end
 
 _MUTATE: Final = Struct("<BB6x16sQ")
 _REPLY: Final = Struct("<QQQQI")
@@ -80,10 +80,11 @@ class MutateReply(Message, frozen=True):
     def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
         try:
             history_id, first_seq, last_seq, first_cas, failed = _REPLY.unpack_from(body)
-            at = _REPLY.size
-            failures = array("I", bytes(body[at : at + 8 * failed]))
-            at += 8 * failed
+            at = _REPLY.size + 8 * failed
             (counted,) = _U32.unpack_from(body, at)
+            # Before anything is made of them: the counts may promise what never came.
+            check_end(body, at + 4 + 12 * counted)
+            failures = array("I", bytes(body[_REPLY.size : at]))
             counters = Struct("<" + "IQ" * counted).unpack_from(body, at + 4)
         except (StructError, ValueError) as error:
             raise RemoteProtocolError(f"MutateReply cannot be read: {error}") from error

@@ -14,7 +14,7 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, tuple_of
 from upr_protocol.wire.frame import pack_header
-from upr_protocol.wire.message import Message, OneNumber, Sender
+from upr_protocol.wire.message import Message, OneNumber, Sender, check_end
 
 _START: Final = Struct("<QQQQB?6x")
 _U16: Final = Struct("<H")
@@ -162,9 +162,9 @@ class BarrierReply(Message, frozen=True):
         try:
             (length,) = _U16.unpack_from(data)
             (count,) = _U16.unpack_from(data, 2 + length)
-            rows = Struct("<" + "HQ" * count)
-            flat = rows.unpack_from(data, 4 + length)
-        except StructError as error:
+            check_end(data, 4 + length + 10 * count)
+            flat = Struct("<" + "HQ" * count).unpack_from(data, 4 + length)
+        except (StructError, ValueError) as error:
             raise RemoteProtocolError(f"BarrierReply cannot be read: {error}") from error
         return cls(
             data[2 : 2 + length],

@@ -1,0 +1,389 @@
+"""Every message: its declaration, the faster code beside it, and what is none."""
+
+from __future__ import annotations
+
+import inspect
+import tracemalloc
+from struct import pack
+from typing import Any, cast
+
+import construct as cs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.protocol.wire.strategies import FIELDS, MESSAGES_OF_ANY_KIND, messages_of
+from upr_protocol.chunk import Buffer, Chunk, Mutation, plain_chunk
+from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import (
+    NO_PARTITION,
+    Cas,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
+from upr_protocol.limits import (
+    BUCKET_NAME_BYTES_MAX,
+    COOKIE_BYTES_MAX,
+    FRAME_BODY_BYTES_MAX,
+    GET_KEYS_MAX,
+    HANDSHAKE_BODY_BYTES_MAX,
+    IDENTITY_BYTES_MAX,
+    KEY_BYTES_MAX,
+    PARTITIONS_MAX,
+    VALUE_BYTES_MAX,
+)
+from upr_protocol.wire import (
+    MESSAGES,
+    Barrier,
+    BarrierReply,
+    Get,
+    GetReply,
+    Header,
+    Hello,
+    Lease,
+    LeaseAction,
+    Message,
+    Mutate,
+    MutateReply,
+    Open,
+    PartitionChunk,
+    PartitionStart,
+    Sender,
+    SeqnosReply,
+    Stream,
+    decode,
+)
+from upr_protocol.wire.frame import HEADER_BYTES, padding
+from upr_protocol.wire.message import layout_fields
+
+KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.opcode)
+# Those that have `struct` code of their own.
+HOT = [
+    kind
+    for kind in KINDS
+    if kind.body is not Message.body
+    or cast("Any", kind.parse).__func__ is not cast("Any", Message.parse).__func__
+]
+
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+hot_kinds = pytest.mark.parametrize("kind", HOT, ids=lambda kind: kind.__name__)
+
+
+def body_of(message: Message) -> bytes:
+    return b"".join(map(bytes, message.body()))
+
+
+def padded_body_of(message: Message) -> bytes:
+    body = body_of(message)
+    return body + padding(len(body))
+
+
+def parse(kind: type[Message], body: Buffer) -> Message | None:
+    """The message, or None when it is refused; any other exception fails the test."""
+    try:
+        return kind.parse(body, PartitionId(3), 5, 7)
+    except RemoteProtocolError as refused:
+        error = refused
+    assert error.status is Status.MALFORMED
+    assert str(error).startswith(kind.__name__)
+    return None
+
+
+def parse_as_declared(kind: type[Message], body: bytes) -> Message | None:
+    """What the declaration alone makes of a padded body."""
+    layout = cs.Struct(*kind.layout.subcons, "rest" / cs.GreedyBytes)
+    try:
+        parsed = layout.parse(body)
+    except (cs.ConstructError, ValueError, ChunkError):
+        return None
+    if len(parsed.rest) > 7 or any(parsed.rest):
+        return None
+    fields = {name: parsed[name] for name in layout_fields(kind)}
+    return kind(**fields, partition=PartitionId(3), opaque=5, status=7)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_every_message_has_a_strategy() -> None:
+    assert set(FIELDS) == set(MESSAGES.values())
+
+
+def test_every_declared_message_is_in_the_table() -> None:
+    declared = [kind for kind in descendants(Message) if "opcode" in vars(kind)]
+    assert sorted(kind.__name__ for kind in declared) == sorted(kind.__name__ for kind in KINDS)
+    assert len({kind.opcode for kind in declared}) == len(declared)
+
+
+def descendants(kind: type[Message]) -> list[type[Message]]:
+    found = []
+    for child in kind.__subclasses__():
+        found += [child, *descendants(child)]
+    return found
+
+
+@kinds
+def test_a_declaration_is_whole(kind: type[Message]) -> None:
+    assert MESSAGES[kind.opcode] is kind
+    assert 0 < kind.opcode <= 0xFF
+    assert inspect.getdoc(kind), "what the message is for"
+    declared = {sub.name for sub in kind.layout.subcons} - {"padding"}
+    assert declared == set(layout_fields(kind)) == set(FIELDS[kind])
+    for sub in kind.layout.subcons:
+        assert sub.name == "padding" or sub.docs, f"{sub.name} has no meaning"
+    assert kind.body_bytes_max % 8 == 0
+    assert kind.body_bytes_max <= FRAME_BODY_BYTES_MAX
+
+
+@kinds
+def test_answers_come_from_the_other_side_with_the_high_bit_set(kind: type[Message]) -> None:
+    # ERROR may be said by either side, and is no answer.
+    assert (kind.sender is Sender.SERVER) == (kind.opcode >= 0x80)
+    for answer in kind.answers:
+        assert kind.sender is Sender.CLIENT
+        assert answer.sender is Sender.SERVER
+
+
+def test_the_fast_ones_are_those_that_are_many() -> None:
+    names = {kind.__name__ for kind in HOT}
+    assert {"PartitionStart", "PartitionChunk", "PartitionEnd", "Mutate", "MutateReply"} <= names
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+@given(MESSAGES_OF_ANY_KIND)
+@settings(max_examples=1_000)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    header = Header(message.opcode, message.status, message.partition, message.opaque, 0, 0)
+    assert decode(header, padded_body_of(message)) == message
+    # As it may lie in a buffer of the network, too.
+    assert decode(header, bytearray(padded_body_of(message))) == message
+    assert decode(header, memoryview(padded_body_of(message))) == message
+
+
+@given(MESSAGES_OF_ANY_KIND)
+@settings(max_examples=500)
+def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
+    frame = message.frame()
+    assert len(frame[0]) == HEADER_BYTES
+    assert b"".join(map(bytes, frame[1:])) == padded_body_of(message)
+    # Each piece starts aligned, so that a chunk in it is aligned where it arrives.
+    assert all(len(piece) % 8 == 0 for piece in frame[:-2])
+
+
+@hot_kinds
+@given(data=st.data())
+def test_the_fast_code_builds_what_is_declared(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    fields = {name: getattr(message, name) for name in layout_fields(kind)}
+    assert body_of(message) == kind.layout.build(fields)
+
+
+@hot_kinds
+@given(data=st.data())
+def test_the_fast_code_reads_what_is_declared(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    body = padded_body_of(message)
+    assert parse(kind, body) == parse_as_declared(kind, body)
+
+
+# --- what is no message ---------------------------------------------------------------------------
+
+
+def whole_words(most: int = 12) -> st.SearchStrategy[bytes]:
+    """Random bodies as a frame may have them: padded to 8 bytes."""
+    return st.integers(0, most).flatmap(lambda n: st.binary(min_size=8 * n, max_size=8 * n))
+
+
+@kinds
+@given(data=st.data())
+@settings(max_examples=50)
+def test_random_bodies_are_read_or_refused_as_declared(
+    kind: type[Message], data: st.DataObject
+) -> None:
+    few = st.lists(st.sampled_from(b"\0\0\0\0\1\2\x80\xff"), max_size=10).map(
+        lambda items: bytes(byte for item in items for byte in (item, 0, 0, 0, 0, 0, 0, 0))
+    )
+    body = data.draw(st.one_of(whole_words(), few))
+    message = parse(kind, body)
+    assert message == parse_as_declared(kind, body)
+    if message is not None:
+        assert parse(kind, padded_body_of(message)) == message
+
+
+@kinds
+@given(data=st.data())
+@settings(max_examples=50)
+def test_garbled_bodies_are_read_or_refused_as_declared(
+    kind: type[Message], data: st.DataObject
+) -> None:
+    body = bytearray(padded_body_of(data.draw(messages_of(kind))))
+    for at in data.draw(st.lists(st.integers(0, max(len(body) - 1, 0)), max_size=3)):
+        if body:
+            body[at] = data.draw(st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]))
+    assert parse(kind, bytes(body)) == parse_as_declared(kind, bytes(body))
+
+
+@kinds
+@given(data=st.data())
+@settings(max_examples=50)
+def test_a_body_that_is_cut_is_refused(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    body = body_of(message)
+    if body:
+        assert parse(kind, body[: data.draw(st.integers(0, len(body) - 1))]) is None
+
+
+@kinds
+@given(data=st.data())
+@settings(max_examples=50)
+def test_a_body_that_is_too_long_is_refused(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    body = padded_body_of(message)
+    assert parse(kind, body + bytes(8)) is None
+    assert parse(kind, body + data.draw(whole_words(3).filter(bool))) is None
+
+
+@kinds
+@given(data=st.data())
+@settings(max_examples=20)
+def test_padding_is_zeros(kind: type[Message], data: st.DataObject) -> None:
+    body = body_of(data.draw(messages_of(kind)))
+    if len(padding(len(body))) > 0:
+        assert parse(kind, body + b"\1" * len(padding(len(body)))) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (MutateReply, pack("<QQQQI", 1, 1, 1, 1, 0xFFFF_FFFF)),
+        (MutateReply, pack("<QQQQII", 1, 1, 1, 1, 0, 0x0100_0000)),
+        (MutateReply, pack("<QQQQII", 1, 1, 1, 1, 0, 0xFFFF_FFFF)),
+        (BarrierReply, pack("<HH", 0, 0xFFFF)),
+        (Get, pack("<QH", 0, 0xFFFF)),
+        (Hello, pack("<B", 0xFF)),
+        (PartitionChunk, pack("<IIIIQQ", 1 << 20, 0xFFFF_FFFF, 0xFFFF_FFFF, 0, 0, 0)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(len(value)),
+)
+def test_a_count_that_promises_more_than_came_costs_nothing(
+    kind: type[Message], body: bytes
+) -> None:
+    tracemalloc.start()
+    try:
+        assert parse(kind, body + padding(len(body))) is None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+def stream_body(
+    last_complete: int, highest: int, partial: tuple[int, int, int], log: bytes = b"\0\0"
+) -> bytes:
+    body = pack("<BQQQQQQ", PartitionState.ACTIVE, 9, last_complete, highest, *partial) + log
+    return body + padding(len(body))
+
+
+def test_a_position_is_read() -> None:
+    log = pack("<HQQQQ", 2, 8, 6, 7, 0)
+    message = parse(Stream, stream_body(6, 7, (8, 5, 9), log))
+    assert isinstance(message, Stream)
+    assert message.position == Position(
+        FailoverLog.of([(8, 6), (7, 0)]),
+        SeqNo(6),
+        SeqNo(7),
+        PartialSnapshot(HistoryId(8), SeqNo(5), SeqNo(9)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("last_complete", "highest", "partial"),
+    [
+        (6, 7, (0, 0, 0)),  # more than complete, of no snapshot
+        (7, 6, (0, 0, 0)),  # less than complete
+        (7, 6, (8, 5, 9)),
+        (6, 10, (8, 5, 9)),  # above its snapshot
+        (3, 4, (8, 5, 9)),  # below its snapshot
+        (5, 7, (8, 9, 5)),  # a snapshot that ends before it starts
+    ],
+)
+def test_a_position_that_contradicts_itself_is_refused(
+    last_complete: int, highest: int, partial: tuple[int, int, int]
+) -> None:
+    assert parse(Stream, stream_body(last_complete, highest, partial)) is None
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        pack("<HQQ", 1, 0, 5),  # 0 is no history
+        pack("<HQQQQ", 2, 8, 5, 8, 0),  # twice
+        pack("<HQQQQ", 2, 8, 5, 7, 6),  # rises towards the older
+        pack("<H", 26) + b"".join(pack("<QQ", n, 0) for n in range(1, 27)),  # too many
+    ],
+)
+def test_a_log_that_is_none_is_refused(log: bytes) -> None:
+    assert parse(Stream, stream_body(0, 0, (0, 0, 0), log)) is None
+
+
+# --- the largest of each kind fits ----------------------------------------------------------------
+
+KEY = b"k" * KEY_BYTES_MAX
+LARGEST_CHUNK = plain_chunk([KEY], [bytes(VALUE_BYTES_MAX)])
+ALL_PARTITIONS = [PartitionId(number) for number in range(PARTITIONS_MAX)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello("i" * IDENTITY_BYTES_MAX, tuple(range(255)), 0, 0, 0),
+        Barrier(b"c" * COOKIE_BYTES_MAX),
+        BarrierReply(b"c" * COOKIE_BYTES_MAX, tuple((p, SeqNo(1)) for p in ALL_PARTITIONS)),
+        Get((KEY,) * GET_KEYS_MAX),
+        GetReply(HistoryId(1), 1, LARGEST_CHUNK),
+        Mutate(LARGEST_CHUNK),
+        PartitionChunk(
+            Chunk.build([Mutation(Operation.SET, KEY, bytes(VALUE_BYTES_MAX), SeqNo(1), Cas(1))])
+        ),
+        SeqnosReply(tuple((p, 1, 1, 1, 1) for p in ALL_PARTITIONS)),
+        Lease(LeaseAction.ACQUIRE, 0, 1, "owner", tuple((p, 1, 1) for p in ALL_PARTITIONS)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_the_largest_of_its_kind_fits(message: Message) -> None:
+    assert len(padded_body_of(message)) <= message.body_bytes_max
+
+
+def test_a_stranger_may_ask_for_every_partition_of_a_bucket() -> None:
+    message = Open("b" * BUCKET_NAME_BYTES_MAX, tuple(ALL_PARTITIONS))
+    assert len(padded_body_of(message)) <= HANDSHAKE_BODY_BYTES_MAX
+
+
+def test_a_message_about_no_partition_says_so() -> None:
+    assert Hello("i", (1,), 0, 0, 0).partition == NO_PARTITION
+
+
+def test_a_chunk_keeps_its_checksum_for_the_next_consumer() -> None:
+    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", SeqNo(1))])
+    one = PartitionChunk(chunk, partition=PartitionId(1), opaque=1).frame()
+    two = PartitionChunk(chunk, partition=PartitionId(1), opaque=2).frame()
+    assert one[1] is two[1]
+    assert one[0] != two[0]
+
+
+@pytest.mark.parametrize("flag", [2, 0x80, 0xFF])
+def test_a_flag_is_set_by_any_byte_but_zero(flag: int) -> None:
+    body = pack("<QQQQBB6x", 1, 2, 3, 4, 1, flag)
+    message = parse(PartitionStart, body)
+    assert isinstance(message, PartitionStart)
+    assert message.may_repeat is True
+    assert message == parse_as_declared(PartitionStart, body)
