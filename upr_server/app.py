@@ -6,9 +6,9 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
 
 import structlog
 import trio
@@ -87,27 +87,16 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(service.collapse)
             nursery.start_soon(service.expire)
-            await nursery.start(_accept, service, listeners, handlers)
+            # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
+            accept = partial(trio.serve_listeners, handler_nursery=handlers)
+            await nursery.start(accept, service.serve, listeners)
             yield Server(host, port, service)
             nursery.cancel_scope.cancel()
         service.shut_down()
         handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s
 
 
-async def _accept(
-    service: Service,
-    listeners: list[trio.SocketListener],
-    handlers: trio.Nursery,
-    *,
-    task_status: Any = trio.TASK_STATUS_IGNORED,
-) -> None:
-    # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
-    await trio.serve_listeners(
-        service.serve, listeners, handler_nursery=handlers, task_status=task_status
-    )
-
-
-async def serve(config: Config, on_listening: Callable[[Server], Awaitable[None]]) -> None:
+async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
     """Runs a server until SIGINT or SIGTERM.
 
     Args:
@@ -116,7 +105,7 @@ async def serve(config: Config, on_listening: Callable[[Server], Awaitable[None]
     """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with running_server(config) as server:
-            await on_listening(server)
+            on_listening(server)
             log.info("listening", host=server.host, port=server.port)
             async for number in signals:
                 log.info("stopping", signal=signal.Signals(number).name)

@@ -66,7 +66,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     config = _config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
 
-    async def on_listening(server: Server) -> None:
+    def on_listening(server: Server) -> None:
         host = f"[{server.host}]" if ":" in server.host else server.host
         print(f"listening on {host}:{server.port}", flush=True)
 

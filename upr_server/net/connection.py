@@ -164,11 +164,11 @@ class Connection:
             self.streamer.step()
             outgoing = session.take(trio.current_time())
             self._drained.set()
+            if not outgoing and session.state is SessionState.CLOSED:
+                return
             if outgoing:
                 await write_all(self._stream, outgoing)
                 self._bytes_out += sum(map(len, outgoing))
-            elif session.state is SessionState.CLOSED:
-                return
             else:
                 await self._wait()
 
