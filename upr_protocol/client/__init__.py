@@ -1,0 +1,73 @@
+"""The clients: over Trio, and over plain sockets.
+
+- `connect` gives a `Client`: get, set, increment, …, and buckets.
+- `publisher` gives a `Publisher`: many changes, in batches, each with exactly one effect.
+- `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events.
+"""
+
+from __future__ import annotations
+
+from upr_protocol.client.address import Address, AddressError
+from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
+from upr_protocol.client.client import Client, ClientStatistics, connect
+from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
+from upr_protocol.client.events import (
+    BarrierReached,
+    ChunkReceived,
+    Completed,
+    Event,
+    RolledBack,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+)
+from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.outbox import Batch
+from upr_protocol.client.outcome import Failure, Written
+from upr_protocol.client.publisher import (
+    Publisher,
+    PublishError,
+    PublisherStatistics,
+    publisher,
+)
+from upr_protocol.client.resume import ResumeState, ResumeStateError
+from upr_protocol.client.saving import SaveLimits
+from upr_protocol.client.store import FileStore, MemoryStore, ResumeStore
+from upr_protocol.client.writer import Writer
+
+__all__ = [
+    "Address",
+    "AddressError",
+    "BarrierReached",
+    "Batch",
+    "BucketInfo",
+    "ChunkReceived",
+    "Client",
+    "ClientStatistics",
+    "Completed",
+    "Consumer",
+    "ConsumerStatistics",
+    "Event",
+    "Failure",
+    "FileStore",
+    "Item",
+    "MemoryStore",
+    "PartitionInfo",
+    "PartitionNumbers",
+    "PublishError",
+    "Publisher",
+    "PublisherStatistics",
+    "ResumeState",
+    "ResumeStateError",
+    "ResumeStore",
+    "RolledBack",
+    "SaveLimits",
+    "SnapshotEnd",
+    "SnapshotStart",
+    "StreamEnded",
+    "Writer",
+    "Written",
+    "connect",
+    "consume",
+    "publisher",
+]

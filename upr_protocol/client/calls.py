@@ -1,0 +1,272 @@
+"""What can be asked of a server, once for both faces: how each request is made, and what its answer
+means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import attrs
+import msgspec
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.client.keyvalue import Question, Text, one_operation
+from upr_protocol.client.outcome import Written, only_outcome, status_of
+from upr_protocol.errors import ServerError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import (
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
+from upr_protocol.wire import (
+    Await,
+    AwaitReply,
+    CreateBucket,
+    DeleteBucket,
+    GetReply,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    MutateReply,
+    PartitionLog,
+    Refusal,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    StatsReply,
+)
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Call(Generic[T]):
+    """One request and its answer.
+
+    Attributes:
+        request: Makes the request with an opaque.
+        result: What the answer means; may raise.
+    """
+
+    request: Callable[[int], Message]
+    result: Callable[[Any], T]
+
+
+def checked(reply: Message) -> Message:
+    """`reply`, unless it refuses.
+
+    Raises:
+        ServerError: It does; the status says why.
+    """
+    if isinstance(reply, Refusal):
+        raise ServerError(status_of(reply.status), reply.sentence)
+    return reply
+
+
+class BucketInfo(msgspec.Struct, frozen=True):
+    """One bucket.
+
+    Attributes:
+        name: Its name.
+        partition_count: How many partitions it has.
+        quota_bytes: The memory it may take.
+    """
+
+    name: str
+    partition_count: int
+    quota_bytes: int
+
+
+class PartitionInfo(msgspec.Struct, frozen=True):
+    """One partition, as the server told it when the bucket was opened.
+
+    Attributes:
+        partition: Its number.
+        owned: Whether the server has it; what follows means nothing otherwise.
+        state: Its state there.
+        high_seq: Its highest number then.
+        persisted_seq: The last snapshot end on disk then.
+        purge_seq: Deletions at or below it may be gone.
+        log: Its failover log.
+    """
+
+    partition: PartitionId
+    owned: bool
+    state: PartitionState
+    high_seq: SeqNo
+    persisted_seq: SeqNo
+    purge_seq: SeqNo
+    log: FailoverLog
+
+
+class PartitionNumbers(msgspec.Struct, frozen=True):
+    """How far one partition is.
+
+    Attributes:
+        partition: Its number.
+        history_id: The history in which the numbers hold.
+        high_seq: The highest number given.
+        persisted_seq: The last snapshot end on disk.
+        replicated_seq: The last snapshot end that replicas have.
+    """
+
+    partition: PartitionId
+    history_id: HistoryId
+    high_seq: SeqNo
+    persisted_seq: SeqNo
+    replicated_seq: SeqNo
+
+
+def partition_infos(logs: Iterable[PartitionLog]) -> list[PartitionInfo]:
+    """What `Open`'s answer says, by partition."""
+    return [
+        PartitionInfo(
+            log.partition,
+            log.status == 0,
+            log.state,
+            log.high_seq,
+            log.persisted_seq,
+            log.purge_seq,
+            log.log,
+        )
+        for log in sorted(logs, key=lambda log: log.partition)
+    ]
+
+
+def _nothing(_: Message) -> None:
+    """The answer says only that it was done."""
+
+
+def create_bucket(name: str, partition_count: int, quota_bytes: int) -> Call[None]:
+    """Makes a bucket; zeros leave the choice to the server."""
+    return Call(
+        lambda opaque: CreateBucket(name, partition_count, quota_bytes, opaque=opaque), _nothing
+    )
+
+
+def delete_bucket(name: str) -> Call[None]:
+    """Deletes a bucket and all that is in it."""
+    return Call(lambda opaque: DeleteBucket(name, opaque=opaque), _nothing)
+
+
+def list_buckets() -> Call[list[BucketInfo]]:
+    """Every bucket, by name."""
+
+    def result(reply: ListBucketsReply) -> list[BucketInfo]:
+        return [BucketInfo(*row) for row in reply.buckets]
+
+    return Call(lambda opaque: ListBuckets(opaque=opaque), result)
+
+
+def stats(bucket: str) -> Call[dict[str, Any]]:
+    """Statistics of a bucket, or of the server."""
+
+    def result(reply: StatsReply) -> dict[str, Any]:
+        return msgspec.json.decode(reply.json, type=dict[str, Any])
+
+    return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
+
+
+def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
+    """How far partitions are; all of them when none are named."""
+
+    def result(reply: SeqnosReply) -> list[PartitionNumbers]:
+        return [
+            PartitionNumbers(
+                PartitionId(partition),
+                HistoryId(history_id),
+                SeqNo(high),
+                SeqNo(persisted),
+                SeqNo(replicated),
+            )
+            for partition, history_id, high, persisted, replicated in reply.rows
+        ]
+
+    return Call(lambda opaque: Seqnos(tuple(partitions), opaque=opaque), result)
+
+
+def await_durable(
+    partition: int,
+    history_id: int,
+    seq: int,
+    durability: Durability,
+    copies: int,
+    timeout_s: float,
+) -> Call[SeqNo]:
+    """Waits until a number is as durable as asked for."""
+
+    def request(opaque: int) -> Await:
+        return Await(
+            HistoryId(history_id),
+            SeqNo(seq),
+            int(timeout_s * 1000),
+            durability,
+            copies,
+            partition=PartitionId(partition),
+            opaque=opaque,
+        )
+
+    def result(reply: AwaitReply) -> SeqNo:
+        return reply.seq
+
+    return Call(request, result)
+
+
+def get(question: Question) -> Call[GetReply]:
+    """Asks for what is left of `question`."""
+
+    def result(reply: GetReply) -> GetReply:
+        return reply
+
+    return Call(question.request, result)
+
+
+def mutate(
+    partition: PartitionId,
+    chunk: Chunk,
+    *,
+    writer: bytes = bytes(16),
+    counter: int = 0,
+    durability: Durability = Durability.MEMORY,
+    copies: int = 0,
+) -> Call[MutateReply]:
+    """Sends a batch."""
+
+    def request(opaque: int) -> Mutate:
+        return Mutate(
+            chunk, writer, counter, durability, copies, partition=partition, opaque=opaque
+        )
+
+    def result(reply: MutateReply) -> MutateReply:
+        return reply
+
+    return Call(request, result)
+
+
+def one(
+    partition_count: int,
+    operation: Operation,
+    key: Text,
+    value: Text = b"",
+    *,
+    cas: int = 0,
+    flags: int = 0,
+    expiry: int = 0,
+    durability: Durability = Durability.MEMORY,
+    copies: int = 0,
+) -> Call[Written]:
+    """Does one operation."""
+    chunk = one_operation(operation, key, value, cas=cas, flags=flags, expiry=expiry)
+    partition = partition_of(chunk.key(0), partition_count)
+    call = mutate(partition, chunk, durability=durability, copies=copies)
+
+    def result(reply: MutateReply) -> Written:
+        return only_outcome(partition, chunk, reply)
+
+    return Call(call.request, result)

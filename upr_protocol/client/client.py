@@ -1,0 +1,367 @@
+"""Reading and changing keys, and managing buckets, over one connection."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from typing import Any, Final
+
+import attrs
+
+from upr_protocol.client import calls
+from upr_protocol.client.address import Address
+from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, Asker
+from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
+from upr_protocol.client.keyvalue import Item, Lookup, Text, counter_delta, octets
+from upr_protocol.client.link import IDENTITY_DEFAULT, Dial, Options, dial_tcp, open_link
+from upr_protocol.client.outcome import Written
+from upr_protocol.errors import LocalProtocolError, Status
+from upr_protocol.ids import Durability, Operation, SeqNo
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+
+LOOKUPS_AT_ONCE: Final = 16
+"""Requests that one `get_many` has open: each may bring a whole frame of values."""
+
+
+@attrs.frozen
+class ClientStatistics:
+    """What a client can tell about itself.
+
+    Attributes:
+        requests: Requests made.
+        open: Requests that wait for their answers.
+        credit_left: Bytes that the server would take of changes.
+    """
+
+    requests: int
+    open: int
+    credit_left: int
+
+
+class Client:
+    """One connection to a server. `connect` makes it.
+
+    Requests of any number of tasks go over it together; none waits for another's answer. When the
+    connection is lost every open request raises `BrokenError`, and so does every later one: what
+    was asked may have been done or not. Whoever needs to know uses a publisher, which asks again.
+
+    A request that is cancelled is not undone: it may have reached the server. The connection stays
+    good, and the answer is dropped when it comes.
+    """
+
+    def __init__(self, address: Address, options: Options, asker: Asker) -> None:
+        self.address = address
+        self.options = options
+        self._asker = asker
+
+    # Keys.
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the bucket has.
+
+        Raises:
+            LocalProtocolError: The URL named no bucket.
+        """
+        count = self._asker.link.greeting.partition_count
+        if not count:
+            raise LocalProtocolError("connect with a URL that names a bucket", Status.BAD_ARGUMENT)
+        return count
+
+    async def get(self, key: Text) -> Item | None:
+        """The item at `key`, or None."""
+        return (await self.get_many([key]))[0]
+
+    async def get_many(self, keys: Sequence[Text]) -> list[Item | None]:
+        """The items at `keys`, in their order; None for each that is missing.
+
+        The items of one partition are read together; across partitions there is no common moment.
+        """
+        lookup = Lookup([octets(key) for key in keys], self.partition_count)
+        questions = lookup.questions()
+        while some := list(islice(questions, LOOKUPS_AT_ONCE)):
+            replies = [await self._asker.send(calls.get(question)) for question in some]
+            for question, reply in zip(some, replies, strict=True):
+                answer = await reply.wait()
+                while not question.answer(answer):
+                    answer = await self._asker.ask(calls.get(question))
+        return lookup.items
+
+    async def set(
+        self,
+        key: Text,
+        value: Text,
+        *,
+        cas: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Stores `value`, whether or not the key exists.
+
+        Args:
+            key: 1 to 250 bytes; text stands for its UTF-8.
+            value: At most 20 MiB.
+            cas: The version that the item must have; 0 for any.
+            flags: The application's own 32 bits.
+            expiry: When the item expires, in seconds since 1970; 0 for never.
+            durability: What must hold before this returns.
+            copies: How many replicas beside the active, for the replicated levels.
+
+        Raises:
+            ServerError: `CAS_MISMATCH`, `TOO_LARGE`, `BAD_KEY`; or no credit came in time.
+        """
+        return await self._one(
+            Operation.SET, key, value, cas, flags, expiry, durability=durability, copies=copies
+        )
+
+    async def add(
+        self,
+        key: Text,
+        value: Text,
+        *,
+        flags: int = 0,
+        expiry: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Stores `value` if the key does not exist; `ServerError` with `EXISTS` if it does."""
+        return await self._one(
+            Operation.ADD, key, value, 0, flags, expiry, durability=durability, copies=copies
+        )
+
+    async def replace(
+        self,
+        key: Text,
+        value: Text,
+        *,
+        cas: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Stores `value` if the key exists; `ServerError` with `NOT_FOUND` if it does not."""
+        return await self._one(
+            Operation.REPLACE, key, value, cas, flags, expiry, durability=durability, copies=copies
+        )
+
+    async def delete(
+        self,
+        key: Text,
+        *,
+        cas: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Removes the key; `ServerError` with `NOT_FOUND` if there is none."""
+        return await self._one(
+            Operation.DELETE, key, b"", cas, durability=durability, copies=copies
+        )
+
+    async def increment(
+        self,
+        key: Text,
+        delta: int = 1,
+        *,
+        initial: int | None = None,
+        create: bool = True,
+        expiry: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Adds `delta` to a decimal counter, which wraps at 2**64; `count` is its new value.
+
+        A missing counter is taken for 0, or set to `initial` as it is; without `create` it is a
+        `ServerError` with `NOT_FOUND`.
+        """
+        value = counter_delta(Operation.INCREMENT, delta, initial, create)
+        return await self._one(
+            Operation.INCREMENT, key, value, 0, 0, expiry, durability=durability, copies=copies
+        )
+
+    async def decrement(
+        self,
+        key: Text,
+        delta: int = 1,
+        *,
+        initial: int | None = None,
+        create: bool = True,
+        expiry: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Subtracts `delta` from a decimal counter, which stops at 0; see `increment`."""
+        value = counter_delta(Operation.DECREMENT, delta, initial, create)
+        return await self._one(
+            Operation.DECREMENT, key, value, 0, 0, expiry, durability=durability, copies=copies
+        )
+
+    async def append(
+        self,
+        key: Text,
+        value: Text,
+        *,
+        cas: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Adds bytes behind the stored value; `ServerError` with `NOT_FOUND` if there is none."""
+        return await self._one(
+            Operation.APPEND, key, value, cas, durability=durability, copies=copies
+        )
+
+    async def prepend(
+        self,
+        key: Text,
+        value: Text,
+        *,
+        cas: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Adds bytes in front of the stored value; `ServerError` with `NOT_FOUND` if there is
+        none."""
+        return await self._one(
+            Operation.PREPEND, key, value, cas, durability=durability, copies=copies
+        )
+
+    async def touch(
+        self,
+        key: Text,
+        expiry: int,
+        *,
+        cas: int = 0,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+    ) -> Written:
+        """Gives the item a new expiry time, in seconds since 1970; 0 for never."""
+        return await self._one(
+            Operation.TOUCH, key, b"", cas, 0, expiry, durability=durability, copies=copies
+        )
+
+    async def _one(
+        self,
+        operation: Operation,
+        key: Text,
+        value: Text,
+        cas: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+        *,
+        durability: Durability,
+        copies: int,
+    ) -> Written:
+        call = calls.one(
+            self.partition_count,
+            operation,
+            key,
+            value,
+            cas=cas,
+            flags=flags,
+            expiry=expiry,
+            durability=durability,
+            copies=copies,
+        )
+        return await self._asker.ask(call)
+
+    # Buckets.
+
+    async def create_bucket(
+        self, name: str, partition_count: int = 0, quota_bytes: int = 0
+    ) -> None:
+        """Makes a bucket; zeros leave the choice to the server. `ServerError` with
+        `BUCKET_EXISTS` if there is one."""
+        await self._asker.ask(calls.create_bucket(name, partition_count, quota_bytes))
+
+    async def delete_bucket(self, name: str) -> None:
+        """Deletes a bucket and all that is in it. `ServerError` with `NO_BUCKET` if there is
+        none."""
+        await self._asker.ask(calls.delete_bucket(name))
+
+    async def list_buckets(self) -> list[BucketInfo]:
+        """Every bucket, by name."""
+        return await self._asker.ask(calls.list_buckets())
+
+    async def stats(self, bucket: str = "") -> dict[str, Any]:
+        """Statistics of `bucket`, or of the server."""
+        return await self._asker.ask(calls.stats(bucket))
+
+    # Partitions.
+
+    def partitions(self) -> list[PartitionInfo]:
+        """The bucket's partitions, as the server told them when the connection was made; `seqnos`
+        asks for their present numbers."""
+        return calls.partition_infos(self._asker.link.greeting.logs.values())
+
+    async def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
+        """How far partitions are; all of them when none are named."""
+        return await self._asker.ask(calls.seqnos(partitions))
+
+    async def await_durable(
+        self,
+        written: Written,
+        durability: Durability,
+        copies: int = 0,
+        *,
+        timeout_s: float = 60.0,
+    ) -> SeqNo:
+        """Waits until a change is as durable as asked for; gives the number then reached.
+
+        Raises:
+            ServerError: `TIMED_OUT`, or `HISTORY_CHANGED`: a failover came between, and the change
+                may be lost.
+        """
+        return await self._asker.ask(
+            calls.await_durable(
+                written.partition, written.history_id, written.seq, durability, copies, timeout_s
+            )
+        )
+
+    def statistics(self) -> ClientStatistics:
+        """What the client can tell about itself."""
+        return ClientStatistics(
+            self._asker.requests, len(self._asker), self._asker.link.session.credit.left
+        )
+
+
+@asynccontextmanager
+async def connect(
+    url: str | Address,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
+    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
+    dial: Dial = dial_tcp,
+) -> AsyncIterator[Client]:
+    """A client connected to `upr://host:port/bucket`; without the bucket, for the calls about
+    buckets only.
+
+    Leaving the context closes the connection; open requests of other tasks raise `ClosedError`.
+
+    Args:
+        url: Where to connect to.
+        identity: `what:who`, for the server's logs and statistics.
+        idle_interval_s: The silence after which a side says that it is there still.
+        connect_timeout_s: How long the connection and its first answers may take.
+        credit_timeout_s: How long a change waits for a server that is over its memory quota.
+        dial: How to reach an address, where that is not plain TCP.
+
+    Raises:
+        AddressError: The URL is none.
+        BrokenError: There is no connection to be had.
+        ServerError: The server refused, for instance with `NO_BUCKET`.
+    """
+    address = Address.parse(url) if isinstance(url, str) else url
+    options = Options(
+        identity=identity,
+        idle_interval_s=idle_interval_s,
+        connect_timeout_s=connect_timeout_s,
+        dial=dial,
+    )
+    asker = Asker(address, credit_timeout_s)
+    async with open_link(address, options, asker):
+        yield Client(address, options, asker)

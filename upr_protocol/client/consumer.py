@@ -1,0 +1,404 @@
+"""Consuming: the changes of a bucket as an async iterator of events."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Final, Literal, Self
+
+import attrs
+import trio
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.background import background
+from upr_protocol.client.events import BarrierReached, ChunkReceived, Event
+from upr_protocol.client.feed import Feed
+from upr_protocol.client.follower import Delivery, End, Follower, Wishes
+from upr_protocol.client.link import IDENTITY_DEFAULT, Dial, Options, dial_tcp
+from upr_protocol.client.reconnect import stay_connected
+from upr_protocol.client.resume import ResumeState, ResumeStateError
+from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.saving import SaveLimits, SavePlan
+from upr_protocol.client.store import FileStore, ResumeStore
+from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.limits import (
+    HANDSHAKE_TIMEOUT_S,
+    IDLE_INTERVAL_S_DEFAULT,
+    OPEN_BARRIERS_MAX,
+    WINDOW_BYTES_DEFAULT,
+)
+
+Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None
+"""Where a consumer begins and what it keeps: a state to begin with, a file's path, a store."""
+
+_LAST_SAVE_S: Final = 10.0
+"""How long the save on leaving may take."""
+
+
+class _EndOfStreamsError(UprError):
+    """Every stream has ended for good."""
+
+
+@attrs.frozen
+class ConsumerStatistics:
+    """What a consumer can tell about itself.
+
+    Attributes:
+        connections: Connections made.
+        connected: Whether there is one now.
+        events: Events handed on.
+        chunks: Chunks handed on.
+        mutations: Mutations in them.
+        nbytes: Their bytes.
+        rollbacks: How many times a partition went back.
+        saves: How many times the resume state was saved.
+        waiting: Events that the application has not asked for yet.
+    """
+
+    connections: int
+    connected: bool
+    events: int
+    chunks: int
+    mutations: int
+    nbytes: int
+    rollbacks: int
+    saves: int
+    waiting: int
+
+
+class Consumer:
+    """An async iterator of events; `consume` makes it.
+
+    One task iterates. To ask for the next event is to say that the one before is dealt with: only
+    then are its bytes acknowledged to the server, and only then does the resume state hold it. So
+    an application that is killed while it deals with an event gets it again, and one that is slow
+    slows its own stream down and nobody else's.
+
+    When the connection is lost the events just go on after a while, inside a snapshot too.
+    Cancelled while it waits for an event, the iterator loses none.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        feed: Feed,
+        state: ResumeState,
+        store: ResumeStore | None,
+        limits: SaveLimits,
+    ) -> None:
+        self.address = address
+        self._feed = feed
+        self._follower = feed.follower
+        self._state = state
+        """What the application has dealt with."""
+        self._store = store
+        self._plan = SavePlan(limits, trio.current_time())
+        self._current: Delivery | None = None
+        """What the application holds."""
+        self._iterating = False
+        self._cookies = count(1)
+        self._barriers: dict[bytes, _Waiter | None] = {}
+        self._barrier_back = trio.Event()
+        self._events = self._chunks = self._mutations = self._nbytes = self._saves = 0
+
+    # Events.
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; the one before is dealt with.
+
+        Raises:
+            StopAsyncIteration: Every stream has ended for good.
+            ServerError: The server refused, and went on refusing.
+            BrokenError: The server could not be reached for too long.
+        """
+        if self._iterating:
+            raise RuntimeError("another task asks this consumer for events already")
+        self._iterating = True
+        try:
+            self._finish_current()
+            while True:
+                await self._save_when_due()
+                delivery = self._feed.mailbox.get_nowait()
+                if delivery is None:
+                    with trio.move_on_at(self._save_at()):
+                        await self._feed.mailbox.wait()
+                    continue
+                event = delivery.event
+                if event is None:
+                    self._deal_with(delivery)
+                elif isinstance(event, BarrierReached) and event.cookie in self._barriers:
+                    self._deal_with(delivery)
+                    self._return_barrier(event)
+                else:
+                    self._current = delivery
+                    self._count(event)
+                    return event
+        except _EndOfStreamsError:
+            await self.save()
+            raise StopAsyncIteration from None
+        finally:
+            self._iterating = False
+
+    def _count(self, event: Event) -> None:
+        self._events += 1
+        if isinstance(event, ChunkReceived):
+            self._chunks += 1
+            self._mutations += event.chunk.count
+            self._nbytes += event.chunk.nbytes
+
+    def _finish_current(self) -> None:
+        if self._current is not None:
+            current, self._current = self._current, None
+            self._deal_with(current)
+
+    def _deal_with(self, delivery: Delivery) -> None:
+        if delivery.position is not None:
+            partition, position = delivery.position
+            self._state.positions[partition] = position
+        self._plan.dealt_with(delivery)
+        self._feed.acknowledge(delivery)
+
+    # Barriers.
+
+    def send_barrier(self, cookie: bytes | None = None) -> bytes:
+        """Sends a barrier; `BarrierReached` with its cookie will be among the events.
+
+        Without a connection it is sent as soon as there is one; open barriers are sent again after
+        a connection was lost.
+
+        Args:
+            cookie: 1 to 64 bytes, of no other open barrier; by default one is made.
+
+        Returns:
+            The cookie.
+
+        Raises:
+            LocalProtocolError: 64 barriers are open, or this one is.
+        """
+        if cookie is None:
+            cookie = self._new_cookie()
+        self._feed.barrier(cookie)
+        return cookie
+
+    async def barrier(self) -> BarrierReached:
+        """Sends a barrier and waits until it comes back, and everything before it was dealt with.
+
+        Another task must iterate meanwhile; it does not see this barrier's event. When 64 barriers
+        are open it first waits for one of them. Cancelled, the barrier still comes back, unseen.
+
+        Raises:
+            ClosedError: Every stream ended, or the consumer was closed.
+            UprError: What the iterating task was told when the streams broke.
+        """
+        while self._follower.open_barriers >= OPEN_BARRIERS_MAX:
+            await self._barrier_back.wait()
+        cookie = self._new_cookie()
+        waiter = _Waiter()
+        if self._feed.mailbox.error is not None:
+            raise _ending(self._feed.mailbox.error)
+        self._feed.barrier(cookie)
+        self._barriers[cookie] = waiter
+        try:
+            await waiter.event.wait()
+        finally:
+            if cookie in self._barriers:
+                self._barriers[cookie] = None
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.reached is not None
+        return waiter.reached
+
+    def _new_cookie(self) -> bytes:
+        return b"upr-%d" % next(self._cookies)
+
+    def _return_barrier(self, event: BarrierReached) -> None:
+        waiter = self._barriers.pop(event.cookie)
+        if waiter is not None:
+            waiter.reached = event
+            waiter.event.set()
+
+    def _barriers_end(self, error: UprError) -> None:
+        barriers, self._barriers = self._barriers, {}
+        for waiter in barriers.values():
+            if waiter is not None:
+                waiter.error = _ending(error)
+                waiter.event.set()
+
+    # The resume state.
+
+    @property
+    def resume_state(self) -> ResumeState:
+        """A copy of the resume state as it is once the event in hand is dealt with.
+
+        For applications that keep it themselves: save it together with what the events up to and
+        including this one did, best in one transaction. O(partitions).
+        """
+        state = self._state.copy()
+        if self._current is not None and self._current.position is not None:
+            partition, position = self._current.position
+            state.positions[partition] = position
+        return state
+
+    async def save(self) -> None:
+        """Says that the event in hand is dealt with, and saves now. Cancelled, the state is saved
+        or not, but whole.
+
+        Raises:
+            OSError: The file cannot be written; or what the store raises.
+        """
+        self._finish_current()
+        if self._store is not None and self._plan.dirty:
+            now = trio.current_time()
+            await self._store.save(self._state)
+            self._plan.saved(now)
+            self._saves += 1
+
+    def _save_at(self) -> float:
+        return float("inf") if self._store is None else self._plan.due_at
+
+    async def _save_when_due(self) -> None:
+        if self._save_at() <= trio.current_time():
+            await self.save()
+        else:
+            await trio.lowlevel.checkpoint()
+
+    # Behind the scenes.
+
+    async def _run(self, options: Options, patience: Patience, wishes: Wishes) -> None:
+        error: UprError = _EndOfStreamsError("every stream has ended")
+        try:
+            await stay_connected(self.address, options, self._feed, patience, wishes.partitions)
+        except UprError as failure:
+            error = failure
+        self._feed.mailbox.end(error)
+        self._barriers_end(error)
+        self._feed.opened.set()
+
+    async def _start(
+        self, nursery: trio.Nursery, options: Options, patience: Patience, wishes: Wishes
+    ) -> None:
+        nursery.start_soon(self._run, options, patience, wishes)
+        await self._feed.opened.wait()
+        if not self._feed.connections:
+            await self._feed.mailbox.wait()
+
+    async def _leave(self) -> None:
+        self._barriers_end(ClosedError("the consumer was closed"))
+        # What the application holds was not dealt with, as far as anyone knows.
+        self._current = None
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _LAST_SAVE_S):
+            await self.save()
+
+    def statistics(self) -> ConsumerStatistics:
+        """What the consumer can tell about itself."""
+        return ConsumerStatistics(
+            self._feed.connections,
+            self._feed.connected_now,
+            self._events,
+            self._chunks,
+            self._mutations,
+            self._nbytes,
+            self._follower.rollbacks,
+            self._saves,
+            len(self._feed.mailbox),
+        )
+
+
+class _Waiter:
+    """Who waits for a barrier."""
+
+    __slots__ = ("error", "event", "reached")
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.reached: BarrierReached | None = None
+        self.error: UprError | None = None
+
+
+def _ending(error: UprError) -> UprError:
+    if isinstance(error, _EndOfStreamsError):
+        return ClosedError("every stream has ended")
+    return error
+
+
+@asynccontextmanager
+async def consume(
+    target: str | Address,
+    *,
+    partitions: Sequence[int] | None = None,
+    start: Literal["beginning", "now"] = "beginning",
+    resume: Resume = None,
+    state: PartitionState = PartitionState.ACTIVE,
+    end: End = None,
+    window_bytes: int = WINDOW_BYTES_DEFAULT,
+    identity: str = IDENTITY_DEFAULT,
+    patience_s: float = PATIENCE_S_DEFAULT,
+    save_limits: SaveLimits | None = None,
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
+    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    dial: Dial = dial_tcp,
+    draw: Callable[[], float] = random.random,
+) -> AsyncIterator[Consumer]:
+    """A consumer of one bucket.
+
+    Leaving the context, by an exception or cancelled too, saves what was dealt with and closes the
+    connection.
+
+    Args:
+        target: `upr://host:port/bucket`.
+        partitions: Those to stream; by default all.
+        start: Where partitions without a position start: at the beginning, or at what the server
+            has when the first connection is made. A position that was taken once stays the
+            position, across connections and, with a store, across processes.
+        resume: A state to begin with; or a file's path or a store, from which it is loaded and in
+            which it is kept.
+        state: The state that partitions must be in on that server.
+        end: Where the streams end: at a number, at a number a partition, or `"now"`, what the
+            server has when the first connection is made. One inside a snapshot means its end.
+        window_bytes: How many bytes may be on their way or waiting for the application.
+        identity: `what:who`, for the server's logs and statistics.
+        patience_s: How long it goes on without a connection that streams before it gives up.
+        save_limits: How much may be read again after a crash.
+        idle_interval_s: The silence after which a side says that it is there still.
+        connect_timeout_s: How long a connection and its first answers may take.
+        dial: How to reach an address, where that is not plain TCP.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+
+    Raises:
+        AddressError: The URL is none, or names no bucket.
+        ResumeStateError: What was loaded is no resume state, or that of another bucket.
+        BrokenError: There is no connection to be had.
+        ServerError: The server refused, for instance with `NO_BUCKET`.
+        OSError: The resume file cannot be read or written.
+    """
+    address = Address.parse(target) if isinstance(target, str) else target
+    bucket = address.with_bucket().bucket
+    store = FileStore(resume) if isinstance(resume, str | os.PathLike) else resume
+    if store is None or isinstance(store, ResumeState):
+        found, store = store, None
+    else:
+        found = await store.load()
+    if found is None:
+        found = ResumeState(bucket)
+    elif found.bucket != bucket:
+        raise ResumeStateError(
+            f"the resume state is of the bucket {found.bucket!r}, not of {bucket!r}"
+        )
+    options = Options(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
+    wishes = Wishes(tuple(map(PartitionId, partitions or ())), start == "now", state, end)
+    patience = Patience(patience_s, draw)
+    feed = Feed(Follower(wishes, found.copy()), patience)
+    consumer = Consumer(address, feed, found.copy(), store, save_limits or SaveLimits())
+    async with background() as nursery:
+        await consumer._start(nursery, options, patience, wishes)  # noqa: SLF001
+        try:
+            yield consumer
+        finally:
+            await consumer._leave()  # noqa: SLF001

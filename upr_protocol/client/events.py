@@ -1,0 +1,110 @@
+"""What a consumer is told."""
+
+from __future__ import annotations
+
+import msgspec
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.errors import Status
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
+
+
+class SnapshotStart(msgspec.Struct, frozen=True):
+    """A snapshot of one partition begins. A second one without an end between replaces the first.
+
+    Attributes:
+        partition: The partition.
+        history_id: The history it belongs to.
+        start: The number it begins behind. When a consumer resumes inside a snapshot this is what
+            it had received, and the front of the snapshot came before.
+        end: The last number it covers.
+        kind: Where the server reads it from.
+        may_repeat: Older versions of a key may appear before its newest.
+    """
+
+    partition: PartitionId
+    history_id: HistoryId
+    start: SeqNo
+    end: SeqNo
+    kind: SnapshotKind
+    may_repeat: bool
+
+
+class ChunkReceived(msgspec.Struct, frozen=True):
+    """Some of the snapshot's mutations, in the order of their numbers.
+
+    Attributes:
+        partition: The partition.
+        chunk: The mutations; nothing lies in (chunk.start, chunk.end] but what it holds.
+    """
+
+    partition: PartitionId
+    chunk: Chunk
+
+
+class SnapshotEnd(msgspec.Struct, frozen=True):
+    """The snapshot is complete: only here is the partition consistent, at `end`."""
+
+    partition: PartitionId
+    end: SeqNo
+
+
+class Completed(msgspec.Struct, frozen=True):
+    """Every partition was streamed or had nothing new, once more. `cycle` counts from 1 in each
+    connection."""
+
+    cycle: int
+
+
+class BarrierReached(msgspec.Struct, frozen=True):
+    """A barrier came back: everything acknowledged before it was sent has been handed on.
+
+    Attributes:
+        cookie: The barrier's.
+        ends: For each partition streamed its last complete snapshot's end.
+    """
+
+    cookie: bytes
+    ends: dict[PartitionId, SeqNo]
+
+
+class RolledBack(msgspec.Struct, frozen=True):
+    """The server's history parted from what was received: the application must go back.
+
+    Whatever it has of the partition above `to` is to be dropped; with `to` 0, all it has. The
+    stream then goes on from `to`.
+
+    Attributes:
+        partition: The partition.
+        ceiling: The highest number that both have in common.
+        to: The number the stream goes on from.
+        reason: Why, in the server's words.
+    """
+
+    partition: PartitionId
+    ceiling: SeqNo
+    to: SeqNo
+    reason: str
+
+
+class StreamEnded(msgspec.Struct, frozen=True):
+    """One partition's stream is over for good.
+
+    Attributes:
+        partition: The partition.
+        reason: Why: `END_REACHED`, `STREAM_CLOSED` or `BUCKET_DELETED`.
+    """
+
+    partition: PartitionId
+    reason: Status
+
+
+Event = (
+    ChunkReceived
+    | SnapshotStart
+    | SnapshotEnd
+    | Completed
+    | BarrierReached
+    | RolledBack
+    | StreamEnded
+)

@@ -1,0 +1,315 @@
+"""The consumer's conversation: which streams to ask for, and what the answers come to.
+
+No I/O: it says things through a session, takes in messages, and gives deliveries. One follower
+lives through any number of connections, and with it the state from which each of them goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import Enum, unique
+from typing import Final, Literal
+
+import attrs
+import msgspec
+
+from upr_protocol.client import resume
+from upr_protocol.client.events import (
+    BarrierReached,
+    ChunkReceived,
+    Completed,
+    Event,
+    RolledBack,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+)
+from upr_protocol.client.greeting import Greeting
+from upr_protocol.client.outcome import status_of
+from upr_protocol.client.resume import ResumeState
+from upr_protocol.errors import LocalProtocolError, ServerError, Status
+from upr_protocol.failover import Position
+from upr_protocol.ids import SEQ_MAX, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import OPEN_BARRIERS_MAX
+from upr_protocol.session import ClientSession
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    Barrier,
+    BarrierReply,
+    Go,
+    Message,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionStart,
+    Stream,
+    StreamEnd,
+    StreamReply,
+)
+from upr_protocol.wire import Completed as CompletedMessage
+
+_FOR_GOOD: Final = frozenset({Status.END_REACHED, Status.STREAM_CLOSED, Status.BUCKET_DELETED})
+"""Why a stream may end without being asked for again."""
+
+End = int | Mapping[int, int] | Literal["now"] | None
+"""Where streams end: at one number, at one number a partition, at what the server has when the
+first connection is made, or never."""
+
+
+@unique
+class Weight(Enum):
+    """How soon a delivery, once dealt with, is worth writing down."""
+
+    LIGHT = 0
+    """Some more of a snapshot."""
+    COMPLETE = 1
+    """A complete snapshot."""
+    HEAVY = 2
+    """What must not be forgotten: a new log, a rollback."""
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """Something for the application, and what is true once the application has dealt with it.
+
+    Attributes:
+        event: What the application is told; None when only the state moves.
+        position: The partition and its position afterwards; None when no position moves.
+        nbytes: Bytes to be acknowledged then.
+        connection: In which connection they came; those of another are not acknowledged.
+        weight: How soon it is worth writing down.
+    """
+
+    event: Event | None
+    position: tuple[PartitionId, Position] | None = None
+    nbytes: int = 0
+    connection: int = 0
+    weight: Weight = Weight.LIGHT
+
+
+@attrs.frozen
+class Wishes:
+    """What a consumer asks for.
+
+    Attributes:
+        partitions: The partitions to stream; none for all of the bucket's.
+        from_now: Whether partitions without a position start at what the server has, instead of at
+            the beginning.
+        state: The state that the partitions must be in.
+        end: Where the streams end.
+    """
+
+    partitions: tuple[PartitionId, ...] = ()
+    from_now: bool = False
+    state: PartitionState = PartitionState.ACTIVE
+    end: End = None
+
+
+class Follower:
+    """Follows the streams of one bucket.
+
+    Attributes:
+        state: How far everything that came goes; the application may have dealt with less.
+        done: Whether every stream ended for good.
+        trouble: Why this connection is of no more use; None while it is.
+        flowing: Whether this connection has come as far as `Go`.
+        rollbacks: How many times a partition went back.
+    """
+
+    def __init__(self, wishes: Wishes, state: ResumeState) -> None:
+        self.state = state
+        self.done = False
+        self.trouble: ServerError | None = None
+        self.flowing = False
+        self.rollbacks = 0
+        self.connection = 0
+        self._wishes = wishes
+        self._session: ClientSession | None = None
+        self._wanted: tuple[PartitionId, ...] | None = None
+        self._ends: dict[PartitionId, SeqNo] = {}
+        self._finished: set[PartitionId] = set()
+        self._accepted: set[PartitionId] = set()
+        self._asked: set[PartitionId] = set()
+        """Streams of this connection that the server has not answered for yet."""
+        self._barriers: deque[bytes] = deque()
+        """Barriers that did not come back, oldest first."""
+
+    # The conversation.
+
+    def begin(self, session: ClientSession, greeting: Greeting) -> None:
+        """A connection is greeted: asks for the streams that are still wanted."""
+        self._session = session
+        self.connection += 1
+        self.trouble = None
+        self.flowing = False
+        if self._wanted is None:
+            self._settle(greeting)
+            assert self._wanted is not None
+        self._asked = {p for p in self._wanted if p not in self._finished}
+        for partition in sorted(self._asked):
+            self._ask(partition)
+        if not self._asked:
+            self.done = True
+
+    def _settle(self, greeting: Greeting) -> None:
+        """Decides once what the wishes come to in this bucket."""
+        wishes = self._wishes
+        wanted = wishes.partitions or tuple(map(PartitionId, range(greeting.partition_count)))
+        self._wanted = wanted
+        for partition in wanted:
+            told = greeting.logs.get(partition)
+            owned = told is not None and told.status == Status.OK
+            high = told.high_seq if told is not None and owned else SeqNo(0)
+            if wishes.end == "now":
+                self._ends[partition] = high
+            elif isinstance(wishes.end, int):
+                self._ends[partition] = SeqNo(wishes.end)
+            elif wishes.end is not None:
+                self._ends[partition] = SeqNo(wishes.end.get(partition, SEQ_MAX))
+            if wishes.from_now and told is not None and owned:
+                self.state.positions.setdefault(partition, Position(told.log, high, high, None))
+
+    def _ask(self, partition: PartitionId) -> None:
+        assert self._session is not None
+        self._session.send(
+            Stream(
+                self._wishes.state,
+                self.state.position(partition),
+                self._ends.get(partition, SEQ_MAX),
+                partition=partition,
+                opaque=self._session.new_opaque(),
+            )
+        )
+
+    @property
+    def open_barriers(self) -> int:
+        """Barriers that did not come back."""
+        return len(self._barriers)
+
+    def barrier(self, cookie: bytes) -> None:
+        """Sends a barrier, now or as soon as there is a connection that streams.
+
+        Raises:
+            LocalProtocolError: Too many are open, or this one is.
+        """
+        if len(self._barriers) >= OPEN_BARRIERS_MAX:
+            raise LocalProtocolError(f"{OPEN_BARRIERS_MAX} barriers are open", Status.TOO_MANY)
+        if cookie in self._barriers:
+            raise LocalProtocolError(f"the barrier {cookie!r} is open", Status.OPAQUE_IN_USE)
+        if self.flowing:
+            assert self._session is not None
+            self._session.send(Barrier(cookie))
+        self._barriers.append(cookie)
+
+    def disconnected(self) -> None:
+        """The connection is gone; what was received stays."""
+        self.flowing = False
+        self._session = None
+
+    # What comes.
+
+    def take(self, message: Message) -> Iterable[Delivery]:
+        """Takes in a message of the server; an answer to something else is left alone."""
+        if isinstance(message, PartitionChunk):
+            return (self._chunk(message),)
+        if isinstance(message, PartitionStart):
+            return (self._start(message),)
+        if isinstance(message, PartitionEnd):
+            return (self._end(message),)
+        if isinstance(message, CompletedMessage):
+            return (Delivery(Completed(message.cycle), weight=Weight.COMPLETE),)
+        if isinstance(message, BarrierReply):
+            if message.cookie in self._barriers:
+                self._barriers.remove(message.cookie)
+            return (Delivery(BarrierReached(message.cookie, dict(message.ends))),)
+        if isinstance(message, StreamReply):
+            return self._answer(message)
+        if isinstance(message, StreamEnd):
+            return self._ended(message)
+        return ()
+
+    def _move(self, partition: PartitionId, position: Position) -> tuple[PartitionId, Position]:
+        self.state.positions[partition] = position
+        return partition, position
+
+    def _chunk(self, message: PartitionChunk) -> Delivery:
+        assert self._session is not None
+        partition, chunk = message.partition, message.chunk
+        record = self._session.streams[partition]
+        position = resume.received(
+            self.state.position(partition), record.history_id, record.end, chunk.end
+        )
+        return Delivery(
+            ChunkReceived(partition, chunk),
+            self._move(partition, position),
+            HEADER_BYTES + chunk.nbytes,
+            self.connection,
+        )
+
+    def _start(self, message: PartitionStart) -> Delivery:
+        return Delivery(
+            SnapshotStart(
+                message.partition,
+                message.history_id,
+                message.start,
+                message.end,
+                message.kind,
+                message.may_repeat,
+            )
+        )
+
+    def _end(self, message: PartitionEnd) -> Delivery:
+        partition = message.partition
+        position = resume.completed(self.state.position(partition), message.end)
+        return Delivery(
+            SnapshotEnd(partition, message.end),
+            self._move(partition, position),
+            weight=Weight.COMPLETE,
+        )
+
+    def _answer(self, message: StreamReply) -> Iterable[Delivery]:
+        partition = message.partition
+        status = status_of(message.status)
+        if status is Status.OK:
+            self._asked.discard(partition)
+            before = self.state.position(partition)
+            after = resume.accepted(before, message.log)
+            moved = self._move(partition, after)
+            self._go_when_all_answered()
+            # The first time it is a position that may be nowhere else yet: that of "now".
+            known = partition in self._accepted and after == before
+            weight = Weight.LIGHT if known else Weight.HEAVY
+            self._accepted.add(partition)
+            return (Delivery(None, moved, weight=weight),)
+        if status is Status.ROLLBACK:
+            self.rollbacks += 1
+            to = SeqNo(0)
+            position = resume.rolled_back(self.state.position(partition), to)
+            moved = self._move(partition, position)
+            self._ask(partition)
+            event = RolledBack(partition, message.seq, to, message.reason)
+            return (Delivery(event, moved, weight=Weight.HEAVY),)
+        self.trouble = ServerError(status, f"partition {partition}: {message.reason}")
+        return ()
+
+    def _ended(self, message: StreamEnd) -> Iterable[Delivery]:
+        partition, status = message.partition, status_of(message.status)
+        if status not in _FOR_GOOD:
+            reason = status.name.replace("_", " ").lower()
+            self.trouble = ServerError(
+                status, f"the stream of partition {partition} ended, {reason}"
+            )
+            return ()
+        self._finished.add(partition)
+        assert self._wanted is not None
+        if self._finished.issuperset(self._wanted):
+            self.done = True
+        return (Delivery(StreamEnded(partition, status), weight=Weight.COMPLETE),)
+
+    def _go_when_all_answered(self) -> None:
+        if self._asked or self.flowing or self.trouble is not None:
+            return
+        assert self._session is not None
+        self._session.send(Go())
+        self.flowing = True
+        for cookie in self._barriers:
+            self._session.send(Barrier(cookie))

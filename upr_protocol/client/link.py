@@ -1,0 +1,289 @@
+"""One session over one Trio stream: a task that reads, one that writes, one that keeps alive."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Final, Protocol
+
+import attrs
+import trio
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.background import background
+from upr_protocol.client.greeting import Greeting
+from upr_protocol.client.outbox import OUTGOING_BYTES_MAX
+from upr_protocol.client.outcome import status_of
+from upr_protocol.client.write import write_all
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    UprError,
+)
+from upr_protocol.ids import PartitionId
+from upr_protocol.limits import (
+    HANDSHAKE_TIMEOUT_S,
+    IDLE_INTERVAL_S_DEFAULT,
+    WINDOW_BYTES_DEFAULT,
+)
+from upr_protocol.session import ClientSession, SessionState
+from upr_protocol.wire import Close, Error, Message
+
+Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
+"""Makes a connection to an address; raises OSError when there is none to be had."""
+
+IDENTITY_DEFAULT: Final = "client:python"
+
+_RECEIVE_BYTES: Final = 256 * 1024
+"""What is read at a time: Python gives the memory that was not filled back at once."""
+
+_GOODBYE_S: Final = 2.0
+"""How long a peer that does not read may hold up our leaving."""
+
+
+async def dial_tcp(address: Address) -> trio.abc.Stream:
+    """A TCP connection to `address`."""
+    return await trio.open_tcp_stream(address.host, address.port)
+
+
+@attrs.frozen
+class Options:
+    """How to connect.
+
+    Attributes:
+        identity: `what:who`, for the server's logs and statistics.
+        window_bytes: How many bytes of a stream may be on their way unacknowledged.
+        idle_interval_s: The silence after which a side says that it is there still.
+        connect_timeout_s: How long the connection and its first answers may take.
+        dial: How to reach an address, where that is not plain TCP.
+    """
+
+    identity: str = IDENTITY_DEFAULT
+    window_bytes: int = WINDOW_BYTES_DEFAULT
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
+    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    dial: Dial = dial_tcp
+
+
+class Handler(Protocol):
+    """Who deals with what a link brings. Nothing here waits, but for `breathe`."""
+
+    def connected(self, link: Link) -> None:
+        """The bucket is open; called before any message is handed on."""
+
+    def received(self, message: Message) -> None:
+        """A message came."""
+
+    def writable(self) -> None:
+        """What was queued is being written: there is room for more."""
+
+    async def breathe(self) -> None:
+        """Called between reads: waits while too much is waiting to be dealt with."""
+
+    def lost(self, error: UprError) -> None:
+        """The link is over; called once."""
+
+
+class Link:
+    """A connection on which the greeting is done. `open_link` makes one.
+
+    Attributes:
+        session: The session. After `session.send` call `poke`.
+        greeting: What was learnt in the beginning.
+        failure: Why the link is over; None while it is not.
+        ended: Set when it is over.
+    """
+
+    def __init__(
+        self, stream: trio.abc.Stream, session: ClientSession, greeting: Greeting, handler: Handler
+    ) -> None:
+        self.session = session
+        self.greeting = greeting
+        self.failure: UprError | None = None
+        self.ended = trio.Event()
+        self.ready = trio.Event()
+        self._stream = stream
+        self._handler = handler
+        self._wake = trio.Event()
+        self._breathing = False
+        self._flushed = trio.Event()
+
+    def send(self, message: Message) -> None:
+        """Queues `message` and has it written.
+
+        Raises:
+            LocalProtocolError: It must not be said now.
+            BrokenError, ClosedError, ServerError: The link is over.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self.session.send(message)
+        self._wake.set()
+
+    def poke(self) -> None:
+        """Has what was queued written."""
+        self._wake.set()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits to be written that senders should wait for `writable`."""
+        return self.session.outgoing_bytes >= OUTGOING_BYTES_MAX
+
+    def finish(self) -> None:
+        """There is nothing left to do on this link; whoever waits for `ended` closes it."""
+        self.ended.set()
+
+    def fail(self, error: UprError) -> None:
+        """Ends the link. Only the first reason counts."""
+        if self.failure is None:
+            self.failure = error
+            self.ended.set()
+            self.ready.set()
+            self._wake.set()
+            self._handler.lost(error)
+
+    async def read(self) -> None:
+        """Reads until the link is over."""
+        session, stream = self.session, self._stream
+        try:
+            while self.failure is None:
+                data = await stream.receive_some(_RECEIVE_BYTES)
+                if not data:
+                    self.fail(BrokenError("the server closed the connection"))
+                    return
+                session.receive(bytes(data), trio.current_time())
+                for message in session.events():
+                    self._take(message)
+                if session.outgoing_bytes:
+                    self._wake.set()
+                self._breathing = True
+                await self._handler.breathe()
+                self._breathing = False
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.fail(BrokenError(f"the connection was lost: {error.__cause__ or error!r}"))
+        except RemoteProtocolError as error:
+            # What tells the server so is queued; it is written before the stream is closed.
+            self.fail(error)
+        except UprError as error:
+            self.fail(error)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Error):
+            self.fail(ServerError(status_of(message.status), message.sentence))
+        elif self.greeting.done:
+            self._handler.received(message)
+        else:
+            self.greeting.take(message)
+            if self.greeting.done:
+                self._handler.connected(self)
+                self.ready.set()
+
+    async def write(self) -> None:
+        """Writes until the link is over, and then what is still queued."""
+        session = self.session
+        try:
+            while True:
+                buffers = session.take(trio.current_time())
+                if buffers:
+                    self._handler.writable()
+                    await write_all(self._stream, buffers)
+                elif self.failure is not None:
+                    return
+                else:
+                    self._wake = trio.Event()
+                    await self._wake.wait()
+        except trio.TooSlowError:
+            self.fail(BrokenError("the server took nothing for too long"))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.fail(BrokenError(f"the connection was lost: {error}"))
+        finally:
+            self._flushed.set()
+
+    async def keep_alive(self) -> None:
+        """Says `Noop` when it is due, and ends the link when the server says nothing for too
+        long."""
+        session = self.session
+        await self.ready.wait()
+        silent = False
+        while self.failure is None:
+            now = trio.current_time()
+            if self._breathing:
+                # It is we who do not listen.
+                session.keep_alive.received(now)
+            if session.tick(now):
+                silent = False
+            elif silent:
+                self.fail(BrokenError("the server said nothing for too long"))
+                return
+            else:
+                # Perhaps it was this process that slept: what came meanwhile is read first.
+                silent = True
+            self._wake.set()
+            assert self.greeting.server is not None
+            pause_s = self.greeting.server.idle_interval_s / 4
+            await trio.sleep_until(max(session.keep_alive.next_check(), now + pause_s))
+
+    async def close(self) -> None:
+        """Says goodbye, within a short deadline, and closes the stream. Not cancelled midway; with
+        a peer that does not read it takes `_GOODBYE_S`."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _GOODBYE_S):
+            if self.failure is None and self.session.state is not SessionState.CLOSED:
+                # It may be too early in the conversation for a goodbye.
+                with suppress(LocalProtocolError):
+                    self.session.send(Close())
+            self.fail(ClosedError("the connection was closed here"))
+            await self._flushed.wait()
+        await trio.aclose_forcefully(self._stream)
+
+
+@asynccontextmanager
+async def open_link(
+    address: Address,
+    options: Options,
+    handler: Handler,
+    partitions: tuple[PartitionId, ...] = (),
+) -> AsyncIterator[Link]:
+    """A link to `address`, its bucket opened when the address names one.
+
+    Cancelled while it connects, nothing of the connection is left; leaving the context closes it.
+
+    Raises:
+        BrokenError: There is no connection to be had, or it broke before the greeting was done.
+        ServerError: The server refused the bucket.
+        RemoteProtocolError: What answered does not speak the protocol.
+    """
+    deadline = trio.current_time() + options.connect_timeout_s
+    stream = await _dial(address, options, deadline)
+    session = ClientSession(
+        options.identity,
+        window_bytes=options.window_bytes,
+        idle_interval_s=options.idle_interval_s,
+        now=trio.current_time(),
+    )
+    link = Link(stream, session, Greeting(session, address.bucket, partitions), handler)
+    async with background() as nursery:
+        nursery.start_soon(link.read)
+        nursery.start_soon(link.write)
+        nursery.start_soon(link.keep_alive)
+        try:
+            with trio.CancelScope(deadline=deadline):
+                await link.ready.wait()
+            if not link.ready.is_set():
+                link.fail(BrokenError(f"{address} did not answer in time"))
+            if link.failure is not None:
+                raise link.failure
+            yield link
+        finally:
+            await link.close()
+
+
+async def _dial(address: Address, options: Options, deadline: float) -> trio.abc.Stream:
+    with trio.CancelScope(deadline=deadline):
+        try:
+            return await options.dial(address)
+        except (OSError, trio.BrokenResourceError) as error:
+            raise BrokenError(f"cannot connect to {address}: {error}") from error
+    raise BrokenError(f"cannot connect to {address}: it did not answer in time")

@@ -1,0 +1,507 @@
+"""Publishing: many changes, in batches, each with exactly one effect."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import attrs
+import trio
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.client.address import Address
+from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
+from upr_protocol.client.background import background
+from upr_protocol.client.batch import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
+from upr_protocol.client.client import Client
+from upr_protocol.client.keyvalue import Text, counter_delta, octets
+from upr_protocol.client.link import IDENTITY_DEFAULT, Dial, Link, Options, dial_tcp
+from upr_protocol.client.outbox import (
+    BUFFER_BYTES_DEFAULT,
+    IN_FLIGHT_MAX,
+    Batch,
+    Outbox,
+    OutboxLimits,
+)
+from upr_protocol.client.outcome import Failure
+from upr_protocol.client.reconnect import stay_connected
+from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.writer import Writer
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
+from upr_protocol.ids import Durability, Operation, PartitionId
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.wire import Credit, Message, MutateReply
+
+FAILURES_MAX: Final = 10_000
+"""Failures that a publisher keeps; what comes after is only counted."""
+
+
+class PublishError(UprError):
+    """Some operations failed, and nobody looked.
+
+    Attributes:
+        failures: Those that were kept.
+    """
+
+    def __init__(self, failures: list[Failure], count: int) -> None:
+        super().__init__(f"{count} operations failed; the first: {failures[0]}")
+        self.failures = failures
+
+
+@attrs.frozen
+class PublisherStatistics:
+    """What a publisher can tell about itself.
+
+    Attributes:
+        batches: Batches answered.
+        mutations: Operations answered, failed ones among them.
+        failed: Operations that failed.
+        resent: How many times a batch was sent again.
+        unanswered: Batches that wait for their answers.
+        unanswered_bytes: What they hold.
+        connections: Connections made.
+    """
+
+    batches: int
+    mutations: int
+    failed: int
+    resent: int
+    unanswered: int
+    unanswered_bytes: int
+    connections: int
+
+
+class _Courier:
+    """Brings the outbox's batches to the server; a handler that lives through several links."""
+
+    def __init__(
+        self, outbox: Outbox, patience: Patience, on_done: Callable[[Batch], None]
+    ) -> None:
+        self.finished = False
+        self.connections = 0
+        self.error: UprError | None = None
+        self.partition_count = 0
+        self._outbox = outbox
+        self._patience = patience
+        self._on_done = on_done
+        self._link: Link | None = None
+        self._changed = trio.Event()
+        self._rest_changed = trio.Event()
+
+    # The link's side.
+
+    def connected(self, link: Link) -> None:
+        """See `Handler`."""
+        count = link.greeting.partition_count
+        if self.partition_count not in (0, count):
+            link.fail(
+                BrokenError(
+                    f"the bucket was made anew, with {count} partitions instead of "
+                    f"{self.partition_count}"
+                )
+            )
+            self.stop(link.failure)
+            return
+        self.partition_count = count
+        self.connections += 1
+        self._link = link
+        self.pump()
+        self._notify()
+
+    def received(self, message: Message) -> None:
+        """See `Handler`."""
+        now = trio.current_time()
+        if isinstance(message, Credit):
+            self.pump()
+            self._notify()
+            return
+        batch = self._outbox.take(message, now)
+        if batch is not None:
+            self._patience.progress()
+            self._on_done(batch)
+        self.pump()
+        self._notify()
+        if self._outbox.wakes_at is not None:
+            self._rest_changed.set()
+
+    def writable(self) -> None:
+        """See `Handler`."""
+        self.pump()
+
+    async def breathe(self) -> None:
+        """See `Handler`. Answers are bounded by the batches in flight."""
+
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  whoever connects again has it
+        """See `Handler`."""
+        self._link = None
+        self._outbox.disconnected()
+        self._notify()
+
+    # The publisher's side.
+
+    def pump(self) -> None:
+        """Sends what may be sent now."""
+        link = self._link
+        if link is not None and self._outbox.pump(link.session, trio.current_time()):
+            link.poke()
+
+    async def pump_rested(self) -> None:
+        """Pumps whenever batches that were refused have waited long enough."""
+        while True:
+            wakes_at = self._outbox.wakes_at
+            if wakes_at is None:
+                self._rest_changed = trio.Event()
+                await self._rest_changed.wait()
+            else:
+                await trio.sleep_until(wakes_at)
+                self.pump()
+
+    def stop(self, error: UprError | None) -> None:
+        """Nothing more will be sent."""
+        self.finished = True
+        if self.error is None:
+            self.error = error
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    async def change(self, deadline: float) -> None:
+        """Waits until something has changed, or the deadline."""
+        with trio.move_on_at(deadline):
+            await self._changed.wait()
+
+
+class Publisher:
+    """Publishes changes in batches; `publisher` makes it.
+
+    Operations on one key take effect in the order in which they were handed over. Each takes effect
+    once, though connections break and batches are sent again. What fails, fails alone: see
+    `failures`.
+
+    Everything here may be called by several tasks. What was handed over stays so when the call is
+    cancelled.
+
+    Attributes:
+        failures: What failed, unless a callback is told; at most `FAILURES_MAX`. Clear it when you
+            have dealt with it: what is left when the context ends is raised as `PublishError`.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        outbox: Outbox,
+        patience: Patience,
+        limits: BatchLimits,
+        credit_timeout_s: float,
+        on_failure: Callable[[Failure], None] | None,
+    ) -> None:
+        self.address = address
+        self.failures: list[Failure] = []
+        self._outbox = outbox
+        self._courier = _Courier(outbox, patience, self._done)
+        self._limits = limits
+        self._credit_timeout_s = credit_timeout_s
+        self._on_failure = on_failure
+        self._batcher: Batcher | None = None
+        self._lingering = trio.Event()
+        self._batches = 0
+        self._mutations = 0
+        self._failed = 0
+
+    # Handing over.
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the bucket has."""
+        return self._courier.partition_count
+
+    async def apply(
+        self,
+        operation: Operation,
+        key: Text,
+        value: Text = b"",
+        *,
+        cas: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+    ) -> None:
+        """Hands over one operation. It is sent with others, soon.
+
+        This is a checkpoint only when a batch becomes full; then it waits for room.
+
+        Args:
+            operation: What to do; the value of an increment or decrement is a `CounterDelta`.
+            key: 1 to 250 bytes; text stands for its UTF-8.
+            value: At most 20 MiB.
+            cas: The version that the item must have; 0 for any.
+            flags: The application's own 32 bits.
+            expiry: When the item expires, in seconds since 1970; 0 for never.
+
+        Raises:
+            ServerError: `BAD_KEY` or `TOO_LARGE`, and it was not handed over; or the bucket is over
+                its quota and no credit came in time: it was, and is sent when credit comes.
+            BrokenError: The server could not be reached for too long.
+        """
+        batcher = self._batcher
+        assert batcher is not None
+        if self._courier.error is not None:
+            raise self._courier.error
+        was_empty = not batcher
+        full = batcher.add(
+            trio.current_time(),
+            operation,
+            octets(key),
+            octets(value),
+            cas=cas,
+            flags=flags,
+            expiry=expiry,
+        )
+        if full is not None:
+            await self.publish(*full)
+        elif was_empty:
+            self._lingering.set()
+
+    async def set(
+        self, key: Text, value: Text, *, cas: int = 0, flags: int = 0, expiry: int = 0
+    ) -> None:
+        """Stores `value`, whether or not the key exists. See `apply`."""
+        await self.apply(Operation.SET, key, value, cas=cas, flags=flags, expiry=expiry)
+
+    async def delete(self, key: Text, *, cas: int = 0) -> None:
+        """Removes the key. See `apply`."""
+        await self.apply(Operation.DELETE, key, cas=cas)
+
+    async def increment(
+        self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
+    ) -> None:
+        """Adds to a decimal counter; see `Client.increment`, and `apply`."""
+        value = counter_delta(Operation.INCREMENT, delta, initial, create)
+        await self.apply(Operation.INCREMENT, key, value)
+
+    async def decrement(
+        self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
+    ) -> None:
+        """Subtracts from a decimal counter; see `Client.decrement`, and `apply`."""
+        value = counter_delta(Operation.DECREMENT, delta, initial, create)
+        await self.apply(Operation.DECREMENT, key, value)
+
+    async def publish(
+        self,
+        partition: PartitionId,
+        chunk: Chunk,
+        on_answer: Callable[[Batch], None] | None = None,
+    ) -> Batch:
+        """Hands over a published chunk as it is: the fast way for bulk loads. Waits for room.
+
+        Do not mix it with `apply` on the same keys without a `flush` between: batches that are
+        still being filled are sent after this.
+
+        Args:
+            partition: The partition of every key in it.
+            chunk: The operations; at most 32 MiB with its frame.
+            on_answer: Called once it is answered.
+
+        Raises:
+            ServerError: The bucket is over its quota and no credit came in time; the batch was
+                handed over all the same.
+            BrokenError: The server could not be reached for too long.
+        """
+        courier = self._courier
+        if courier.error is not None:
+            raise courier.error
+        batch = self._outbox.add(partition, chunk, on_answer)
+        courier.pump()
+        await self._wait_until(self._has_room)
+        return batch
+
+    async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> MutateReply:
+        """Hands over a published chunk and waits for its answer.
+
+        Raises:
+            ServerError: The whole batch was refused; or see `publish`.
+            BrokenError: See `publish`.
+        """
+        batch = await self.publish(partition, chunk)
+        await self._wait_until(lambda: batch.reply is not None or batch.refusal is not None)
+        if batch.refusal is not None:
+            raise ServerError(batch.refusal)
+        assert batch.reply is not None
+        return batch.reply
+
+    async def flush(self) -> None:
+        """Waits until everything handed over is answered.
+
+        Raises:
+            ServerError: The bucket is over its quota and no credit came in time.
+            BrokenError: The server could not be reached for too long.
+        """
+        assert self._batcher is not None
+        self._hand_over(self._batcher.all())
+        await self._wait_until(self._all_answered)
+
+    def _hand_over(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
+        for partition, chunk in batches:
+            self._outbox.add(partition, chunk)
+        self._courier.pump()
+
+    def _has_room(self) -> bool:
+        return not self._outbox.full
+
+    def _all_answered(self) -> bool:
+        return self._outbox.unanswered == 0
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        courier, outbox = self._courier, self._outbox
+        if condition():
+            await trio.lowlevel.checkpoint()
+        while not condition():
+            if courier.error is not None:
+                raise courier.error
+            deadline = float("inf")
+            if outbox.starved_since is not None:
+                deadline = outbox.starved_since + self._credit_timeout_s
+                if trio.current_time() >= deadline:
+                    raise over_quota(self.address, self._credit_timeout_s)
+            await courier.change(deadline)
+
+    # Behind the scenes.
+
+    def _done(self, batch: Batch) -> None:
+        self._batches += 1
+        self._mutations += batch.chunk.count
+        for failure in batch.failures():
+            self._failed += 1
+            if self._on_failure is not None:
+                self._on_failure(failure)
+            elif len(self.failures) < FAILURES_MAX:
+                self.failures.append(failure)
+
+    async def _linger(self) -> None:
+        """Sends batches that nobody fills, when their time has come."""
+        batcher = self._batcher
+        assert batcher is not None
+        while True:
+            due_at = batcher.due_at
+            if due_at is None:
+                self._lingering = trio.Event()
+                await self._lingering.wait()
+            else:
+                await trio.sleep_until(due_at)
+                self._hand_over(batcher.due(trio.current_time()))
+
+    async def _run(self, options: Options, patience: Patience) -> None:
+        try:
+            await stay_connected(self.address, options, self._courier, patience)
+        except UprError as error:
+            self._courier.stop(error)
+
+    async def _start(self, nursery: trio.Nursery, options: Options, patience: Patience) -> None:
+        courier = self._courier
+        nursery.start_soon(self._run, options, patience)
+        await self._wait_until(lambda: courier.partition_count > 0)
+        self._batcher = Batcher(courier.partition_count, self._limits)
+        nursery.start_soon(self._linger)
+        nursery.start_soon(courier.pump_rested)
+
+    async def _leave(self) -> None:
+        await self.flush()
+        self._courier.stop(ClosedError("the publisher was closed"))
+        if self.failures:
+            raise PublishError(self.failures, self._failed)
+
+    def statistics(self) -> PublisherStatistics:
+        """What the publisher can tell about itself."""
+        return PublisherStatistics(
+            self._batches,
+            self._mutations,
+            self._failed,
+            self._outbox.resent,
+            self._outbox.unanswered,
+            self._outbox.nbytes,
+            self._courier.connections,
+        )
+
+
+@asynccontextmanager
+async def publisher(
+    target: str | Address | Client,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    batch_mutations: int = BATCH_MUTATIONS,
+    batch_bytes: int = BATCH_BYTES,
+    linger_s: float = 0.005,
+    in_flight: int = IN_FLIGHT_MAX,
+    buffer_bytes: int = BUFFER_BYTES_DEFAULT,
+    durability: Durability = Durability.MEMORY,
+    copies: int = 0,
+    on_failure: Callable[[Failure], None] | None = None,
+    credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
+    patience_s: float = PATIENCE_S_DEFAULT,
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
+    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    dial: Dial = dial_tcp,
+    writer: Writer | None = None,
+    draw: Callable[[], float] = random.random,
+) -> AsyncIterator[Publisher]:
+    """A publisher to one bucket, over a connection of its own.
+
+    Leaving the context waits until everything is answered. Left by an exception, or cancelled, what
+    is not answered may have been done or not.
+
+    Args:
+        target: `upr://host:port/bucket`; or a client, for its address and options.
+        identity: `what:who`, for the server's logs and statistics.
+        batch_mutations: A batch is sent at this many operations,
+        batch_bytes: or at this many bytes,
+        linger_s: or after this time.
+        in_flight: Unanswered batches of one partition; at most 64, which is what servers remember.
+        buffer_bytes: What it holds, unsent or unanswered, before those who hand it more wait.
+        durability: What must hold before a batch is answered.
+        copies: How many replicas beside the active, for the replicated levels.
+        on_failure: Told of each operation that fails, instead of `Publisher.failures`.
+        credit_timeout_s: How long it waits for a server that is over its memory quota.
+        patience_s: How long it goes on without any answer before it gives up.
+        idle_interval_s: The silence after which a side says that it is there still.
+        connect_timeout_s: How long a connection and its first answers may take.
+        dial: How to reach an address, where that is not plain TCP.
+        writer: Gives batches their tokens.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+
+    Raises:
+        AddressError: The URL is none, or names no bucket.
+        BrokenError: There is no connection to be had.
+        ServerError: The server refused, for instance with `NO_BUCKET`.
+        PublishError: On leaving: operations failed, and there is no `on_failure`.
+    """
+    if isinstance(target, Client):
+        address, options = target.address, target.options
+    else:
+        address = Address.parse(target) if isinstance(target, str) else target
+        options = Options(
+            identity=identity,
+            idle_interval_s=idle_interval_s,
+            connect_timeout_s=connect_timeout_s,
+            dial=dial,
+        )
+    patience = Patience(patience_s, draw)
+    outbox = Outbox(
+        Writer() if writer is None else writer,
+        OutboxLimits(in_flight, buffer_bytes, patience_s, durability, copies),
+        draw,
+    )
+    found = Publisher(
+        address.with_bucket(),
+        outbox,
+        patience,
+        BatchLimits(batch_mutations, batch_bytes, linger_s),
+        credit_timeout_s,
+        on_failure,
+    )
+    async with background() as nursery:
+        await found._start(nursery, options, patience)  # noqa: SLF001
+        yield found
+        await found._leave()  # noqa: SLF001

@@ -1,0 +1,57 @@
+"""Writing buffers to a stream, with a deadline that progress moves on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import trio
+
+from upr_protocol.chunk import Buffer
+from upr_protocol.limits import SEND_TIMEOUT_S
+
+BUFFERS_MAX: Final = 512
+"""Buffers in one call; the system takes 1,024 at most."""
+
+_PIECE_BYTES: Final = 1024 * 1024
+"""What is written at a time where the stream is no socket, so that progress shows."""
+
+
+async def write_all(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> None:
+    """Writes `buffers`, one behind the other, without joining them where the stream is a socket.
+
+    On cancellation some of it may have been written: the stream is good for nothing then.
+
+    Raises:
+        trio.TooSlowError: The peer took not one byte for `SEND_TIMEOUT_S`.
+        trio.BrokenResourceError: The connection is gone.
+    """
+    if isinstance(stream, trio.SocketStream):
+        await _write_socket(stream, buffers)
+        return
+    data = memoryview(b"".join(buffers))
+    for at in range(0, len(data), _PIECE_BYTES):
+        with trio.fail_after(SEND_TIMEOUT_S):
+            await stream.send_all(data[at : at + _PIECE_BYTES])
+
+
+async def _write_socket(stream: trio.SocketStream, buffers: Sequence[Buffer]) -> None:
+    for at in range(0, len(buffers), BUFFERS_MAX):
+        rest = list(buffers[at : at + BUFFERS_MAX])
+        while rest:
+            with trio.fail_after(SEND_TIMEOUT_S):
+                try:
+                    sent = await stream.socket.sendmsg(rest)
+                except OSError as error:
+                    raise trio.BrokenResourceError(str(error)) from error
+            rest = unsent(rest, sent)
+
+
+def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """What is left of `buffers` once `sent` bytes of them were written."""
+    for index, buffer in enumerate(buffers):
+        if sent < len(buffer):
+            rest = buffers[index + 1 :]
+            return [memoryview(buffer)[sent:], *rest] if sent else [buffer, *rest]
+        sent -= len(buffer)
+    return []
