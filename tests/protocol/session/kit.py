@@ -1,0 +1,436 @@
+"""Two sessions wired back to back, a sample of every message, and a session seen from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import pytest
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import ADVICE, RemoteProtocolError, Status
+from upr_protocol.failover import FailoverLog, Position
+from upr_protocol.ids import (
+    Cas,
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+    SnapshotKind,
+)
+from upr_protocol.limits import WINDOW_BYTES_DEFAULT
+from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
+from upr_protocol.wire import (
+    Ack,
+    Await,
+    AwaitReply,
+    Barrier,
+    BarrierReply,
+    BucketDone,
+    Close,
+    CloseStream,
+    Completed,
+    CreateBucket,
+    Credit,
+    DeleteBucket,
+    Error,
+    FrameBuffer,
+    Get,
+    GetReply,
+    Go,
+    Hello,
+    HelloReply,
+    Lease,
+    LeaseAction,
+    LeaseReply,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    MutateReply,
+    Noop,
+    Open,
+    Opened,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionLog,
+    PartitionStart,
+    Refusal,
+    ReplicaAck,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    StatsReply,
+    Stream,
+    StreamEnd,
+    StreamReply,
+    decode,
+)
+
+HISTORY: Final = HistoryId(7)
+LOG: Final = FailoverLog.of([(7, 0)])
+BEGINNING: Final = Position()
+
+Cut = Callable[[bytes], Iterable[bytes]]
+"""How bytes are split on their way."""
+
+
+def whole(data: bytes) -> Iterable[bytes]:
+    """Not at all."""
+    return (data,)
+
+
+def bytewise(data: bytes) -> Iterable[bytes]:
+    """After every byte."""
+    return (data[at : at + 1] for at in range(len(data)))
+
+
+# Messages that take many words.
+
+
+def stored(start: int, end: int, value: bytes = b"v") -> Chunk:
+    """A stored chunk that covers (start, end] and has a mutation for each number."""
+    rows = [
+        Mutation(Operation.SET, b"key-%d" % seq, value, SeqNo(seq))
+        for seq in range(start + 1, end + 1)
+    ]
+    return Chunk.build(rows, SeqNo(start), SeqNo(end))
+
+
+def published(value: bytes = b"v") -> Chunk:
+    """A published chunk of one mutation."""
+    return Chunk.build([Mutation(Operation.SET, b"key", value)])
+
+
+def stream(partition: int, opaque: int, position: Position = BEGINNING) -> Stream:
+    return Stream(PartitionState.ACTIVE, position, partition=PartitionId(partition), opaque=opaque)
+
+
+def stream_reply(partition: int, opaque: int, seq: int = 0, status: int = 0) -> StreamReply:
+    return StreamReply(
+        SeqNo(seq), "", LOG, partition=PartitionId(partition), opaque=opaque, status=status
+    )
+
+
+def start(partition: int, opaque: int, after: int, end: int) -> PartitionStart:
+    return PartitionStart(
+        HISTORY,
+        SeqNo(after),
+        SeqNo(end),
+        SeqNo(0),
+        SnapshotKind.MEMORY,
+        False,
+        partition=PartitionId(partition),
+        opaque=opaque,
+    )
+
+
+def chunk(partition: int, opaque: int, after: int, end: int, value: bytes = b"v") -> PartitionChunk:
+    return PartitionChunk(
+        stored(after, end, value), partition=PartitionId(partition), opaque=opaque
+    )
+
+
+def end(partition: int, opaque: int, at: int) -> PartitionEnd:
+    return PartitionEnd(SeqNo(at), partition=PartitionId(partition), opaque=opaque)
+
+
+def close_stream(partition: int, opaque: int) -> CloseStream:
+    return CloseStream(partition=PartitionId(partition), opaque=opaque)
+
+
+def stream_end(partition: int, opaque: int, status: int = 65) -> StreamEnd:
+    return StreamEnd(partition=PartitionId(partition), opaque=opaque, status=status)
+
+
+def hello(**changes: Any) -> Hello:
+    fields: dict[str, Any] = {
+        "identity": "test:client",
+        "versions": (1,),
+        "features": 0,
+        "window_bytes": WINDOW_BYTES_DEFAULT,
+        "idle_interval_s": 20,
+    }
+    return Hello(**(fields | changes))
+
+
+def hello_reply(**changes: Any) -> HelloReply:
+    fields: dict[str, Any] = {
+        "version": 1,
+        "features": 0,
+        "idle_interval_s": 20,
+        "frame_body_bytes_max": 32 * 1024 * 1024,
+        "open_barriers_max": 64,
+        "requests_open_max": 4096,
+        "identity": "test:server",
+    }
+    return HelloReply(**(fields | changes))
+
+
+def partition_log(partition: int, opaque: int, status: int = 0) -> PartitionLog:
+    return PartitionLog(
+        PartitionState.ACTIVE,
+        SeqNo(10),
+        SeqNo(0),
+        SeqNo(0),
+        LOG,
+        partition=PartitionId(partition),
+        opaque=opaque,
+        status=status,
+    )
+
+
+OPAQUE: Final = 9
+PARTITION: Final = PartitionId(3)
+_ABOUT: Final[dict[str, Any]] = {"partition": PARTITION, "opaque": OPAQUE}
+
+SAMPLES: Final[dict[type[Message], Message]] = {
+    type(message): message
+    for message in (
+        hello(),
+        hello_reply(),
+        Error("something", "do something", status=134),
+        Open("bucket", (3,), opaque=OPAQUE),
+        partition_log(3, OPAQUE),
+        Opened(64, 1, opaque=OPAQUE),
+        stream(3, OPAQUE),
+        stream_reply(3, OPAQUE),
+        Go(),
+        start(3, OPAQUE, 0, 10),
+        chunk(3, OPAQUE, 0, 10),
+        end(3, OPAQUE, 10),
+        Completed(1),
+        Barrier(b"cookie"),
+        BarrierReply(b"cookie", ((PARTITION, SeqNo(10)),)),
+        Ack(100),
+        Noop(),
+        stream_end(3, OPAQUE),
+        close_stream(3, OPAQUE),
+        Close(),
+        Mutate(published(), **_ABOUT),
+        MutateReply(HISTORY, SeqNo(1), SeqNo(1), Cas(1), **_ABOUT),
+        Credit(1000),
+        Get((b"key",), **_ABOUT),
+        GetReply(HISTORY, 1, stored(0, 1), **_ABOUT),
+        Seqnos((3,), opaque=OPAQUE),
+        SeqnosReply(((3, 7, 10, 0, 0),), opaque=OPAQUE),
+        Await(HISTORY, SeqNo(1), 1000, Durability.MEMORY, **_ABOUT),
+        AwaitReply(SeqNo(1), **_ABOUT),
+        ReplicaAck(HISTORY, SeqNo(1), SeqNo(1), partition=PARTITION),
+        Lease(LeaseAction.ACQUIRE, 0, 60, "test", ((3, 0, 10),), opaque=OPAQUE),
+        LeaseReply(1, 60, opaque=OPAQUE),
+        CreateBucket("bucket", opaque=OPAQUE),
+        DeleteBucket("bucket", opaque=OPAQUE),
+        BucketDone(opaque=OPAQUE),
+        ListBuckets(opaque=OPAQUE),
+        ListBucketsReply((("bucket", 64, 0),), opaque=OPAQUE),
+        Stats(opaque=OPAQUE),
+        StatsReply("{}", opaque=OPAQUE),
+        Refusal("no", opaque=OPAQUE, status=7),
+    )
+}
+"""One of every message; see `Pair.prepare` for what must come before each."""
+
+
+def encoded(*messages: Message) -> bytes:
+    """The frames of `messages`."""
+    return b"".join(bytes(piece) for message in messages for piece in message.frame())
+
+
+def frames(data: bytes) -> list[Message]:
+    """The reverse of `encoded`, with nothing judged."""
+    buffer = FrameBuffer(lambda header: None)
+    buffer.receive(data)
+    messages = []
+    while (frame := buffer.next()) is not None:
+        messages.append(decode(*frame))
+    assert not buffer.mid_frame
+    return messages
+
+
+def taken(session: Session, now: float = 0.0) -> bytes:
+    """What `session` wants written, in one piece."""
+    return b"".join(map(bytes, session.take(now)))
+
+
+class Pair:
+    """A client and a server, and the bytes between them.
+
+    `client_says` and `server_says` send and deliver at once; `client.send`, `server.send` and
+    `deliver` do it in two steps, so that messages can cross.
+
+    Attributes:
+        heard: What each side's `events` yielded, as ("client" or "server", message).
+    """
+
+    def __init__(
+        self, *, window_bytes: int = WINDOW_BYTES_DEFAULT, interval_s: int = 20, cut: Cut = whole
+    ) -> None:
+        self.client = ClientSession(
+            "test:client", window_bytes=window_bytes, idle_interval_s=interval_s, now=0.0
+        )
+        self.server = ServerSession("test:server", now=0.0)
+        self.heard: list[tuple[str, Message]] = []
+        self.now = 0.0
+        self._cut = cut
+
+    def to_server(self) -> list[Message]:
+        """Delivers what the client said."""
+        return self._carry(self.client, self.server, "server")
+
+    def to_client(self) -> list[Message]:
+        """Delivers what the server said."""
+        return self._carry(self.server, self.client, "client")
+
+    def deliver(self) -> None:
+        """Delivers both ways until all is quiet."""
+        while self.client.outgoing_bytes or self.server.outgoing_bytes:
+            self.to_server()
+            self.to_client()
+
+    def _carry(self, sender: Session, receiver: Session, name: str) -> list[Message]:
+        messages: list[Message] = []
+        for piece in self._cut(taken(sender, self.now)):
+            receiver.receive(piece, self.now)
+            messages += receiver.events()
+        self.heard += [(name, message) for message in messages]
+        return messages
+
+    def client_says(self, *messages: Message) -> list[Message]:
+        for message in messages:
+            self.client.send(message)
+        return self.to_server()
+
+    def server_says(self, *messages: Message) -> list[Message]:
+        for message in messages:
+            self.server.send(message)
+        return self.to_client()
+
+    def turn(self, partition: int) -> None:
+        """Makes it `partition`'s turn."""
+        self.server.ready(PartitionId(partition))
+        assert self.server.next_partition() == partition
+        self.to_client()
+
+    # Conversations up to a point.
+
+    @classmethod
+    def at(cls, state: SessionState, **options: Any) -> Pair:
+        """A pair of which both sides are in `state`. Of the handshake, only one side ever is: the
+        client begins in GREETED, and the server leaves it as soon as it enters."""
+        pair = cls(**options)
+        if state is SessionState.GREETING:
+            taken(pair.client)
+            pair.client.state = SessionState.GREETING
+            return pair
+        if state is SessionState.GREETED:
+            taken(pair.client)
+            pair.server.state = SessionState.GREETED
+            pair.server.hello = hello()
+            return pair
+        pair.deliver()
+        if state is SessionState.READY:
+            return pair
+        if state is SessionState.CLOSED:
+            pair.client_says(Close())
+            return pair
+        pair.client_says(Open("bucket", opaque=OPAQUE))
+        if state is SessionState.OPENING:
+            return pair
+        pair.server_says(Opened(64, 1, opaque=OPAQUE))
+        if state is SessionState.STREAMING:
+            pair.client_says(Go())
+            assert pair.server.next_partition() is None
+            pair.to_client()
+        assert pair.client.state is pair.server.state is state
+        return pair
+
+    def accept(self, partition: int, opaque: int) -> None:
+        """Opens a stream from the beginning."""
+        self.client_says(stream(partition, opaque))
+        self.server_says(stream_reply(partition, opaque))
+
+    def prepare(self, kind: type[Message]) -> None:
+        """Says what must come before the sample of `kind`, in a state that allows it."""
+        request = REQUESTS.get(kind)
+        if kind is Mutate or request is Mutate:
+            self.server_says(Credit(1))
+        if kind is Refusal and self.client.state is SessionState.OPENING:
+            return
+        if request is not None:
+            self.client_says(SAMPLES[request])
+        elif kind in {PartitionStart, PartitionChunk, PartitionEnd, CloseStream, StreamEnd, Ack}:
+            self.accept(PARTITION, OPAQUE)
+            if kind not in {CloseStream, StreamEnd}:
+                self.turn(PARTITION)
+            if kind in {PartitionChunk, PartitionEnd, Ack}:
+                self.server_says(start(PARTITION, OPAQUE, 0, 10))
+            if kind in {PartitionEnd, Ack}:
+                self.server_says(chunk(PARTITION, OPAQUE, 0, 10))
+        elif kind is BarrierReply:
+            self.client_says(Barrier(b"cookie"))
+
+
+REQUESTS: Final[dict[type[Message], type[Message]]] = {
+    StreamReply: Stream,
+    MutateReply: Mutate,
+    GetReply: Get,
+    SeqnosReply: Seqnos,
+    AwaitReply: Await,
+    LeaseReply: Lease,
+    BucketDone: CreateBucket,
+    ListBucketsReply: ListBuckets,
+    StatsReply: Stats,
+    Refusal: Stats,
+}
+"""What each answer answers here. `Open`'s answers have a state of their own."""
+
+
+def portrait(session: Session) -> dict[str, Any]:
+    """Everything there is to a session, but the bytes that it is just receiving."""
+    found: dict[str, Any] = {
+        "state": session.state,
+        "hello": session.hello,
+        "agreed": session.agreed,
+        "streams": {
+            partition: {name: getattr(record, name) for name in record.__slots__}
+            for partition, record in session.streams.items()
+        },
+        "window": (session.window.left, session.window.used),
+        "credit": (session.credit.left, session.credit.used),
+        "barriers": list(session.barriers),
+        "requests": dict(session._requests),
+        "outgoing": [bytes(piece) for piece in session._outgoing],
+        "outgoing_bytes": session.outgoing_bytes,
+    }
+    if isinstance(session, ServerSession):
+        cycle = session._cycle
+        found["cycle"] = (list(cycle._ready), cycle.current, cycle.here, cycle._sent)
+        found["queue"] = list(session._barrier_queue._queue)
+    if isinstance(session, ClientSession):
+        found["unacknowledged"] = session._unacknowledged
+    return found
+
+
+def assert_refused(session: Session, status: Status) -> str:
+    """`session` refuses what it was fed: one `Error`, and not a word more, ever.
+
+    Returns:
+        What it says.
+    """
+    with pytest.raises(RemoteProtocolError) as caught:
+        list(session.events())
+    assert caught.value.status is status, caught.value
+    (error,) = frames(taken(session))
+    assert isinstance(error, Error)
+    assert (error.status, error.advice) == (status, ADVICE[status])
+    assert error.sentence == str(caught.value)
+    assert session.state is SessionState.CLOSED
+    session.receive(encoded(*SAMPLES.values()), 0.0)
+    assert list(session.events()) == []
+    session.fail(Status.INTERNAL, "again")
+    assert session.tick(1e9)
+    assert taken(session) == b""
+    return error.sentence

@@ -1,0 +1,585 @@
+"""What is counted and limited: the window, credit, barriers, requests, opaques, lengths, time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from tests.protocol.session.kit import (
+    SAMPLES,
+    Pair,
+    assert_refused,
+    chunk,
+    encoded,
+    end,
+    frames,
+    hello,
+    hello_reply,
+    portrait,
+    published,
+    start,
+    stream,
+    taken,
+)
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.limits import (
+    COOKIE_BYTES_MAX,
+    FRAME_BODY_BYTES_MAX,
+    GET_KEYS_MAX,
+    HANDSHAKE_BODY_BYTES_MAX,
+    IDENTITY_BYTES_MAX,
+    IDLE_INTERVAL_S_MAX,
+    IDLE_INTERVAL_S_MIN,
+    KEY_BYTES_MAX,
+    OPEN_BARRIERS_MAX,
+    REQUESTS_OPEN_MAX,
+    WINDOW_BYTES_MIN,
+)
+from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    MESSAGES,
+    Ack,
+    AwaitReply,
+    Barrier,
+    BarrierReply,
+    Credit,
+    Get,
+    GetReply,
+    Hello,
+    HelloReply,
+    ListBuckets,
+    Message,
+    Mutate,
+    Noop,
+    Open,
+    Opened,
+    Refusal,
+    Stats,
+    StatsReply,
+)
+from upr_protocol.wire.frame import pack_header
+
+
+def refused_by_both(said: Session, heard: Session, message: Message, status: Status) -> None:
+    """`message` may neither be said by the one nor heard by the other, and changes nothing."""
+    before = portrait(said)
+    with pytest.raises(LocalProtocolError) as caught:
+        said.send(message)
+    assert caught.value.status is status
+    assert portrait(said) == before
+    before = portrait(heard)
+    heard.receive(encoded(message), 0.0)
+    assert_refused(heard, status)
+    after = portrait(heard)
+    for part in ("hello", "agreed", "streams", "window", "credit", "barriers", "requests"):
+        assert after[part] == before[part]
+
+
+# The window.
+
+
+def _inside(window_bytes: int = WINDOW_BYTES_MIN) -> Pair:
+    pair = Pair.at(SessionState.STREAMING, window_bytes=window_bytes)
+    pair.accept(3, 9)
+    pair.turn(3)
+    pair.server_says(start(3, 9, 0, 100))
+    return pair
+
+
+def test_the_window_is_overshot_by_one_frame_at_most() -> None:
+    pair = _inside()
+    sent = 0
+    for at in range(3):
+        assert pair.server.window.open
+        message = chunk(3, 9, at, at + 1, b"x" * 30_000)
+        pair.server_says(message)
+        sent += HEADER_BYTES + message.chunk.nbytes
+        assert pair.client.window.used == pair.server.window.used == sent
+        assert pair.client.window.left == pair.server.window.left == WINDOW_BYTES_MIN - sent
+    assert sent > WINDOW_BYTES_MIN
+    assert not pair.server.window.open
+    refused_by_both(pair.server, pair.client, chunk(3, 9, 3, 4, b"x"), Status.FLOW_CONTROL)
+
+
+def test_a_window_that_is_just_used_up_is_closed() -> None:
+    pair = _inside()
+    pair.server.window.left = HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes
+    pair.server.send(chunk(3, 9, 0, 1))
+    assert pair.server.window.left == 0
+    with pytest.raises(LocalProtocolError):
+        pair.server.send(chunk(3, 9, 1, 2))
+
+
+def test_what_is_no_chunk_passes_a_closed_window() -> None:
+    pair = _inside()
+    pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
+    assert not pair.server.window.open
+    pair.server_says(end(3, 9, 100), Noop())
+    pair.client_says(Barrier(b"b"))
+    assert pair.server.next_partition() is None
+    assert [type(message).__name__ for message in pair.to_client()] == ["Completed", "BarrierReply"]
+
+
+def test_an_acknowledgement_opens_the_window_again() -> None:
+    pair = _inside()
+    pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
+    used = pair.server.window.used
+    pair.client_says(Ack(used - 1))
+    assert pair.server.window.used == pair.client.window.used == 1
+    pair.client_says(Ack(0))
+    pair.client_says(Ack(1))
+    assert pair.server.window.left == pair.client.window.left == WINDOW_BYTES_MIN
+
+
+def test_no_more_is_acknowledged_than_was_sent() -> None:
+    pair = _inside()
+    pair.server_says(chunk(3, 9, 0, 1))
+    refused_by_both(pair.client, pair.server, Ack(pair.server.window.used + 1), Status.FLOW_CONTROL)
+
+
+def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
+    pair = _inside()
+    pair.server_says(*(chunk(3, 9, at, at + 1, b"x" * 10_000) for at in range(6)))
+    used = pair.client.window.used
+    quarter = WINDOW_BYTES_MIN // 4
+    pair.client.acknowledge(quarter - 1)
+    assert not pair.client.outgoing_bytes
+    pair.client.acknowledge(1)
+    assert frames(taken(pair.client)) == [Ack(quarter)]
+    before = portrait(pair.client)
+    for count in (-1, used - quarter + 1):
+        with pytest.raises(LocalProtocolError):
+            pair.client.acknowledge(count)
+    assert portrait(pair.client) == before
+    pair.client.acknowledge(used - quarter)
+    assert frames(taken(pair.client)) == [Ack(used - quarter)]
+
+
+def test_a_client_whose_session_is_over_need_not_acknowledge() -> None:
+    pair = _inside()
+    pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
+    pair.client.fail(Status.INTERNAL, "enough")
+    taken(pair.client)
+    pair.client.acknowledge(pair.client.window.used)
+    assert taken(pair.client) == b""
+
+
+# Credit.
+
+
+def test_credit_is_overshot_by_one_frame_at_most() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    first = Mutate(published(b"x" * 1000), partition=PartitionId(3), opaque=1)
+    refused_by_both(pair.client, Pair.at(SessionState.OPEN).server, first, Status.FLOW_CONTROL)
+    pair.server_says(Credit(10), Credit(1))
+    assert pair.client_says(first) == [first]
+    assert pair.client.credit.left == pair.server.credit.left == 11 - len(encoded(first))
+    second = Mutate(published(), partition=PartitionId(3), opaque=2)
+    refused_by_both(pair.client, pair.server, second, Status.FLOW_CONTROL)
+
+
+def test_credit_pays_for_the_overshoot_first() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.server_says(Credit(1))
+    first = Mutate(published(), partition=PartitionId(3), opaque=1)
+    pair.client_says(first)
+    pair.server_says(Credit(len(encoded(first)) - 1))
+    assert pair.client.credit.left == 0
+    with pytest.raises(LocalProtocolError):
+        pair.client.send(Mutate(published(), partition=PartitionId(3), opaque=2))
+    pair.server_says(Credit(1))
+    pair.client_says(Mutate(published(), partition=PartitionId(3), opaque=2))
+
+
+# Barriers.
+
+
+def test_only_so_many_barriers_are_open() -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    for number in range(OPEN_BARRIERS_MAX):
+        pair.client_says(Barrier(b"%d" % number))
+    refused_by_both(pair.client, pair.server, Barrier(b"more"), Status.TOO_MANY)
+
+
+def test_a_cookie_may_be_used_again_once_it_came_back() -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.client_says(Barrier(b"cookie"))
+    assert pair.server.next_partition() is None
+    pair.to_client()
+    assert not pair.client.barriers
+    pair.client_says(Barrier(b"cookie"))
+    refused_by_both(pair.client, pair.server, Barrier(b"cookie"), Status.OPAQUE_IN_USE)
+
+
+@pytest.mark.parametrize("cookie", [b"", b"x" * (COOKIE_BYTES_MAX + 1)])
+def test_a_cookie_is_short_but_not_empty(cookie: bytes) -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.client_says(Barrier(b"x" * COOKIE_BYTES_MAX), Barrier(b"\0"))
+    refused_by_both(pair.client, pair.server, Barrier(cookie), Status.MALFORMED)
+
+
+@pytest.mark.parametrize("cookie", [b"second", b"third"])
+def test_only_the_oldest_barrier_comes_back(cookie: bytes) -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.client_says(Barrier(b"first"), Barrier(b"second"))
+    refused_by_both(pair.server, pair.client, BarrierReply(cookie, ()), Status.MALFORMED)
+
+
+# Requests.
+
+
+def test_an_opaque_in_use_is_refused() -> None:
+    for first, second in ((SAMPLES[Get], SAMPLES[Stats]), (stream(3, 9), SAMPLES[Get])):
+        pair = Pair.at(SessionState.OPEN)
+        pair.client_says(first)
+        refused_by_both(pair.client, pair.server, second, Status.OPAQUE_IN_USE)
+
+
+def test_a_streams_opaque_is_in_use_until_it_ends() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.accept(3, 9)
+    with pytest.raises(LocalProtocolError):
+        pair.client.send(SAMPLES[Get])
+    assert pair.client.new_opaque() not in (0, 9)
+    pair.server_says(SAMPLES[MESSAGES[0x8F]])
+    assert pair.client_says(SAMPLES[Get]) == [SAMPLES[Get]]
+
+
+def test_an_opaque_is_free_once_its_request_was_answered_or_refused() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    for answer in (SAMPLES[GetReply], SAMPLES[Refusal]):
+        pair.client_says(SAMPLES[Get])
+        assert pair.server_says(answer) == [answer]
+        assert not pair.client._requests
+        assert not pair.server._requests
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        AwaitReply(SeqNo(1), opaque=9),
+        GetReply(SAMPLES[GetReply].history_id, 1, published(), opaque=8),  # type: ignore[attr-defined]
+        Refusal("no", opaque=8, status=Status.BAD_ARGUMENT),
+        Refusal("no", opaque=9, status=Status.OK),
+        Refusal("no", opaque=9, status=999),
+    ],
+)
+def test_an_answer_answers_a_request(answer: Message) -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.client_says(SAMPLES[Get])
+    refused_by_both(pair.server, pair.client, answer, Status.MALFORMED)
+
+
+def test_only_so_many_requests_are_open() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    for opaque in range(REQUESTS_OPEN_MAX):
+        pair.client.send(Stats(opaque=opaque))
+    pair.to_server()
+    refused_by_both(pair.client, pair.server, Stats(opaque=1 << 31), Status.TOO_MANY)
+
+
+def test_new_opaques_come_round_and_are_free() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.client._next_opaque = 0xFFFF_FFFE
+    seen = []
+    pair.client_says(Stats(opaque=0xFFFF_FFFF), Stats(opaque=2))
+    for _ in range(4):
+        seen.append(pair.client.new_opaque())
+        pair.client_says(Stats(opaque=seen[-1]))
+    assert seen == [0xFFFF_FFFE, 1, 3, 4]
+
+
+def test_nothing_else_is_open_when_a_bucket_is_opened() -> None:
+    pair = Pair.at(SessionState.READY)
+    pair.client_says(Stats(opaque=1))
+    refused_by_both(pair.client, pair.server, Open("bucket", opaque=2), Status.OUT_OF_TURN)
+
+
+def test_a_bucket_may_be_opened_after_another_was_refused() -> None:
+    pair = Pair.at(SessionState.OPENING)
+    refusal = Refusal("no such bucket", opaque=9, status=Status.NO_BUCKET)
+    assert pair.server_says(refusal) == [refusal]
+    pair.client_says(Open("other", opaque=9))
+    pair.server_says(Opened(1, 1, opaque=9))
+    assert pair.client.state is pair.server.state is SessionState.OPEN
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (Get((), opaque=1), Status.TOO_MANY),
+        (Get((b"k",) * (GET_KEYS_MAX + 1), opaque=1), Status.TOO_MANY),
+        (Get((b"k", b""), opaque=1), Status.MALFORMED),
+        (Get((b"k" * (KEY_BYTES_MAX + 1),), opaque=1), Status.MALFORMED),
+    ],
+)
+def test_keys_that_are_asked_for_keep_to_the_limits(message: Get, status: Status) -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.client_says(Get((b"k" * KEY_BYTES_MAX,) * GET_KEYS_MAX, opaque=2))
+    refused_by_both(pair.client, pair.server, message, status)
+
+
+# The greeting.
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"identity": ""}, Status.MALFORMED),
+        ({"identity": "ä" * (IDENTITY_BYTES_MAX // 2) + "a"}, Status.MALFORMED),
+        ({"window_bytes": WINDOW_BYTES_MIN - 1}, Status.MALFORMED),
+        ({"idle_interval_s": IDLE_INTERVAL_S_MIN - 1}, Status.MALFORMED),
+        ({"idle_interval_s": IDLE_INTERVAL_S_MAX + 1}, Status.MALFORMED),
+        ({"versions": ()}, Status.BAD_VERSION),
+        ({"versions": (2, 3)}, Status.BAD_VERSION),
+    ],
+)
+def test_a_hello_that_is_refused(changes: dict[str, Any], status: Status) -> None:
+    pair = Pair.at(SessionState.GREETING)
+    refused_by_both(pair.client, pair.server, hello(**changes), status)
+    assert pair.server.client_identity == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"identity": "a"},
+        {"identity": "ä" * (IDENTITY_BYTES_MAX // 2)},
+        {"window_bytes": WINDOW_BYTES_MIN},
+        {"window_bytes": 0xFFFF_FFFF},
+        {"idle_interval_s": IDLE_INTERVAL_S_MIN},
+        {"idle_interval_s": IDLE_INTERVAL_S_MAX},
+        {"versions": (2, 1)},
+        {"features": 0xFFFF_FFFF},
+    ],
+)
+def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
+    server = ServerSession("test:server", now=0.0)
+    message = hello(**changes)
+    server.receive(encoded(message), 0.0)
+    assert list(server.events()) == [message]
+    reply = hello_reply(idle_interval_s=message.idle_interval_s)
+    assert frames(taken(server)) == [reply]
+    assert server.client_identity == message.identity
+    assert server.window.left == message.window_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"version": 2}, Status.BAD_VERSION),
+        ({"features": 1}, Status.MALFORMED),
+        ({"idle_interval_s": 0}, Status.MALFORMED),
+        ({"idle_interval_s": IDLE_INTERVAL_S_MAX + 1}, Status.MALFORMED),
+        ({"frame_body_bytes_max": HANDSHAKE_BODY_BYTES_MAX - 1}, Status.MALFORMED),
+        ({"open_barriers_max": 0}, Status.MALFORMED),
+        ({"requests_open_max": 0}, Status.MALFORMED),
+        ({"identity": ""}, Status.MALFORMED),
+    ],
+)
+def test_a_hellos_answer_that_is_refused(changes: dict[str, Any], status: Status) -> None:
+    pair = Pair.at(SessionState.GREETED)
+    refused_by_both(pair.server, pair.client, hello_reply(**changes), status)
+
+
+def test_the_client_keeps_to_the_limits_that_it_was_told() -> None:
+    pair = Pair.at(SessionState.GREETED)
+    pair.server_says(
+        hello_reply(frame_body_bytes_max=5000, open_barriers_max=1, requests_open_max=2)
+    )
+    pair.client_says(Open("bucket", opaque=1))
+    pair.server_says(Opened(64, 1, opaque=1), Credit(100_000))
+    pair.client_says(SAMPLES[MESSAGES[0x07]], Barrier(b"one"))
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.client.send(Barrier(b"two"))
+    assert caught.value.status is Status.TOO_MANY
+    refused_by_both(
+        pair.client,
+        pair.server,
+        Mutate(published(b"x" * 5000), partition=PartitionId(3), opaque=1),
+        Status.FRAME_TOO_LONG,
+    )
+    pair.client.send(Stats(opaque=1))
+    pair.client.send(Stats(opaque=2))
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.client.send(Stats(opaque=3))
+    assert caught.value.status is Status.TOO_MANY
+
+
+def test_the_clients_limit_does_not_bind_the_server() -> None:
+    pair = Pair.at(SessionState.GREETED)
+    pair.server_says(hello_reply(frame_body_bytes_max=5000))
+    pair.client_says(Stats(opaque=1))
+    reply = StatsReply("x" * 100_000, opaque=1)
+    assert pair.server_says(reply) == [reply]
+
+
+def test_a_frame_of_another_version_is_refused_as_that() -> None:
+    server = ServerSession("test:server", now=0.0)
+    from crc32c import crc32c
+
+    head = bytearray(encoded(hello())[:20])
+    head[2] = 2
+    server.receive(bytes(head) + crc32c(bytes(head)).to_bytes(4, "little"), 0.0)
+    assert_refused(server, Status.BAD_VERSION)
+
+
+# Lengths. A frame is refused from its header: nothing of its body is needed.
+
+
+def _sides() -> Iterator[tuple[Session, type[Message]]]:
+    """Every session that there is, with every message it may hear."""
+    for state in (SessionState.OPEN, SessionState.STREAMING):
+        for kind in MESSAGES.values():
+            pair = Pair.at(state)
+            if kind.sender & 1 and kind not in (Hello, Open):
+                yield pair.server, kind
+            if kind.sender & 2 and kind not in (HelloReply, Opened):
+                yield pair.client, kind
+
+
+@pytest.mark.parametrize("length", [HANDSHAKE_BODY_BYTES_MAX + 8, 0xFFFF_FFF8])
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        (SessionState.GREETING, Hello),
+        (SessionState.READY, Open),
+        (SessionState.READY, ListBuckets),
+        (SessionState.OPENING, Noop),
+    ],
+)
+def test_a_stranger_is_refused_a_long_frame_from_its_header(
+    state: SessionState, kind: type[Message], length: int
+) -> None:
+    pair = Pair.at(state)
+    pair.server.receive(pack_header(kind.opcode, 0, 0xFFFF, 9, length, 0), 0.0)
+    assert_refused(pair.server, Status.FRAME_TOO_LONG)
+
+
+def test_every_message_has_its_limit_and_its_header_is_enough_to_see_it() -> None:
+    tried = 0
+    for session, kind in _sides():
+        taken(session)
+        limit = kind.body_bytes_max
+        assert HANDSHAKE_BODY_BYTES_MAX <= limit <= FRAME_BODY_BYTES_MAX
+        session.receive(pack_header(kind.opcode, 0, 3, 9, limit + 8, 0), 0.0)
+        with pytest.raises(RemoteProtocolError) as caught:
+            list(session.events())
+        assert caught.value.status in (Status.FRAME_TOO_LONG, Status.OUT_OF_TURN)
+        tried += caught.value.status is Status.FRAME_TOO_LONG
+    assert tried == 29 + 37
+
+
+def test_a_frame_of_the_longest_kind_is_taken_in_and_not_refused() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    header = pack_header(Mutate.opcode, 0, 3, 9, FRAME_BODY_BYTES_MAX, 0)
+    pair.server.receive(header, 0.0)
+    assert list(pair.server.events()) == []
+    for _ in range(10):
+        pair.server.receive(bytes(100), 0.0)
+        assert list(pair.server.events()) == []
+    assert pair.server.buffered == 1000
+
+
+def test_what_is_too_long_is_not_said() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    before = portrait(pair.client)
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.client.send(Stats(bucket="x" * HANDSHAKE_BODY_BYTES_MAX, opaque=1))
+    assert caught.value.status is Status.FRAME_TOO_LONG
+    assert portrait(pair.client) == before
+
+
+# Time.
+
+INTERVAL: Final = 20
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_side_that_is_silent_says_noop(side: str) -> None:
+    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    session: Session = pair.client if side == "client" else pair.server
+    assert session.keep_alive.next_check() == INTERVAL
+    session.receive(encoded(Noop()), 15.0)
+    assert list(session.events()) == [Noop()]
+    assert session.tick(19.9)
+    assert taken(session, 19.9) == b""
+    assert session.tick(20.0)
+    assert frames(taken(session, 20.0)) == [Noop()]
+    assert session.keep_alive.next_check() == 40.0
+    session.receive(encoded(Noop()), 30.0)
+    list(session.events())
+    assert session.tick(39.9)
+    assert taken(session, 39.9) == b""
+    assert session.tick(40.0)
+    assert frames(taken(session, 40.0)) == [Noop()]
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_side_that_speaks_says_no_noop(side: str) -> None:
+    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    session: Session = pair.client if side == "client" else pair.server
+    session.send(Credit(1) if side == "server" else Stats(opaque=1))
+    taken(session, 15.0)
+    assert session.tick(34.9)
+    assert taken(session, 34.9) == b""
+    assert session.keep_alive.next_check() == 35.0
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_peer_that_is_silent_for_two_intervals_is_dead(side: str) -> None:
+    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    session: Session = pair.client if side == "client" else pair.server
+    for now in (20.0, 39.0):
+        assert session.tick(now)
+        taken(session, now)
+    assert session.keep_alive.next_check() == 40.0
+    assert session.tick(39.9)
+    assert not session.tick(40.0)
+    # A byte is a sign of life, even if it is no message yet.
+    session.receive(encoded(Noop())[:1], 41.0)
+    list(session.events())
+    assert session.tick(80.9)
+    assert not session.tick(81.0)
+
+
+def test_the_interval_is_the_clients_choice() -> None:
+    pair = Pair.at(SessionState.READY, interval_s=3)
+    assert pair.client.keep_alive.next_check() == pair.server.keep_alive.next_check() == 3
+
+
+def test_a_blocked_writer_does_not_gather_noops() -> None:
+    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    for now in range(0, 400, 10):
+        pair.server.receive(encoded(Noop()), now)
+        list(pair.server.events())
+        assert pair.server.tick(now)
+        assert pair.server.keep_alive.next_check() > now
+    assert frames(taken(pair.server, 400.0)) == [Noop()]
+
+
+def test_strangers_are_not_told_noop() -> None:
+    """How long a handshake may take is for those who have the connection to say."""
+    client = ClientSession("test:client", now=0.0)
+    taken(client)
+    server = ServerSession("test:server", now=0.0)
+    for session in (client, server):
+        assert session.tick(1e6)
+        assert taken(session) == b""
+
+
+# Figures.
+
+
+def test_statistics() -> None:
+    pair = _inside()
+    pair.server_says(Credit(50), chunk(3, 9, 0, 1))
+    pair.client_says(Barrier(b"b"))
+    found = pair.server.statistics()
+    assert found.state is SessionState.STREAMING
+    assert (found.streams, found.barriers, found.cycles, found.credit_left) == (1, 1, 1, 50)
+    assert found.window_used == HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes

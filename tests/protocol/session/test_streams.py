@@ -1,0 +1,480 @@
+"""One partition's stream: every input in every state on both sides, and nothing left out."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from tests.protocol.session.kit import (
+    BEGINNING,
+    HISTORY,
+    Pair,
+    assert_refused,
+    chunk,
+    close_stream,
+    encoded,
+    end,
+    portrait,
+    start,
+    stored,
+    stream,
+    stream_end,
+    stream_reply,
+    taken,
+)
+from upr_protocol.errors import LocalProtocolError, Status
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.session import Session, SessionState
+from upr_protocol.session.stream import StreamRecord
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    Message,
+    PartitionChunk,
+    Refusal,
+    StreamEnd,
+)
+
+# What may happen to a stream, and where it leads; `.` where it may not. Written from
+# design/2-wire.md, and not from the code. In brackets: the server may not say it any more, but it
+# may be on its way, and the client drops it.
+TABLE: Final = """
+                     ABSENT     REQUESTED  BETWEEN   INSIDE    CLOSING
+
+client Stream        REQUESTED  .          .         .         .
+server accepts       .          BETWEEN    .         .         .
+server refuses       .          ABSENT     .         .         .
+server PartitionStart .         .          INSIDE    INSIDE    [CLOSING]
+server PartitionChunk .         .          .         INSIDE    [CLOSING]
+server PartitionEnd  .          .          .         BETWEEN   [CLOSING]
+client CloseStream   .          .          CLOSING   CLOSING   .
+server StreamEnd     .          .          ABSENT    ABSENT    ABSENT
+"""
+
+# The stream stands at 10, inside (0, 10]: a chunk without mutations, the end, and a start that
+# replaces it are all in order.
+INPUTS: Final[dict[str, Message]] = {
+    "Stream": stream(3, 9),
+    "accepts": stream_reply(3, 9),
+    "refuses": stream_reply(3, 9, status=Status.ROLLBACK),
+    "PartitionStart": start(3, 9, 10, 12),
+    "PartitionChunk": PartitionChunk(stored(10, 10), partition=PartitionId(3), opaque=9),
+    "PartitionEnd": end(3, 9, 10),
+    "CloseStream": close_stream(3, 9),
+    "StreamEnd": stream_end(3, 9),
+}
+
+
+def _read_table() -> list[tuple[str, str, str, str]]:
+    head, *rows = [line.split() for line in TABLE.splitlines() if line.strip()]
+    return [
+        (who, given, state, cell)
+        for who, given, *cells in rows
+        for state, cell in zip(head, cells, strict=True)
+    ]
+
+
+EVERY: Final = [pytest.param(*row, id="-".join(row[1:3])) for row in _read_table()]
+
+
+def _pair(state: str, *, crossing: bool) -> Pair:
+    """A pair whose stream of partition 3 is in `state`, with opaque 9.
+
+    CLOSING, `crossing` says whether the server has not heard of it yet.
+    """
+    pair = Pair.at(SessionState.STREAMING)
+    if state == "ABSENT":
+        return pair
+    pair.client_says(stream(3, 9))
+    if state == "REQUESTED":
+        return pair
+    pair.server_says(stream_reply(3, 9))
+    pair.turn(3)
+    pair.server_says(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
+    if state == "BETWEEN":
+        pair.server_says(end(3, 9, 10))
+        pair.turn(3)
+    if state == "CLOSING":
+        pair.client.send(close_stream(3, 9))
+        if not crossing:
+            pair.to_server()
+    taken(pair.client)
+    taken(pair.server)
+    return pair
+
+
+def _state_of(session: Session) -> str:
+    record = session.streams.get(PartitionId(3))
+    return record.state.name if record else "ABSENT"
+
+
+def test_the_table_covers_every_state_and_input() -> None:
+    assert len(EVERY) == 5 * 8
+
+
+@pytest.mark.parametrize(("who", "given", "state", "cell"), EVERY)
+def test_said(who: str, given: str, state: str, cell: str) -> None:
+    pair = _pair(state, crossing=False)
+    session: Session = pair.client if who == "client" else pair.server
+    assert _state_of(session) == state
+    before = portrait(session)
+    if cell.isalpha():
+        session.send(INPUTS[given])
+        assert _state_of(session) == cell
+        return
+    with pytest.raises(LocalProtocolError):
+        session.send(INPUTS[given])
+    assert portrait(session) == before
+
+
+@pytest.mark.parametrize(("who", "given", "state", "cell"), EVERY)
+def test_heard(who: str, given: str, state: str, cell: str) -> None:
+    pair = _pair(state, crossing=True)
+    session: Session = pair.server if who == "client" else pair.client
+    if state == "CLOSING" and session is pair.server:
+        pair = _pair(state, crossing=False)
+        session = pair.server
+    message = INPUTS[given]
+    session.receive(encoded(message), 0.0)
+    if (state, given) == ("ABSENT", "CloseStream"):
+        # It may have been said before our StreamEnd was heard.
+        before = portrait(session)
+        assert list(session.events()) == []
+        assert portrait(session) == before
+    elif cell == "[CLOSING]":
+        assert list(session.events()) == []
+        assert _state_of(session) == "CLOSING"
+    elif cell != ".":
+        assert list(session.events()) == [message]
+        assert _state_of(session) == cell
+    else:
+        # An answer to a request that is not open is no answer; the rest is out of turn.
+        malformed = given in ("accepts", "refuses") and state == "ABSENT"
+        if given == "Stream":
+            # Its opaque is the stream's.
+            status = Status.OPAQUE_IN_USE
+        else:
+            status = Status.MALFORMED if malformed else Status.OUT_OF_TURN
+        assert_refused(session, status)
+
+
+def test_a_second_stream_of_a_partition_is_refused_whatever_its_opaque() -> None:
+    for state in ("REQUESTED", "BETWEEN", "INSIDE", "CLOSING"):
+        pair = _pair(state, crossing=False)
+        before = portrait(pair.client)
+        with pytest.raises(LocalProtocolError):
+            pair.client.send(stream(3, 10))
+        assert portrait(pair.client) == before
+        pair.server.receive(encoded(stream(3, 10)), 0.0)
+        assert_refused(pair.server, Status.OUT_OF_TURN)
+
+
+# What is wrong inside a snapshot: (what was sent of it, what comes then).
+WRONG: Final = {
+    "a start behind where the stream stands": ("BETWEEN", start(3, 9, 11, 20)),
+    "a start before where the stream stands": ("BETWEEN", start(3, 9, 9, 20)),
+    "a start that ends before it begins": ("BETWEEN", start(3, 9, 10, 9)),
+    "a start for another stream of the partition": ("BETWEEN", start(3, 8, 10, 20)),
+    "a chunk that leaves something out": ("INSIDE", chunk(3, 9, 11, 15)),
+    "a chunk that repeats something": ("INSIDE", chunk(3, 9, 9, 15)),
+    "a chunk beyond the end": ("INSIDE", chunk(3, 9, 10, 21)),
+    "a chunk for another stream of the partition": ("INSIDE", chunk(3, 8, 10, 15)),
+    "an end before everything came": ("INSIDE", end(3, 9, 20)),
+    "an end of what came, which is not all": ("INSIDE", end(3, 9, 10)),
+    "an end for another stream of the partition": ("ALL", end(3, 8, 20)),
+    "an end beyond the end": ("ALL", end(3, 9, 21)),
+    "an end before the end": ("ALL", end(3, 9, 19)),
+    "a chunk beyond an end that was reached": ("ALL", chunk(3, 9, 20, 21)),
+    "another start that leaves something out": ("SOME", start(3, 9, 16, 20)),
+    "another start that repeats something": ("SOME", start(3, 9, 10, 20)),
+    "another start that ends sooner": ("SOME", start(3, 9, 15, 19)),
+}
+
+
+def _stand(state: str) -> Pair:
+    """A stream that is complete at 10, and from there on INSIDE (10, 20], with SOME or ALL of it
+    sent."""
+    pair = _pair("BETWEEN", crossing=False)
+    if state != "BETWEEN":
+        pair.server_says(start(3, 9, 10, 20))
+    if state in ("SOME", "ALL"):
+        pair.server_says(chunk(3, 9, 10, 15))
+    if state == "ALL":
+        pair.server_says(chunk(3, 9, 15, 20))
+    return pair
+
+
+@pytest.mark.parametrize(("state", "message"), WRONG.values(), ids=WRONG)
+def test_nothing_is_left_out_or_repeated(state: str, message: Message) -> None:
+    pair = _stand(state)
+    before = portrait(pair.server)
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.server.send(message)
+    assert caught.value.status is Status.MALFORMED
+    assert portrait(pair.server) == before
+    before = portrait(pair.client)
+    pair.client.receive(encoded(message), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+    after = portrait(pair.client)
+    for same in ("streams", "window", "requests"):
+        assert after[same] == before[same]
+
+
+def test_a_snapshot_whose_cursor_was_dropped_is_replaced() -> None:
+    pair = _stand("SOME")
+    pair.server_says(start(3, 9, 15, 30), chunk(3, 9, 15, 30), end(3, 9, 30))
+    for session in (pair.client, pair.server):
+        record = session.streams[PartitionId(3)]
+        assert (record.seq, record.end, record.complete) == (30, 30, 30)
+
+
+def test_the_snapshot_that_replaces_another_may_end_where_it_did() -> None:
+    pair = _stand("SOME")
+    pair.server_says(start(3, 9, 15, 20), chunk(3, 9, 15, 20), end(3, 9, 20))
+    assert pair.server.snapshot_ends == ((3, 20),)
+
+
+def test_a_chunk_may_end_before_the_next_number_and_hold_nothing() -> None:
+    """What was deduplicated leaves gaps in the numbers, but none in what chunks cover."""
+    pair = _stand("INSIDE")
+    pair.server_says(chunk(3, 9, 10, 13))
+    pair.server_says(
+        PartitionChunk(stored(13, 13), partition=PartitionId(3), opaque=9),
+        chunk(3, 9, 13, 20),
+        end(3, 9, 20),
+    )
+    assert pair.client.streams[PartitionId(3)].complete == 20
+
+
+# Where a stream goes on.
+
+
+def _position(complete: int, received: int, *, begin: int = 0, until: int = 0) -> Position:
+    partial = PartialSnapshot(HISTORY, SeqNo(begin), SeqNo(until)) if until else None
+    return Position(FailoverLog.of([(7, 0)]), SeqNo(complete), SeqNo(received), partial)
+
+
+def _resume(position: Position, seq: int) -> Pair:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.client_says(stream(3, 9, position))
+    pair.server_says(stream_reply(3, 9, seq))
+    pair.turn(3)
+    return pair
+
+
+@pytest.mark.parametrize("received", [15, 12])
+def test_a_stream_does_not_go_on_behind_what_its_client_has(received: int) -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.client_says(stream(3, 9, _position(10, received, begin=10, until=20)))
+    message = stream_reply(3, 9, received + 1)
+    before = portrait(pair.server)
+    with pytest.raises(LocalProtocolError):
+        pair.server.send(message)
+    assert portrait(pair.server) == before
+    pair.client.receive(encoded(message), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+def test_a_snapshot_that_a_client_was_cut_in_is_finished() -> None:
+    """It was spared older changes for the sake of newer ones, which must come before any end."""
+    pair = _resume(_position(10, 15, begin=10, until=20), 15)
+    assert pair.server.snapshot_ends == ((3, 10),)
+    message = start(3, 9, 15, 19)
+    with pytest.raises(LocalProtocolError):
+        pair.server.send(message)
+    pair.server_says(start(3, 9, 15, 20), chunk(3, 9, 15, 20))
+    assert pair.server.snapshot_ends == ((3, 10),)
+    pair.server_says(end(3, 9, 20))
+    assert pair.server.snapshot_ends == ((3, 20),)
+
+
+def test_a_client_refuses_an_end_before_that_of_the_snapshot_it_was_cut_in() -> None:
+    pair = _resume(_position(10, 15, begin=10, until=20), 15)
+    pair.client.receive(encoded(start(3, 9, 15, 19)), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+def test_a_snapshot_that_is_sent_again_from_its_start_may_end_anywhere() -> None:
+    pair = _resume(_position(10, 15, begin=10, until=20), 10)
+    pair.server_says(start(3, 9, 10, 12), chunk(3, 9, 10, 12), end(3, 9, 12))
+    assert pair.server.snapshot_ends == ((3, 12),)
+
+
+def test_a_client_that_lacks_only_the_word_of_the_end_is_complete() -> None:
+    pair = _resume(_position(10, 20, begin=10, until=20), 20)
+    assert pair.server.snapshot_ends == ((3, 20),)
+
+
+def test_a_stream_may_go_on_before_what_its_client_has() -> None:
+    """Items may come twice across a resume."""
+    pair = _resume(_position(10, 10), 4)
+    assert pair.server.snapshot_ends == ((3, 4),)
+    pair.server_says(start(3, 9, 4, 6), chunk(3, 9, 4, 6), end(3, 9, 6))
+
+
+def test_only_positions_that_a_client_can_have_are_said() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    before = portrait(pair.client)
+    for position in (
+        _position(10, 11),
+        _position(10, 9),
+        _position(10, 21, begin=10, until=20),
+        _position(10, 15, begin=16, until=20),
+        _position(16, 15, begin=10, until=20),
+    ):
+        with pytest.raises(LocalProtocolError):
+            pair.client.send(stream(3, 9, position))
+    assert portrait(pair.client) == before
+
+
+# Streams that end.
+
+
+def test_what_is_on_its_way_when_a_stream_is_closed_is_dropped_and_acknowledged() -> None:
+    pair = Pair.at(SessionState.STREAMING, window_bytes=64 * 1024)
+    pair.accept(3, 9)
+    pair.turn(3)
+    first, second = chunk(3, 9, 0, 5, b"x" * 1000), chunk(3, 9, 5, 10, b"x" * 10_000)
+    pair.server.send(start(3, 9, 0, 10))
+    pair.server.send(first)
+    assert [type(message).__name__ for message in pair.to_client()] == [
+        "PartitionStart",
+        "PartitionChunk",
+    ]
+    pair.client.acknowledge(HEADER_BYTES + first.chunk.nbytes)
+    pair.client.send(close_stream(3, 9))
+    pair.server.send(second)
+    pair.server.send(end(3, 9, 10))
+    pair.turn(3)
+    pair.server.send(start(3, 9, 10, 20))
+    assert pair.to_client() == []
+    # Both chunks together are worth an acknowledgement.
+    pair.to_server()
+    assert pair.server.window.used == pair.client.window.used == 0
+    assert pair.server.window.left == 64 * 1024
+    pair.server.send(stream_end(3, 9, Status.STREAM_CLOSED))
+    assert pair.to_client() == [stream_end(3, 9, Status.STREAM_CLOSED)]
+    assert pair.client.streams == pair.server.streams == {}
+
+
+def test_frames_of_a_closed_stream_must_still_be_in_order() -> None:
+    pair = _pair("CLOSING", crossing=True)
+    pair.client.receive(encoded(chunk(3, 9, 11, 12)), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+def test_closing_and_ending_may_cross() -> None:
+    pair = _pair("BETWEEN", crossing=False)
+    pair.server.send(stream_end(3, 9, Status.STATE_CHANGED))
+    pair.client.send(close_stream(3, 9))
+    assert pair.to_server() == []
+    assert pair.to_client() == [stream_end(3, 9, Status.STATE_CHANGED)]
+    assert pair.client.streams == pair.server.streams == {}
+    # The partition can be streamed again, even with the same opaque.
+    pair.accept(3, 9)
+    assert _state_of(pair.client) == _state_of(pair.server) == "BETWEEN"
+
+
+def test_closing_does_not_cross_into_the_next_stream() -> None:
+    pair = _pair("BETWEEN", crossing=False)
+    pair.server_says(stream_end(3, 9))
+    pair.accept(3, 10)
+    pair.server.receive(encoded(close_stream(3, 9)), 0.0)
+    assert_refused(pair.server, Status.MALFORMED)
+
+
+def test_a_refused_stream_leaves_no_trace() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    before = portrait(pair.client), portrait(pair.server)
+    for status in (Status.NOT_MY_PARTITION, Status.ROLLBACK, Status.SEQ_TOO_HIGH):
+        pair.client_says(stream(3, 9))
+        pair.server_says(stream_reply(3, 9, status=status))
+        assert (portrait(pair.client), portrait(pair.server)) == before
+
+
+def test_what_refuses_a_stream_is_not_a_refusal() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.client_says(stream(3, 9))
+    refusal = Refusal("no", partition=PartitionId(3), opaque=9, status=Status.TEMPORARY_FAILURE)
+    with pytest.raises(LocalProtocolError):
+        pair.server.send(refusal)
+    pair.client.receive(encoded(refusal), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+@pytest.mark.parametrize("status", [0, 63, 72, 128, 999])
+def test_every_stream_that_ends_says_why(status: int) -> None:
+    pair = _pair("BETWEEN", crossing=False)
+    message = StreamEnd(partition=PartitionId(3), opaque=9, status=status)
+    with pytest.raises(LocalProtocolError):
+        pair.server.send(message)
+    pair.client.receive(encoded(message), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+def test_the_answer_to_a_stream_is_about_its_partition() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.client_says(stream(3, 9), stream(4, 10))
+    for message, status in (
+        (stream_reply(4, 9), Status.MALFORMED),
+        (stream_reply(5, 9), Status.OUT_OF_TURN),
+    ):
+        with pytest.raises(LocalProtocolError) as caught:
+            pair.server.send(message)
+        assert caught.value.status is status
+    pair.client.receive(encoded(stream_reply(4, 9)), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+def test_a_record_begins_with_what_the_client_has() -> None:
+    record = StreamRecord(stream(3, 9, BEGINNING))
+    assert (record.seq, record.end, record.complete, record.opaque) == (0, 0, 0, 9)
+
+
+# Turns.
+
+
+def test_a_snapshot_is_sent_only_of_the_partition_whose_turn_it_is() -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.accept(3, 9)
+    pair.accept(4, 10)
+    with pytest.raises(LocalProtocolError, match="turn"):
+        pair.server.send(start(3, 9, 0, 10))
+    pair.turn(3)
+    before = portrait(pair.server)
+    with pytest.raises(LocalProtocolError, match="turn"):
+        pair.server.send(start(4, 10, 0, 10))
+    assert portrait(pair.server) == before
+    pair.server_says(start(3, 9, 0, 10))
+    for message in (chunk(4, 10, 0, 10), end(4, 10, 0)):
+        with pytest.raises(LocalProtocolError, match="turn"):
+            pair.server.send(message)
+
+
+def test_a_turn_is_not_passed_inside_a_snapshot() -> None:
+    pair = _stand("SOME")
+    with pytest.raises(LocalProtocolError):
+        pair.server.pass_turn()
+    pair.server_says(chunk(3, 9, 15, 20), end(3, 9, 20))
+    pair.server.pass_turn()  # nobody's
+    assert pair.server.next_partition() is None
+
+
+def test_a_turn_ends_with_its_stream() -> None:
+    for ends_it in ("client", "server"):
+        pair = _stand("SOME")
+        pair.accept(4, 10)
+        pair.server.ready(PartitionId(4))
+        if ends_it == "client":
+            pair.client_says(close_stream(3, 9))
+            pair.server.pass_turn()
+        pair.server_says(stream_end(3, 9))
+        assert pair.server.next_partition() == 4
+
+
+def test_a_partition_that_is_not_streamed_is_never_ready() -> None:
+    for state in ("ABSENT", "REQUESTED", "CLOSING"):
+        pair = _pair(state, crossing=False)
+        pair.server.ready(PartitionId(3))
+        assert pair.server.next_partition() is None
