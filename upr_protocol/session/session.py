@@ -190,6 +190,11 @@ class Session:
         """Bytes received that are not yet a whole frame."""
         return self._frames.buffered
 
+    @property
+    def under_way(self) -> int:
+        """The length of the frame body that has begun and not ended; 0 when there is none."""
+        return self._frames.under_way
+
     # Time.
 
     def tick(self, now: float) -> bool:

@@ -117,6 +117,11 @@ class FrameBuffer:
         return len(self._data) - self._at + (len(self._body) if self._body is not None else 0)
 
     @property
+    def under_way(self) -> int:
+        """The length of the body that has begun and not ended; 0 when there is none."""
+        return self._header.length if self._header is not None else 0
+
+    @property
     def mid_frame(self) -> bool:
         """Whether a frame has begun and not ended."""
         return self._header is not None or self.buffered > 0

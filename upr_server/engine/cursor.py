@@ -158,6 +158,13 @@ class Cursor:
         snapshot = self.place.snapshot
         return isinstance(snapshot, ClosedSnapshot) or snapshot.high > self.seq
 
+    def poll(self) -> bool:
+        """Whether `next` would hand on anything; if not, the cursor waits, as after `next` did."""
+        if self.has_next:
+            return True
+        self._manager.wait(self)
+        return False
+
     @property
     def is_reading(self) -> bool:
         """Whether a start was handed on and its end was not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -18,6 +19,7 @@ from upr_protocol.wire import (
     Refusal,
 )
 from upr_server.engine import Bucket, BucketError, Relief
+from upr_server.net.budget import LARGE_FRAME_BYTES, frame_timeout_s
 from upr_server.net.requests import HANDLERS
 from upr_server.net.streamer import Streamer
 from upr_server.net.write import write_all
@@ -29,10 +31,11 @@ RECEIVE_BYTES: Final = 256 * 1024
 """The most that is taken from the socket at a time: it bounds how long one peer's requests hold the
 loop to about a millisecond."""
 
-REPLIES_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Answers that may wait for a peer to take them. Above it the next request waits; this is the one
-case in which a connection is not read, and it ends when the peer reads or the send deadline
-passes. A peer that reads is not affected, so acknowledgements and barriers always get through."""
+REPLIES_BYTES_MAX: Final = 1024 * 1024
+"""Answers that may wait for a peer to take them. Above it the next request waits, until the peer
+reads or the send deadline passes. This and a large frame that waits for its turn (`budget`) are the
+only cases in which a connection is not read. A peer that reads, and sends no frame above 1 MiB, is
+not affected: its acknowledgements and barriers always get through."""
 
 CREDIT_BYTES: Final = 8 * 1024 * 1024
 """What a publisher may have on its way unanswered."""
@@ -66,6 +69,8 @@ class Connection:
         self._wakeup = trio.Event()
         self._drained = trio.Event()
         self._opened_at = trio.current_time()
+        self._held = 0
+        self._frame_deadline = math.inf
         self._bytes_in = 0
         self._bytes_out = 0
         self._ended = False
@@ -88,6 +93,7 @@ class Connection:
             )
         finally:
             self.streamer.close()
+            self._let_go()
             with trio.move_on_after(0):
                 await self._stream.aclose()
 
@@ -101,7 +107,12 @@ class Connection:
         session = self.session
         receive = self._stream.receive_some
         while True:
-            data = await receive(RECEIVE_BYTES)
+            with trio.move_on_at(self._frame_deadline) as patience:
+                data = await receive(RECEIVE_BYTES)
+            if patience.cancelled_caught:
+                session.fail(Status.TOO_SLOW, f"{session.under_way} bytes take too long to arrive")
+                self.wake()
+                return
             if not data:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
                 scope.cancel()
@@ -110,6 +121,8 @@ class Connection:
             session.receive(data, trio.current_time())
             try:
                 for message in session.events():
+                    # Whatever frame was under way has ended.
+                    self._let_go()
                     self._handle(message)
                     if session.outgoing_bytes > REPLIES_BYTES_MAX:
                         await self._wait_for_writer()
@@ -124,6 +137,20 @@ class Connection:
             self.wake()
             if session.state is SessionState.CLOSED:
                 return
+            if session.under_way > LARGE_FRAME_BYTES and not self._held:
+                await self._hold(session.under_way)
+
+    async def _hold(self, length: int) -> None:
+        """Takes room for a large frame whose header has come, before more of it is read."""
+        await self.service.frame_budget.acquire(length)
+        self._held = length
+        self._frame_deadline = trio.current_time() + frame_timeout_s(length)
+
+    def _let_go(self) -> None:
+        if self._held:
+            self.service.frame_budget.release(self._held)
+            self._held = 0
+            self._frame_deadline = math.inf
 
     async def _wait_for_writer(self) -> None:
         while self.session.outgoing_bytes > REPLIES_BYTES_MAX:

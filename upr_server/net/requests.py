@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _NO_WRITER: Final = bytes(16)
 
-GET_REPLY_BYTES: Final = 4 * 1024 * 1024
+GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
 
 NOTHING_PERSISTED: Final = SeqNo(0)

@@ -11,6 +11,7 @@ import trio
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId
 from upr_server.engine import Bucket, Buckets
+from upr_server.net.budget import FrameBudget
 from upr_server.net.connection import Connection
 
 COLLAPSE_MUTATIONS: Final = 2000
@@ -47,6 +48,7 @@ class Service:
         self.time = time
         self.buckets = Buckets(new_history_id, self._is_collapsible)
         self.connections: set[Connection] = set()
+        self.frame_budget = FrameBudget()
         self._connections_max = connections_max
         self._refused = 0
         self._waiting_for_room: set[Connection] = set()
@@ -152,6 +154,7 @@ class Service:
                 "uptime_s": trio.current_time() - self._started_at,
                 "connections": len(self.connections),
                 "connections_refused": self._refused,
+                "frame_bytes_under_way": self.frame_budget.used,
             },
             "buckets": {found.name: found.statistics() for found in self.buckets},
             "connections": [connection.statistics() for connection in self.connections],

@@ -95,7 +95,7 @@ class Streamer:
             self._name, decision.seq, end_at_least=decision.end_at_least, on_ready=on_ready
         ).cursor
         self._streams[partition_id] = _Stream(partition, cursor, request.opaque, request.end_seq)
-        if cursor.has_next:
+        if cursor.poll():
             self._session.ready(partition_id)
 
     def _answer(
@@ -176,7 +176,7 @@ class Streamer:
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
             if item.end >= stream.end_seq:
                 self.end(partition.id, Status.END_REACHED)
-            elif stream.cursor.has_next:
+            elif stream.cursor.poll():
                 session.ready(partition.id)
         else:
             self._turn = None

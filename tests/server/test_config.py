@@ -1,0 +1,105 @@
+"""The configuration: where it comes from, what overrides what, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from upr_server.cli import main
+from upr_server.config import BucketConfig, Config, ConfigError, load_config
+
+FILE = """
+listen = "0.0.0.0:1"
+quota_bytes = 5000000
+[[buckets]]
+name = "flights"
+partitions = 8
+"""
+
+
+def test_defaults() -> None:
+    assert load_config(None, {}, {}) == Config()
+    assert Config().address() == ("127.0.0.1", 12000)
+
+
+def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "upr.toml"
+    path.write_text(FILE)
+    config = load_config(path, {}, {})
+    assert config.listen == "0.0.0.0:1"
+    assert config.buckets == (BucketConfig("flights", 8),)
+    config = load_config(path, {"UPR_SERVER_LISTEN": "h:2", "OTHER": "x"}, {})
+    assert (config.listen, config.quota_bytes) == ("h:2", 5_000_000)
+    config = load_config(path, {"UPR_SERVER_LISTEN": "h:2"}, {"listen": "h:3", "identity": None})
+    assert (config.listen, config.identity) == ("h:3", "")
+
+
+def test_text_from_the_environment_is_converted() -> None:
+    config = load_config(
+        None, {"UPR_SERVER_QUOTA_BYTES": "77", "UPR_SERVER_SHUTDOWN_DEADLINE_S": "0.5"}, {}
+    )
+    assert (config.quota_bytes, config.shutdown_deadline_s) == (77, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"listen": "nowhere"}, "HOST:PORT"),
+        ({"listen": "h:99999"}, "HOST:PORT"),
+        ({"listen": "h:\u0662"}, "HOST:PORT"),
+        ({"quota_bytes": "0"}, "quota_bytes"),
+        ({"quota_bytes": "many"}, "quota_bytes"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"colour": "red"}, "colour"),
+        ({"shutdown_deadline_s": "-1"}, "shutdown_deadline_s"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {}, settings)
+
+
+@pytest.mark.parametrize("text", ["listen = ", "\xff", "[[buckets]]\npartitions = 4"])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "upr.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        load_config(path, {}, {})
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_config(tmp_path / "none.toml", {}, {})
+
+
+def test_what_is_printed_reads_back(tmp_path: Path) -> None:
+    config = Config(
+        listen="[::1]:7",
+        identity='a "quoted" name',
+        shutdown_deadline_s=1.5,
+        buckets=(BucketConfig("a"), BucketConfig("b", 3, 9_000_000)),
+    )
+    path = tmp_path / "upr.toml"
+    path.write_text(config.to_toml())
+    assert load_config(path, {}, {}) == config
+    assert config.address() == ("::1", 7)
+
+
+def test_the_command_prints_what_serve_would_run_with(tmp_path: Path) -> None:
+    path = tmp_path / "upr.toml"
+    path.write_text(FILE)
+    result = CliRunner().invoke(
+        main, ["config", "--config", str(path), "--listen", "h:9"], env={"UPR_SERVER_IDENTITY": "n"}
+    )
+    assert result.exit_code == 0
+    assert 'listen = "h:9"' in result.output
+    assert 'identity = "n"' in result.output
+    assert "partitions = 8" in result.output
+
+
+def test_the_command_says_what_is_wrong() -> None:
+    result = CliRunner().invoke(main, ["config", "--listen", "nowhere"])
+    assert result.exit_code == 2
+    assert "HOST:PORT" in result.output

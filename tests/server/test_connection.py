@@ -1,0 +1,477 @@
+"""One connection over a stream in memory: what it answers, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TypeVar
+
+import pytest
+import trio
+import trio.testing
+
+from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.errors import Status
+from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import (
+    SEQ_MAX,
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, SEND_TIMEOUT_S, WINDOW_BYTES_MIN
+from upr_protocol.session import ClientSession
+from upr_protocol.wire import (
+    Await,
+    AwaitReply,
+    Barrier,
+    BarrierReply,
+    CloseStream,
+    Completed,
+    CreateBucket,
+    Credit,
+    DeleteBucket,
+    Error,
+    Get,
+    GetReply,
+    Go,
+    HelloReply,
+    Lease,
+    LeaseAction,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    MutateReply,
+    Noop,
+    Open,
+    Opened,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionLog,
+    PartitionStart,
+    Refusal,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    StatsReply,
+    Stream,
+    StreamEnd,
+    StreamReply,
+)
+from upr_server.net import Connection, Service
+from upr_server.net.connection import CREDIT_BYTES
+
+M = TypeVar("M", bound=Message)
+P0 = PartitionId(0)
+
+
+class Peer:
+    """A client by hand: says what it is told and shows what it hears."""
+
+    def __init__(self, stream: trio.abc.HalfCloseableStream, **options: int) -> None:
+        self.stream = stream
+        self.session = ClientSession("test:peer", now=trio.current_time(), **options)
+        self.heard: list[Message] = []
+
+    async def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.session.send(message)
+        await self.stream.send_all(b"".join(self.session.take(trio.current_time())))
+
+    async def hear(self, kind: type[M]) -> M:
+        """The next message of `kind`; those before it are dropped."""
+        while True:
+            while self.heard:
+                message = self.heard.pop(0)
+                if isinstance(message, kind):
+                    return message
+            data = await self.stream.receive_some(65536)
+            assert data, f"the server hung up; expected {kind.__name__}"
+            self.session.receive(bytes(data), trio.current_time())
+            self.heard += self.session.events()
+
+    async def hangs_up(self) -> bool:
+        while data := await self.stream.receive_some(65536):
+            self.session.receive(bytes(data), trio.current_time())
+            self.heard += self.session.events()
+        return True
+
+    def opaque(self) -> int:
+        return self.session.new_opaque()
+
+    async def open(self, bucket: str = "b", *partitions: int) -> None:
+        await self.say()
+        await self.hear(HelloReply)
+        await self.say(Open(bucket, partitions, opaque=self.opaque()))
+        await self.hear(Opened)
+        await self.hear(Credit)
+
+    async def mutate(self, chunk: Chunk, partition: PartitionId = P0) -> MutateReply:
+        await self.say(Mutate(chunk, partition=partition, opaque=self.opaque()))
+        return await self.hear(MutateReply)
+
+    async def ask(self, position: Position = NOTHING_YET, end_seq: SeqNo = SEQ_MAX) -> StreamReply:
+        request = Stream(
+            PartitionState.ACTIVE,
+            position,
+            end_seq,
+            partition=P0,
+            opaque=self.opaque(),
+        )
+        await self.say(request)
+        return await self.hear(StreamReply)
+
+
+def sets(*keys: bytes, value: bytes = b"v") -> Chunk:
+    return plain_chunk(keys, [value] * len(keys))
+
+
+def make_service(connections_max: int = 10) -> Service:
+    ids = count(1)
+    service = Service(
+        identity="test-server",
+        quota_bytes_default=64 * 1024 * 1024,
+        time=lambda: 1000.0 + trio.current_time(),
+        new_history_id=lambda: HistoryId(next(ids)),
+        connections_max=connections_max,
+    )
+    service.buckets.create("b", 1)
+    return service
+
+
+@asynccontextmanager
+async def connected(service: Service, **options: int) -> AsyncIterator[Peer]:
+    ours, theirs = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        connection = Connection(service, theirs, "memory")
+        service.connections.add(connection)
+        nursery.start_soon(connection.run)
+        yield Peer(ours, **options)
+        await ours.aclose()
+        nursery.cancel_scope.cancel()
+
+
+async def test_buckets_are_made_listed_and_deleted() -> None:
+    async with connected(make_service()) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(CreateBucket("c", 4, 2_000_000, opaque=peer.opaque()))
+        await peer.say(ListBuckets(opaque=peer.opaque()))
+        listed = await peer.hear(ListBucketsReply)
+        assert listed.buckets[1] == ("c", 4, 2_000_000)
+        for request, status in (
+            (CreateBucket("c", opaque=50), Status.BUCKET_EXISTS),
+            (CreateBucket("no/slash", opaque=51), Status.BAD_ARGUMENT),
+            (CreateBucket("d", 1025, opaque=52), Status.BAD_ARGUMENT),
+            (DeleteBucket("e", opaque=53), Status.NO_BUCKET),
+            (Open("e", opaque=54), Status.NO_BUCKET),
+        ):
+            await peer.say(request)
+            refusal = await peer.hear(Refusal)
+            assert (refusal.status, refusal.opaque) == (status, request.opaque)
+        await peer.say(DeleteBucket("c", opaque=60), ListBuckets(opaque=61))
+        assert [name for name, _, _ in (await peer.hear(ListBucketsReply)).buckets] == ["b"]
+
+
+async def test_a_batch_is_answered_and_read_back() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        reply = await peer.mutate(
+            Chunk.build(
+                [
+                    Mutation(Operation.ADD, b"a", b"1"),
+                    Mutation(Operation.ADD, b"a", b"2"),
+                    Mutation(Operation.INCREMENT, b"a", (5).to_bytes(8, "little") + bytes(16)),
+                    Mutation(Operation.DELETE, b"missing"),
+                ],
+                SeqNo(0),
+                SeqNo(0),
+            )
+        )
+        assert (reply.first_seq, reply.last_seq) == (1, 2)
+        assert reply.failures == ((1, Status.EXISTS), (3, Status.NOT_FOUND))
+        assert reply.counters == ((2, 6),)
+        await peer.say(Get((b"a", b"missing"), partition=P0, opaque=peer.opaque()))
+        got = await peer.hear(GetReply)
+        found, missing = got.chunk
+        assert (found.op, found.value, found.seq) == (Operation.SET, b"6", 2)
+        assert (missing.op, missing.seq) == (Operation.DELETE, 0)
+        assert got.next_index == 2
+        await peer.say(Seqnos(opaque=peer.opaque()))
+        assert (await peer.hear(SeqnosReply)).rows == ((0, 1, 2, 0, 0),)
+
+
+async def test_a_batch_of_failures_only_has_no_numbers() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        reply = await peer.mutate(
+            Chunk.build([Mutation(Operation.DELETE, b"k")], SeqNo(0), SeqNo(0))
+        )
+        assert (reply.first_seq, reply.last_seq, reply.first_cas) == (0, 0, 0)
+        assert reply.failures == ((0, Status.NOT_FOUND),)
+
+
+async def test_what_a_memory_only_server_cannot_do_is_refused() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"k"))
+        ours, other = HistoryId(1), HistoryId(7)
+        memory, persisted = Durability.MEMORY, Durability.PERSISTED
+
+        def waiting(history_id: HistoryId, seq: int, durability: Durability) -> Await:
+            opaque = peer.opaque()
+            return Await(history_id, SeqNo(seq), 0, durability, partition=P0, opaque=opaque)
+
+        for request, status in (
+            (Mutate(sets(b"k"), durability=persisted, partition=P0, opaque=90), Status.UNSUPPORTED),
+            (Mutate(sets(b"k"), partition=PartitionId(9), opaque=91), Status.NOT_MY_PARTITION),
+            (Mutate(sets(b""), partition=P0, opaque=92), Status.BAD_ARGUMENT),
+            (Get((b"k",), other, partition=P0, opaque=93), Status.HISTORY_CHANGED),
+            (waiting(ours, 1, persisted), Status.UNSUPPORTED),
+            (waiting(other, 1, memory), Status.HISTORY_CHANGED),
+            (waiting(ours, 2, memory), Status.BAD_ARGUMENT),
+            (Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=97), Status.UNSUPPORTED),
+            (Stats("nope", opaque=98), Status.NO_BUCKET),
+        ):
+            await peer.say(request)
+            refusal = await peer.hear(Refusal)
+            assert (refusal.status, refusal.opaque) == (status, request.opaque), request
+        await peer.say(waiting(ours, 1, memory))
+        assert (await peer.hear(AwaitReply)).seq == 1
+        await peer.say(Stats("b", opaque=100))
+        assert '"items":1' in (await peer.hear(StatsReply)).json
+
+
+async def test_a_long_answer_is_cut_and_goes_on() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        keys = tuple(b"k%d" % number for number in range(5))
+        await peer.mutate(sets(*keys, value=bytes(400_000)))
+        at, sizes = 0, []
+        while at < len(keys):
+            await peer.say(Get(keys[at:], partition=P0, opaque=peer.opaque()))
+            reply = await peer.hear(GetReply)
+            assert [mutation.key for mutation in reply.chunk] == list(
+                keys[at : at + reply.next_index]
+            )
+            sizes.append(reply.next_index)
+            at += reply.next_index
+        assert sizes == [2, 2, 1]
+
+
+async def test_partitions_that_are_not_there_are_said_to_be_not_ours() -> None:
+    async with connected(make_service()) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(Open("b", (0, 7), opaque=1))
+        assert (await peer.hear(PartitionLog)).status == Status.OK
+        assert (await peer.hear(PartitionLog)).status == Status.NOT_MY_PARTITION
+        await peer.hear(Opened)
+        await peer.say(
+            Stream(PartitionState.ACTIVE, Position(), partition=PartitionId(7), opaque=2)
+        )
+        assert (await peer.hear(StreamReply)).status == Status.NOT_MY_PARTITION
+        await peer.say(Stream(PartitionState.REPLICA, Position(), partition=P0, opaque=3))
+        assert (await peer.hear(StreamReply)).status == Status.WRONG_STATE
+
+
+async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"a", b"b", b"a"))
+        assert (await peer.ask()).seq == 0
+        await peer.say(Go())
+        start = await peer.hear(PartitionStart)
+        assert (start.start, start.end, start.may_repeat) == (0, 3, False)
+        chunk = (await peer.hear(PartitionChunk)).chunk
+        assert [(mutation.key, mutation.seq) for mutation in chunk] == [(b"b", 2), (b"a", 3)]
+        assert (await peer.hear(PartitionEnd)).end == 3
+        assert (await peer.hear(Completed)).cycle == 1
+        await peer.say(Barrier(b"idle"))
+        assert (await peer.hear(BarrierReply)).ends == ((0, 3),)
+        await peer.mutate(sets(b"c"))
+        assert (await peer.hear(PartitionEnd)).end == 4
+        await peer.say(CloseStream(partition=P0, opaque=peer.session.streams[P0].opaque))
+        assert (await peer.hear(StreamEnd)).status == Status.STREAM_CLOSED
+
+
+async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"a", b"b", b"c"))
+        await peer.ask(end_seq=SeqNo(2))
+        await peer.say(Go())
+        assert (await peer.hear(PartitionEnd)).end == 3
+        assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
+        # One that is there already ends at once.
+        log = FailoverLog.of([(1, 0)])
+        await peer.ask(Position(log, SeqNo(3), SeqNo(3)), end_seq=SeqNo(3))
+        assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
+
+
+async def test_a_consumer_cut_inside_a_snapshot_goes_on_there() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        await peer.mutate(sets(*(b"%d" % number for number in range(9))))
+        log = FailoverLog.of([(1, 0)])
+        position = Position(
+            log, SeqNo(0), SeqNo(4), PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
+        )
+        reply = await peer.ask(position)
+        assert (reply.status, reply.seq) == (Status.OK, 4)
+        await peer.say(Go())
+        start = await peer.hear(PartitionStart)
+        assert (start.start, start.end) == (4, 9)
+        assert [mutation.seq for mutation in (await peer.hear(PartitionChunk)).chunk] == [
+            5,
+            6,
+            7,
+            8,
+            9,
+        ]
+
+
+async def test_a_consumer_of_another_history_is_rolled_back() -> None:
+    async with connected(make_service()) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"a"))
+        position = Position(FailoverLog.of([(99, 0)]), SeqNo(5), SeqNo(5))
+        reply = await peer.ask(position)
+        assert (reply.status, reply.seq) == (Status.ROLLBACK, 0)
+        assert "no history in common" in reply.reason
+        ahead = Position(FailoverLog.of([(1, 0)]), SeqNo(5), SeqNo(5))
+        assert (await peer.ask(ahead)).status == Status.SEQ_TOO_HIGH
+
+
+async def test_the_window_holds_the_stream_until_it_is_acknowledged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with connected(make_service(), window_bytes=WINDOW_BYTES_MIN) as peer:
+        await peer.open()
+        for number in range(8):
+            await peer.mutate(sets(b"k%d" % number, value=bytes(100_000)))
+        await peer.ask()
+        await peer.say(Go(), Barrier(b"all"))
+        chunk = await peer.hear(PartitionChunk)
+        await trio.testing.wait_all_tasks_blocked()
+        await peer.say(Noop())
+        with trio.move_on_after(1):
+            await peer.hear(PartitionEnd)
+        assert not peer.session.window.open, "only one frame may overshoot the window"
+        seen = chunk.chunk.count
+        peer.session.acknowledge(24 + chunk.chunk.nbytes)
+        await peer.say()
+        while True:
+            message = await peer.hear(Message)
+            if isinstance(message, PartitionChunk):
+                seen += message.chunk.count
+                peer.session.acknowledge(24 + message.chunk.nbytes)
+                await peer.say()
+            if isinstance(message, BarrierReply):
+                break
+        assert seen == 8
+
+
+async def test_deleting_the_bucket_ends_its_streams() -> None:
+    service = make_service()
+    async with connected(service) as peer:
+        await peer.open()
+        await peer.ask()
+        await peer.say(Go())
+        await peer.hear(Completed)
+        service.delete_bucket("b")
+        assert (await peer.hear(StreamEnd)).status == Status.BUCKET_DELETED
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
+
+
+async def test_credit_is_topped_up_and_withheld_above_the_quota(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    service = make_service()
+    service.buckets.create("small", 1, 2 * 1024 * 1024)
+    async with connected(service) as peer:
+        await peer.open("small")
+        assert peer.session.credit.left == CREDIT_BYTES
+        sent = 0
+        while peer.session.credit.open:
+            await peer.mutate(sets(b"k%d" % sent, value=bytes(100_000)))
+            sent += 1
+            assert sent < 200, "credit never ran out"
+        with trio.move_on_after(5) as patience:
+            await peer.hear(Credit)
+        assert patience.cancelled_caught, "credit came while the bucket was over its quota"
+        # Deleting makes room; the upkeep then pays what is owed.
+        partition = service.buckets.get("small")
+        assert partition is not None
+        removed = [Mutation(Operation.DELETE, b"k%d" % number) for number in range(sent)]
+        partition.partitions[0].mutate(Chunk.build(removed, SeqNo(0), SeqNo(0)), now=0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(service.expire)
+            await peer.hear(Credit)
+            nursery.cancel_scope.cancel()
+
+
+async def test_silence_before_hello_is_ended(autojump_clock: trio.testing.MockClock) -> None:
+    async with connected(make_service()) as peer:
+        await peer.hangs_up()
+        (error,) = peer.heard
+        assert isinstance(error, Error)
+        assert error.status == Status.IDLE
+        assert trio.current_time() == pytest.approx(HANDSHAKE_TIMEOUT_S, abs=0.1)
+
+
+async def test_an_idle_server_says_noop_and_a_dead_peer_is_dropped(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with connected(make_service(), idle_interval_s=3) as peer:
+        await peer.say()
+        began = trio.current_time()
+        await peer.hear(Noop)
+        assert trio.current_time() - began == pytest.approx(3, abs=0.1)
+        await peer.hangs_up()
+        error = peer.heard[-1]
+        assert isinstance(error, Error)
+        assert error.status == Status.IDLE
+        assert trio.current_time() - began == pytest.approx(6, abs=0.1)
+
+
+async def test_a_peer_that_takes_nothing_is_dropped(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    service = make_service()
+    ours, theirs = trio.testing.lockstep_stream_pair()
+    peer = Peer(ours)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Connection(service, theirs, "memory").run)
+        began = trio.current_time()
+        await peer.say()
+    assert trio.current_time() - began == pytest.approx(SEND_TIMEOUT_S, abs=0.1)
+
+
+async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:
+    async with connected(make_service()) as peer:
+        await peer.stream.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await peer.hangs_up()
+        (error,) = peer.heard
+        assert isinstance(error, Error)
+        assert error.status == Status.BAD_MAGIC
+        assert error.advice
+
+
+async def test_shutting_down_says_why_everywhere() -> None:
+    service = make_service()
+    async with connected(service) as peer:
+        await peer.open()
+        await peer.ask()
+        await peer.say(Go())
+        await peer.hear(Completed)
+        service.shut_down()
+        assert (await peer.hear(StreamEnd)).status == Status.SHUTTING_DOWN
+        assert (await peer.hear(Error)).status == Status.SHUTTING_DOWN
+        assert await peer.hangs_up()
