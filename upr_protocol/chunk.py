@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, compress, pairwise, repeat
-from operator import ge
+from operator import ge, itemgetter, sub
 from struct import Struct
 from typing import TYPE_CHECKING, Final, cast
 
@@ -123,7 +123,18 @@ class Chunk:
         ChunkError: The buffer is no chunk.
     """
 
-    __slots__ = ("_crc", "_view", "count", "end", "key_length", "start", "value_length")
+    __slots__ = (
+        "_crc",
+        "_key_offsets_at",
+        "_keys_at",
+        "_operations_at",
+        "_view",
+        "count",
+        "end",
+        "key_length",
+        "start",
+        "value_length",
+    )
 
     def __init__(self, buffer: Buffer) -> None:
         view = memoryview(buffer)
@@ -134,7 +145,11 @@ class Chunk:
             raise ChunkError(f"{count} mutations in a chunk; at most {CHUNK_MUTATIONS_MAX}")
         if reserved:
             raise ChunkError("the reserved field of a chunk is not 0")
-        if encoded_bytes(count, key_length, value_length) != len(view):
+        # The same sum as `encoded_bytes`, kept at three places: every column is found from them.
+        self._key_offsets_at = at = CHUNK_HEAD_BYTES + 16 * count + 2 * ((4 * count + 7) & ~7)
+        self._operations_at = at = at + 2 * ((4 * count + 11) & ~7)
+        self._keys_at = at = at + ((count + 7) & ~7)
+        if at + ((key_length + 7) & ~7) + ((value_length + 7) & ~7) != len(view):
             raise ChunkError(f"a chunk's lengths do not add up to its {len(view)} bytes")
         if end < start:
             raise ChunkError(f"a chunk cannot end at {end}, before its start at {start}")
@@ -168,7 +183,7 @@ class Chunk:
             )
         return builder.build(start, end)
 
-    # The columns. Offsets follow from the count alone, so none of them is kept.
+    # The columns.
 
     @property
     def seqs(self) -> memoryview:
@@ -193,40 +208,34 @@ class Chunk:
         at = CHUNK_HEAD_BYTES + 16 * self.count + _padded(4 * self.count)
         return self._view[at : at + 4 * self.count].cast("I")
 
-    def _key_offsets_at(self) -> int:
-        return CHUNK_HEAD_BYTES + 16 * self.count + 2 * _padded(4 * self.count)
-
     @property
     def key_offsets(self) -> memoryview:
         """Where each key begins, and where the last ends; i32, count + 1 of them."""
-        at = self._key_offsets_at()
+        at = self._key_offsets_at
         return self._view[at : at + 4 * self.count + 4].cast("i")
 
     @property
     def value_offsets(self) -> memoryview:
         """Where each value begins, and where the last ends; i32, count + 1 of them."""
-        at = self._key_offsets_at() + _padded(4 * self.count + 4)
+        at = self._key_offsets_at + ((4 * self.count + 11) & ~7)
         return self._view[at : at + 4 * self.count + 4].cast("i")
-
-    def _operations_at(self) -> int:
-        return self._key_offsets_at() + 2 * _padded(4 * self.count + 4)
 
     @property
     def operations(self) -> memoryview:
         """The operations, u8; see `Operation`."""
-        at = self._operations_at()
+        at = self._operations_at
         return self._view[at : at + self.count]
 
     @property
     def key_bytes(self) -> memoryview:
         """All keys, one behind the other."""
-        at = self._operations_at() + _padded(self.count)
+        at = self._keys_at
         return self._view[at : at + self.key_length]
 
     @property
     def value_bytes(self) -> memoryview:
         """All values, one behind the other."""
-        at = self._operations_at() + _padded(self.count) + _padded(self.key_length)
+        at = self._keys_at + ((self.key_length + 7) & ~7)
         return self._view[at : at + self.value_length]
 
     # Rows.
@@ -330,7 +339,7 @@ class Chunk:
         # Read without a sign, a negative offset lies beyond the end. Then with the first offset 0
         # and the last the length, any offset out of order or out of range makes some slice empty.
         data = self.key_bytes.tobytes()
-        at = self._key_offsets_at()
+        at = self._key_offsets_at
         offsets = self._view[at : at + 4 * self.count + 4].cast("I").tolist()
         if offsets[0] != 0 or offsets[-1] != len(data):
             raise ChunkError("the key offsets do not span the key bytes")
@@ -597,21 +606,32 @@ class ChunkBuilder:
             self.key_bytes += chunk.key_bytes
             self.value_bytes += chunk.value_bytes
             return
-        self.seqs.extend(compress(seqs, keep))
-        self.cas.extend(compress(cas, keep))
-        self.expiries.extend(compress(chunk.expiries.tolist(), keep))
-        self.flags.extend(compress(chunk.flags.tolist(), keep))
-        self.operations += bytes(compress(chunk.operations.tobytes(), keep))
+        indexes = list(compress(range(chunk.count), keep))
+        if not indexes:
+            return
+        # Picking by index costs what is kept; going through every column costs what is not, too.
+        pick = itemgetter(*indexes) if len(indexes) > 1 else _picker_of_one(indexes[0])
+        self.seqs.extend(pick(seqs))
+        self.cas.extend(pick(cas))
+        self.operations += bytes(pick(chunk.operations.tobytes()))
+        zeros = bytes(4 * chunk.count)
+        for column, source in ((self.expiries, chunk.expiries), (self.flags, chunk.flags)):
+            if source.tobytes() == zeros:
+                column.frombytes(zeros[: 4 * len(indexes)])
+            else:
+                column.extend(pick(source))
         for target, offsets, data, source in (
             (self.key_bytes, self.key_offsets, chunk.key_bytes, chunk.key_offsets),
             (self.value_bytes, self.value_offsets, chunk.value_bytes, chunk.value_offsets),
         ):
-            # One copy to bytes first: slicing bytes is a third of the price of slicing a view.
-            whole = data.tobytes()
-            pieces = [whole[a:b] for a, b in compress(pairwise(source.tolist()), keep)]
+            # Slicing bytes is a third of the price of slicing a view, but first copies everything.
+            few = 4 * len(indexes) < chunk.count
+            whole = data if few else data.tobytes()
+            bounds = source if few else source.tolist()
+            lows, highs = pick(bounds), pick(bounds[1:])
             offsets.pop()
-            offsets.extend(accumulate(map(len, pieces), initial=len(target)))
-            target += b"".join(pieces)
+            offsets.extend(accumulate(map(sub, highs, lows), initial=len(target)))
+            target += b"".join([whole[low:high] for low, high in zip(lows, highs, strict=True)])
 
     def build(self, start: SeqNo | None = None, end: SeqNo | None = None) -> Chunk:
         """The chunk as it stands; the builder may go on being filled.
@@ -671,6 +691,10 @@ def _encode(
         pieces.append(data)
         pieces.append(_PADDING[-len(data) & 7])
     return Chunk(b"".join(pieces))
+
+
+def _picker_of_one(index: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    return lambda column: (column[index],)
 
 
 def plain_chunk(
