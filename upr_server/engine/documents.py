@@ -7,8 +7,8 @@ Three kinds, which differ in where the numbers stand:
 - a `FillingArray` takes single mutations at its end;
 - a `NumberedArray` is one that was filled, or what is left of arrays that were mostly skipped.
 
-An array of the newest part of the open snapshot has no flags of its own: those stand in the
-snapshot's window (see `open_snapshot`), and the array gets its piece of them when it is settled.
+An array of the newest part of the open snapshot has no flags of its own: those stand in the window,
+and the array gets its piece of them when it is settled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final, cast
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
+from upr_server.engine.window import Window
 
 ARRAY_MUTATIONS_MAX: Final = 1024
 """A filling array is sealed at this many: its columns grow by copying, and a reader's step is one
@@ -94,8 +95,9 @@ class DocumentArray(ABC):
         """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
         return after < self.first and self.last <= through and self.live == self.count
 
-    def settle(self, flags: bytearray, base: int) -> None:
-        """Takes its flags out of the window, whose first one is for the number `base`."""
+    def settle(self, window: Window) -> None:
+        """Takes its flags out of the window. At memory speed, if its numbers follow on."""
+        flags, base = window.flags, window.base
         if self.last - self.first + 1 == self.count:
             at = self.first - base
             self.skip = flags[at : at + self.count]
@@ -223,15 +225,13 @@ class FillingArray(DocumentArray):
         self.skip = None
         self.holders = 0
 
-    def append(
-        self, op: int, key: bytes, value: bytes, seq: SeqNo, cas: Cas, flags: int, expiry: int
-    ) -> int:
+    def append(self, row: Mutation) -> int:
         """Adds one mutation at the end; returns the bytes it takes. O(1)."""
-        self._builder.append(op, key, value, seq, cas, flags, expiry)
-        self.last = seq
+        self._builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+        self.last = row.seq
         self.count += 1
         self.live += 1
-        taken = ROW_BYTES + len(key) + len(value)
+        taken = ROW_BYTES + len(row.key) + len(row.value)
         self.nbytes += taken
         return taken
 

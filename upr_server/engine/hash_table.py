@@ -8,6 +8,7 @@ second index for the open snapshot: docs/adr/0003-one-hash-table.md.
 
 from __future__ import annotations
 
+from itertools import count, repeat
 from typing import Final
 
 from upr_server.engine.memory import Memory
@@ -78,13 +79,13 @@ class HashTable:
             and how many keys had no earlier mutation in the open snapshot.
         """
         numbers = self.numbers
-        get = numbers.get
         superseded: list[int] = []
         deleted: list[int] = []
         new: list[bytes] = []
         elsewhere = 0
-        for number, key in enumerate(keys, first):
-            previous = get(key, 0)
+        # `map` is lazy: each key is looked up when its turn comes, after what stands before it.
+        previously = map(numbers.get, keys, repeat(0))
+        for number, key, previous in zip(count(first), keys, previously, strict=False):
             numbers[key] = number
             if previous >= base:
                 flags[previous - base] = 1

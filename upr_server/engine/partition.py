@@ -188,7 +188,7 @@ class Partition:
             self.manager.open.add_chunk(chunk, keys, first_seq, first_cas, self.table)
             self._last_cas = first_cas + count - 1
             expiries = chunk.expiries
-            if any(expiries.tobytes()):
+            if expiries.tobytes() != bytes(4 * count):
                 self._expiries.add_all(expiries.tolist(), first_seq, keys)
         return MutateResult(
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
