@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p $(NEW_ENOUGH) >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 # What the tools look at: those of these folders that are there.
-SOURCES := $(wildcard upr_protocol upr_server tests benchmarks deploy)
+SOURCES := $(wildcard upr_protocol upr_server tests benchmarks deploy docs)
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # More for one run of pytest: make test ARGS="-k chunk -x"
@@ -39,13 +39,13 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/flake8-async --enable ASYNC,ASYNC912,ASYNC913 $(shell find $(SOURCES) -name '*.py')
-	$(BIN)/python -m upr_protocol.wire.document --check docs/protocol.md
+	$(BIN)/python docs/generate_protocol.py --check docs/protocol.md
 
 bench: $(INSTALLED_BENCH) ## measure against the peers (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
 
-docs: $(INSTALLED) ## write docs/protocol.md anew from the messages' declarations
-	$(BIN)/python -m upr_protocol.wire.document docs/protocol.md
+docs: $(INSTALLED) ## write docs/protocol.md anew from the code's declarations
+	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -88,7 +88,9 @@ class SnapshotKind(IntEnum):
     """Where a snapshot is read from."""
 
     MEMORY = 1
+    """From the mutation queue."""
     DISK = 2
+    """From the store, by a backfill."""
 
 
 @unique
@@ -96,6 +98,10 @@ class Durability(IntEnum):
     """What must be true of a batch before its publisher hears that it was accepted."""
 
     MEMORY = 0
+    """The active has it in memory."""
     PERSISTED = 1
+    """The active has it on disk."""
     REPLICATED = 2
+    """So many replicas as the message says have it in memory, too."""
     REPLICATED_AND_PERSISTED = 3
+    """The active and so many replicas have it on disk."""

@@ -18,7 +18,7 @@ class Hello(Message, frozen=True):
     Attributes:
         identity: `what:who`, at most 200 bytes, e.g. `indexer:node-7`.
         versions: The versions the client speaks.
-        features: A bit a feature the client wants; none is defined yet.
+        features: A bit for each feature the client wants; none is defined yet.
         window_bytes: How many bytes of stream frames may be on their way unacknowledged.
         idle_interval_s: After how many seconds of silence a side says `NOOP`.
     """
@@ -154,7 +154,8 @@ class Stream(Message, frozen=True):
     Attributes:
         state: The state the client expects the partition to be in.
         position: What the client has.
-        end_seq: Where the stream shall end; inside a snapshot it means that snapshot's end.
+        end_seq: Where the stream shall end, all ones for never; inside a snapshot it means that
+            snapshot's end.
     """
 
     opcode: ClassVar[int] = 0x06

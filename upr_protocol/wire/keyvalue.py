@@ -140,8 +140,11 @@ class LeaseAction(IntEnum):
     """What a `Lease` asks for."""
 
     ACQUIRE = 1
+    """A new lease."""
     RENEW = 2
+    """A lease that is held, for longer."""
     RELEASE = 3
+    """The end of a lease."""
 
 
 class LeaseReply(Message, frozen=True):

@@ -1,0 +1,751 @@
+"""Writes docs/protocol.md: the prose of docs/protocol.in.md, and what the code declares.
+
+    python docs/generate_protocol.py --write docs/protocol.md
+    python docs/generate_protocol.py --check docs/protocol.md
+
+Layouts, opcodes, senders, limits, states, status codes and advice are read from `upr_protocol`, and
+the example is a conversation that two real sessions had. In the prose, `{{name}}` stands for what
+`blocks` has by that name. A message that is declared anew appears by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+import construct as cs
+from crc32c import crc32c
+
+from upr_protocol import chunk as chunk_module
+from upr_protocol import limits
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
+from upr_protocol.errors import ADVICE, Status
+from upr_protocol.failover import NOTHING_YET, FailoverLog, Reason
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import (
+    NO_PARTITION,
+    Cas,
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionState,
+    SeqNo,
+    SnapshotKind,
+)
+from upr_protocol.session import ClientSession, ServerSession, Session
+from upr_protocol.session.states import SESSION, STREAM, SessionState, StreamState
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    MESSAGES,
+    Ack,
+    Await,
+    AwaitReply,
+    Barrier,
+    Close,
+    CloseStream,
+    Credit,
+    Error,
+    Get,
+    GetReply,
+    Go,
+    LeaseAction,
+    Message,
+    Mutate,
+    MutateReply,
+    Noop,
+    Open,
+    Opened,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionLog,
+    PartitionStart,
+    Refusal,
+    ReplicaAck,
+    Sender,
+    Stream,
+    StreamEnd,
+    StreamReply,
+)
+from upr_protocol.wire.columns import CHUNK, LOG, POSITION
+from upr_protocol.wire.frame import HEADER
+from upr_protocol.wire.message import layout_fields
+
+ABOUT_A_PARTITION: Final[frozenset[type[Message]]] = frozenset(
+    {
+        PartitionLog,
+        Stream,
+        StreamReply,
+        CloseStream,
+        StreamEnd,
+        PartitionStart,
+        PartitionChunk,
+        PartitionEnd,
+        Mutate,
+        MutateReply,
+        Get,
+        GetReply,
+        Await,
+        AwaitReply,
+        ReplicaAck,
+    }
+)
+"""Messages whose header names a partition."""
+
+OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(
+    {CloseStream, StreamEnd, PartitionStart, PartitionChunk, PartitionEnd}
+)
+"""Messages that carry the opaque of the `Stream` that opened theirs."""
+
+STATUS_FIELD: Final[Mapping[type[Message], str]] = {
+    Error: "why the connection ends",
+    PartitionLog: "`OK`, or `NOT_MY_PARTITION`",
+    StreamReply: "`OK`, `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` or `SEQ_TOO_HIGH`",
+    StreamEnd: "why the stream ended",
+    Refusal: "why the request was refused",
+}
+"""Messages whose header says something in its status field; elsewhere it is 0."""
+
+PROSE: Final = Path(__file__).with_name("protocol.in.md")
+
+ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (
+    Operation,
+    PartitionState,
+    SnapshotKind,
+    Durability,
+    LeaseAction,
+)
+
+SENDERS: Final = {Sender.CLIENT: "client", Sender.SERVER: "server", Sender.EITHER: "either side"}
+
+STATUS_RANGES: Final = (
+    (0, 0, "Success."),
+    (1, 31, "Answers to one request; the connection goes on."),
+    (32, 63, "Answers about one mutation of a batch, in `MutateReply.failures`."),
+    (64, 127, "Why a stream ended, in `StreamEnd`."),
+    (128, 0xFFFF, "Said in an `Error`, after which the connection is closed."),
+)
+
+
+# --- small things of Markdown ---------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; what is no text is written as it prints."""
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [str(cell).replace("|", r"\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fenced(text: str, language: str = "text") -> str:
+    """A block of code."""
+    return f"```{language}\n{text}\n```"
+
+
+def number(value: float) -> str:
+    """A number that is easy to read."""
+    return f"{value:,.10g}"
+
+
+def size(value: int) -> str:
+    """A number of bytes, in MiB or KiB where it is round there."""
+    for unit, unit_bytes in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value and value % unit_bytes == 0:
+            return f"{value // unit_bytes:,} {unit}"
+    return f"{value:,} bytes"
+
+
+def one_line(text: str) -> str:
+    """`text` without its line breaks."""
+    return " ".join(text.split())
+
+
+def link(kind: type[Message]) -> str:
+    """A message's name, which leads to its section."""
+    return f"[`{kind.__name__}`](#{kind.__name__.lower()})"
+
+
+# --- docstrings -----------------------------------------------------------------------------------
+
+
+def prose(documented: type) -> str:
+    """The docstring without its section of attributes."""
+    return (inspect.getdoc(documented) or "").split("Attributes:")[0].strip()
+
+
+def attributes(documented: type) -> dict[str, str]:
+    """What the docstring says about each attribute."""
+    _, _, section = (inspect.getdoc(documented) or "").partition("Attributes:\n")
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: one_line(text) for name, text in found}
+
+
+def string_below(source: str) -> dict[str, str]:
+    """The docstring below each assignment in `source`, by the assigned name."""
+    module = ast.parse(inspect.cleandoc(source))
+    body = module.body
+    if len(body) == 1 and isinstance(body[0], ast.ClassDef):
+        body = body[0].body
+    found = {}
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.AnnAssign):
+            target = node.target
+        if not isinstance(target, ast.Name):
+            continue
+        text = ""
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            text = one_line(str(following.value.value))
+        found[target.id] = text
+    return found
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+LAYOUT_HEAD: Final = ("offset", "size", "type", "name", "meaning")
+INTEGERS: Final = {"B": "u8", "H": "u16", "L": "u32", "Q": "u64"}
+
+
+def subcons(construct: Any) -> list[Any]:
+    """The parts of a structure, in order."""
+    return list(construct.subcons)
+
+
+def bare(construct: Any) -> Any:
+    """A construct without its name and its adapters."""
+    while isinstance(construct, (cs.Renamed, cs.Rebuild, cs.ExprAdapter)) and not any(
+        construct is known for known in (CHUNK, LOG, POSITION)
+    ):
+        construct = construct.subcon
+    return construct
+
+
+def type_of(construct: Any) -> str:
+    """The type of a field, as words."""
+    construct = bare(construct)
+    if construct is CHUNK:
+        return "[chunk](#chunks) to the end of the body"
+    if construct is LOG:
+        return "[failover log](#failover-logs)"
+    if construct is cs.Flag:
+        return "u8, 0 or 1"
+    match construct:
+        case cs.FormatField():
+            return INTEGERS[construct.fmtstr.strip("<>=")]
+        case cs.StringEncoded():
+            return f"text({type_of(construct.subcon.lengthfield)})"
+        case cs.Prefixed():
+            return f"bytes({type_of(construct.lengthfield)})"
+        case cs.Bytes() | cs.Padded():
+            return f"{construct.length} bytes"
+        case cs.FocusedSeq():
+            count, items = map(bare, subcons(construct))
+            return f"list({type_of(count)}) of {type_of(items.subcon)}"
+        case cs.Struct():
+            fields = ", ".join(f"{sub.name} {type_of(sub)}" for sub in subcons(construct))
+            return f"({fields})"
+    raise TypeError(f"no words for {construct!r}: add them to docs/generate_protocol.py")
+
+
+def size_of(construct: Any) -> int | None:
+    """A field's size in bytes, or None when it varies."""
+    try:
+        return int(construct.sizeof())
+    except cs.SizeofError:
+        return None
+
+
+def flattened(layout: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a layout with their names; those of a position one by one."""
+    for sub in subcons(layout):
+        if bare(sub) is POSITION:
+            yield from flattened(POSITION.subcon, f"{sub.name}.")
+        else:
+            yield prefix + sub.name, sub
+
+
+def layout_rows(layout: Any, kind: type[Message] | None = None) -> list[list[object]]:
+    """Offset, size, type, name and meaning of each field."""
+    rows: list[list[object]] = []
+    further = attributes(kind) if kind else {}
+    hints = typing.get_type_hints(kind) if kind else {}
+    offset: int | None = 0
+    for name, sub in flattened(layout):
+        size = size_of(sub)
+        words = type_of(sub)
+        hint = hints.get(name)
+        if isinstance(hint, type) and issubclass(hint, IntEnum):
+            words += f" [`{hint.__name__}`](#{hint.__name__.lower()})"
+        meaning = further.get(name) or sub.docs
+        rows.append(
+            [
+                "behind it" if offset is None else offset,
+                "varies" if size is None else size,
+                words,
+                f"`{name}`",
+                "zeros; a receiver does not look" if name == "padding" else meaning,
+            ]
+        )
+        offset = None if offset is None or size is None else offset + size
+    return rows
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def session_diagram() -> str:
+    """The states of a connection as a diagram. `Error` leads to the end from everywhere."""
+    lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {SessionState.GREETING.name}"]
+    for state, row in SESSION.items():
+        edges: dict[SessionState, list[str]] = {}
+        for kind, target in row.items():
+            if target is not state and kind is not Error:
+                edges.setdefault(target, []).append(kind.__name__)
+        lines += [f"    {state.name} --> {to.name}: {', '.join(on)}" for to, on in edges.items()]
+    lines.append(f"    {SessionState.CLOSED.name} --> [*]")
+    return fenced("\n".join(lines), "mermaid")
+
+
+def stream_diagram() -> str:
+    """The states of a stream as a diagram."""
+    lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {StreamState.ABSENT.name}"]
+    for state, inputs in STREAM.items():
+        edges: dict[StreamState, list[str]] = {}
+        for given, target in inputs.items():
+            edges.setdefault(target, []).append(given.value.replace("`", ""))
+        lines += [f"    {state.name} --> {to.name}: {', '.join(on)}" for to, on in edges.items()]
+    return fenced("\n".join(lines), "mermaid")
+
+
+def state_rows() -> list[list[str]]:
+    """For each state what either side may say; a message that leads elsewhere says where."""
+    rows = []
+    for state, row in SESSION.items():
+        cells = [f"`{state.name}`", state.value]
+        for side in (Sender.CLIENT, Sender.SERVER):
+            said = [
+                link(kind) + (f" → `{to.name}`" if to is not state else "")
+                for kind, to in row.items()
+                if kind.sender & side and kind is not Error
+            ]
+            cells.append(", ".join(said) or "–")
+        rows.append(cells)
+    return rows
+
+
+def stream_rows() -> list[list[str]]:
+    """For each state of a stream what may happen to it."""
+    return [
+        [
+            f"`{state.name}`",
+            state.value,
+            ", ".join(
+                given.value + (f" → `{to.name}`" if to is not state else "")
+                for given, to in inputs.items()
+            ),
+        ]
+        for state, inputs in STREAM.items()
+    ]
+
+
+def by_opcode() -> list[type[Message]]:
+    """All messages, each answer behind its request."""
+    return sorted(MESSAGES.values(), key=lambda kind: (kind.opcode & 0x7F, kind.opcode))
+
+
+def index_rows() -> list[list[str]]:
+    """Opcode, name, sender and answers of each message."""
+    return [
+        [
+            f"`{kind.opcode:#04x}`",
+            link(kind),
+            SENDERS[kind.sender],
+            ", ".join(map(link, kind.answers)) or "–",
+        ]
+        for kind in by_opcode()
+    ]
+
+
+def message_section(kind: type[Message]) -> str:
+    """One message: what it is for, its header fields, its layout."""
+    asked_by = [link(other) for other in MESSAGES.values() if kind in other.answers]
+    sender = "either side" if kind.sender is Sender.EITHER else f"the {SENDERS[kind.sender]}"
+    header = [
+        f"partition {partition_field(kind)}",
+        f"opaque {opaque_field(kind)}",
+        f"status {STATUS_FIELD.get(kind, '0')}",
+    ]
+    facts = [
+        f"opcode `{kind.opcode:#04x}`, said by {sender}",
+        f"body of at most {size(kind.body_bytes_max)}",
+        f"header: {', '.join(header)}",
+    ]
+    if asked_by:
+        facts.append(f"answers {', '.join(asked_by)}")
+    if kind is Stream:
+        facts.append(f"answered by {link(StreamReply)}, also when it is refused")
+    elif kind.answers:
+        facts.append(f"answered by {', '.join(map(link, kind.answers))}, or {link(Refusal)}")
+    rows = layout_rows(kind.layout, kind)
+    body = table(LAYOUT_HEAD, rows) if rows else "No body."
+    return f"""\
+### {kind.__name__}
+
+{prose(kind)}
+
+{chr(10).join(f"- {fact}" for fact in facts)}
+
+{body}"""
+
+
+def partition_field(kind: type[Message]) -> str:
+    """What stands in the partition field."""
+    if kind is Refusal:
+        return "its request's"
+    return "the one it is about" if kind in ABOUT_A_PARTITION else "0xFFFF"
+
+
+def opaque_field(kind: type[Message]) -> str:
+    """What stands in the opaque field."""
+    if kind in OF_A_STREAM:
+        return "the stream's"
+    if kind.answers:
+        return "one that is not in use"
+    if kind is Refusal or any(kind in other.answers for other in MESSAGES.values()):
+        return "its request's"
+    return "0"
+
+
+def chunk_layout() -> str:
+    """The chunk module's text as Markdown: its literal block as a block of code."""
+    before, block, after = re.split(
+        r"::\n\n((?: {4}.*\n|\n)+)", inspect.getdoc(chunk_module) or "", maxsplit=1
+    )
+    lines = [line[4:] for line in block.strip("\n").split("\n")]
+    _, _, description = before.partition("\n\n")
+    return f"{description}:\n\n{fenced(chr(10).join(lines))}\n\n{after.strip()}"
+
+
+def chunk_example() -> str:
+    """A stored chunk of two mutations, byte for byte."""
+    chunk = Chunk.build(
+        [
+            Mutation(Operation.SET, b"N14228", b'{"dep":"EWR"}', SeqNo(4), Cas(9)),
+            Mutation(Operation.DELETE, b"N24211", b"", SeqNo(6), Cas(10)),
+        ],
+        SeqNo(3),
+        SeqNo(7),
+    )
+    return fenced(dump_chunk(bytes(chunk)))
+
+
+def enumeration_section(kind: type[IntEnum]) -> str:
+    """One enumeration: what it is for, its members."""
+    rows = enumeration_rows(kind)
+    return f"### {kind.__name__}\n\n{prose(kind)}\n\n" + table(("value", "name", "meaning"), rows)
+
+
+def enumeration_rows(kind: type[IntEnum]) -> list[list[object]]:
+    """Value, name and meaning of each member."""
+    texts = string_below(inspect.getsource(kind))
+    return [[member.value, f"`{member.name}`", texts[member.name]] for member in kind]
+
+
+def statuses() -> str:
+    """Every code, by where it is said."""
+    parts = []
+    for low, high, title in STATUS_RANGES:
+        rows = [
+            [status.value, f"`{status.name}`", ADVICE.get(status, "–")]
+            for status in Status
+            if low <= status <= high
+        ]
+        parts += [title, table(("code", "name", "what to do"), rows)]
+    return "\n\n".join(parts)
+
+
+def limit_rows() -> list[list[str]]:
+    """Every limit with its reason."""
+    rows = []
+    for name, text in string_below(inspect.getsource(limits)).items():
+        value = getattr(limits, name)
+        is_size = "BYTES" in name and value >= 1 << 10
+        shown = f"{number(value)} ({size(value)})" if is_size else number(value)
+        rows.append([f"`{name}`", shown, text])
+    return rows
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def example_conversation() -> list[tuple[str, Message, bytes]]:
+    """Who said which message, and its frame: what two sessions really sent each other."""
+    client = ClientSession("example:docs", window_bytes=1 << 20, now=0.0)
+    server = ServerSession("upr-server", now=0.0)
+    said: list[tuple[str, Message, bytes]] = []
+
+    def deliver(name: str, sender: Session, receiver: Session) -> None:
+        data = b"".join(map(bytes, sender.take(0.0)))
+        receiver.receive(data, 0.0)
+        for message in receiver.events():
+            length = int.from_bytes(data[12:16], "little") + HEADER_BYTES
+            said.append((name, message, data[:length]))
+            data = data[length:]
+
+    def from_client(*items: Message) -> None:
+        for item in items:
+            client.send(item)
+        deliver("client", client, server)
+
+    def from_server(*items: Message) -> None:
+        for item in items:
+            server.send(item)
+        deliver("server", server, client)
+
+    partition = partition_of(b"N14228", 64)
+    history_id = HistoryId(0x1122334455667788)
+    log = FailoverLog.of([(history_id, 0)])
+    seqs = [SeqNo(n) for n in range(4)]
+    stored = Chunk.build(
+        [
+            Mutation(Operation.SET, b"N14228", b'{"dep":"EWR"}', seqs[2], Cas(7)),
+            Mutation(Operation.SET, b"N14228x", b"", seqs[3], Cas(8)),
+        ],
+        seqs[0],
+        seqs[3],
+    )
+    published = Chunk.build([Mutation(Operation.INCREMENT, b"N14228n", CounterDelta(1).encode())])
+
+    from_client()
+    from_server()
+    from_client(Open("flights", (partition,), opaque=1))
+    about: dict[str, Any] = {"partition": partition, "opaque": 1}
+    from_server(
+        PartitionLog(PartitionState.ACTIVE, seqs[3], seqs[0], seqs[0], log, **about),
+        Opened(64, 1, opaque=1),
+        Credit(1 << 20),
+    )
+    stream: dict[str, Any] = {"partition": partition, "opaque": 2}
+    from_client(Stream(PartitionState.ACTIVE, NOTHING_YET, **stream))
+    from_server(StreamReply(seqs[0], Reason.FROM_THE_BEGINNING.value, log, **stream))
+    from_client(Go())
+    server.ready(partition)
+    server.next_partition()
+    start = PartitionStart(
+        history_id, seqs[0], seqs[3], seqs[0], SnapshotKind.MEMORY, may_repeat=False, **stream
+    )
+    from_server(start, PartitionChunk(stored, **stream), PartitionEnd(seqs[3], **stream))
+    server.next_partition()
+    from_server()
+    from_client(Ack(HEADER_BYTES + stored.nbytes), Barrier(b"first"))
+    server.next_partition()
+    from_server()
+    batch: dict[str, Any] = {"partition": partition, "opaque": 3}
+    from_client(Mutate(published, writer=b"writer of docs!!", counter=1, **batch))
+    from_server(
+        MutateReply(history_id, SeqNo(4), SeqNo(4), Cas(9), counters=((0, 0),), **batch), Noop()
+    )
+    from_client(Close())
+    return said
+
+
+def conversation_diagram() -> str:
+    """The example as a picture."""
+    lines = ["sequenceDiagram"]
+    for name, message, _ in example_conversation():
+        other = "server" if name == "client" else "client"
+        lines.append(f"    {name}->>{other}: {type(message).__name__}")
+    return fenced("\n".join(lines), "mermaid")
+
+
+def conversation() -> str:
+    """The example byte for byte."""
+    parts = []
+    for place, (name, message, frame) in enumerate(example_conversation(), 1):
+        parts.append(f"**{place}. {name}: {link(type(message))}**")
+        parts.append(fenced(dump_frame(message, frame, in_full=place == 1)))
+    return "\n\n".join(parts)
+
+
+def dump_frame(message: Message, frame: bytes, in_full: bool) -> str:
+    """A frame's bytes, field by field; the header's only when it is to be `in_full`."""
+    body = frame[HEADER_BYTES:]
+    kind = type(message)
+    if in_full:
+        lines = list(dump_layout(HEADER, frame[:HEADER_BYTES], 0))
+    else:
+        partition = "none" if message.partition == NO_PARTITION else message.partition
+        lines = dump_bytes(
+            0,
+            frame[:HEADER_BYTES],
+            f"header: opcode {kind.opcode:#04x}, status {message.status}, partition {partition},\n"
+            f"opaque {message.opaque}, length {len(body)}, checksums",
+        )
+    used = 0
+    if layout_fields(kind):
+        lines.append("")
+        built = b"".join(map(bytes, message.body()))
+        lines += dump_layout(kind.layout, built, HEADER_BYTES)
+        used = len(built)
+    if body[used:]:
+        lines += dump_bytes(HEADER_BYTES + used, body[used:], "padding of the body")
+    return "\n".join(lines)
+
+
+def dump_layout(layout: Any, data: bytes, at: int) -> Iterator[str]:
+    """The bytes of each field of a layout, with its value."""
+    parsed = layout.parse(data)
+    begin = 0
+    for index, sub in enumerate(subcons(layout)):
+        end = len(cs.Struct(*subcons(layout)[: index + 1]).build(parsed))
+        field, inner = data[begin:end], bare(sub)
+        if inner is POSITION:
+            yield from dump_layout(POSITION.subcon, field, at + begin)
+        elif inner is CHUNK:
+            yield from dump_chunk(field, at + begin).split("\n")
+        else:
+            yield from dump_bytes(at + begin, field, described(sub.name, parsed.get(sub.name)))
+        begin = end
+
+
+def described(name: str, value: object) -> str:
+    """A field and its value, where the bytes do not show it."""
+    match value:
+        case None:
+            return f"{name}, zeros"
+        case bool():
+            return f"{name}: {'yes' if value else 'no'}"
+        case IntEnum():
+            return f"{name}: {value.name}"
+        case int() if "crc" in name or name in ("magic", "partial_history", "history_id"):
+            return f"{name}: {value:#x}"
+        case int():
+            return f"{name}: {'all ones' if value == (1 << 64) - 1 else f'{value:,}'}"
+        case FailoverLog():
+            entries = ", ".join(f"{entry.history_id:#x} at {entry.seq}" for entry in value)
+            return f"{name}: {entries or 'empty'}"
+        case str() | bytes():
+            return f"{name}: {value!r}"
+    return f"{name}: {value}"
+
+
+CHUNK_COLUMNS: Final = (
+    ("sequence numbers", 8, 0),
+    ("CAS", 8, 0),
+    ("expiries", 4, 0),
+    ("flags", 4, 0),
+    ("key offsets", 4, 1),
+    ("value offsets", 4, 1),
+    ("operations", 1, 0),
+)
+
+
+def dump_chunk(data: bytes, at: int = 0) -> str:
+    """A chunk's bytes, column by column."""
+    chunk = Chunk(data)
+    lengths = f"count {chunk.count}, key bytes {chunk.key_length}, value bytes {chunk.value_length}"
+    lines = dump_bytes(at, data[:16], f"chunk: {lengths}, reserved")
+    lines += dump_bytes(at + 16, data[16:32], f"start {chunk.start}, end {chunk.end}")
+    columns = [(name, size * (chunk.count + more)) for name, size, more in CHUNK_COLUMNS]
+    columns += [("keys", chunk.key_length), ("values", chunk.value_length)]
+    begin = 32
+    for name, length in columns:
+        end = begin + length + -length % 8
+        if end > begin:
+            pad = ", padded" if length % 8 else ""
+            lines += dump_bytes(at + begin, data[begin:end], name + pad)
+        begin = end
+    assert begin == len(data), "the columns are not those of the chunk"
+    return "\n".join(lines)
+
+
+def dump_bytes(at: int, data: bytes, meaning: str) -> list[str]:
+    """Lines of 16 bytes; beside the first ones stand the lines of what they mean."""
+    rows = [data[begin : begin + 16].hex(" ") for begin in range(0, len(data), 16)]
+    return [
+        f"{at + 16 * index:4}  {row:47}  {words}".rstrip()
+        for index, (row, words) in enumerate(zip_longest(rows, meaning.split("\n"), fillvalue=""))
+    ]
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def blocks() -> dict[str, str]:
+    """What the prose may call for, by name. Every limit is there by its own."""
+    delta = CounterDelta(5, 100, create=True)
+    found = {
+        name: size(value) if "BYTES" in name else number(value)
+        for name, value in vars(limits).items()
+        if name.isupper()
+    }
+    reasons = [(f"`{reason.name}`", reason.value) for reason in Reason]
+    message_head = ("opcode", "message", "said by", "answered by")
+    state_head = ("state", "what it means", "the client may say", "the server may say")
+    return found | {
+        "checksum_of_123456789": f"{crc32c(b'123456789'):#010x}",
+        "partition_of_N14228": str(partition_of(b"N14228", 64)),
+        "header_bytes": str(HEADER_BYTES),
+        "header": table(LAYOUT_HEAD, layout_rows(HEADER)),
+        "conversation_diagram": conversation_diagram(),
+        "conversation": conversation(),
+        "session_diagram": session_diagram(),
+        "session_states": table(state_head, state_rows()),
+        "stream_diagram": stream_diagram(),
+        "stream_states": table(("state", "what it means", "what may happen"), stream_rows()),
+        "reasons": table(("reason", "sentence"), reasons),
+        "message_index": table(message_head, index_rows()),
+        "messages": "\n\n".join(map(message_section, by_opcode())),
+        "chunk": chunk_layout(),
+        "empty_chunk_bytes": str(encoded_bytes(0, 0, 0)),
+        "chunk_example": chunk_example(),
+        "delta_bytes": str(len(delta.encode())),
+        "delta_example": delta.encode().hex(" "),
+        **attributes(CounterDelta),
+        "failover_log": prose(FailoverLog),
+        "failover_layout": type_of(LOG.subcon),
+        "position": table(LAYOUT_HEAD, layout_rows(POSITION.subcon)),
+        "enumerations": "\n\n".join(map(enumeration_section, ENUMERATIONS)),
+        "status_codes": statuses(),
+        "limits": table(("limit", "value", "why"), limit_rows()),
+    }
+
+
+def document() -> str:
+    """The document.
+
+    Raises:
+        KeyError: The prose calls for a block that there is not.
+    """
+    found = blocks()
+    return re.sub(r"\{\{(\w+)\}\}", lambda call: found[call[1]], PROSE.read_text())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description="Write docs/protocol.md, or check that it is current."
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", type=Path, metavar="FILE")
+    what.add_argument("--check", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    text = document()
+    if options.write:
+        options.write.write_text(text)
+    elif not options.check.exists() or options.check.read_text() != text:
+        sys.exit(f"{options.check} is not what the code declares: run `make docs` and commit it")
+
+
+if __name__ == "__main__":
+    main()

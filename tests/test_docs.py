@@ -1,0 +1,146 @@
+"""docs/protocol.md: current, whole, and right about the bytes it shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from docs.generate_protocol import (
+    ABOUT_A_PARTITION,
+    OF_A_STREAM,
+    PROSE,
+    STATUS_FIELD,
+    STATUS_RANGES,
+    blocks,
+    document,
+    example_conversation,
+    main,
+)
+from upr_protocol.errors import Status
+from upr_protocol.ids import NO_PARTITION
+from upr_protocol.limits import HANDSHAKE_BODY_BYTES_MAX
+from upr_protocol.session import SessionState
+from upr_protocol.session.states import SESSION, STREAM, stream_input
+from upr_protocol.wire import (
+    MESSAGES,
+    FrameBuffer,
+    Message,
+    Open,
+    PartitionStart,
+    Refusal,
+    Sender,
+    decode,
+)
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PROTOCOL: Final = ROOT / "docs" / "protocol.md"
+
+
+def test_the_document_is_current() -> None:
+    main(["--check", str(PROTOCOL)])
+
+
+def test_one_that_is_not_is_noticed_and_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "protocol.md"
+    for text in (None, document().replace("u16", "u61", 1)):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(SystemExit, match="make docs"):
+            main(["--check", str(path)])
+    main(["--write", str(path)])
+    main(["--check", str(path)])
+
+
+def test_the_prose_calls_for_every_block_that_is_made_for_it() -> None:
+    called = set(re.findall(r"\{\{(\w+)\}\}", PROSE.read_text()))
+    assert called >= {name for name in blocks() if not name.isupper()}
+    assert "{{" not in document()
+
+
+def test_every_message_and_every_code_is_in_it() -> None:
+    text = document()
+    for kind in MESSAGES.values():
+        assert f"\n### {kind.__name__}\n" in text
+    for status in Status:
+        assert f"| {status.value} | `{status.name}` |" in text
+        assert sum(low <= status <= high for low, high, _ in STATUS_RANGES) == 1
+    for state in (*SESSION, *STREAM):
+        assert f"| `{state.name}` | {state.value} |" in text
+
+
+def test_its_links_lead_somewhere() -> None:
+    text = document()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = [heading.lower().replace(" ", "-") for heading in headings]
+    assert len(set(anchors)) == len(anchors)
+    assert set(re.findall(r"\]\(#(.*?)\)", text)) <= set(anchors)
+    for path in re.findall(r"\]\(([\w./-]+)\)", text):
+        assert (PROTOCOL.parent / path).exists(), path
+
+
+def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
+    shown = re.findall(
+        r"^\*\*\d+\. (\w+): \[`(\w+)`\].*\n\n```text\n((?s:.*?))```", document(), re.MULTILINE
+    )
+    buffer = FrameBuffer(lambda header: None)
+    for sender, name, dump in shown:
+        # A line is an offset, at most 16 bytes, and what they mean.
+        lines = [line for line in dump.split("\n") if line]
+        assert [int(line[:4]) for line in lines] == offsets([line[6:53] for line in lines])
+        buffer.receive(b"".join(bytes.fromhex(line[6:53]) for line in lines))
+        frame = buffer.next()
+        assert frame is not None
+        assert not buffer.mid_frame
+        message = decode(*frame)
+        assert type(message).__name__ == name
+        assert message.sender & (Sender.CLIENT if sender == "client" else Sender.SERVER)
+    assert len(shown) == len(example_conversation())
+
+
+def offsets(rows: list[str]) -> list[int]:
+    found, at = [], 0
+    for row in rows:
+        found.append(at)
+        at += len(bytes.fromhex(row))
+    return found
+
+
+# What the prose says and the declarations do not, tried on the example and the tables.
+
+CONVERSATION: Final = [message for _, message, _ in example_conversation()]
+
+
+@pytest.mark.parametrize("message", CONVERSATION, ids=lambda message: type(message).__name__)
+def test_the_header_fields_are_as_told(message: Message) -> None:
+    kind = type(message)
+    assert (message.partition != NO_PARTITION) == (kind in ABOUT_A_PARTITION)
+    if kind in OF_A_STREAM:
+        assert message.opaque == next(m for m in CONVERSATION if type(m) is PartitionStart).opaque
+    answers_or_asks = bool(kind.answers) or any(kind in k.answers for k in MESSAGES.values())
+    assert (message.opaque != 0) == (answers_or_asks or kind in OF_A_STREAM)
+    assert message.status == 0 or kind in STATUS_FIELD
+
+
+def test_what_is_of_a_stream_is_what_its_table_knows() -> None:
+    # A stream's own frames, and the request and answer that open it.
+    example = {type(message): message for message in CONVERSATION}
+    for kind in OF_A_STREAM & set(example):
+        assert stream_input(example[kind]) is not None
+    assert OF_A_STREAM < ABOUT_A_PARTITION
+
+
+def test_no_frame_before_the_bucket_is_open_is_long() -> None:
+    early = (SessionState.GREETING, SessionState.GREETED, SessionState.READY, SessionState.OPENING)
+    for state in early:
+        for kind in SESSION[state]:
+            if kind.sender & Sender.CLIENT:
+                assert kind.body_bytes_max <= HANDSHAKE_BODY_BYTES_MAX
+
+
+def test_open_may_be_refused_and_nothing_else_is_said_meanwhile() -> None:
+    row = SESSION[SessionState.OPENING]
+    assert row[Refusal] is SessionState.READY
+    assert Open not in row
