@@ -498,6 +498,22 @@ def test_slices_side_by_side_merge_to_the_rows_again(chunk: Chunk, data: st.Data
     assert (low.start, low.end, high.start, high.end) == (chunk.start, at, at, chunk.end)
 
 
+@given(st.one_of(stored_chunks(), published_chunks()), st.data())
+def test_rows_by_index_are_those_rows(chunk: Chunk, data: st.DataObject) -> None:
+    low = data.draw(st.integers(0, len(chunk)))
+    high = data.draw(st.integers(low, len(chunk)))
+    part = chunk.rows(low, high, SeqNo(0), SEQ_MAX)
+    assert list(part) == list(chunk)[low:high]
+    assert (part.start, part.end) == (0, SEQ_MAX)
+    assert part.keys() == part.checked_keys()
+
+
+@given(published_chunks(4), st.lists(KEYS, max_size=4))
+def test_a_batch_that_cannot_fail_sets_whatever_is_there(chunk: Chunk, keys: list[bytes]) -> None:
+    assert plain_chunk(keys, keys).is_unconditional
+    assert chunk.is_unconditional == all(row.op is Operation.SET and row.cas == 0 for row in chunk)
+
+
 def test_a_slice_of_everything_is_the_chunk_itself() -> None:
     assert THREE.slice(SeqNo(0), SEQ_MAX) is THREE
     assert THREE.slice(SeqNo(2), SeqNo(8)) is THREE
@@ -593,7 +609,7 @@ def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
                 builder.pop()
                 rows.pop()
         else:
-            chunk = data.draw(stored_chunks(5))
+            chunk = data.draw(stored_chunks(10))
             more = list(chunk)
             keep = None
             if what != "extend":
