@@ -164,13 +164,15 @@ class Partition:
                 return msgspec.structs.replace(answer, repeated=True)
             if too_old:
                 return self._refusal(Status.TOKEN_TOO_OLD)
+        before = self.manager.high
         if self._expiries.is_due(now):
             self._expire_keys(keys, now)
         result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now)
         if writer is not None:
             items = len(result.failures) + len(result.counters)
             self._writers.remember(writer, result, RESULT_BYTES + RESULT_ITEM_BYTES * items)
-        self.manager.wake()
+        if self.manager.high > before:
+            self.manager.wake()
         return result
 
     def _refusal(self, status: Status) -> MutateResult:
@@ -341,6 +343,8 @@ class Partition:
         self._expiries.check_invariants()
         self._writers.check_invariants()
         for key, number in self.table.numbers.items():
+            if abs(number) <= self.manager.oldest:
+                continue  # the disk has it
             row = self.manager.find(abs(number))
             assert row.key == key, (row, key)
             assert (row.op == Operation.SET) == (number > 0), row

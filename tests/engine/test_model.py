@@ -1,0 +1,265 @@
+"""The engine against the naive model, for any interleaving of writers, readers and collapsing."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Final
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.engine.model import Model, Reader, check_result, contents
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
+from upr_server.engine import Bucket
+
+PROFILE: Final = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+# Few keys, so that they meet; enough for some to stay alone in old arrays.
+KEYS: Final = [b"key %d" % number for number in range(40)]
+SOME_KEYS: Final = st.sampled_from(KEYS)
+NUMERIC: Final = [str(number).encode() for number in (0, 7, (1 << 64) - 1, 1 << 64)]
+VALUES: Final = st.one_of(
+    st.just(b""), st.sampled_from(NUMERIC), st.binary(max_size=12), st.just(bytes(300))
+)
+SIZES: Final = st.sampled_from([1, 1, 2, 5, 17, 63, 64, 65, 200])
+EXPIRIES: Final = st.sampled_from([0, 0, 0, 1, 90, 105, 120])
+COUNTS: Final = [Operation.INCREMENT, Operation.DECREMENT]
+DELTAS: Final = st.builds(
+    CounterDelta,
+    st.sampled_from([0, 1, 5, (1 << 64) - 1]),
+    st.sampled_from([0, 10]),
+    st.booleans(),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Mutation:
+    op = draw(st.sampled_from([op for op in Operation if op is not Operation.EXPIRE]))
+    value = draw(DELTAS).encode() if op in COUNTS else draw(VALUES)
+    cas = Cas(draw(st.sampled_from([0, 0, 0, 1, 12345])))
+    flags, expiry = draw(st.integers(0, 3)), draw(EXPIRIES)
+    return Mutation(op, draw(SOME_KEYS), value, SeqNo(0), cas, flags, expiry)
+
+
+class Engine(RuleBasedStateMachine):
+    """What both machines have: a partition, a model, readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        histories = count(1)
+        self.bucket = Bucket(
+            "b", new_history_id=lambda: HistoryId(next(histories)), partition_count=1
+        )
+        self.partition = self.bucket.partitions[0]
+        self.manager = self.partition.manager
+        self.model = Model()
+        self.readers: list[Reader] = []
+        self.time = 100.0
+
+    def write(self, rows: list[Mutation], chunk: Chunk) -> None:
+        before = self.model.high
+        cas_before = self.partition.last_cas
+        result = self.partition.mutate(chunk, now=self.time)
+        failures, counters = self.model.mutate(rows, self.time, {})
+        assert (result.failures, result.counters) == (failures, counters)
+        check_result(result, len(rows), before, self.model.high)
+        assert result.first_cas > cas_before
+        assert self.partition.high_seq == self.model.high
+
+    def sets(self, data: st.DataObject, size: int) -> None:
+        first = data.draw(st.integers(0, len(KEYS) - 1))
+        step = data.draw(st.sampled_from([0, 1, 3, 7]))
+        keys = [KEYS[(first + step * number) % len(KEYS)] for number in range(size)]
+        value = data.draw(VALUES)
+        rows = [Mutation(Operation.SET, key, value) for key in keys]
+        self.write(rows, plain_chunk(keys, [value] * size))
+
+    def reader(self, data: st.DataObject) -> Reader:
+        return data.draw(st.sampled_from(self.readers))
+
+    # Rules of both.
+
+    @rule(data=st.data(), size=SIZES)
+    def write_sets(self, data: st.DataObject, size: int) -> None:
+        self.sets(data, size)
+
+    @rule(rows=st.lists(st.tuples(SOME_KEYS, VALUES, st.booleans()), min_size=1, max_size=80))
+    def write_and_delete(self, rows: list[tuple[bytes, bytes, bool]]) -> None:
+        requests = [
+            Mutation(Operation.DELETE if gone else Operation.SET, key, b"" if gone else value)
+            for key, value, gone in rows
+        ]
+        self.write(requests, Chunk.build(requests))
+
+    @rule(at=st.floats(0, 1))
+    def register(self, at: float) -> None:
+        oldest = self.manager.oldest
+        start = oldest + round(at * (self.model.high - oldest))
+        self.readers.append(Reader(self.partition, self.model, start))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), steps=st.integers(1, 6))
+    def read(self, data: st.DataObject, steps: int) -> None:
+        reader = self.reader(data)
+        for _ in range(steps):
+            reader.step()
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def read_all(self, data: st.DataObject) -> None:
+        self.reader(data).drain()
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        self.reader(data).cut()
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        reader = self.reader(data)
+        self.readers.remove(reader)
+        reader.cursor.close()
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), times=st.integers(8, 20))
+    def write_and_read(self, data: st.DataObject, times: int) -> None:
+        """Leaves a snapshot behind each time, so that there is something to collapse."""
+        reader = self.reader(data)
+        first = data.draw(st.integers(0, len(KEYS) - 1))
+        for number in range(times):
+            key = KEYS[(first + number) % len(KEYS)]
+            self.write(
+                [Mutation(Operation.SET, key, b"%d" % number)], plain_chunk([key], [b"%d" % number])
+            )
+            reader.drain()
+
+    @precondition(lambda self: self.bucket.collapse_wanted)
+    @rule(budget=st.sampled_from([1, 50, 100_000]))
+    def collapse(self, budget: int) -> None:
+        self.bucket.collapse_step(budget)
+
+    @invariant()
+    def whole(self) -> None:
+        self.bucket.check_invariants()
+
+    def teardown(self) -> None:
+        for reader in self.readers:
+            reader.drain()
+        self.bucket.check_invariants()
+
+
+class EveryOperation(Engine):
+    """All operations and expiry, everything in memory."""
+
+    @rule(rows=st.lists(requests(), max_size=40))
+    def write_anything(self, rows: list[Mutation]) -> None:
+        self.write(rows, Chunk.build(rows))
+
+    @rule(keys=st.lists(SOME_KEYS, min_size=1, max_size=90), expiry=EXPIRIES)
+    def write_expiring(self, keys: list[bytes], expiry: int) -> None:
+        rows = [Mutation(Operation.SET, key, b"for a while", expiry=expiry) for key in keys]
+        self.write(rows, Chunk.build(rows))
+
+    @rule(data=st.data(), keys=st.lists(SOME_KEYS, min_size=1, max_size=30))
+    def write_with_cas(self, data: st.DataObject, keys: list[bytes]) -> None:
+        rows = []
+        cas_of = {}
+        for key in dict.fromkeys(keys):
+            item = self.partition.get(key, self.time)
+            if item is not None:
+                cas = Cas(item.cas + data.draw(st.sampled_from([0, 0, 1])))
+                cas_of[key] = int(item.cas)
+                rows.append(Mutation(Operation.SET, key, b"seen", cas=cas))
+        result = self.partition.mutate(Chunk.build(rows), now=self.time)
+        assert (result.failures, result.counters) == self.model.mutate(rows, self.time, cas_of)
+
+    @rule(seconds=st.sampled_from([0.5, 3, 20]))
+    def wait(self, seconds: float) -> None:
+        self.time += seconds
+        for key in KEYS:
+            item = self.model.live(key, self.time)
+            found = self.partition.get(key, self.time)
+            assert (found is None) == (item is None)
+
+    @rule()
+    def expire(self) -> None:
+        expired = self.partition.expire(self.time)
+        before = self.model.now.copy()
+        gone = [key for key, row in before.items() if 0 < row.expiry <= self.time]
+        assert expired == len(gone)
+        # In the order of their expiry times, then of their numbers.
+        gone.sort(key=lambda key: (before[key].expiry, before[key].seq))
+        self.model.expire(gone, self.time)
+        due = self.partition.next_expiry()
+        times = [row.expiry for row in self.model.now.values() if row.expiry]
+        assert due == min(times, default=None)
+
+    @rule(keys=st.lists(SOME_KEYS, max_size=8))
+    def get(self, keys: list[bytes]) -> None:
+        rows = list(self.partition.get_many(keys, self.time))
+        assert [row.key for row in rows] == keys
+        for row in rows:
+            item = self.model.live(row.key, self.time)
+            if item is None:
+                assert (row.op, row.seq) == (Operation.DELETE, 0)
+            else:
+                assert row.op == Operation.SET
+                assert contents({row.key: row}) == contents({row.key: item})
+
+
+class Persisted(Engine):
+    """Sets and deletes, with a disk that commits, and cursors that are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = Reader(self.partition, self.model, 0, "disk")
+        self.disk.cursor.close()
+        self.disk.cursor = self.manager.persistence
+        self.manager.persistence.subscribe(self.disk.wake)
+        self.ends: list[int] = []
+
+    @rule(steps=st.integers(1, 12))
+    def persist(self, steps: int) -> None:
+        for _ in range(steps):
+            snapshots = self.disk.snapshots
+            self.disk.step()
+            if self.disk.snapshots > snapshots:
+                self.ends.append(self.disk.seq)
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.ends) - 1))
+        through = SeqNo(self.ends[index])
+        del self.ends[: index + 1]
+        self.manager.persistence.commit(through)
+        assert self.manager.persistence.committed == through
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        reader = self.reader(data)
+        if self.manager.may_drop(reader.cursor):
+            self.manager.drop(reader.cursor)
+
+    @rule()
+    def begin_at_the_beginning(self) -> None:
+        self.readers.append(Reader(self.partition, self.model, 0))
+
+    @invariant()
+    def nothing_uncommitted_is_freed(self) -> None:
+        assert self.manager.oldest <= self.manager.persistence.committed
+
+
+TestEveryOperation = EveryOperation.TestCase
+TestEveryOperation.settings = PROFILE
+TestPersisted = Persisted.TestCase
+TestPersisted.settings = PROFILE
