@@ -179,8 +179,8 @@ class StreamState(Enum):
 
     ABSENT = "there is no stream of this partition"
     REQUESTED = "the client asked; the server decides"
-    BETWEEN = "the client has complete snapshots only"
-    INSIDE = "a snapshot has begun and not ended"
+    BETWEEN = "no snapshot is under way"
+    INSIDE = "a snapshot is under way"
     CLOSING = "the client closed it; what is on its way is dropped"
 
 

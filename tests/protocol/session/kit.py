@@ -262,7 +262,8 @@ class Pair:
     `deliver` do it in two steps, so that messages can cross.
 
     Attributes:
-        heard: What each side's `events` yielded, as ("client" or "server", message).
+        said: What was said to each side, as ("client" or "server", message).
+        heard: What each side's `events` yielded of it.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class Pair:
             "test:client", window_bytes=window_bytes, idle_interval_s=interval_s, now=0.0
         )
         self.server = ServerSession("test:server", now=0.0)
+        self.said: list[tuple[str, Message]] = []
         self.heard: list[tuple[str, Message]] = []
         self.now = 0.0
         self._cut = cut
@@ -292,7 +294,9 @@ class Pair:
 
     def _carry(self, sender: Session, receiver: Session, name: str) -> list[Message]:
         messages: list[Message] = []
-        for piece in self._cut(taken(sender, self.now)):
+        data = taken(sender, self.now)
+        self.said += [(name, message) for message in frames(data)]
+        for piece in self._cut(data):
             receiver.receive(piece, self.now)
             messages += receiver.events()
         self.heard += [(name, message) for message in messages]

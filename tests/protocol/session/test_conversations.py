@@ -1,0 +1,341 @@
+"""Whole conversations. However the bytes are split on their way, both sides hear the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.protocol.session.kit import (
+    HISTORY,
+    LOG,
+    SAMPLES,
+    Cut,
+    Pair,
+    bytewise,
+    chunk,
+    close_stream,
+    end,
+    partition_log,
+    portrait,
+    published,
+    start,
+    stream,
+    stream_end,
+    stream_reply,
+    whole,
+)
+from upr_protocol.errors import RemoteProtocolError, Status
+from upr_protocol.failover import PartialSnapshot, Position
+from upr_protocol.ids import Cas, PartitionId, SeqNo
+from upr_protocol.limits import WINDOW_BYTES_MIN
+from upr_protocol.session import SessionState
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    Ack,
+    Barrier,
+    BarrierReply,
+    BucketDone,
+    Close,
+    Completed,
+    CreateBucket,
+    Credit,
+    Get,
+    GetReply,
+    Go,
+    HelloReply,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    MutateReply,
+    Noop,
+    Open,
+    Opened,
+    PartitionChunk,
+    Refusal,
+    Seqnos,
+    SeqnosReply,
+)
+
+
+def _sends(pair: Pair, partition: int, *ends: int, value: bytes = b"v") -> None:
+    """The server sends a snapshot of the partition whose turn it is: one chunk up to each of
+    `ends`."""
+    opaque = pair.server.opaque_of(PartitionId(partition))
+    at = pair.server.streams[PartitionId(partition)].seq
+    pair.server.send(start(partition, opaque, at, ends[-1]))
+    for number in ends:
+        pair.server.send(chunk(partition, opaque, at, number, value))
+        at = SeqNo(number)
+    pair.server.send(end(partition, opaque, at))
+
+
+def _next(pair: Pair) -> int | None:
+    return pair.server.next_partition()
+
+
+def buckets(pair: Pair) -> None:
+    """Buckets are made and listed, and opening one that is not there is no disaster."""
+    pair.deliver()
+    pair.client_says(CreateBucket("b", 4, opaque=1), ListBuckets(opaque=2), Noop())
+    pair.server_says(BucketDone(opaque=1), ListBucketsReply((("b", 4, 0),), opaque=2), Noop())
+    pair.client_says(CreateBucket("b", 4, opaque=1))
+    pair.server_says(Refusal("it is there", opaque=1, status=Status.BUCKET_EXISTS))
+    pair.client_says(Open("c", opaque=1))
+    pair.server_says(Refusal("it is not there", opaque=1, status=Status.NO_BUCKET))
+    pair.client_says(Close())
+    assert pair.client.state is pair.server.state is SessionState.CLOSED
+
+
+def streaming(pair: Pair) -> None:
+    """Streams are accepted, refused and rolled back; cycles, barriers, acknowledgements; streams
+    are closed, and end."""
+    pair.deliver()
+    pair.client_says(Open("b", (0, 1, 2, 9), opaque=1))
+    pair.server_says(*(partition_log(partition, 1) for partition in range(3)))
+    pair.server_says(partition_log(9, 1, Status.NOT_MY_PARTITION), Opened(4, 1, opaque=1))
+    partial = Position(LOG, SeqNo(10), SeqNo(15), PartialSnapshot(HISTORY, SeqNo(10), SeqNo(20)))
+    # All at once, and answered in another order.
+    pair.client_says(stream(0, 10), stream(1, 11, partial), stream(2, 12, partial), stream(9, 19))
+    pair.server_says(
+        stream_reply(9, 19, status=Status.NOT_MY_PARTITION),
+        stream_reply(2, 12, 10, Status.ROLLBACK),
+        stream_reply(1, 11, 15),
+        stream_reply(0, 10),
+    )
+    pair.client_says(stream(2, 13, Position(LOG, SeqNo(10), SeqNo(10))), Go(), Barrier(b"one"))
+    pair.server_says(stream_reply(2, 13, 10))
+    for partition in (1, 0):
+        pair.server.ready(PartitionId(partition))
+    assert _next(pair) == 0
+    _sends(pair, 0, 3, 7)
+    assert _next(pair) == 1
+    # Its cursor is dropped on the way.
+    pair.server.send(start(1, 11, 15, 20))
+    pair.server.send(chunk(1, 11, 15, 17))
+    _sends(pair, 1, 25)
+    pair.to_client()
+    pair.client_says(Ack(pair.client.window.used), Barrier(b"two"), Noop())
+    pair.server.ready(PartitionId(2))
+    assert _next(pair) == 2
+    _sends(pair, 2, 11)
+    assert _next(pair) is None
+    pair.to_client()
+    # Two streams end: one is closed while it is being sent, and one for a reason of the server's.
+    pair.server.ready(PartitionId(0))
+    assert _next(pair) == 0
+    pair.server.send(start(0, 10, 7, 9))
+    pair.client.send(close_stream(0, 10))
+    pair.client.send(close_stream(1, 11))
+    pair.server.send(chunk(0, 10, 7, 8))
+    pair.server.send(stream_end(1, 11, Status.STATE_CHANGED))
+    pair.to_client()
+    pair.to_server()
+    pair.server_says(stream_end(0, 10))
+    pair.client_says(Barrier(b"three"))
+    assert _next(pair) is None
+    pair.to_client()
+    pair.client_says(stream(0, 10, Position(LOG, SeqNo(7), SeqNo(7))))
+    pair.server_says(stream_reply(0, 10, 7))
+    pair.server.ready(PartitionId(0))
+    assert _next(pair) == 0
+    _sends(pair, 0, 9)
+    assert _next(pair) is None
+    pair.server_says(stream_end(0, 10, Status.END_REACHED))
+    pair.client_says(Close())
+
+
+def publishing(pair: Pair) -> None:
+    """Publishing within credit, key-value requests between, many at once."""
+    pair.deliver()
+    pair.client_says(Open("b", opaque=1))
+    pair.server_says(Opened(4, 1, opaque=1), Credit(100))
+    about = PartitionId(2)
+    pair.client_says(
+        Mutate(published(b"x" * 1000), partition=about, opaque=1),
+        Get((b"key",), partition=about, opaque=2),
+        Seqnos(opaque=3),
+    )
+    assert not pair.client.credit.open
+    pair.server_says(
+        SeqnosReply(((2, 7, 1, 0, 0),), opaque=3),
+        MutateReply(HISTORY, SeqNo(1), SeqNo(1), Cas(1), partition=about, opaque=1),
+        GetReply(HISTORY, 1, chunk(2, 0, 0, 1).chunk, partition=about, opaque=2),
+        Credit(50_000),
+    )
+    for opaque in range(10, 20):
+        pair.client.send(Mutate(published(b"y" * 100), partition=about, opaque=opaque))
+    pair.to_server()
+    for opaque in range(10, 20):
+        seq = SeqNo(opaque)
+        pair.server.send(MutateReply(HISTORY, seq, seq, Cas(seq), partition=about, opaque=opaque))
+    pair.to_client()
+    pair.client_says(Mutate(published(), partition=about, opaque=1))
+    pair.server_says(Refusal("later", opaque=1, status=Status.TEMPORARY_FAILURE))
+    pair.client_says(Close())
+
+
+def a_fault_of_the_server(pair: Pair) -> None:
+    """The server gives up in the midst of a snapshot."""
+    pair.deliver()
+    pair.client_says(Open("b", opaque=1))
+    pair.server_says(Opened(4, 1, opaque=1))
+    pair.accept(3, 9)
+    pair.client_says(Go())
+    pair.turn(3)
+    pair.server.send(start(3, 9, 0, 10))
+    pair.server.send(chunk(3, 9, 0, 5))
+    pair.server.fail(Status.INTERNAL, "it has no more memory")
+    pair.to_client()
+    assert pair.client.state is pair.server.state is SessionState.CLOSED
+
+
+CONVERSATIONS: Final[dict[str, Callable[[Pair], None]]] = {
+    talk.__name__: talk for talk in (buckets, streaming, publishing, a_fault_of_the_server)
+}
+
+
+def _play(talk: Callable[[Pair], None], cut: Cut) -> Pair:
+    pair = Pair(window_bytes=WINDOW_BYTES_MIN, cut=cut)
+    talk(pair)
+    assert not pair.client.buffered
+    assert not pair.server.buffered
+    return pair
+
+
+@pytest.mark.parametrize("talk", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_both_sides_hear_what_was_said(talk: Callable[[Pair], None]) -> None:
+    """In order and once; but for what is dropped of a stream that was closed or has ended."""
+    pair = _play(talk, whole)
+    for side, droppable in (
+        ("client", {"PartitionStart", "PartitionChunk", "PartitionEnd"}),
+        ("server", {"CloseStream"}),
+    ):
+        said = iter([message for to, message in pair.said if to == side])
+        dropped: list[Message] = []
+        for to, message in pair.heard:
+            if to == side:
+                while (was_said := next(said)) != message:
+                    dropped.append(was_said)
+        dropped += said
+        assert {type(message).__name__ for message in dropped} <= droppable
+
+
+@pytest.mark.parametrize("talk", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_byte_by_byte_it_is_the_same(talk: Callable[[Pair], None]) -> None:
+    once, again = _play(talk, whole), _play(talk, bytewise)
+    assert again.heard == once.heard
+    assert portrait(again.client) == portrait(once.client)
+    assert portrait(again.server) == portrait(once.server)
+
+
+def _cut_by(lengths: list[int]) -> Cut:
+    """Cuts into pieces of these lengths, again and again."""
+
+    def cut(data: bytes) -> Iterable[bytes]:
+        at = number = 0
+        while at < len(data):
+            length = lengths[number % len(lengths)]
+            yield data[at : at + length]
+            at += length
+            number += 1
+
+    return cut
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(list(CONVERSATIONS.values())),
+    st.lists(st.one_of(st.integers(1, 40), st.integers(1, 2000)), min_size=1, max_size=20),
+)
+def test_split_at_random_it_is_the_same(talk: Callable[[Pair], None], lengths: list[int]) -> None:
+    once, again = _play(talk, whole), _play(talk, _cut_by(lengths))
+    assert again.heard == once.heard
+    assert portrait(again.client) == portrait(once.client)
+    assert portrait(again.server) == portrait(once.server)
+
+
+def test_the_streaming_conversation_in_full() -> None:
+    """What a client hears of it, in order: the guarantees in one picture."""
+    pair = _play(streaming, whole)
+    assert [_brief(message) for name, message in pair.heard if name == "client"] == [
+        "HelloReply",
+        *["PartitionLog"] * 4,
+        "Opened",
+        *["StreamReply"] * 5,
+        "PartitionStart 0: 0 to 7",
+        "PartitionChunk 0: 0 to 3",
+        "PartitionChunk 0: 3 to 7",
+        "PartitionEnd 0",
+        "PartitionStart 1: 15 to 20",
+        "PartitionChunk 1: 15 to 17",
+        "PartitionStart 1: 17 to 25",
+        "PartitionChunk 1: 17 to 25",
+        "PartitionEnd 1",
+        "PartitionStart 2: 10 to 11",
+        "PartitionChunk 2: 10 to 11",
+        "PartitionEnd 2",
+        "Completed 1",
+        "BarrierReply one ((0, 7), (1, 25), (2, 11))",
+        "BarrierReply two ((0, 7), (1, 25), (2, 11))",
+        # Of partition 0 nothing more is heard, and partition 1 ended before its end was asked for.
+        "StreamEnd 1",
+        "StreamEnd 0",
+        "Completed 2",
+        "BarrierReply three ((2, 11),)",
+        "StreamReply",
+        "PartitionStart 0: 7 to 9",
+        "PartitionChunk 0: 7 to 9",
+        "PartitionEnd 0",
+        "Completed 3",
+        "StreamEnd 0",
+    ]
+
+
+def _brief(message: Message) -> str:
+    text = type(message).__name__
+    if isinstance(message, PartitionChunk):
+        return f"{text} {message.partition}: {message.chunk.start} to {message.chunk.end}"
+    if isinstance(message, BarrierReply):
+        return f"{text} {message.cookie.decode()} {message.ends}"
+    if isinstance(message, Completed):
+        return f"{text} {message.cycle}"
+    if text == "PartitionStart":
+        return f"{text} {message.partition}: {message.start} to {message.end}"  # type: ignore[attr-defined]
+    if text in ("PartitionEnd", "StreamEnd"):
+        return f"{text} {message.partition}"
+    return text
+
+
+def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
+    pair = Pair.at(SessionState.OPEN)
+    pair.client.send(Noop())
+    data = b"".join(map(bytes, pair.client.take(0.0)))
+    bad = b"".join(map(bytes, SAMPLES[HelloReply].frame()))
+    pair.server.receive(data + bad + data, 0.0)
+    events = pair.server.events()
+    assert next(events) == Noop()
+    with pytest.raises(RemoteProtocolError):
+        next(events)
+    assert list(pair.server.events()) == []
+
+
+def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
+    pair = Pair.at(SessionState.STREAMING, window_bytes=WINDOW_BYTES_MIN)
+    pair.accept(3, 9)
+    pair.turn(3)
+    pair.server.send(start(3, 9, 0, 1000))
+    at = sent = 0
+    while pair.server.window.open:
+        message = chunk(3, 9, at, at + 10, b"x" * 100)
+        pair.server.send(message)
+        at += 10
+        sent += HEADER_BYTES + message.chunk.nbytes
+    assert WINDOW_BYTES_MIN <= sent < WINDOW_BYTES_MIN + 3000
+    pair.client_says(Get((b"key",), opaque=1))
+    pair.server.send(GetReply(HISTORY, 1, chunk(3, 0, 0, 1).chunk, opaque=1))
+    assert type(pair.to_client()[-1]) is GetReply
