@@ -221,7 +221,7 @@ class Outbox:
         starved = bool(self._turns) and not session.credit.open
         if not starved:
             self.starved_since = None
-        elif self.starved_since is None:
+        elif sent or self.starved_since is None:
             self.starved_since = now
         return sent
 

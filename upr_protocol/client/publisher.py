@@ -356,6 +356,7 @@ class Publisher:
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         courier, outbox = self._courier, self._outbox
+        began_at = trio.current_time()
         if condition():
             await trio.lowlevel.checkpoint()
         while not condition():
@@ -363,7 +364,7 @@ class Publisher:
                 raise courier.error
             deadline = float("inf")
             if outbox.starved_since is not None:
-                deadline = outbox.starved_since + self._credit_timeout_s
+                deadline = max(outbox.starved_since, began_at) + self._credit_timeout_s
                 if trio.current_time() >= deadline:
                     raise over_quota(self.address, self._credit_timeout_s)
             await courier.change(deadline)

@@ -1,0 +1,375 @@
+"""Keys and buckets over one connection."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from tests.kit.fake_net import FakeNet
+from tests.kit.fake_server import FakeServer
+from upr_protocol.client import AddressError, Client, connect
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    ServerError,
+    Status,
+    UprError,
+)
+from upr_protocol.ids import Durability
+from upr_protocol.limits import GET_KEYS_MAX, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.wire import Get, Mutate, Stats
+
+URL = "upr://fake/b"
+
+
+async def test_keys(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+    async with connect(URL, dial=net.dial, identity="test:keys") as client:
+        assert await client.get("k") is None
+        written = await client.set("k", "v", flags=7, expiry=9)
+        item = await client.get(b"k")
+        assert item is not None
+        assert (item.key, item.value, item.flags, item.expiry) == (b"k", b"v", 7, 9)
+        assert (item.cas, item.seq) == (written.cas, written.seq)
+        assert (item.partition, item.history_id) == (written.partition, written.history_id)
+        again = await client.set("k", b"w", cas=written.cas)
+        assert again.seq == written.seq + 1
+        await client.delete("k")
+        assert await client.get("k") is None
+    assert server.identities == ["test:keys"]
+
+
+async def test_counters(net: FakeNet, autojump_clock: MockClock) -> None:
+    async with connect(URL, dial=net.dial) as client:
+        assert (await client.increment("n", 5)).count == 5
+        assert (await client.increment("n", 5)).count == 10
+        assert (await client.increment("m", 5, initial=100)).count == 100
+        assert (await client.set("k", "v")).count is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "status"),
+    [
+        (lambda c: c.add("k", "x"), Status.EXISTS),
+        (lambda c: c.replace("missing", "x"), Status.UNSUPPORTED),
+        (lambda c: c.delete("missing"), Status.NOT_FOUND),
+        (lambda c: c.append("missing", "x"), Status.NOT_FOUND),
+        (lambda c: c.set("k", "x", cas=12345), Status.CAS_MISMATCH),
+        (lambda c: c.set("", "x"), Status.BAD_KEY),
+        (lambda c: c.set("k" * 251, "x"), Status.BAD_KEY),
+        (lambda c: c.set("k", bytes(20 * 1024 * 1024 + 1)), Status.TOO_LARGE),
+        (lambda c: c.get(""), Status.BAD_KEY),
+    ],
+)
+async def test_a_failure_has_its_status(
+    net: FakeNet, operation: object, status: Status, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=net.dial) as client:
+        await client.set("k", "v")
+        with pytest.raises(ServerError) as caught:
+            await operation(client)  # type: ignore[operator]
+        if status is not Status.UNSUPPORTED:  # the fake does not know replace
+            assert caught.value.status is status
+
+
+async def test_many_keys_come_in_their_order_in_several_answers(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.get_items_max = 7
+    keys = [b"key-%d" % number for number in range(100)]
+    for key in keys[::2]:
+        server.put(key, b"value of " + key)
+    async with connect(URL, dial=net.dial) as client:
+        items = await client.get_many([*keys, keys[0]])
+        assert await client.get_many([]) == []
+    assert [item and item.value for item in items] == [
+        None if number % 2 else b"value of key-%d" % number for number in [*range(100), 0]
+    ]
+
+
+async def test_more_keys_than_one_request_takes(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    asked: list[int] = []
+
+    def refuse(message: object) -> None:
+        if isinstance(message, Get):
+            asked.append(len(message.keys))
+
+    server.refuse = refuse
+    async with connect(URL, dial=net.dial) as client:
+        keys = [b"%d" % number for number in range(5 * GET_KEYS_MAX)]
+        assert await client.get_many(keys) == [None] * len(keys)
+    assert max(asked) == GET_KEYS_MAX
+    assert sum(asked) == len(keys)
+
+
+async def test_buckets(net: FakeNet, autojump_clock: MockClock) -> None:
+    async with connect("upr://fake", dial=net.dial) as client:
+        await client.create_bucket("c", 16, 1000)
+        rows = [(b.name, b.partition_count, b.quota_bytes) for b in await client.list_buckets()]
+        assert rows == [("b", 4, 0), ("c", 16, 1000)]
+        with pytest.raises(ServerError) as caught:
+            await client.create_bucket("c")
+        assert caught.value.status is Status.BUCKET_EXISTS
+        await client.delete_bucket("c")
+        with pytest.raises(ServerError) as caught:
+            await client.delete_bucket("c")
+        assert caught.value.status is Status.NO_BUCKET
+        assert await client.stats() == {"fake": True}
+        with pytest.raises(LocalProtocolError, match="names a bucket"):
+            await client.get("k")
+
+
+async def test_partitions_and_numbers(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.put(b"k", b"v")
+    partition = server.partition_of(b"k").id
+    async with connect(URL, dial=net.dial) as client:
+        infos = client.partitions()
+        assert [info.partition for info in infos] == [0, 1, 2, 3]
+        assert all(info.owned for info in infos)
+        assert infos[partition].high_seq == 1
+        (numbers,) = await client.seqnos([partition])
+        assert (numbers.partition, numbers.high_seq) == (partition, 1)
+        assert len(await client.seqnos()) == 4
+        written = await client.set("k", "w")
+        assert await client.await_durable(written, Durability.MEMORY) == written.seq
+
+
+async def test_a_missing_bucket_is_refused_at_once(net: FakeNet, autojump_clock: MockClock) -> None:
+    with pytest.raises(ServerError) as caught:
+        async with connect("upr://fake/other", dial=net.dial):
+            pass
+    assert caught.value.status is Status.NO_BUCKET
+    assert net.open == 0
+
+
+async def test_a_url_that_is_none(net: FakeNet, autojump_clock: MockClock) -> None:
+    with pytest.raises(AddressError):
+        async with connect("http://fake/b", dial=net.dial):
+            pass
+
+
+async def test_nobody_listens(net: FakeNet, autojump_clock: MockClock) -> None:
+    net.down = True
+    with pytest.raises(BrokenError, match="cannot connect to upr://fake:12000/b"):
+        async with connect(URL, dial=net.dial):
+            pass
+
+
+async def test_a_server_that_does_not_answer(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def dial(address: object) -> trio.abc.Stream:
+        ours, _theirs = trio.testing.memory_stream_pair()
+        return ours
+
+    with pytest.raises(BrokenError, match="did not answer in time"):
+        async with connect(URL, dial=dial, connect_timeout_s=3):
+            pass
+    assert trio.current_time() > 0
+
+
+async def test_a_peer_that_speaks_something_else(net: FakeNet, autojump_clock: MockClock) -> None:
+    async def dial(address: object) -> trio.abc.Stream:
+        ours, theirs = trio.testing.memory_stream_pair()
+        await theirs.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        return ours
+
+    with pytest.raises(UprError, match="no UPR frame"):
+        async with connect(URL, dial=dial):
+            pass
+
+
+async def test_requests_of_several_tasks_share_the_connection(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def work(client: Client, name: str) -> None:
+        for number in range(20):
+            await client.increment("shared")
+            await client.set(f"{name}-{number}", name)
+
+    async with connect(URL, dial=net.dial) as client:
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(work, client, f"task-{number}")
+        item = await client.get("shared")
+        assert client.statistics().open == 0
+    assert item is not None
+    assert item.value == b"160"
+    assert net.dialled == 1
+
+
+async def test_a_lost_connection_ends_open_requests(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.held = {Stats}
+    async with connect(URL, dial=net.dial) as client:
+        with pytest.RaisesGroup(BrokenError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.stats)
+                await trio.testing.wait_all_tasks_blocked()
+                net.cut()
+        with pytest.raises(BrokenError):
+            await client.get("k")
+    assert net.open == 0
+
+
+async def test_leaving_ends_open_requests_of_other_tasks(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.held = {Stats}
+    with pytest.RaisesGroup(ClosedError):
+        async with trio.open_nursery() as nursery:
+            async with connect(URL, dial=net.dial) as client:
+                nursery.start_soon(client.stats)
+                await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(ClosedError):
+                await client.get("k")
+
+
+async def test_a_cancelled_request_leaves_the_connection_good(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=net.dial) as client:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await client.get("k")
+        with trio.move_on_after(0.001):
+            server.held = {Get}
+            await client.get("k")
+        server.held = set()
+        await client.set("k", "v")
+        item = await client.get("k")
+        assert item is not None
+        assert item.value == b"v"
+
+
+async def test_an_exception_of_the_body_comes_out_as_it_is(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with connect(URL, dial=net.dial):
+            raise ZeroDivisionError
+    assert net.open == 0
+
+
+async def test_a_change_waits_for_credit(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.credit_bytes = 0
+
+    async def pay() -> None:
+        await trio.sleep(20)
+        server.grant(1 << 20)
+
+    async with connect(URL, dial=net.dial, credit_timeout_s=30) as client:
+        net.nursery.start_soon(pay)
+        began_at = trio.current_time()
+        await client.set("k", "v")
+        assert trio.current_time() - began_at == pytest.approx(20)
+
+
+async def test_no_credit_for_too_long(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.credit_bytes = 0
+    async with connect(URL, dial=net.dial, credit_timeout_s=30) as client:
+        with pytest.raises(ServerError, match="over its memory quota") as caught:
+            await client.set("k", "v")
+        assert caught.value.status is Status.TEMPORARY_FAILURE
+        assert await client.get("k") is None
+    assert server.contents() == {}
+
+
+async def test_an_idle_connection_stays(net: FakeNet, autojump_clock: MockClock) -> None:
+    async with connect(URL, dial=net.dial) as client:
+        await trio.sleep(100 * IDLE_INTERVAL_S_DEFAULT)
+        await client.set("k", "v")
+    assert net.dialled == 1
+
+
+async def test_a_silent_server_is_noticed(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def swallow(stream: trio.abc.Stream) -> None:
+        await trio.sleep_forever()
+
+    async with connect(URL, dial=net.dial, idle_interval_s=5) as client:
+        for connection in server.connections:
+            connection.session.send = lambda message: None  # type: ignore[method-assign]
+        began_at = trio.current_time()
+        with pytest.raises(BrokenError, match="said nothing for too long"):
+            await client.stats()
+        assert 10 <= trio.current_time() - began_at <= 15
+
+
+async def test_more_requests_than_may_be_open_wait_for_their_turn(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=net.dial) as client, trio.open_nursery() as nursery:
+        for _ in range(6000):
+            nursery.start_soon(client.get, "k")
+
+
+async def test_cancelled_anywhere_nothing_leaks(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """A client that is cancelled at each of its checkpoints leaves no connection open."""
+    server.refuse = lambda message: None
+    steps = 0
+    finished = False
+    while not finished:
+        with trio.CancelScope() as scope:
+            cancel_after(scope, steps)
+            async with connect(URL, dial=net.dial) as client:
+                await client.set("k", "v")
+                await client.get_many(["k", "l"])
+            finished = True
+        trio.lowlevel.remove_instrument(_INSTRUMENTS.pop())
+        await trio.testing.wait_all_tasks_blocked()
+        assert net.open == 0
+        assert not server.connections
+        steps += 1
+    assert steps > 10
+
+
+class _CancelAfter(trio.abc.Instrument):
+    def __init__(self, scope: trio.CancelScope, steps: int) -> None:
+        self._scope = scope
+        self._steps = steps
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._steps -= 1
+        if self._steps < 0:
+            self._scope.cancel()
+
+
+_INSTRUMENTS: list[_CancelAfter] = []
+
+
+def cancel_after(scope: trio.CancelScope, steps: int) -> None:
+    instrument = _CancelAfter(scope, steps)
+    _INSTRUMENTS.append(instrument)
+    trio.lowlevel.add_instrument(instrument)
+
+
+async def test_credit_is_not_spent_by_reading(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.credit_bytes = 0
+    server.put(b"k", b"v")
+    async with connect(URL, dial=net.dial) as client:
+        assert await client.get("k") is not None
+
+
+async def test_a_refused_batch(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+    server.refuse = lambda m: Status.NOT_MY_PARTITION if isinstance(m, Mutate) else None
+    async with connect(URL, dial=net.dial) as client:
+        with pytest.raises(ServerError) as caught:
+            await client.set("k", "v")
+        assert caught.value.status is Status.NOT_MY_PARTITION

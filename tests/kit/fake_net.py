@@ -1,0 +1,111 @@
+"""The way to a fake server: a network in memory, which can be cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import trio
+import trio.testing
+
+from tests.kit.fake_server import FakeServer
+
+ENDLESS: Final = 1 << 60
+
+
+class FakeNet:
+    """Connects to a `FakeServer`: `dial` is what clients are given.
+
+    Attributes:
+        server: The server.
+        budgets: For each connection to come, how many bytes it carries to the server and from it
+            before it is cut; when there are no more, connections last.
+        down: Whether connections are refused.
+        dialled: How many times a connection was asked for.
+        open: How many of the clients' ends are not closed.
+        nursery: Where the server runs, and whatever else a test wants to run beside it.
+    """
+
+    def __init__(self, nursery: trio.Nursery, server: FakeServer) -> None:
+        self.server = server
+        self.budgets: Iterator[tuple[int, int]] = iter(())
+        self.down = False
+        self.dialled = 0
+        self._ends: list[CuttableStream] = []
+        self.nursery = nursery
+
+    async def dial(self, address: object) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        self.dialled += 1
+        if self.down:
+            raise ConnectionRefusedError("the fake server is down")
+        ours, theirs = trio.testing.memory_stream_pair()
+        self.nursery.start_soon(self.server.serve, theirs)
+        end = CuttableStream(ours, *next(self.budgets, (ENDLESS, ENDLESS)))
+        self._ends.append(end)
+        return end
+
+    @property
+    def open(self) -> int:
+        return sum(not end.closed for end in self._ends)
+
+    def cut(self) -> None:
+        """Cuts every connection there is."""
+        for end in self._ends:
+            end.cut()
+
+
+class CuttableStream(trio.abc.Stream):
+    """A stream that breaks after so many bytes, each way."""
+
+    def __init__(
+        self,
+        stream: trio.StapledStream,
+        out_bytes: int = ENDLESS,
+        back_bytes: int = ENDLESS,
+    ) -> None:
+        self.closed = False
+        self._stream = stream
+        self._out_bytes = out_bytes
+        self._back_bytes = back_bytes
+
+    def cut(self) -> None:
+        send, receive = self._stream.send_stream, self._stream.receive_stream
+        assert isinstance(send, trio.testing.MemorySendStream)
+        assert isinstance(receive, trio.testing.MemoryReceiveStream)
+        send.close()
+        receive.close()
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        some = bytes(data)[: self._out_bytes]
+        self._out_bytes -= len(some)
+        try:
+            if some:
+                await self._stream.send_all(some)
+        except trio.ClosedResourceError as error:
+            raise _broken() from error
+        if len(some) < len(data):
+            self.cut()
+            raise _broken()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        if self._back_bytes <= 0:
+            self.cut()
+            raise _broken()
+        try:
+            data = await self._stream.receive_some(min(max_bytes or 65536, self._back_bytes))
+        except trio.ClosedResourceError as error:
+            raise _broken() from error
+        self._back_bytes -= len(data)
+        return bytes(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        self.closed = True
+        await self._stream.aclose()
+
+
+def _broken() -> trio.BrokenResourceError:
+    return trio.BrokenResourceError("the fake network cut the connection")

@@ -1,0 +1,142 @@
+"""A partition kept naively: a list of every mutation ever made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.wire import MutateReply
+
+
+class FakePartition:
+    """One partition of a `FakeServer`.
+
+    Attributes:
+        history: Every mutation ever made, by number.
+        log: The failover log.
+        applied: How many operations took effect, a repeated batch's not among them.
+    """
+
+    def __init__(self, partition: int, history_id: int) -> None:
+        self.id = PartitionId(partition)
+        self.state = PartitionState.ACTIVE
+        self.log = FailoverLog.of([(history_id, 0)])
+        self.history: list[Mutation] = []
+        self.applied = 0
+        self._answers: dict[bytes, dict[int, MutateReply]] = {}
+
+    @property
+    def high(self) -> SeqNo:
+        return self.history[-1].seq if self.history else SeqNo(0)
+
+    def contents(self, at: int | None = None) -> dict[bytes, bytes]:
+        """Key -> value as of the number `at`, or of now."""
+        found: dict[bytes, bytes] = {}
+        for mutation in self.history:
+            if at is not None and mutation.seq > at:
+                break
+            if mutation.op is Operation.SET:
+                found[mutation.key] = mutation.value
+            else:
+                found.pop(mutation.key, None)
+        return found
+
+    def newest(self, key: bytes) -> Mutation | None:
+        for mutation in reversed(self.history):
+            if mutation.key == key:
+                return mutation if mutation.op is Operation.SET else None
+        return None
+
+    def fail_over(self, history_id: int, at: int) -> None:
+        """A new history begins at the number `at`; what is above it is lost."""
+        self.history = [mutation for mutation in self.history if mutation.seq <= at]
+        self.log = self.log.branch(HistoryId(history_id), SeqNo(at))
+        self._answers.clear()
+
+    # Changes.
+
+    def mutate(self, chunk: Chunk, writer: bytes, counter: int) -> MutateReply | Status:
+        """Answers a batch; one that was here before gets its first answer."""
+        answers = self._answers.setdefault(writer, {})
+        if any(writer):
+            if counter in answers:
+                return answers[counter]
+            if answers and counter <= max(answers):
+                return Status.TOKEN_TOO_OLD
+        reply = self._apply(chunk)
+        if any(writer):
+            answers[counter] = reply
+            if len(answers) > 64:
+                del answers[min(answers)]
+        return reply
+
+    def _apply(self, chunk: Chunk) -> MutateReply:
+        first = self.high + 1
+        failures: list[tuple[int, int]] = []
+        counters: list[tuple[int, int]] = []
+        for index, request in enumerate(chunk):
+            done = self._one(request)
+            if isinstance(done, Status):
+                failures.append((index, done))
+                continue
+            op, value = done
+            seq = SeqNo(self.high + 1)
+            if request.op in (Operation.INCREMENT, Operation.DECREMENT):
+                counters.append((index, int(value)))
+            self.history.append(
+                Mutation(op, request.key, value, seq, Cas(seq), request.flags, request.expiry)
+            )
+            self.applied += 1
+        last = self.high
+        succeeded = last >= first
+        return MutateReply(
+            self.log.current,
+            SeqNo(first if succeeded else 0),
+            SeqNo(last if succeeded else 0),
+            Cas(first if succeeded else 0),
+            tuple(failures),
+            tuple(counters),
+        )
+
+    def _one(self, request: Mutation) -> tuple[Operation, bytes] | Status:
+        found = self.newest(request.key)
+        if request.cas and (found is None or found.cas != request.cas):
+            return Status.CAS_MISMATCH
+        if request.op is Operation.SET:
+            return Operation.SET, request.value
+        if request.op is Operation.ADD:
+            return (Operation.SET, request.value) if found is None else Status.EXISTS
+        if request.op is Operation.INCREMENT:
+            delta = CounterDelta.decode(request.value)
+            if found is None:
+                return Operation.SET, b"%d" % delta.initial
+            return Operation.SET, b"%d" % (int(found.value) + delta.delta)
+        if found is None:
+            return Status.NOT_FOUND
+        if request.op is Operation.DELETE:
+            return Operation.DELETE, b""
+        if request.op is Operation.APPEND:
+            return Operation.SET, found.value + request.value
+        return Status.UNSUPPORTED
+
+    # Streaming.
+
+    def snapshot(self, start: SeqNo, at_least: SeqNo, size: int) -> tuple[SeqNo, Iterator[Chunk]]:
+        """The end of a snapshot behind `start`, deduplicated, and its chunks of at most `size`."""
+        end = self.high
+        assert end >= at_least
+        newest = {mutation.key: mutation for mutation in self.history}
+        rows = [m for m in self.history if m.seq > start and newest[m.key] is m]
+        pieces = [rows[at : at + size] for at in range(0, len(rows), size)]
+
+        def chunks() -> Iterator[Chunk]:
+            at = start
+            for index, piece in enumerate(pieces):
+                through = end if index == len(pieces) - 1 else piece[-1].seq
+                yield Chunk.build(piece, at, through)
+                at = through
+
+        return end, chunks()

@@ -1,0 +1,389 @@
+"""A server that keeps the protocol's promises, and is otherwise as simple as can be.
+
+It has one bucket, speaks through a real `ServerSession`, and can be told to refuse things.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import attrs
+import msgspec
+import trio
+
+from tests.kit.fake_partition import FakePartition
+from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_protocol.errors import RemoteProtocolError, Status
+from upr_protocol.failover import FailoverLog, Retry, RollBack, decide_start
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Operation, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.wire import (
+    Await,
+    AwaitReply,
+    BucketDone,
+    CreateBucket,
+    Credit,
+    DeleteBucket,
+    Get,
+    GetReply,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    Open,
+    Opened,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionLog,
+    PartitionStart,
+    Refusal,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    StatsReply,
+    Stream,
+    StreamEnd,
+    StreamReply,
+)
+
+BUCKET = "b"
+
+_NOTHING = SeqNo(0)
+
+
+@attrs.define
+class _Stream:
+    seq: SeqNo
+    end_seq: SeqNo
+    at_least: SeqNo
+    opaque: int
+    end: SeqNo = _NOTHING
+    chunks: Iterator[Chunk] | None = None
+
+
+class FakeServer:
+    """See the module.
+
+    Attributes:
+        partitions: The bucket's partitions.
+        credit_bytes: What a client is granted when it opens the bucket; each `Mutate` is given
+        back. chunk_mutations: Mutations in a streamed chunk.
+        get_items_max: Items in one answer to `Get`.
+        refuse: Asked about each request; a status refuses it.
+        connections: Connections that are served now.
+        greeted: Connections that ever opened the bucket.
+        identities: Who they said they are.
+    """
+
+    def __init__(self, partition_count: int = 4) -> None:
+        self.partitions = [
+            FakePartition(number, 1000 + number) for number in range(partition_count)
+        ]
+        self.credit_bytes = 1 << 20
+        self.pays = True
+        self.chunk_mutations = 3
+        self.get_items_max = 4096
+        self.refuse: Callable[[Message], Status | None] = lambda _: None
+        self.connections: set[FakeConnection] = set()
+        self.greeted = 0
+        self.identities: list[str] = []
+        self.buckets: dict[str, tuple[int, int]] = {BUCKET: (partition_count, 0)}
+        self.held: set[type[Message]] = set()
+        """Requests that are never answered."""
+
+    def partition_of(self, key: bytes) -> FakePartition:
+        return self.partitions[partition_of(key, len(self.partitions))]
+
+    def contents(self) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for partition in self.partitions:
+            found |= partition.contents()
+        return found
+
+    def put(self, key: bytes, value: bytes, op: Operation = Operation.SET) -> None:
+        """One change, as another client would make it."""
+        builder = ChunkBuilder()
+        builder.append(op, key, value)
+        partition = self.partition_of(key)
+        partition.mutate(builder.build(), bytes(16), 0)
+        self.changed(partition.id)
+
+    def changed(self, partition: PartitionId) -> None:
+        for connection in self.connections:
+            connection.session.ready(partition)
+            connection.wake()
+
+    def end_streams(self, status: Status) -> None:
+        for connection in list(self.connections):
+            connection.end_streams(status)
+
+    def grant(self, nbytes: int) -> None:
+        for connection in self.connections:
+            connection.session.send(Credit(nbytes))
+            connection.wake()
+
+    async def serve(self, stream: trio.abc.Stream) -> None:
+        connection = FakeConnection(self, stream)
+        self.connections.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self.connections.discard(connection)
+            await trio.aclose_forcefully(stream)
+
+
+class FakeConnection:
+    """One connection to a `FakeServer`.
+
+    Attributes:
+        session: Its session.
+        counts: How many messages of each kind came.
+    """
+
+    def __init__(self, server: FakeServer, stream: trio.abc.Stream) -> None:
+        self.session = ServerSession("fake", now=trio.current_time())
+        self._server = server
+        self._stream = stream
+        self.counts: Counter[type[Message]] = Counter()
+        self._streams: dict[PartitionId, _Stream] = {}
+        self._turn: PartitionId | None = None
+        self._wake = trio.Event()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write, nursery.cancel_scope)
+            nursery.start_soon(self._read, nursery.cancel_scope)
+
+    async def _read(self, scope: trio.CancelScope) -> None:
+        try:
+            while data := bytes(await self._stream.receive_some(65536)):
+                self.session.receive(data, trio.current_time())
+                for message in self.session.events():
+                    self._handle(message)
+                self.wake()
+        except trio.BrokenResourceError:
+            pass
+        except RemoteProtocolError:
+            self.wake()
+            return
+        scope.cancel()
+
+    async def _write(self, scope: trio.CancelScope) -> None:
+        try:
+            while True:
+                self._step()
+                if outgoing := self.session.take(trio.current_time()):
+                    await self._stream.send_all(b"".join(outgoing))
+                elif self.session.state is SessionState.CLOSED:
+                    break
+                else:
+                    self._wake = trio.Event()
+                    with trio.move_on_at(self.session.keep_alive.next_check()):
+                        await self._wake.wait()
+                    if not self.session.tick(trio.current_time()):
+                        self.session.fail(Status.IDLE, "silent")
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        scope.cancel()
+
+    # Streaming.
+
+    def _step(self) -> None:
+        session = self.session
+        while session.outgoing_bytes < 4096 and session.window.open:
+            if self._turn is None:
+                self._turn = session.next_partition()
+                if self._turn is None:
+                    return
+            self._advance(self._turn)
+
+    def _advance(self, number: PartitionId) -> None:
+        stream, partition = self._streams[number], self._server.partitions[number]
+        opaque = stream.opaque
+        if stream.chunks is None:
+            if partition.high <= stream.seq and stream.at_least <= stream.seq:
+                self._turn = None
+                self.session.pass_turn()
+                return
+            stream.end, stream.chunks = partition.snapshot(
+                stream.seq, stream.at_least, self._server.chunk_mutations
+            )
+            self.session.send(
+                PartitionStart(
+                    partition.log.current, stream.seq, stream.end, _NOTHING, SnapshotKind.MEMORY,
+                    False, partition=number, opaque=opaque,
+                )
+            )  # fmt: skip
+            return
+        chunk = next(stream.chunks, None)
+        if chunk is not None:
+            self.session.send(PartitionChunk(chunk, partition=number, opaque=opaque))
+            return
+        stream.seq, stream.chunks = stream.end, None
+        self._turn = None
+        self.session.send(PartitionEnd(stream.end, partition=number, opaque=opaque))
+        if stream.end >= stream.end_seq:
+            self._end(number, Status.END_REACHED)
+        else:
+            self.session.ready(number)
+
+    def _end(self, number: PartitionId, status: Status) -> None:
+        stream = self._streams.pop(number)
+        if self._turn == number:
+            self._turn = None
+        self.session.send(StreamEnd(partition=number, opaque=stream.opaque, status=status))
+
+    def end_streams(self, status: Status) -> None:
+        for number in list(self._streams):
+            self._end(number, status)
+        self.wake()
+
+    # Requests.
+
+    def _handle(self, message: Message) -> None:
+        self.counts[type(message)] += 1
+        if type(message) in self._server.held:
+            return
+        if message.answers:
+            status = self._server.refuse(message)
+            if status is not None:
+                self._refuse(message, status)
+                return
+        name = f"_on_{type(message).__name__.lower()}"
+        if hasattr(self, name):
+            getattr(self, name)(message)
+
+    def _refuse(self, message: Message, status: Status) -> None:
+        reply: Message
+        if isinstance(message, Stream):
+            reply = StreamReply(
+                _NOTHING, "told to", FailoverLog(), partition=message.partition,
+                opaque=message.opaque, status=status,
+            )  # fmt: skip
+        else:
+            reply = Refusal(
+                "told to", partition=message.partition, opaque=message.opaque, status=status
+            )
+        self.session.send(reply)
+
+    def _on_open(self, message: Open) -> None:
+        server = self._server
+        if message.bucket != BUCKET or BUCKET not in server.buckets:
+            self._refuse(message, Status.NO_BUCKET)
+            return
+        server.greeted += 1
+        server.identities.append(self.session.client_identity)
+        for number in message.partitions or range(len(server.partitions)):
+            partition = server.partitions[number]
+            self.session.send(
+                PartitionLog(
+                    partition.state, partition.high, _NOTHING, _NOTHING, partition.log,
+                    partition=partition.id, opaque=message.opaque,
+                )
+            )  # fmt: skip
+        self.session.send(Opened(len(server.partitions), 1, opaque=message.opaque))
+        if server.credit_bytes:
+            self.session.send(Credit(server.credit_bytes))
+
+    def _on_stream(self, message: Stream) -> None:
+        partition = self._server.partitions[message.partition]
+        if partition.state is not message.state:
+            self._refuse(message, Status.WRONG_STATE)
+            return
+        decision = decide_start(partition.log, partition.high, _NOTHING, message.position)
+        if isinstance(decision, Retry):
+            status, seq = Status.SEQ_TOO_HIGH, partition.high
+        elif isinstance(decision, RollBack):
+            status, seq = Status.ROLLBACK, decision.ceiling
+        else:
+            status, seq = Status.OK, decision.seq
+        self.session.send(
+            StreamReply(
+                seq, decision.reason.value, partition.log, partition=partition.id,
+                opaque=message.opaque, status=status,
+            )
+        )  # fmt: skip
+        if isinstance(decision, Retry | RollBack):
+            return
+        self._streams[partition.id] = _Stream(
+            decision.seq, message.end_seq, decision.end_at_least, message.opaque
+        )
+        if message.end_seq <= decision.seq:
+            self._end(partition.id, Status.END_REACHED)
+        else:
+            self.session.ready(partition.id)
+
+    def _on_closestream(self, message: Message) -> None:
+        self._end(message.partition, Status.STREAM_CLOSED)
+
+    def _on_mutate(self, message: Mutate) -> None:
+        partition = self._server.partitions[message.partition]
+        reply = partition.mutate(message.chunk, message.writer, message.counter)
+        if isinstance(reply, Status):
+            self._refuse(message, reply)
+        else:
+            self.session.send(
+                msgspec.structs.replace(reply, partition=partition.id, opaque=message.opaque)
+            )
+            self._server.changed(partition.id)
+        if self._server.pays:
+            self.session.send(Credit(message.chunk.nbytes + 24 + 32))
+
+    def _on_get(self, message: Get) -> None:
+        partition = self._server.partitions[message.partition]
+        builder = ChunkBuilder()
+        for key in message.keys[: self._server.get_items_max]:
+            found = partition.newest(key)
+            if found is None:
+                builder.append(Operation.DELETE, key)
+            else:
+                builder.append(
+                    found.op, key, found.value, found.seq, found.cas, found.flags, found.expiry
+                )
+        seqs = builder.seqs
+        chunk = builder.build(_NOTHING, SeqNo(max(seqs)))
+        self.session.send(
+            GetReply(
+                partition.log.current, len(builder), chunk, partition=partition.id,
+                opaque=message.opaque,
+            )
+        )  # fmt: skip
+
+    def _on_seqnos(self, message: Seqnos) -> None:
+        rows = tuple(
+            (p.id, p.log.current, p.high, 0, 0)
+            for p in self._server.partitions
+            if not message.partitions or p.id in message.partitions
+        )
+        self.session.send(SeqnosReply(rows, opaque=message.opaque))
+
+    def _on_await(self, message: Await) -> None:
+        self.session.send(
+            AwaitReply(message.seq, partition=message.partition, opaque=message.opaque)
+        )
+
+    def _on_createbucket(self, message: CreateBucket) -> None:
+        if message.name in self._server.buckets:
+            self._refuse(message, Status.BUCKET_EXISTS)
+            return
+        self._server.buckets[message.name] = (message.partition_count, message.quota_bytes)
+        self.session.send(BucketDone(opaque=message.opaque))
+
+    def _on_deletebucket(self, message: DeleteBucket) -> None:
+        if message.name not in self._server.buckets:
+            self._refuse(message, Status.NO_BUCKET)
+            return
+        del self._server.buckets[message.name]
+        self.session.send(BucketDone(opaque=message.opaque))
+
+    def _on_listbuckets(self, message: ListBuckets) -> None:
+        rows = tuple((name, *row) for name, row in sorted(self._server.buckets.items()))
+        self.session.send(ListBucketsReply(rows, opaque=message.opaque))
+
+    def _on_stats(self, message: Stats) -> None:
+        self.session.send(StatsReply('{"fake": true}', opaque=message.opaque))
