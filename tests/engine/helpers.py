@@ -1,0 +1,95 @@
+"""Small things that the engine's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.ids import HistoryId, Operation, SeqNo
+from upr_server.engine import (
+    Bucket,
+    Cursor,
+    CursorItem,
+    MutateResult,
+    Partition,
+    SnapshotEnd,
+    SnapshotStart,
+)
+
+NOW = 1_000.0
+
+
+def new_bucket(partitions: int = 1) -> Bucket:
+    ids = count(1)
+    return Bucket("b", new_history_id=lambda: HistoryId(next(ids)), partition_count=partitions)
+
+
+def new_partition() -> Partition:
+    return new_bucket().partitions[0]
+
+
+def put(partition: Partition, *keys: bytes, value: bytes = b"v", now: float = NOW) -> MutateResult:
+    """One batch that sets `keys`."""
+    return partition.mutate(plain_chunk(keys, [value] * len(keys)), now=now)
+
+
+def send(partition: Partition, *rows: Mutation, now: float = NOW) -> MutateResult:
+    """One batch of `rows`."""
+    return partition.mutate(Chunk.build(rows), now=now)
+
+
+def request(
+    op: Operation, key: bytes = b"k", value: bytes = b"", *, cas: int = 0, expiry: int = 0
+) -> Mutation:
+    return Mutation(op, key, value, cas=cas, expiry=expiry)  # type: ignore[arg-type]
+
+
+def cursor_at(partition: Partition, start: int = 0, end_at_least: int = 0) -> Cursor:
+    registration = partition.manager.register(
+        "test", SeqNo(start), end_at_least=SeqNo(end_at_least)
+    )
+    assert registration.backfill is None
+    return registration.cursor
+
+
+def items(cursor: Cursor) -> Iterator[CursorItem]:
+    """What the cursor hands on until it waits."""
+    while (item := cursor.next()) is not None:
+        yield item
+
+
+def chunks(partition: Partition) -> list[Chunk]:
+    """All chunks, as a new cursor is handed them."""
+    cursor = cursor_at(partition)
+    found = [item for item in items(cursor) if isinstance(item, Chunk)]
+    cursor.close()
+    return found
+
+
+def transcript(handed_on: Iterable[CursorItem]) -> str:
+    """What a cursor handed on, in one line: `(0,3] key@2 other@3 .` and so on.
+
+    A tombstone has a minus before its key, an expiry a tilde; a range in which keys may repeat ends
+    with an asterisk; a dot is the snapshot's end.
+    """
+    words: list[str] = []
+    marks = {Operation.SET: "", Operation.DELETE: "-", Operation.EXPIRE: "~"}
+    for item in handed_on:
+        if isinstance(item, SnapshotStart):
+            words.append(f"({item.start},{item.end}]{'*' if item.may_repeat else ''}")
+        elif isinstance(item, Chunk):
+            words += [f"{marks[row.op]}{row.key.decode()}@{row.seq}" for row in item]
+        elif isinstance(item, SnapshotEnd):
+            words.append(".")
+        else:
+            words.append(f"backfill ({item.start},{item.end}]")
+    return " ".join(words)
+
+
+def read(partition: Partition, start: int = 0) -> str:
+    """The transcript of a new cursor that reads all there is."""
+    cursor = cursor_at(partition, start)
+    text = transcript(items(cursor))
+    cursor.close()
+    return text

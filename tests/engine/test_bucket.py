@@ -1,0 +1,122 @@
+"""Buckets: names, limits, accounting, and what making them costs."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from tests.engine.helpers import cursor_at, items, new_bucket, put, read, request, send
+from upr_protocol.chunk import CounterDelta, plain_chunk
+from upr_protocol.errors import Status
+from upr_protocol.ids import HistoryId, Operation, PartitionId
+from upr_server.engine import Bucket, BucketError, Buckets, Relief, WriterToken
+from upr_server.engine.quota import QUOTA_BYTES_MIN
+
+
+def new_buckets() -> Buckets:
+    ids = count(1)
+    return Buckets(lambda: HistoryId(next(ids)))
+
+
+def test_buckets_are_made_listed_and_deleted() -> None:
+    buckets = new_buckets()
+    second = buckets.create("second")
+    first = buckets.create("First-1.x_y", partition_count=3, quota_bytes=QUOTA_BYTES_MIN)
+    assert list(buckets) == [first, second]
+    assert len(buckets) == 2
+    assert "second" in buckets
+    assert buckets.get("second") is second
+    assert (len(second.partitions), len(first.partitions)) == (64, 3)
+    assert first.partition(PartitionId(2)) is first.partitions[2]
+    assert first.partition(PartitionId(3)) is None
+    assert buckets.delete("second") is second
+    assert buckets.get("second") is None
+    with pytest.raises(BucketError, match="no bucket") as missing:
+        buckets.delete("second")
+    assert missing.value.status is Status.NO_BUCKET
+    with pytest.raises(BucketError, match="exists") as present:
+        buckets.create("First-1.x_y")
+    assert present.value.status is Status.BUCKET_EXISTS
+    assert repr(first) == "<Bucket 'First-1.x_y' of 3 partitions>"
+
+
+def test_every_partition_has_a_history_of_its_own() -> None:
+    bucket = new_buckets().create("b")
+    assert len({partition.failover_log.current for partition in bucket.partitions}) == 64
+
+
+@pytest.mark.parametrize("name", ["", ".x", "a/b", "ä", "a b", "a\n", "a\0", "x" * 101])
+def test_names_that_are_no_file_names_are_refused(name: str) -> None:
+    with pytest.raises(BucketError, match="is no bucket name") as refused:
+        new_buckets().create(name)
+    assert refused.value.status is Status.BAD_ARGUMENT
+
+
+@pytest.mark.parametrize("name", ["x", "x" * 100, "-", "_.", "0"])
+def test_names_that_are_allowed(name: str) -> None:
+    assert new_buckets().create(name, 1).name == name
+
+
+@pytest.mark.parametrize("arguments", [(0,), (1025,), (64, QUOTA_BYTES_MIN - 1)])
+def test_arguments_out_of_range_are_refused(arguments: tuple[int, ...]) -> None:
+    buckets = new_buckets()
+    with pytest.raises(BucketError) as refused:
+        buckets.create("b", *arguments)
+    assert refused.value.status is Status.BAD_ARGUMENT
+    assert len(buckets) == 0
+
+
+def test_memory_is_counted_by_kind() -> None:
+    bucket = new_bucket(3)
+    assert bucket.memory.total == 0, "an idle partition holds nothing"
+    one, two, _ = bucket.partitions
+    put(one, *(b"%d" % number for number in range(100)))
+    send(two, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
+    one.mutate(plain_chunk([], []), now=0, writer=WriterToken(bytes(16), 1))
+    memory = bucket.memory.statistics()
+    assert memory["encoded"] == 0
+    assert all(memory[kind] for kind in memory if kind != "encoded")
+    bucket.check_invariants()
+    list(items(cursor_at(one)))
+    list(items(cursor_at(two)))
+    memory = bucket.memory.statistics()
+    assert (memory["arrays"], memory["counters"]) == (0, 0)
+    assert memory["encoded"]
+    bucket.check_invariants()
+    figures = bucket.statistics()
+    assert (figures["items"], figures["cursors"], figures["snapshots"]) == (101, 5, 5)
+
+
+def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
+    ids = count(1)
+    bucket = Bucket(
+        "b",
+        new_history_id=lambda: HistoryId(next(ids)),
+        partition_count=1,
+        quota_bytes=QUOTA_BYTES_MIN,
+    )
+    partition = bucket.partitions[0]
+    assert bucket.relief() is Relief.NOTHING
+    cursor = cursor_at(partition)
+    for _ in range(9):
+        put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
+        list(items(cursor))
+    assert bucket.relief() is Relief.COLLAPSE
+    while bucket.collapse_wanted:
+        bucket.collapse_step()
+    assert bucket.relief() is Relief.NOTHING
+    put(partition, *(b"more %d" % number for number in range(900)), value=bytes(960))
+    assert bucket.relief() is Relief.REFUSE_CREDIT
+
+
+def test_whoever_collapses_is_told_by_bucket() -> None:
+    ids = count(1)
+    told: list[str] = []
+    buckets = Buckets(lambda: HistoryId(next(ids)), lambda bucket: told.append(bucket.name))
+    bucket = buckets.create("b", 2)
+    for partition in bucket.partitions:
+        for _ in range(8):
+            put(partition, b"k")
+            read(partition, partition.snapshot_end)
+    assert told == ["b"]

@@ -1,0 +1,249 @@
+"""Collapsing: which snapshots, when, in what steps, and what comes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.helpers import chunks as all_chunks
+from tests.engine.helpers import (
+    cursor_at,
+    items,
+    new_bucket,
+    new_partition,
+    put,
+    read,
+    send,
+    transcript,
+)
+from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_server.engine import Partition, SnapshotStart
+from upr_server.engine.collapse import CHUNK_BYTES, COLLAPSE_SNAPSHOTS_MIN
+
+NOW = 1_000.0
+
+
+def leave_snapshots(partition: Partition, count: int, *keys: bytes) -> None:
+    """Each with `keys`; every one was read to its end by a cursor that is gone."""
+    for _ in range(count):
+        put(partition, *keys)
+        read(partition, partition.snapshot_end)
+
+
+def collapse(partition: Partition, budget: int = 100) -> int:
+    steps = 0
+    while partition.manager.collapse_wanted:
+        partition.manager.collapse_step(budget)
+        partition.check_invariants()
+        steps += 1
+    return steps
+
+
+def test_small_snapshots_are_collapsed_eight_at_a_time() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, COLLAPSE_SNAPSHOTS_MIN - 1, b"a")
+    assert not partition.manager.collapse_wanted
+    leave_snapshots(partition, 1, b"a", b"b")
+    assert partition.manager.collapse_wanted
+    collapse(partition)
+    assert len(partition.manager) == 2
+    assert read(partition) == "(0,9] a@8 b@9 ."
+    assert partition.manager.statistics()["collapses"] == 1
+
+
+def test_the_newer_item_wins_and_deletions_stay() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b", b"c")
+    read(partition)
+    send(partition, Mutation(Operation.DELETE, b"a"))
+    leave_snapshots(partition, 7, b"c")
+    collapse(partition)
+    assert read(partition) == "(0,11] b@2 -a@4 c@11 ."
+
+
+def test_somebody_is_told_when_there_is_something_to_collapse() -> None:
+    told: list[int] = []
+    partition = Partition(
+        PartitionId(0), lambda: HistoryId(1), on_collapsible=lambda: told.append(1)
+    )
+    leave_snapshots(partition, 8, b"a")
+    assert told == [1]
+    leave_snapshots(partition, 30, b"a")
+    assert told == [1], "and not again before it was done"
+    collapse(partition)
+    leave_snapshots(partition, 8, b"a")
+    assert told == [1, 1]
+
+
+def test_a_bucket_collapses_its_partitions_in_turn() -> None:
+    told: list[int] = []
+    bucket = new_bucket(3)
+    bucket._on_collapsible = lambda: told.append(1)
+    assert not bucket.collapse_step()
+    for number in (2, 0):
+        leave_snapshots(bucket.partitions[number], 8, b"a")
+    assert told == [1]
+    assert bucket.collapse_wanted
+    steps = 0
+    while bucket.collapse_wanted:
+        steps += 1
+        assert bucket.collapse_step(3) == bucket.collapse_wanted
+        bucket.check_invariants()
+    assert steps > 4
+    assert [len(partition.manager) for partition in bucket.partitions] == [2, 1, 2]
+
+
+def test_nothing_is_collapsed_that_somebody_stands_in() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 4, b"a")
+    inside = cursor_at(partition, 3)
+    inside.next()
+    leave_snapshots(partition, 7, b"a")
+    assert not partition.manager.collapse_wanted, "3 on one side, 7 on the other"
+    leave_snapshots(partition, 1, b"a")
+    collapse(partition)
+    assert transcript(items(inside)) == "a@4 . (4,12] a@12 ."
+    assert read(partition) == "(0,1] a@1 . (1,2] a@2 . (2,3] a@3 . (3,4] a@4 . (4,12] a@12 ."
+
+
+def test_a_cursor_at_the_front_of_the_first_stays_there() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 4, b"a")
+    front = cursor_at(partition, 4)
+    leave_snapshots(partition, 8, b"a", b"b")
+    collapse(partition)
+    assert len(partition.manager) == 6
+    assert transcript(items(front)) == "(4,20] a@19 b@20 ."
+
+
+def test_a_cursor_that_leaves_makes_its_place_collapsible() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 4, b"a")
+    for leave in ("end", "close"):
+        cursor = cursor_at(partition, partition.high_seq)
+        leave_snapshots(partition, 4, b"a")
+        cursor.next()
+        assert not partition.manager.collapse_wanted
+        if leave == "close":
+            cursor.close()
+        else:
+            transcript(items(cursor))
+        assert partition.manager.collapse_wanted
+        collapse(partition)
+        leave_snapshots(partition, 4, b"a")
+
+
+@pytest.mark.parametrize(
+    ("start", "meanwhile", "afterwards"),
+    [
+        pytest.param(0, 1, "(0,3] a@1 b@2 c@3 . (3,30] a@28 b@29 c@30 .", id="the first"),
+        pytest.param(13, 0, "(0,30] a@28 b@29 c@30 .", id="one in the middle"),
+        pytest.param(27, 1, "(0,27] a@25 b@26 c@27 . (27,30] a@28 b@29 c@30 .", id="the last"),
+    ],
+)
+def test_a_collapse_is_given_up_when_somebody_enters(
+    start: int, meanwhile: int, afterwards: str
+) -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 10, b"a", b"b", b"c")
+    cursor = cursor_at(partition)
+    assert partition.manager.collapse_step(4)
+    if start:
+        cursor.close()
+        cursor = cursor_at(partition, start)
+    else:
+        cursor.next()
+    collapse(partition, 4)
+    assert partition.manager.statistics()["collapses"] == meanwhile
+    cursor.close()
+    collapse(partition, 4)
+    assert read(partition) == afterwards
+
+
+def test_a_cursor_may_come_and_go_while_a_collapse_is_under_way() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 10, b"a", b"b", b"c")
+    partition.manager.collapse_step(4)
+    assert read(partition).count(".") == 10
+    collapse(partition, 4)
+    assert read(partition) == "(0,30] a@28 b@29 c@30 ."
+
+
+def test_a_collapse_is_given_up_when_its_snapshots_are_freed() -> None:
+    partition = new_partition()
+    disk = partition.manager.persistence
+    leave_snapshots(partition, 10, b"a", b"b", b"c")
+    partition.manager.collapse_step(4)
+    transcript(items(disk))
+    disk.commit(SeqNo(9))
+    collapse(partition, 4)
+    disk.commit(SeqNo(30))
+    collapse(partition, 4)
+    assert len(partition.manager) == 1
+
+
+def test_steps_are_bounded() -> None:
+    partition = new_partition()
+    keys = [b"%d" % number for number in range(500)]
+    leave_snapshots(partition, 8, *keys)
+    assert collapse(partition, budget=400) >= 8
+
+
+def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:
+    keys = [b"key %6d" % number for number in range(low, high)]
+    for at in range(0, len(keys), 500):
+        piece = keys[at : at + 500]
+        partition.mutate(plain_chunk(piece, [bytes(size)] * len(piece)), now=NOW)
+    read(partition, partition.snapshot_end)
+
+
+def test_large_snapshots_are_collapsed_by_their_size() -> None:
+    partition = new_partition()
+    big(partition, 0, 3000)
+    big(partition, 0, 1000)
+    assert not partition.manager.collapse_wanted, "a third of it is not worth rewriting it"
+    big(partition, 500, 1500)
+    assert partition.manager.collapse_wanted
+    collapse(partition, 2000)
+    assert len(partition.manager) == 2
+    assert partition.table.items == 3000
+    assert read(partition).count("@") == 3000
+
+
+def test_long_chunks_of_which_nothing_goes_are_shared_not_copied() -> None:
+    partition = new_partition()
+    big(partition, 0, 2000)
+    before = all_chunks(partition)
+    big(partition, 1900, 3100)
+    collapse(partition, 2000)
+    after = all_chunks(partition)
+    assert after[0] is before[0]
+    assert after[1] is before[1]
+    assert sum(chunk.count for chunk in after) == 3100
+
+
+def test_chunks_that_result_are_neither_short_nor_long() -> None:
+    partition = new_partition()
+    for low in range(0, 4000, 500):
+        big(partition, low, low + 500, 100)
+    collapse(partition, 2000)
+    chunks = all_chunks(partition)
+    assert sum(chunk.count for chunk in chunks) == 4000
+    assert all(chunk.nbytes <= CHUNK_BYTES * 1.1 for chunk in chunks)
+    assert len(chunks) <= 2 * sum(chunk.nbytes for chunk in chunks) / CHUNK_BYTES + 1
+
+
+def test_what_was_superseded_whole_leaves_no_hole() -> None:
+    partition = new_partition()
+    big(partition, 0, 1000)
+    big(partition, 0, 1000)
+    big(partition, 0, 1000)
+    collapse(partition, 2000)
+    cursor = cursor_at(partition)
+    start = cursor.next()
+    assert isinstance(start, SnapshotStart)
+    assert (start.start, start.end) == (0, 3000)
+    chunks = [item for item in items(cursor) if isinstance(item, Chunk)]
+    assert chunks[0].start == 0
+    assert min(chunk.count for chunk in chunks) > 0
+    assert sum(chunk.count for chunk in chunks) == 1000

@@ -1,0 +1,378 @@
+"""Cursors, one rule at a time. See `helpers.transcript` for the notation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.helpers import cursor_at, items, new_partition, put, read, send, transcript
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.ids import Operation, SeqNo, SnapshotKind
+from upr_server.engine import BackfillNeeded, NotInMemory, SnapshotEnd, SnapshotStart
+
+
+def test_a_snapshot_has_a_start_its_mutations_and_an_end() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    cursor = cursor_at(partition)
+    assert cursor.next() == SnapshotStart(SeqNo(0), SeqNo(2), SnapshotKind.MEMORY, False)
+    chunk = cursor.next()
+    assert isinstance(chunk, Chunk)
+    assert [(row.key, row.seq) for row in chunk] == [(b"a", 1), (b"b", 2)]
+    assert cursor.next() == SnapshotEnd(SeqNo(2))
+    assert not cursor.has_next
+    assert cursor.next() is None
+
+
+def test_the_open_snapshot_keeps_the_newest_of_each_key() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    put(partition, b"a")
+    put(partition, b"c", b"c")
+    assert read(partition) == "(0,5] b@2 a@3 c@5 ."
+
+
+def test_entering_the_open_snapshot_closes_it_for_everybody() -> None:
+    partition = new_partition()
+    put(partition, b"a")
+    first, second = cursor_at(partition), cursor_at(partition)
+    assert isinstance(first.next(), SnapshotStart)
+    put(partition, b"a", b"b")
+    assert partition.snapshot_end == 1
+    assert transcript(items(first)) == "a@1 . (1,3] a@2 b@3 ."
+    assert transcript(items(second)) == "(0,1] a@1 . (1,3] a@2 b@3 ."
+
+
+def test_registering_closes_nothing() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b", b"c")
+    for start in (0, 1, 3):
+        cursor_at(partition, start)
+    put(partition, b"a")
+    assert partition.snapshot_end == 0
+    assert read(partition) == "(0,4] b@2 c@3 a@4 ."
+
+
+def test_all_share_the_same_chunks() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    chunks = [
+        [item for item in items(cursor_at(partition)) if isinstance(item, Chunk)] for _ in range(2)
+    ]
+    assert chunks[0][0] is chunks[1][0]
+
+
+def test_who_waits_is_woken_once_and_the_snapshot_stays_open_until_it_reads() -> None:
+    partition = new_partition()
+    woken: list[str] = []
+    cursors = [
+        partition.manager.register(name, SeqNo(0), on_ready=lambda name=name: woken.append(name))  # type: ignore[misc]
+        for name in ("first", "second", "never asks")
+    ]
+    for registration in cursors[:2]:
+        assert registration.cursor.next() is None
+        assert registration.cursor.next() is None
+    put(partition, b"a")
+    assert woken == ["first", "second"]
+    put(partition, b"a", b"b")
+    assert woken == ["first", "second"]
+    assert transcript(items(cursors[0].cursor)) == "(0,3] a@2 b@3 ."
+    put(partition, b"c")
+    assert woken == ["first", "second", "first"]
+
+
+def test_poll_waits_without_reading() -> None:
+    partition = new_partition()
+    woken: list[int] = []
+    cursor = partition.manager.register("poll", SeqNo(0), on_ready=lambda: woken.append(1)).cursor
+    assert not cursor.poll()
+    put(partition, b"a")
+    assert woken == [1]
+    assert cursor.poll()
+    assert partition.snapshot_end == 0, "polling closes nothing"
+
+
+def test_a_batch_that_fails_whole_wakes_nobody() -> None:
+    partition = new_partition()
+    woken: list[int] = []
+    cursor = partition.manager.register("w", SeqNo(0), on_ready=lambda: woken.append(1)).cursor
+    assert cursor.next() is None
+    send(partition, Mutation(Operation.DELETE, b"missing"))
+    put(partition)
+    assert not woken
+    assert not cursor.has_next
+
+
+@pytest.mark.parametrize("batch", [3, 100])
+def test_resuming_inside_a_closed_snapshot(batch: int) -> None:
+    partition = new_partition()
+    put(partition, *(b"%d" % number for number in range(batch)))
+    read(partition)
+    text = read(partition, 2)
+    assert text.startswith(f"(2,{batch}] 2@3")
+    assert text.endswith(f"{batch - 1}@{batch} .")
+    assert read(partition, batch) == ""
+
+
+def test_resuming_inside_the_open_snapshot() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b", b"c")
+    cursor = cursor_at(partition, 2)
+    put(partition, b"a")
+    assert transcript(items(cursor)) == "(2,4] c@3 a@4 ."
+
+
+def test_resuming_at_the_end_of_the_open_snapshot_waits_without_closing_it() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    cursor = cursor_at(partition, 2)
+    assert cursor.next() is None
+    put(partition, b"a")
+    assert partition.snapshot_end == 0
+    assert transcript(items(cursor)) == "(2,3] a@3 ."
+    assert read(partition) == "(0,3] b@2 a@3 ."
+
+
+def test_who_has_all_of_the_open_snapshot_moves_on_when_another_closes_it() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    cursor = cursor_at(partition, 2)
+    assert cursor.next() is None
+    assert read(partition) == "(0,2] a@1 b@2 ."
+    assert not cursor.has_next
+    partition.check_invariants()
+    put(partition, b"a")
+    assert transcript(items(cursor)) == "(2,3] a@3 ."
+
+
+def test_end_at_least_makes_one_snapshot_of_several() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    read(partition)
+    put(partition, b"a", b"c")
+    read(partition)
+    put(partition, b"a")
+    put(partition, b"d")
+    for start, end_at_least, expected in [
+        (1, 2, "(1,2] b@2 . (2,4] a@3 c@4 . (4,6] a@5 d@6 ."),
+        (1, 3, "(1,4]* b@2 a@3 c@4 . (4,6] a@5 d@6 ."),
+        (2, 4, "(2,4] a@3 c@4 . (4,6] a@5 d@6 ."),
+        (0, 5, "(0,6]* a@1 b@2 a@3 c@4 a@5 d@6 ."),
+    ]:
+        cursor = cursor_at(partition, start, end_at_least)
+        assert transcript(items(cursor)) == expected
+        cursor.close()
+        partition.check_invariants()
+
+
+def test_end_at_least_holds_what_it_announced() -> None:
+    partition = new_partition()
+    for _ in range(12):
+        put(partition, b"a", b"b")
+        read(partition)
+    while partition.manager.collapse_wanted:
+        partition.manager.collapse_step(1000)
+    for _ in range(12):
+        put(partition, b"a", b"b")
+        read(partition)
+    end = partition.high_seq - 3
+    cursor = cursor_at(partition, 1, end)
+    start = cursor.next()
+    assert isinstance(start, SnapshotStart)
+    while partition.manager.collapse_wanted:
+        partition.manager.collapse_step(1000)
+    assert transcript(items(cursor)).count(".") >= 1
+    assert cursor.seq == partition.high_seq
+
+
+@pytest.mark.parametrize(("start", "end_at_least"), [(3, 0), (0, 3)])
+def test_nothing_above_the_high_number_can_be_asked_for(start: int, end_at_least: int) -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    with pytest.raises(ValueError, match="above the high number 2"):
+        cursor_at(partition, start, end_at_least)
+
+
+def test_a_closed_cursor_hands_on_nothing() -> None:
+    partition = new_partition()
+    put(partition, b"a")
+    cursor = cursor_at(partition)
+    cursor.next()
+    cursor.close()
+    cursor.close()
+    assert partition.manager.cursor_count == 1
+    with pytest.raises(ValueError, match="closed"):
+        cursor.next()
+    partition.check_invariants()
+
+
+def test_a_waiting_cursor_that_is_closed_is_not_woken() -> None:
+    partition = new_partition()
+    woken: list[int] = []
+    cursor = partition.manager.register("w", SeqNo(0), on_ready=lambda: woken.append(1)).cursor
+    cursor.next()
+    cursor.close()
+    put(partition, b"a")
+    assert not woken
+
+
+# The cursor for the disk.
+
+
+def test_nothing_is_freed_before_the_disk_has_it() -> None:
+    partition = new_partition()
+    put(partition, b"a")
+    read(partition)
+    put(partition, b"b")
+    read(partition)
+    assert partition.manager.oldest == 0
+    assert read(partition) == "(0,1] a@1 . (1,2] b@2 ."
+
+
+def test_the_disk_advances_by_commit_only() -> None:
+    partition = new_partition()
+    manager, disk = partition.manager, partition.manager.persistence
+    put(partition, b"a")
+    assert transcript(items(disk)) == "(0,1] a@1 ."
+    put(partition, b"b")
+    assert transcript(items(disk)) == "(1,2] b@2 ."
+    assert (manager.oldest, disk.committed) == (0, 0)
+    disk.commit(SeqNo(1))
+    assert (manager.oldest, disk.committed) == (1, 1)
+    disk.commit(SeqNo(2))
+    assert (manager.oldest, disk.committed) == (2, 2)
+    assert manager.statistics()["freed"] == 2
+    partition.check_invariants()
+    with pytest.raises(NotInMemory):
+        manager.find(1)
+
+
+@pytest.mark.parametrize("through", [0, 1, 3, 4, 5])
+def test_only_the_end_of_a_snapshot_that_was_read_can_be_committed(through: int) -> None:
+    partition = new_partition()
+    disk = partition.manager.persistence
+    put(partition, b"a", b"b")
+    assert transcript(items(disk)) == "(0,2] a@1 b@2 ."
+    put(partition, b"c", b"d")
+    disk.next()
+    disk.next()
+    assert disk.seq == 4, "all of it was read, but not its end"
+    with pytest.raises(ValueError, match="is not the end of a snapshot that was read"):
+        disk.commit(SeqNo(through))
+    disk.commit(SeqNo(2))
+    disk.next()
+    disk.commit(SeqNo(4))
+
+
+def test_a_reader_holds_what_the_disk_has_already() -> None:
+    partition = new_partition()
+    disk = partition.manager.persistence
+    put(partition, b"a")
+    slow = cursor_at(partition)
+    list(items(disk))
+    disk.commit(SeqNo(1))
+    assert partition.manager.oldest == 0
+    assert transcript(items(slow)) == "(0,1] a@1 ."
+    assert partition.manager.oldest == 1
+
+
+def test_what_is_freed_must_come_from_disk_first() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    disk = partition.manager.persistence
+    list(items(disk))
+    disk.commit(SeqNo(2))
+    put(partition, b"c")
+    registration = partition.manager.register("late", SeqNo(1))
+    assert registration.backfill == BackfillNeeded(SeqNo(1), SeqNo(2))
+    assert transcript(items(registration.cursor)) == "(2,3] c@3 ."
+
+
+def test_a_slow_cursor_is_dropped_and_told_to_backfill() -> None:
+    partition = new_partition()
+    manager, disk = partition.manager, partition.manager.persistence
+    put(partition, b"a", b"b")
+    slow, other = cursor_at(partition, 1), cursor_at(partition, 0)
+    slow.next()
+    list(items(disk))
+    assert not manager.may_drop(slow), "the disk still needs it"
+    with pytest.raises(ValueError, match="may not be dropped"):
+        manager.drop(slow)
+    disk.commit(SeqNo(2))
+    assert manager.may_drop(slow)
+    manager.drop(slow)
+    assert not manager.may_drop(slow)
+    manager.drop(other)
+    assert manager.oldest == 2
+    assert slow.has_next
+    assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
+    assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
+    assert other.next() == BackfillNeeded(SeqNo(0), SeqNo(2))
+    assert manager.statistics()["dropped"] == 2
+    slow.close()
+    with pytest.raises(ValueError, match="closed"):
+        slow.next()
+    partition.check_invariants()
+
+
+def test_some_cursors_are_never_dropped() -> None:
+    partition = new_partition()
+    manager, disk = partition.manager, partition.manager.persistence
+    put(partition, b"a")
+    kept = manager.register("index", SeqNo(0), droppable=False).cursor
+    list(items(disk))
+    disk.commit(SeqNo(1))
+    assert not manager.may_drop(kept)
+    assert not manager.may_drop(disk)
+    kept.close()
+    assert not manager.may_drop(kept)
+
+
+# Counters.
+
+
+def increment(key: bytes) -> Mutation:
+    return Mutation(Operation.INCREMENT, key, CounterDelta(1).encode())
+
+
+def test_documents_and_counters_come_in_one_order() -> None:
+    partition = new_partition()
+    send(partition, increment(b"n"), Mutation(Operation.SET, b"a"), increment(b"m"))
+    put(partition, b"b")
+    send(partition, increment(b"n"), Mutation(Operation.SET, b"c"))
+    assert read(partition) == "(0,6] a@2 m@3 b@4 n@5 c@6 ."
+
+
+def test_a_counter_set_is_a_document_and_an_incremented_document_a_counter() -> None:
+    partition = new_partition()
+    send(partition, increment(b"n"), increment(b"m"))
+    put(partition, b"n", value=b"7")
+    figures = partition.manager.open.statistics()
+    assert (figures["counters"], figures["arrays"]) == (1, 1)
+    send(partition, increment(b"n"))
+    figures = partition.manager.open.statistics()
+    assert (figures["counters"], figures["keys"]) == (2, 2)
+    assert read(partition) == "(0,4] m@2 n@4 ."
+
+
+def test_an_increment_takes_no_more_memory_than_the_one_before() -> None:
+    partition = new_partition()
+    send(partition, increment(b"n"))
+    one = partition.manager.open.nbytes
+    for _ in range(300):
+        send(partition, increment(b"n"))
+    assert partition.manager.open.nbytes <= one + 2
+    assert read(partition) == "(0,301] n@301 ."
+
+
+def test_many_counters_are_divided_among_chunks() -> None:
+    partition = new_partition()
+    put(partition, b"before")
+    for low in range(0, 5000, 500):
+        send(partition, *(increment(b"%d" % number) for number in range(low, low + 500)))
+        put(partition, b"doc %d" % low)
+    cursor = cursor_at(partition)
+    counts = [item.count for item in items(cursor) if isinstance(item, Chunk)]
+    assert sum(counts) == 5011
+    assert len(counts) > 4
+    assert max(counts) < 1100
+    partition.check_invariants()

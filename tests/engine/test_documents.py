@@ -1,0 +1,228 @@
+"""Document arrays, the window over the newest of them, and what tidying does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.helpers import NOW, new_partition, put, read, request, send
+from tests.engine.helpers import chunks as all_chunks
+from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta, Mutation, plain_chunk
+from upr_protocol.ids import Cas, Operation, SeqNo
+from upr_server.engine.documents import FillingArray, NumberedArray, PublishedArray
+from upr_server.engine.window import Window
+
+
+def row(seq: int, key: bytes = b"k", value: bytes = b"v") -> Mutation:
+    return Mutation(Operation.SET, key, value, SeqNo(seq), Cas(seq + 100), 3, 4)
+
+
+def filling(*seqs: int) -> FillingArray:
+    array = FillingArray(SeqNo(seqs[0]))
+    for seq in seqs:
+        array.append(row(seq, b"k%d" % seq))
+    return array
+
+
+def published(first: int, count: int) -> PublishedArray:
+    chunk = plain_chunk([b"k%d" % (first + n) for n in range(count)], [b"v"] * count)
+    return PublishedArray(chunk, SeqNo(first), Cas(first + 100))
+
+
+def test_a_published_array_numbers_its_mutations_on_end() -> None:
+    array = published(5, 3)
+    assert (array.first, array.last, array.count) == (5, 7, 3)
+    assert [array.index(number) for number in (5, 6, 7)] == [0, 1, 2]
+    found = array.mutation(1)
+    assert (found.seq, found.cas, found.key) == (6, 106, b"k6")
+    chunk = array.whole(SeqNo(4), SeqNo(9))
+    chunk.check()
+    assert [(r.seq, r.cas) for r in chunk] == [(5, 105), (6, 106), (7, 107)]
+    for number in (4, 8):
+        with pytest.raises(KeyError):
+            array.index(number)
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_filled_array_finds_its_mutations(seal: bool) -> None:
+    unsealed = filling(2, 5, 9)
+    array = unsealed.sealed() if seal else unsealed
+    array.check_invariants()
+    assert [array.index(number) for number in (2, 5, 9)] == [0, 1, 2]
+    assert array.mutation(1) == row(5, b"k5")
+    for number in (1, 3, 10):
+        with pytest.raises(KeyError):
+            array.index(number)
+
+
+@pytest.mark.parametrize("kind", ["published", "filling", "numbered"])
+def test_what_is_skipped_is_not_copied(kind: str) -> None:
+    window = Window()
+    window.extend(SeqNo(1), 12)
+    arrays = {
+        "published": published(3, 4),
+        "filling": filling(3, 4, 5, 6),
+        "numbered": filling(3, 4, 5, 6).sealed(),
+    }
+    array = arrays[kind]
+    window.skip(4)
+    window.skip(6)
+    array.settle(window)
+    array.check_invariants()
+    assert (array.live, array.live_bytes) == (2, array.nbytes // 2)
+    assert not array.is_whole_in(0, 20)
+    builder = ChunkBuilder()
+    array.copy_into(builder, 2, 6)
+    assert [(r.seq, r.cas) for r in builder.build()] == [(3, 103), (5, 105)]
+
+
+def test_a_sparse_array_takes_its_flags_by_number() -> None:
+    window = Window()
+    window.extend(SeqNo(1), 12)
+    for number in (3, 8, 9):
+        window.skip(number)
+    array = filling(2, 3, 9, 11)
+    array.settle(window)
+    assert array.skip == bytearray([0, 1, 1, 0])
+    builder = ChunkBuilder()
+    array.copy_into(builder, 2, 20)
+    assert builder.seqs.tolist() == [11]
+
+
+def test_an_array_can_be_read_in_two_parts() -> None:
+    array = filling(2, 3, 9, 11)
+    array.skip = bytearray(4)
+    for after, through, expected in ((0, 3, [2, 3]), (3, 10, [9]), (4, 8, []), (9, 11, [11])):
+        builder = ChunkBuilder()
+        array.copy_into(builder, after, through)
+        assert builder.seqs.tolist() == expected
+
+
+def test_a_replaced_tail_leaves_nothing() -> None:
+    array = filling(2, 3)
+    size = array.nbytes
+    freed = array.pop()
+    array.append(row(4, b"k3"))
+    assert array.nbytes == size
+    assert freed == 33 + 3
+    array.check_invariants()
+    assert list(array.numbers()) == [2, 4]
+
+
+def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
+    chunk = Chunk.build([row(3), row(4)])
+    array = NumberedArray(chunk)
+    assert array.whole(chunk.start, chunk.end) is chunk
+    wider = array.whole(SeqNo(0), SeqNo(9))
+    assert (wider.start, wider.end, wider.count) == (0, 9, 2)
+
+
+# The window.
+
+
+def test_the_window_begins_anew_when_it_was_empty() -> None:
+    window = Window()
+    assert not window
+    window.extend(SeqNo(5), 2)
+    window.extend(SeqNo(7), 1)
+    assert (window.base, len(window)) == (5, 3)
+    assert 4 not in window
+    assert 5 in window
+    window.skip(6)
+    assert (window.skipped(5, 7), window.skipped(7, 7)) == (1, 0)
+    window.leave(6)
+    assert (window.base, window.flags) == (6, bytearray([1, 0]))
+    window.clear(6, 6)
+    assert window.skipped(6, 7) == 0
+    window.flags.clear()
+    window.extend(SeqNo(20), 1)
+    assert window.base == 20
+
+
+def test_the_window_stays_in_proportion_to_what_is_live() -> None:
+    window = Window()
+    window.extend(SeqNo(1), 8193)
+    assert window.excess(1000) == 0
+    assert window.excess(0) == 8193 - 4096
+
+
+# In an open snapshot.
+
+
+def test_the_tail_is_replaced_in_place() -> None:
+    partition = new_partition()
+    put(partition, b"a")
+    send(partition, request(Operation.SET, b"b", b"1", expiry=5000))
+    size = partition.manager.open.nbytes
+    for number in range(50):
+        send(
+            partition,
+            request(Operation.DELETE, b"b") if number % 2 else request(Operation.ADD, b"b", b"2"),
+        )
+        send(partition, request(Operation.APPEND, b"b", b""))
+    assert partition.manager.open.nbytes <= size
+    partition.check_invariants()
+    assert read(partition).count("@") == 2
+
+
+def test_arrays_skipped_whole_are_dropped() -> None:
+    partition = new_partition()
+    keys = [b"%d" % number for number in range(1000)]
+    for _ in range(30):
+        partition.mutate(plain_chunk(keys, [bytes(200)] * 1000), now=NOW)
+    figures = partition.manager.open.statistics()
+    assert figures["arrays"] < 6
+    assert figures["rewritten"] == 0, "there is nothing to copy"
+    assert figures["keys"] == 1000
+
+
+def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
+    partition = new_partition()
+    common = [b"common %d" % number for number in range(199)]
+    for number in range(300):
+        partition.mutate(plain_chunk([b"rare %d" % number, *common], [bytes(100)] * 200), now=NOW)
+    figures = partition.manager.open.statistics()
+    assert figures["keys"] == 499
+    assert figures["arrays"] < 40
+    assert figures["bytes"] < 4 * 500 * 150 + 128 * 1024
+    partition.check_invariants()
+    assert read(partition).count("@") == 499
+
+
+def test_counters_do_not_stretch_the_window() -> None:
+    partition = new_partition()
+    put(partition, b"document")
+    rows = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
+    for _ in range(60):
+        send(partition, *rows)
+    assert partition.manager.open.statistics()["window"] < 10_000
+    partition.check_invariants()
+    assert read(partition) == "(0,30001] document@1 n@30001 ."
+
+
+def test_the_array_being_filled_is_sealed() -> None:
+    partition = new_partition()
+    for number in range(3000):
+        put(partition, b"%d" % number)
+    assert partition.manager.open.statistics()["arrays"] == 3
+    for number in range(10):
+        put(partition, b"%d" % number, value=bytes(60_000))
+    assert partition.manager.open.statistics()["arrays"] > 3
+    partition.check_invariants()
+
+
+def test_small_arrays_share_a_segment() -> None:
+    partition = new_partition()
+    for low in range(0, 2000, 100):
+        put(partition, *(b"%d" % number for number in range(low, low + 100)))
+    assert partition.manager.open.statistics()["arrays"] == 20
+    chunks = all_chunks(partition)
+    assert [chunk.count for chunk in chunks] == [2000]
+
+
+def test_segments_are_not_much_longer_than_they_should_be() -> None:
+    partition = new_partition()
+    for low in range(0, 4000, 100):
+        put(partition, *(b"%d" % number for number in range(low, low + 100)), value=bytes(400))
+    chunks = all_chunks(partition)
+    assert len(chunks) == 8
+    assert max(chunk.nbytes for chunk in chunks) < 300_000

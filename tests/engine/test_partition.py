@@ -1,0 +1,533 @@
+"""Partitions: what each operation does, numbers, CAS, expiry, tokens, reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.engine.helpers import (
+    NOW,
+    cursor_at,
+    items,
+    new_partition,
+    put,
+    read,
+    request,
+    send,
+    transcript,
+)
+from tests.engine.helpers import chunks as all_chunks
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.errors import ChunkError, Status
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_server.engine import Item, MutateResult, Partition, WriterToken
+
+MAXIMUM = (1 << 64) - 1
+SET, DELETE, ADD, REPLACE = Operation.SET, Operation.DELETE, Operation.ADD, Operation.REPLACE
+APPEND, PREPEND, TOUCH = Operation.APPEND, Operation.PREPEND, Operation.TOUCH
+INCREMENT, DECREMENT = Operation.INCREMENT, Operation.DECREMENT
+
+
+def delta(by: int = 1, initial: int = 0, create: bool = True) -> bytes:
+    return CounterDelta(by, initial, create).encode()
+
+
+def value(partition: Partition, key: bytes = b"k", now: float = NOW) -> bytes | None:
+    item = partition.get(key, now)
+    return None if item is None else item.value
+
+
+def failures(
+    partition: Partition, *rows: Mutation, now: float = NOW
+) -> Sequence[tuple[int, Status]]:
+    return send(partition, *rows, now=now).failures
+
+
+# Numbers and CAS.
+
+
+def test_a_new_partition_begins_a_history_at_0() -> None:
+    partition = Partition(PartitionId(7), lambda: HistoryId(99))
+    assert partition.failover_log.pairs() == [(99, 0)]
+    assert partition.state is PartitionState.ACTIVE
+    assert (partition.high_seq, partition.snapshot_end) == (0, 0)
+    assert repr(partition) == "<Partition 7, active, at 0>"
+
+
+def test_successes_are_numbered_on_end_and_failures_not_at_all() -> None:
+    partition = new_partition()
+    put(partition, b"there")
+    result = send(
+        partition,
+        request(ADD, b"a"),
+        request(ADD, b"there"),
+        request(SET, b"b"),
+        request(DELETE, b"missing"),
+        request(DELETE, b"there"),
+    )
+    assert (result.first_seq, result.last_seq) == (2, 4)
+    assert result.failures == [(1, Status.EXISTS), (3, Status.NOT_FOUND)]
+    assert result.history_id == partition.failover_log.current
+    assert result.status is Status.OK
+    assert not result.repeated
+    assert read(partition) == "(0,4] a@2 b@3 -there@4 ."
+
+
+@pytest.mark.parametrize("rows", [[], [request(DELETE)]])
+def test_a_batch_without_success_has_an_empty_range(rows: list[Mutation]) -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    result = send(partition, *rows)
+    assert (result.first_seq, result.last_seq) == (3, 2)
+    assert partition.high_seq == 2
+
+
+def test_cas_follow_the_clock_and_never_go_back() -> None:
+    partition = new_partition()
+    first = put(partition, b"a", b"b", now=10)
+    assert first.first_cas == 10_000_000_000
+    assert partition.last_cas == first.first_cas + 1
+    earlier = put(partition, b"c", now=9)
+    assert earlier.first_cas == first.first_cas + 2
+    later = send(partition, request(ADD, b"d"), request(SET, b"e"), now=11.5)
+    assert later.first_cas == 11_500_000_000
+    item = partition.get(b"e", NOW)
+    assert item is not None
+    assert item.cas == later.first_cas + 1
+    partition.check_invariants()
+
+
+def test_an_invalid_chunk_has_no_effect() -> None:
+    partition = new_partition()
+    for rows in ([request(SET), Mutation(SET, b"")], [request(SET), request(INCREMENT)]):
+        with pytest.raises(ChunkError):
+            send(partition, *rows)
+    with pytest.raises(ChunkError):
+        send(partition, request(Operation.EXPIRE))
+    assert partition.high_seq == 0
+    assert partition.get(b"k", NOW) is None
+
+
+@pytest.mark.parametrize(
+    "state", [state for state in PartitionState if state is not PartitionState.ACTIVE]
+)
+def test_only_the_active_takes_writes(state: PartitionState) -> None:
+    partition = new_partition()
+    put(partition, b"a")
+    partition.state = state
+    result = put(partition, b"b")
+    assert result.status is Status.WRONG_STATE
+    assert (result.first_seq, result.last_seq) == (2, 1)
+    assert partition.high_seq == 1
+
+
+# Reading.
+
+
+def test_an_item_is_read_as_it_was_written() -> None:
+    partition = new_partition()
+    result = send(
+        partition, Mutation(SET, b"\0\xff", b"\x80", flags=5, expiry=2000), request(SET, b"e", b"")
+    )
+    assert partition.get(b"\0\xff", NOW) == Item(b"\x80", result.first_cas, 5, 2000, SeqNo(1))
+    assert partition.get(b"e", NOW) == Item(b"", Cas(result.first_cas + 1), 0, 0, SeqNo(2))
+    assert partition.get(b"missing", NOW) is None
+
+
+@pytest.mark.parametrize("batch", [1, 63, 64, 5000])
+def test_items_are_found_wherever_they_lie(batch: int) -> None:
+    partition = new_partition()
+    keys = [b"%d" % number for number in range(batch)]
+    partition.mutate(plain_chunk(keys, keys), now=NOW)
+    for closed, encoded in ((False, False), (True, False), (True, True)):
+        if closed:
+            cursor_at(partition).next()
+        if encoded:
+            read(partition)
+        for key in keys[:: max(1, batch // 50)]:
+            assert value(partition, key) == key
+    partition.check_invariants()
+
+
+def test_counters_are_found_wherever_they_lie() -> None:
+    partition = new_partition()
+    send(
+        partition,
+        request(INCREMENT, b"n", delta()),
+        request(SET, b"a"),
+        request(INCREMENT, b"m", delta()),
+    )
+    for _ in range(3):
+        assert (value(partition, b"n"), value(partition, b"m")) == (b"0", b"0")
+        cursor = cursor_at(partition)
+        cursor.next()
+        cursor.close()
+    read(partition)
+    assert (value(partition, b"n"), value(partition, b"m")) == (b"0", b"0")
+
+
+def test_get_many_answers_in_the_order_asked() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b", value=b"x")
+    send(partition, request(DELETE, b"a"))
+    chunk = partition.get_many([b"b", b"a", b"missing", b"b"], NOW)
+    rows = [(row.op, row.key, row.value, row.seq) for row in chunk]
+    found = (SET, b"b", b"x", 2)
+    assert rows == [found, (DELETE, b"a", b"", 0), (DELETE, b"missing", b"", 0), found]
+    assert (chunk.start, chunk.end) == (0, 3)
+    assert partition.get_many([], NOW).count == 0
+
+
+def test_get_many_ends_before_it_is_too_long_but_not_before_its_first() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b", b"c", value=bytes(1000))
+    assert partition.get_many([b"a", b"b", b"c"], NOW, bytes_max=2200).count == 2
+    assert partition.get_many([b"a", b"b", b"c"], NOW, bytes_max=10).count == 1
+    for bytes_max in (1100, 2500, 3300):
+        chunk = partition.get_many([b"a", b"b", b"c"], NOW, bytes_max)
+        assert chunk.nbytes <= bytes_max + 100
+
+
+# The operations.
+
+
+def test_add_replace_delete() -> None:
+    partition = new_partition()
+    assert failures(partition, request(REPLACE, value=b"0")) == [(0, Status.NOT_FOUND)]
+    assert failures(partition, request(ADD, value=b"1")) == []
+    assert failures(partition, request(ADD, value=b"2")) == [(0, Status.EXISTS)]
+    assert value(partition) == b"1"
+    assert failures(partition, request(REPLACE, value=b"3")) == []
+    assert value(partition) == b"3"
+    assert failures(partition, request(DELETE)) == []
+    assert value(partition) is None
+    assert failures(partition, request(DELETE)) == [(0, Status.NOT_FOUND)]
+    assert failures(partition, request(ADD, value=b"4")) == []
+    assert value(partition) == b"4"
+
+
+def test_append_and_prepend_keep_flags_and_expiry() -> None:
+    partition = new_partition()
+    assert failures(partition, request(APPEND), request(PREPEND)) == [
+        (0, Status.NOT_FOUND),
+        (1, Status.NOT_FOUND),
+    ]
+    send(partition, Mutation(SET, b"k", b"2", flags=9, expiry=5000))
+    send(partition, Mutation(APPEND, b"k", b"3", flags=1, expiry=1), request(PREPEND, value=b"1"))
+    item = partition.get(b"k", NOW)
+    assert item is not None
+    assert (item.value, item.flags, item.expiry) == (b"123", 9, 5000)
+
+
+def test_set_replaces_flags_and_expiry() -> None:
+    partition = new_partition()
+    send(partition, Mutation(SET, b"k", b"2", flags=9, expiry=5000))
+    put(partition, b"k")
+    item = partition.get(b"k", NOW)
+    assert item is not None
+    assert (item.flags, item.expiry) == (0, 0)
+
+
+def test_touch_changes_the_expiry_only() -> None:
+    partition = new_partition()
+    assert failures(partition, request(TOUCH, expiry=9)) == [(0, Status.NOT_FOUND)]
+    send(partition, Mutation(SET, b"k", b"2", flags=9, expiry=5000))
+    send(partition, Mutation(TOUCH, b"k", b"ignored", flags=1, expiry=6000))
+    item = partition.get(b"k", NOW)
+    assert item is not None
+    assert (item.value, item.flags, item.expiry, item.seq) == (b"2", 9, 6000, 2)
+
+
+def test_a_value_may_not_grow_over_the_limit() -> None:
+    partition = new_partition()
+    assert failures(partition, request(SET, value=bytes(VALUE_BYTES_MAX))) == []
+    too_large = [(0, Status.TOO_LARGE), (1, Status.TOO_LARGE)]
+    assert (
+        failures(partition, request(APPEND, value=b"!"), request(PREPEND, value=b"!")) == too_large
+    )
+    assert failures(partition, request(APPEND)) == []
+    item = partition.get(b"k", NOW)
+    assert item is not None
+    assert len(item.value) == VALUE_BYTES_MAX
+    assert read(partition) == "(0,2] k@2 ."
+
+
+def test_expected_cas() -> None:
+    partition = new_partition()
+    cas = put(partition, b"k").first_cas
+    for op in (SET, REPLACE, DELETE, APPEND, PREPEND, TOUCH):
+        assert failures(partition, request(op, cas=cas + 1)) == [(0, Status.CAS_MISMATCH)], op
+        assert failures(partition, request(op, b"missing", cas=cas)) == [(0, Status.NOT_FOUND)]
+    for op in (INCREMENT, DECREMENT):
+        assert failures(partition, request(op, value=delta(), cas=1)) == [(0, Status.CAS_MISMATCH)]
+        assert failures(partition, request(op, b"missing", delta(), cas=1)) == [
+            (0, Status.NOT_FOUND)
+        ]
+    assert failures(partition, request(ADD, cas=cas)) == [(0, Status.EXISTS)]
+    assert failures(partition, request(ADD, b"missing", cas=cas)) == [(0, Status.NOT_FOUND)]
+    assert partition.high_seq == 1
+    # The first success changes the CAS that the second expects.
+    result = send(partition, request(SET, value=b"1", cas=cas), request(SET, value=b"2", cas=cas))
+    assert result.failures == [(1, Status.CAS_MISMATCH)]
+    assert value(partition) == b"1"
+    assert failures(partition, request(DELETE, cas=result.first_cas)) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "old", "by", "new"),
+    [
+        (INCREMENT, b"5", 3, 8),
+        (INCREMENT, b"9", 1, 10),
+        (INCREMENT, b"007", 1, 8),
+        (INCREMENT, b"%d" % MAXIMUM, 1, 0),
+        (INCREMENT, b"%d" % MAXIMUM, MAXIMUM, MAXIMUM - 1),
+        (DECREMENT, b"5", 3, 2),
+        (DECREMENT, b"3", 5, 0),
+        (DECREMENT, b"10", 1, 9),
+        (DECREMENT, b"%d" % MAXIMUM, MAXIMUM, 0),
+    ],
+)
+def test_counting(op: Operation, old: bytes, by: int, new: int) -> None:
+    partition = new_partition()
+    send(partition, Mutation(SET, b"k", old, flags=4, expiry=5000))
+    result = send(partition, Mutation(op, b"k", delta(by, initial=77), flags=1, expiry=1))
+    assert result.counters == [(0, new)]
+    item = partition.get(b"k", NOW)
+    assert item is not None
+    assert (item.value, item.flags, item.expiry) == (b"%d" % new, 4, 5000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"x", b"-1", b"+1", b" 1", b"1 ", b"1.0", b"%d" % (1 << 64), b"0" * 21, "²".encode()],
+)
+def test_what_is_no_counter_is_not_counted(text: bytes) -> None:
+    partition = new_partition()
+    put(partition, b"k", value=text)
+    for op in (INCREMENT, DECREMENT):
+        assert failures(partition, request(op, value=delta())) == [(0, Status.NOT_A_NUMBER)]
+    assert value(partition) == text
+
+
+def test_a_missing_counter_starts_at_its_initial_value_or_not_at_all() -> None:
+    partition = new_partition()
+    row = Mutation(INCREMENT, b"k", delta(5, initial=30), flags=2, expiry=9000)
+    result = send(partition, request(INCREMENT, value=delta(create=False)), row, row)
+    assert result.failures == [(0, Status.NOT_FOUND)]
+    assert result.counters == [(1, 30), (2, 35)]
+    item = partition.get(b"k", NOW)
+    assert item is not None
+    assert (item.value, item.flags, item.expiry, item.seq) == (b"35", 2, 9000, 2)
+
+
+# Large things, and the cutting of long batches.
+
+
+def test_the_longest_keys_and_values() -> None:
+    partition = new_partition()
+    key = bytes(range(KEY_BYTES_MAX))
+    send(partition, Mutation(SET, key, bytes(VALUE_BYTES_MAX)), request(SET, b"small"))
+    assert value(partition, key) == bytes(VALUE_BYTES_MAX)
+    held = partition.manager.open.nbytes
+    assert held > VALUE_BYTES_MAX
+    put(partition, key)
+    assert partition.manager.open.nbytes < 10_000, "a large value goes when it is superseded"
+    partition.check_invariants()
+
+
+def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
+    partition = new_partition()
+    keys = [b"%d" % number for number in range(100)]
+    values = [bytes(300_000) if number == 50 else b"small" for number in range(100)]
+    partition.mutate(plain_chunk(keys, values), now=NOW)
+    assert value(partition, b"50") == bytes(300_000)
+    put(partition, b"50")
+    assert partition.manager.open.nbytes < 20_000
+    partition.check_invariants()
+    assert read(partition).count("@") == 100
+
+
+@pytest.mark.parametrize(("count", "size"), [(10_000, 3), (300, 10_000)])
+def test_long_batches_are_cut(count: int, size: int) -> None:
+    partition = new_partition()
+    keys = [b"%d" % number for number in range(count)]
+    partition.mutate(plain_chunk(keys, [bytes(size)] * count), now=NOW)
+    chunks = all_chunks(partition)
+    assert sum(chunk.count for chunk in chunks) == count
+    assert len(chunks) > 2
+    assert max(chunk.count for chunk in chunks) <= 4096
+    assert max(chunk.nbytes for chunk in chunks) <= 1024 * 1024 + 100_000
+    assert value(partition, keys[-1]) == bytes(size)
+    partition.check_invariants()
+
+
+def test_a_batch_in_a_much_larger_buffer_is_copied_out_of_it() -> None:
+    partition = new_partition()
+    encoded = bytes(plain_chunk([b"%d" % number for number in range(100)], [bytes(1000)] * 100))
+    buffer = bytearray(10 * len(encoded))
+    buffer[: len(encoded)] = encoded
+    partition.mutate(Chunk(memoryview(buffer)[: len(encoded)]), now=NOW)
+    buffer.clear()  # raises if it is still referred to
+
+
+# Expiry.
+
+
+def test_an_expired_item_reads_as_missing_at_once() -> None:
+    partition = new_partition()
+    send(partition, request(SET, value=b"v", expiry=1001))
+    assert value(partition, now=1000.9) == b"v"
+    assert value(partition, now=1001) is None
+    assert partition.get_many([b"k"], 1001).operations.tobytes() == bytes([DELETE])
+    assert partition.high_seq == 1, "until the deletion has its number, a read just says missing"
+
+
+def test_expired_items_become_deletions_in_the_order_of_their_times() -> None:
+    partition = new_partition()
+    woken: list[int] = []
+    send(
+        partition,
+        request(SET, b"late", expiry=1003),
+        request(SET, b"soon", expiry=1001),
+        request(SET, b"never"),
+        request(SET, b"changed", expiry=1001),
+        request(SET, b"gone", expiry=1001),
+    )
+    put(partition, b"changed")
+    send(partition, request(DELETE, b"gone"))
+    cursor = partition.manager.register("c", SeqNo(7), on_ready=lambda: woken.append(1)).cursor
+    cursor.next()
+    assert partition.next_expiry() == 1001
+    assert partition.expire(1000.5) == 0
+    assert partition.expire(1001) == 1
+    assert woken == [1]
+    assert partition.next_expiry() == 1003
+    assert partition.expire(5000) == 1
+    assert partition.next_expiry() is None
+    assert transcript(items(cursor)) == "(7,9] ~soon@8 ~late@9 ."
+
+
+def test_a_write_to_an_expired_item_comes_after_its_deletion() -> None:
+    partition = new_partition()
+    send(partition, request(SET, b"a", b"1", expiry=1001), request(SET, b"b", b"1", expiry=1001))
+    read(partition)
+    result = send(
+        partition, request(ADD, b"a"), request(REPLACE, b"b"), request(SET, b"c"), now=1002
+    )
+    assert result.failures == [(1, Status.NOT_FOUND)]
+    assert (result.first_seq, result.last_seq) == (5, 6), "the two deletions have 3 and 4"
+    assert read(partition, 2) == "(2,6] ~b@4 a@5 c@6 ."
+
+
+@pytest.mark.parametrize("op", [REPLACE, DELETE, APPEND, PREPEND, TOUCH])
+def test_an_expired_item_is_missing_for_writes(op: Operation) -> None:
+    partition = new_partition()
+    cas = send(partition, request(SET, expiry=1001)).first_cas
+    assert failures(partition, request(op), now=1001) == [(0, Status.NOT_FOUND)]
+    assert failures(partition, request(op, cas=cas), now=1001) == [(0, Status.NOT_FOUND)]
+
+
+def test_an_item_that_arrives_expired_is_missing_within_its_batch() -> None:
+    partition = new_partition()
+    result = send(
+        partition,
+        request(SET, b"a", b"1", expiry=5),
+        request(DELETE, b"a"),
+        request(ADD, b"a", b"2"),
+        request(INCREMENT, b"n", delta(1, initial=3)),
+    )
+    assert result.failures == [(1, Status.NOT_FOUND)]
+    assert value(partition, b"a") == b"2"
+
+
+def test_a_touched_item_lives_on() -> None:
+    partition = new_partition()
+    send(partition, request(SET, expiry=1001))
+    send(partition, request(TOUCH, expiry=2000))
+    assert partition.expire(1500) == 0
+    assert value(partition, now=1500) == b""
+    assert partition.next_expiry() == 2000
+
+
+@pytest.mark.parametrize("batch", [10, 100])
+def test_plain_batches_expire_too(batch: int) -> None:
+    partition = new_partition()
+    rows = [request(SET, b"%d" % n, expiry=1001 if n % 2 else 0) for n in range(batch)]
+    send(partition, *rows)
+    assert partition.expire(1001) == batch // 2
+    assert partition.table.items == batch // 2
+    partition.check_invariants()
+
+
+def test_only_the_active_expires() -> None:
+    partition = new_partition()
+    send(partition, request(SET, expiry=1001))
+    partition.state = PartitionState.REPLICA
+    assert partition.expire(2000) == 0
+    assert value(partition, now=2000) is None
+    partition.state = PartitionState.ACTIVE
+    assert partition.expire(2000) == 1
+
+
+def test_expiring_is_done_in_parts() -> None:
+    partition = new_partition()
+    rows = [request(SET, b"%d" % number, expiry=1001) for number in range(1500)]
+    send(partition, *rows)
+    assert [partition.expire(1001) for _ in range(3)] == [1024, 476, 0]
+
+
+# Writer tokens.
+
+WRITER = WriterToken(bytes(16), 1)
+
+
+def test_a_batch_sent_again_has_no_second_effect() -> None:
+    partition = new_partition()
+    chunk = Chunk.build([request(INCREMENT, value=delta(1, 10)), request(DELETE, b"missing")])
+    first = partition.mutate(chunk, now=NOW, writer=WRITER)
+    again = partition.mutate(chunk, now=NOW + 1, writer=WRITER)
+    assert again.repeated
+    assert not first.repeated
+    assert (again.first_seq, again.first_cas) == (first.first_seq, first.first_cas)
+    assert again.counters == first.counters == [(0, 10)]
+    assert again.failures == first.failures == [(1, Status.NOT_FOUND)]
+    assert value(partition) == b"10"
+    third = partition.mutate(chunk, now=NOW, writer=WriterToken(bytes(16), 2))
+    assert third.counters == [(0, 11)]
+    partition.check_invariants()
+
+
+def test_a_token_too_old_to_tell_is_refused() -> None:
+    partition = new_partition()
+    for counter in range(1, 66):
+        put_as(partition, counter)
+    assert put_as(partition, 2).repeated
+    high = partition.high_seq
+    assert put_as(partition, 1).status is Status.TOKEN_TOO_OLD
+    assert partition.high_seq == high
+
+
+def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
+    token = WriterToken(writer.to_bytes(16, "little"), counter)
+    return partition.mutate(plain_chunk([b"k"], [b"v"]), now=NOW, writer=token)
+
+
+def test_a_refused_state_is_not_remembered() -> None:
+    partition = new_partition()
+    partition.state = PartitionState.PENDING
+    assert put_as(partition, 1).status is Status.WRONG_STATE
+    partition.state = PartitionState.ACTIVE
+    result = put_as(partition, 1)
+    assert (result.status, result.repeated) == (Status.OK, False)
+
+
+def test_statistics() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    send(partition, request(DELETE, b"a"), request(SET, b"c", expiry=5000))
+    put_as(partition, 1)
+    figures = partition.statistics()
+    assert (figures["items"], figures["keys"], figures["high"]) == (3, 4, 5)
+    assert (figures["writers"], figures["expiring"], figures["cursors"]) == (1, 1, 1)

@@ -1,0 +1,187 @@
+"""The small structures: hash table, counters, expiry index, writers, memory, quota."""
+
+from __future__ import annotations
+
+import pytest
+
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import Cas, Operation, SeqNo
+from upr_server.engine import Memory, Quota, Relief, WriterToken
+from upr_server.engine.counters import Counters
+from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
+from upr_server.engine.hash_table import HashTable
+from upr_server.engine.writers import BATCHES_MAX, WRITERS_MAX, Writers
+
+# The hash table.
+
+
+def test_the_table_knows_existence_by_the_sign() -> None:
+    memory = Memory()
+    table = HashTable(memory)
+    assert table.newest(b"a") == 0
+    table.put(b"a", 1)
+    table.put(b"b", 2)
+    table.put(b"a", -3)
+    assert (table.newest(b"a"), table.newest(b"b")) == (-3, 2)
+    assert (len(table), table.items) == (2, 1)
+    table.put(b"a", 4)
+    assert table.statistics() == {"keys": 2, "items": 2, "bytes": memory.table}
+    table.check_invariants()
+
+
+def test_a_run_is_entered_as_one_by_one() -> None:
+    table = HashTable(Memory())
+    # Older snapshot; the open one (from 10) behind the window (from 20); in the window.
+    for key, number in [
+        (b"old", 5),
+        (b"old gone", -6),
+        (b"settled", 12),
+        (b"settled gone", -13),
+        (b"recent", 21),
+        (b"recent gone", -22),
+    ]:
+        table.put(key, number)
+    flags = bytearray(17)
+    keys = [
+        b"old",
+        b"old gone",
+        b"settled",
+        b"settled gone",
+        b"recent",
+        b"recent gone",
+        b"new",
+        b"new",
+        b"old",
+    ]
+    superseded, fresh = table.put_all(keys, 28, 10, 20, flags)
+    assert sorted(superseded) == [12, 13, 22]
+    assert fresh == 3, "old, old gone, new"
+    assert [20 + index for index, flag in enumerate(flags) if flag] == [21, 28, 34]
+    assert table.newest(b"old") == 36
+    assert table.newest(b"new") == 35
+    assert table.items == len(table) == 7
+    table.check_invariants()
+
+
+# Counters.
+
+
+def counter(seq: int, key: bytes, value: bytes = b"1") -> Mutation:
+    return Mutation(Operation.SET, key, value, SeqNo(seq), Cas(seq))
+
+
+def test_counters_stay_in_order() -> None:
+    memory = Memory()
+    counters = Counters(memory)
+    for seq, key in [(2, b"a"), (5, b"b"), (7, b"c")]:
+        counters.append(counter(seq, key))
+    assert counters.remove(5)
+    assert not counters.remove(5)
+    counters.append(counter(9, b"b", b"12345"))
+    assert [row.seq for row in counters.in_order()] == [2, 7, 9]
+    assert counters.find(9) == counter(9, b"b", b"12345")
+    assert counters.find(5) is None
+    assert memory.counters == counters.nbytes
+    counters.check_invariants()
+    for seq in (2, 7, 9):
+        counters.remove(seq)
+    assert (len(counters), memory.counters) == (0, 0)
+
+
+# The expiry index.
+
+
+def test_stale_entries_are_ignored() -> None:
+    table = HashTable(Memory())
+    index = ExpiryIndex(table, Memory())
+    for number, (key, expiry) in enumerate([(b"a", 30), (b"b", 10), (b"c", 20)], 1):
+        table.put(key, number)
+        index.add(expiry, number, key)
+    table.put(b"b", -4)
+    assert index.next_expiry() == 20
+    assert not index.is_due(19.9)
+    assert index.take(19.9) is None
+    assert index.is_due(20)
+    assert index.take(25) == b"c"
+    assert index.take(25) is None
+    assert index.next_expiry() == 30
+    index.check_invariants()
+
+
+def test_the_index_does_not_grow_with_what_is_stale() -> None:
+    table, memory = HashTable(Memory()), Memory()
+    index = ExpiryIndex(table, memory)
+    for number in range(1, 20_000):
+        table.put(b"k", number)
+        index.add(1000 + number, number, b"k")
+    assert len(index) <= CLEAN_MIN + 2
+    assert memory.expiries == index.nbytes
+    index.check_invariants()
+
+
+# Writers.
+
+
+def token(counter: int, writer: int = 0) -> WriterToken:
+    return WriterToken(writer.to_bytes(16, "little"), counter)
+
+
+def test_a_writer_window() -> None:
+    memory = Memory()
+    writers: Writers[str] = Writers(memory)
+    assert writers.recall(token(5)) == (None, False)
+    for number in range(1, BATCHES_MAX + 2):
+        writers.remember(token(2 * number), str(number), 10)
+    assert writers.recall(token(2)) == (None, True), "out of the window"
+    assert writers.recall(token(4)) == ("2", False)
+    assert writers.recall(token(5)) == (None, True), "passed over"
+    assert writers.recall(token(2 * BATCHES_MAX + 2)) == (str(BATCHES_MAX + 1), False)
+    assert writers.recall(token(2 * BATCHES_MAX + 3)) == (None, False), "new"
+    assert writers.recall(token(2, writer=1)) == (None, False), "of another writer"
+    writers.check_invariants()
+    assert memory.writers == writers.nbytes == 400 + 10 * BATCHES_MAX
+
+
+def test_the_writers_heard_from_last_are_remembered() -> None:
+    memory = Memory()
+    writers: Writers[str] = Writers(memory)
+    for number in range(WRITERS_MAX):
+        writers.remember(token(1, number), "first", 10)
+    writers.remember(token(2, 0), "second", 10)
+    writers.remember(token(1, WRITERS_MAX), "first", 10)
+    assert writers.recall(token(1, 1)) == (None, False), "the one heard from longest ago"
+    assert writers.recall(token(1, 0)) == ("first", False)
+    assert len(writers) == WRITERS_MAX
+    writers.check_invariants()
+    assert memory.writers == writers.nbytes
+
+
+# Memory and quota.
+
+
+def test_memory_adds_up() -> None:
+    memory, other = Memory(), Memory()
+    memory.arrays = 5
+    other.arrays, other.writers = 1, 2
+    memory += other
+    assert (memory.arrays, memory.writers, memory.total) == (6, 2, 8)
+    assert memory != other
+    assert memory.statistics()["arrays"] == 6
+
+
+@pytest.mark.parametrize("collapse_wanted", [False, True])
+def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark(collapse_wanted: bool) -> None:
+    quota, memory = Quota(1000), Memory()
+    short = Relief.COLLAPSE if collapse_wanted else Relief.REFUSE_CREDIT
+    for used, expected in [
+        (850, Relief.NOTHING),
+        (851, short),
+        (760, short),
+        (1001, Relief.REFUSE_CREDIT),
+        (751, short),
+        (750, Relief.NOTHING),
+        (850, Relief.NOTHING),
+    ]:
+        memory.arrays = used
+        assert quota.decide(memory, collapse_wanted) is expected
+    assert quota.statistics() == {"limit": 1000, "high": 850, "low": 750}
