@@ -200,7 +200,7 @@ def decide_start(
 def _ceiling(
     server: FailoverLog, server_high: SeqNo, client: Position
 ) -> tuple[SeqNo, Reason] | Retry:
-    # An entry above the last complete snapshot begins a branch of which the client has nothing whole.
+    # Of a branch that begins above its last complete snapshot the client has nothing whole.
     log = client.log.until(client.last_complete)
     position = {entry.history_id: index for index, entry in enumerate(log)}
     common = next(
@@ -224,8 +224,6 @@ def _ceiling(
         )
         client_left = log.entries[client_index - 1].seq if client_index else client.last_complete
         return min(server_left, client_left), Reason.BRANCHED
-    if server_high < client.last_complete:
-        return Retry(Reason.SERVER_BEHIND)
     if client.partial is None:
         return client.last_complete, Reason.SAME_HISTORY
     if client.partial.history_id != server.current:

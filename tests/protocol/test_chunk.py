@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from crc32c import crc32c
@@ -386,6 +386,26 @@ def test_offsets_of_any_kind_are_judged_as_the_slow_checker_judges_them(
     else:
         with pytest.raises(ChunkError):
             Chunk(damaged).check()
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_every_array_of_key_offsets_there_is(count: int) -> None:
+    """Up to three keys in three bytes, with all offsets that could point near them."""
+    data = bytearray(bytes(Chunk.build([a_set(n, b"k", b"v") for n in range(1, count + 1)])))
+    at = Columns(bytes(data)).at["key offsets"]
+    at_keys = Columns(bytes(data)).at["keys"]
+    accepted = 0
+    for offsets in product(range(-count - 1, count + 2), repeat=count + 1):
+        struct.pack_into(f"<{count + 1}i", data, at, *offsets)
+        data[at_keys : at_keys + count] = b"abc"[:count]
+        expected = Columns(bytes(data)).key_list()
+        try:
+            found: list[bytes] | None = Chunk(data).checked_keys()
+        except ChunkError:
+            found = None
+        assert found == expected, offsets
+        accepted += found is not None
+    assert accepted == 1  # each key one byte
 
 
 def poked(chunk: Chunk, column: str, kind: str, index: int, value: int) -> Chunk:
