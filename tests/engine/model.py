@@ -50,11 +50,12 @@ class Model:
         self.log.append(row)
         applied(self.now, [row])
 
-    def expire(self, keys: Iterable[bytes], now: float) -> None:
-        for key in keys:
-            item = self.now.get(key)
-            if item is not None and 0 < item.expiry <= now:
-                self.store(Operation.EXPIRE, key)
+    def expire(self, now: float) -> int:
+        """Deletes what has expired, by time and then by number; returns how many."""
+        gone = [row for row in self.now.values() if 0 < row.expiry <= now]
+        for row in sorted(gone, key=lambda row: (row.expiry, row.seq)):
+            self.store(Operation.EXPIRE, row.key)
+        return len(gone)
 
     def mutate(
         self, rows: list[Mutation], now: float, cas_of: dict[bytes, int]
@@ -63,7 +64,7 @@ class Model:
 
         `cas_of` is what each key's CAS is as far as a test can know; -1 for one that no test knows.
         """
-        self.expire([row.key for row in rows], now)
+        self.expire(now)
         failures: list[tuple[int, Status]] = []
         counters: list[tuple[int, int]] = []
         for index, row in enumerate(rows):

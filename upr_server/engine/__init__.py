@@ -4,7 +4,7 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
-from upr_server.engine.bucket import Bucket, BucketError, Buckets
+from upr_server.engine.bucket import Bucket, BucketError, Buckets, check_bucket
 from upr_server.engine.cursor import (
     BackfillNeeded,
     Cursor,
@@ -16,10 +16,11 @@ from upr_server.engine.cursor import (
 from upr_server.engine.manager import MutationManager, NotInMemory, Registration
 from upr_server.engine.memory import Memory
 from upr_server.engine.partition import Item, MutateResult, Partition
-from upr_server.engine.quota import Quota, Relief
+from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
 from upr_server.engine.writers import WriterToken
 
 __all__ = [
+    "QUOTA_BYTES_MIN",
     "BackfillNeeded",
     "Bucket",
     "BucketError",
@@ -39,4 +40,5 @@ __all__ = [
     "SnapshotEnd",
     "SnapshotStart",
     "WriterToken",
+    "check_bucket",
 ]

@@ -34,6 +34,30 @@ class BucketError(UprError):
         self.status = status
 
 
+def check_bucket(name: str, partition_count: int, quota_bytes: int) -> None:
+    """Whether there can be such a bucket.
+
+    Raises:
+        BucketError: There cannot: an argument is out of its range.
+    """
+    if not _NAME.fullmatch(name):
+        raise BucketError(
+            f"{name!r} is no bucket name: 1 to {BUCKET_NAME_BYTES_MAX} letters, digits, dots,"
+            " underscores or hyphens, not beginning with a dot",
+            Status.BAD_ARGUMENT,
+        )
+    if not 1 <= partition_count <= PARTITIONS_MAX:
+        raise BucketError(
+            f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {partition_count}",
+            Status.BAD_ARGUMENT,
+        )
+    if quota_bytes < QUOTA_BYTES_MIN:
+        raise BucketError(
+            f"a bucket's quota is {QUOTA_BYTES_MIN} bytes at least, not {quota_bytes}",
+            Status.BAD_ARGUMENT,
+        )
+
+
 class Bucket:
     """A named set of partitions.
 
@@ -67,22 +91,7 @@ class Bucket:
         state: PartitionState = PartitionState.ACTIVE,
         on_collapsible: Callable[[], None] | None = None,
     ) -> None:
-        if not _NAME.fullmatch(name):
-            raise BucketError(
-                f"{name!r} is no bucket name: 1 to {BUCKET_NAME_BYTES_MAX} letters, digits, dots,"
-                " underscores or hyphens, not beginning with a dot",
-                Status.BAD_ARGUMENT,
-            )
-        if not 1 <= partition_count <= PARTITIONS_MAX:
-            raise BucketError(
-                f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {partition_count}",
-                Status.BAD_ARGUMENT,
-            )
-        if quota_bytes < QUOTA_BYTES_MIN:
-            raise BucketError(
-                f"a bucket's quota is {QUOTA_BYTES_MIN} bytes at least, not {quota_bytes}",
-                Status.BAD_ARGUMENT,
-            )
+        check_bucket(name, partition_count, quota_bytes)
         self.name = name
         self.memory = Memory()
         self.quota = Quota(quota_bytes)

@@ -95,7 +95,9 @@ class DocumentList:
 
     def add_chunk(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas) -> None:
         """Takes in a publisher's chunk of `SET`s without large values, numbered on end."""
-        if chunk.count >= PUBLISHED_MUTATIONS_MIN or chunk.nbytes >= PUBLISHED_BYTES_MIN:
+        # The first batch is often the only one: who keeps up closes the snapshot behind it.
+        alone = not self._arrays
+        if alone or chunk.count >= PUBLISHED_MUTATIONS_MIN or chunk.nbytes >= PUBLISHED_BYTES_MIN:
             if self._filling is not None:
                 self._seal(self._filling)
             for piece in _pieces(chunk):

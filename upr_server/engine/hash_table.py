@@ -14,8 +14,8 @@ from typing import Final
 from upr_server.engine.memory import Memory
 
 ENTRY_BYTES: Final = 105
-"""What a key takes beside its own bytes, about (measured: 90 to 115, as the dict grows): its slot in
-the dict, the number (32), the head of a bytes object (33)."""
+"""What a key takes beside its own bytes, about (measured: 90 to 115, as the dict grows): its slot
+in the dict, the number (32), the head of a bytes object (33)."""
 
 
 class HashTable:

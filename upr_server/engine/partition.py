@@ -165,8 +165,9 @@ class Partition:
             if too_old:
                 return self._refusal(Status.TOKEN_TOO_OLD)
         before = self.manager.high
-        if self._expiries.is_due(now):
-            self._expire_keys(keys, now)
+        # What has expired becomes a deletion before anything is written to it. (There may be more
+        # than one call's worth: the rest reads as missing, and has its deletion later.)
+        self._expire_due(now)
         result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now)
         if writer is not None:
             items = len(result.failures) + len(result.counters)
@@ -253,28 +254,20 @@ class Partition:
         """
         if self.state is not PartitionState.ACTIVE:
             return 0
-        expired: list[bytes] = []
-        while len(expired) < EXPIRE_MAX:
-            key = self._expiries.take(now)
-            if key is None:
-                break
-            expired.append(key)
-            self._expire(key, now)
+        expired = self._expire_due(now)
         if expired:
             self.manager.wake()
-        return len(expired)
+        return expired
 
-    def _expire_keys(self, keys: Sequence[bytes], now: float) -> None:
-        """Makes deletions of those of `keys` that have expired, before they are written to."""
-        for key in keys:
-            number = self.table.newest(key)
-            if number > 0 and 0 < self.manager.find(number).expiry <= now:
-                self._expire(key, now)
-
-    def _expire(self, key: bytes, now: float) -> None:
-        seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
-        self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
-        self._last_cas = cas
+    def _expire_due(self, now: float) -> int:
+        for expired in range(EXPIRE_MAX):
+            key = self._expiries.take(now)
+            if key is None:
+                return expired
+            seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
+            self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
+            self._last_cas = cas
+        return EXPIRE_MAX
 
     # Reading.
 
