@@ -37,6 +37,12 @@ class _Stream:
     cursor: Cursor
     opaque: int
     end_seq: SeqNo
+    snapshot_end: SeqNo = SeqNo(0)
+
+    @property
+    def only_end_is_missing(self) -> bool:
+        """Whether all of the snapshot that has begun was sent."""
+        return self.cursor.is_reading and self.cursor.seq == self.snapshot_end
 
 
 class Streamer:
@@ -138,19 +144,21 @@ class Streamer:
 
     def step(self) -> None:
         """Puts about `BATCH_BYTES` of what there is to stream into the session, as far as the
-        consumer's window allows."""
+        consumer's window allows.
+
+        With the window shut, what was sent whole is still ended and barriers come back; but no
+        snapshot is begun, so that what arrives meanwhile is deduplicated.
+        """
         session = self._session
-        while (
-            session.state is SessionState.STREAMING
-            and session.outgoing_bytes < BATCH_BYTES
-            and session.window.open
-        ):
+        while session.state is SessionState.STREAMING and session.outgoing_bytes < BATCH_BYTES:
             stream = self._turn
             if stream is None:
                 partition = session.next_partition()
                 if partition is None:
                     return
                 stream = self._turn = self._streams[partition]
+            if not session.window.open and not stream.only_end_is_missing:
+                return
             self._advance(stream)
 
     def _advance(self, stream: _Stream) -> None:
@@ -159,6 +167,7 @@ class Streamer:
         if isinstance(item, Chunk):
             session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
         elif isinstance(item, SnapshotStart):
+            stream.snapshot_end = item.end
             session.send(
                 PartitionStart(
                     partition.failover_log.current,
