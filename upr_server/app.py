@@ -58,7 +58,6 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
 
     Raises:
         ListenError: The address cannot be listened on.
-        ServerError: A configured bucket cannot be made.
     """
     service = Service(
         identity=config.identity or socket.gethostname(),
@@ -66,6 +65,7 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
         time=time.time,
         new_history_id=_new_history_id,
         connections_max=config.connections_max,
+        send_timeout_s=config.send_timeout_s,
     )
     for bucket in config.buckets:
         service.buckets.create(

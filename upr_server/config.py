@@ -13,7 +13,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from upr_protocol.errors import UprError
-from upr_protocol.limits import PARTITIONS_DEFAULT, PARTITIONS_MAX
+from upr_protocol.limits import (
+    IDENTITY_BYTES_MAX,
+    PARTITIONS_DEFAULT,
+    PARTITIONS_MAX,
+    SEND_TIMEOUT_S,
+)
+from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
 
@@ -47,6 +53,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         identity: The server's name for itself; empty takes the host's name.
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: Connections at a time.
+        send_timeout_s: How long a peer may take nothing of what waits for it.
         shutdown_deadline_s: How long peers have to take what is queued when the server stops.
         log_level: The least severe event that is logged.
         log_format: `console` for people, `json` for machines.
@@ -55,8 +62,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     listen: str = "127.0.0.1:12000"
     identity: str = ""
-    quota_bytes: _Count = 1024 * 1024 * 1024
+    quota_bytes: Annotated[int, msgspec.Meta(ge=QUOTA_BYTES_MIN)] = 1024 * 1024 * 1024
     connections_max: _Count = 10_000
+    send_timeout_s: _Seconds = SEND_TIMEOUT_S
     shutdown_deadline_s: _Seconds = 5.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -74,6 +82,25 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"listen is {self.listen!r}; write HOST:PORT with a port from 0 to 65535"
             )
         return host.strip("[]") or "0.0.0.0", int(port)
+
+    def check(self) -> None:
+        """Looks at what the types of the fields do not tell.
+
+        Raises:
+            ConfigError: With what is wrong, and what it should be.
+        """
+        self.address()
+        if len(self.identity.encode()) > IDENTITY_BYTES_MAX:
+            raise ConfigError(f"identity is at most {IDENTITY_BYTES_MAX} bytes")
+        names = [bucket.name for bucket in self.buckets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"there are two buckets {name!r}")
+        for bucket in self.buckets:
+            try:
+                check_bucket(bucket.name, bucket.partitions, bucket.quota_bytes or self.quota_bytes)
+            except BucketError as error:
+                raise ConfigError(str(error)) from error
 
     def to_toml(self) -> str:
         """The configuration as a TOML file that would produce it."""
@@ -122,5 +149,5 @@ def load_config(
         config = msgspec.convert(settings, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the configuration is wrong: {error}") from error
-    config.address()
+    config.check()
     return config

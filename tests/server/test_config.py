@@ -38,9 +38,9 @@ def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
 
 def test_text_from_the_environment_is_converted() -> None:
     config = load_config(
-        None, {"UPR_SERVER_QUOTA_BYTES": "77", "UPR_SERVER_SHUTDOWN_DEADLINE_S": "0.5"}, {}
+        None, {"UPR_SERVER_QUOTA_BYTES": "7000000", "UPR_SERVER_SHUTDOWN_DEADLINE_S": "0.5"}, {}
     )
-    assert (config.quota_bytes, config.shutdown_deadline_s) == (77, 0.5)
+    assert (config.quota_bytes, config.shutdown_deadline_s) == (7_000_000, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,8 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"listen": "h:99999"}, "HOST:PORT"),
         ({"listen": "h:\u0662"}, "HOST:PORT"),
         ({"quota_bytes": "0"}, "quota_bytes"),
+        ({"quota_bytes": "1048575"}, "quota_bytes"),
+        ({"identity": "é" * 101}, "200 bytes"),
         ({"quota_bytes": "many"}, "quota_bytes"),
         ({"log_level": "loud"}, "log_level"),
         ({"colour": "red"}, "colour"),
@@ -61,7 +63,17 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, str], said: str) 
         load_config(None, {}, settings)
 
 
-@pytest.mark.parametrize("text", ["listen = ", "\xff", "[[buckets]]\npartitions = 4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "listen = ",
+        "\xff",
+        "[[buckets]]\npartitions = 4",
+        "[[buckets]]\nname = 'no/slash'",
+        "[[buckets]]\nname = 'b'\nquota_bytes = 1000",
+        "[[buckets]]\nname = 'b'\n[[buckets]]\nname = 'b'",
+    ],
+)
 def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "upr.toml"
     path.write_bytes(text.encode("latin-1"))

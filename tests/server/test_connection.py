@@ -64,6 +64,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.net import Connection, Service
+from upr_server.net.budget import BUDGET_BYTES
 from upr_server.net.connection import CREDIT_BYTES
 
 M = TypeVar("M", bound=Message)
@@ -377,6 +378,27 @@ async def test_the_window_holds_the_stream_until_it_is_acknowledged(
         assert seen == 8
 
 
+async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
+    """The one chunk there is fills the window; the snapshot's end and the barrier come all the
+    same. What is written then waits in the open snapshot, where it is deduplicated."""
+    async with connected(make_service(), window_bytes=WINDOW_BYTES_MIN) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"k", value=bytes(WINDOW_BYTES_MIN)))
+        await peer.ask()
+        await peer.say(Go(), Barrier(b"all"))
+        chunk = await peer.hear(PartitionChunk)
+        assert not peer.session.window.open
+        await peer.hear(PartitionEnd)
+        await peer.hear(BarrierReply)
+        for _ in range(3):
+            await peer.mutate(sets(b"k"))
+            await trio.testing.wait_all_tasks_blocked()
+        peer.session.acknowledge(24 + chunk.chunk.nbytes)
+        await peer.say()
+        assert (await peer.hear(PartitionStart)).end == 4
+        assert (await peer.hear(PartitionChunk)).chunk.count == 1
+
+
 async def test_deleting_the_bucket_ends_its_streams() -> None:
     service = make_service()
     async with connected(service) as peer:
@@ -452,6 +474,37 @@ async def test_a_peer_that_takes_nothing_is_dropped(
         began = trio.current_time()
         await peer.say()
     assert trio.current_time() - began == pytest.approx(SEND_TIMEOUT_S, abs=0.1)
+
+
+async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its large frame waits for others to end, five idle intervals long, and is not read."""
+    service = make_service()
+    async with connected(service, idle_interval_s=1) as peer:
+        await peer.open()
+        await service.frame_budget.acquire(BUDGET_BYTES)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(peer.mutate, sets(b"k", value=bytes(2_000_000)))
+            await trio.sleep(5)
+            service.frame_budget.release(BUDGET_BYTES)
+
+
+async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service()
+
+    def fault(bucket: str) -> None:
+        raise RuntimeError(bucket)
+
+    monkeypatch.setattr(service, "statistics", fault)
+    async with connected(service) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(Stats("a secret", opaque=1))
+        error = await peer.hear(Error)
+        assert error.status == Status.INTERNAL
+        assert error.sentence == "Stats met a fault"
+        assert await peer.hangs_up()
 
 
 async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:

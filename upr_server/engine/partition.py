@@ -167,7 +167,8 @@ class Partition:
         before = self.manager.high
         # What has expired becomes a deletion before anything is written to it. (There may be more
         # than one call's worth: the rest reads as missing, and has its deletion later.)
-        self._expire_due(now)
+        if self._expiries.is_due(now):
+            self._expire_due(now)
         result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now)
         if writer is not None:
             items = len(result.failures) + len(result.counters)

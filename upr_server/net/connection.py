@@ -42,6 +42,15 @@ CREDIT_BYTES: Final = 8 * 1024 * 1024
 
 _CREDIT_FRACTION: Final = 4
 
+SLICE_S: Final = 0.001
+"""How long one peer's requests are answered before others have their turn."""
+
+PARTING_S: Final = 2.0
+"""How long what a peer still sends is read after the last word to it was written."""
+
+_SENTENCE_MAX: Final = 900
+"""Characters of a refusal: in any script they fit its frame."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -71,18 +80,21 @@ class Connection:
         self._opened_at = trio.current_time()
         self._held = 0
         self._frame_deadline = math.inf
+        self._deaf = False
+        """Whether it is we who do not read, though nothing is being written."""
+        self._silent = False
+        """Whether nothing was heard for too long when that was last looked at."""
+        self._replies_being_written = 0
         self._bytes_in = 0
         self._bytes_out = 0
-        self._ended = False
 
     async def run(self) -> None:
         """Serves the connection until it ends. Cancelled, it leaves at once. The stream is closed
         in any case."""
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read, nursery.cancel_scope)
-                await self._write()
-                nursery.cancel_scope.cancel()
+            await self._converse()
+            if self.session.state is SessionState.CLOSED:
+                await self._part()
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
         except* trio.TooSlowError:
@@ -92,10 +104,26 @@ class Connection:
                 identity=self.session.client_identity,
             )
         finally:
-            self.streamer.close()
-            self._let_go()
             with trio.move_on_after(0):
                 await self._stream.aclose()
+
+    async def _converse(self) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read, nursery.cancel_scope)
+                await self._write()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.streamer.close()
+            self._let_go()
+
+    async def _part(self) -> None:
+        """Ends the conversation so that the peer hears the last word. A connection that is closed
+        while bytes lie in it unread is reset, and the reset may overtake what was written."""
+        with trio.move_on_after(PARTING_S):
+            await self._stream.send_eof()
+            while await self._stream.receive_some(RECEIVE_BYTES):
+                pass
 
     def wake(self) -> None:
         """There is something to send."""
@@ -118,14 +146,19 @@ class Connection:
                 scope.cancel()
                 return
             self._bytes_in += len(data)
-            session.receive(data, trio.current_time())
+            now = trio.current_time()
+            session.receive(data, now)
             try:
                 for message in session.events():
                     # Whatever frame was under way has ended.
                     self._let_go()
                     self._handle(message)
-                    if session.outgoing_bytes > REPLIES_BYTES_MAX:
+                    if self._owed > REPLIES_BYTES_MAX:
                         await self._wait_for_writer()
+                    elif trio.current_time() - now > SLICE_S:
+                        self.wake()
+                        await trio.lowlevel.checkpoint()
+                        now = trio.current_time()
             except RemoteProtocolError as error:
                 log.warning(
                     "protocol error",
@@ -142,7 +175,9 @@ class Connection:
 
     async def _hold(self, length: int) -> None:
         """Takes room for a large frame whose header has come, before more of it is read."""
+        self._deaf = True
         await self.service.frame_budget.acquire(length)
+        self._deaf = False
         self._held = length
         self._frame_deadline = trio.current_time() + frame_timeout_s(length)
 
@@ -152,8 +187,13 @@ class Connection:
             self._held = 0
             self._frame_deadline = math.inf
 
+    @property
+    def _owed(self) -> int:
+        """Bytes of answers that the peer has not taken."""
+        return self._replies_being_written + self.session.outgoing_bytes
+
     async def _wait_for_writer(self) -> None:
-        while self.session.outgoing_bytes > REPLIES_BYTES_MAX:
+        while self._owed > REPLIES_BYTES_MAX:
             self._drained = trio.Event()
             self.wake()
             await self._drained.wait()
@@ -163,15 +203,14 @@ class Connection:
         if handler is not None:
             try:
                 handler(self, message)
-            except (ServerError, BucketError) as error:
-                self.session.send(
-                    Refusal(
-                        error.sentence if isinstance(error, ServerError) else str(error),
-                        partition=message.partition,
-                        opaque=message.opaque,
-                        status=error.status,
-                    )
-                )
+            except ServerError as error:
+                self._refuse(message, error.status, error.sentence)
+            except BucketError as error:
+                self._refuse(message, error.status, str(error))
+            except Exception:
+                # A fault of ours: the log has it, and the peer hears that there was one.
+                log.exception("a request failed", peer=self.peer, request=type(message).__name__)
+                self.session.fail(Status.INTERNAL, f"{type(message).__name__} met a fault")
         elif isinstance(message, CloseStream):
             self.streamer.end(message.partition, Status.STREAM_CLOSED)
         elif isinstance(message, Error):
@@ -182,20 +221,37 @@ class Connection:
                 error=message.sentence,
             )
 
+    def _refuse(self, request: Message, status: Status, sentence: str) -> None:
+        self.session.send(
+            Refusal(
+                sentence[:_SENTENCE_MAX],
+                partition=request.partition,
+                opaque=request.opaque,
+                status=status,
+            )
+        )
+
     # Writing.
 
     async def _write(self) -> None:
         session = self.session
         while True:
             self._wakeup = trio.Event()
-            self.streamer.step()
+            # What the streamer adds is bounded by itself, and holds up no request.
+            self._replies_being_written = session.outgoing_bytes
+            try:
+                self.streamer.step()
+            except Exception:
+                log.exception("a stream failed", peer=self.peer)
+                session.fail(Status.INTERNAL, "the stream met a fault")
             outgoing = session.take(trio.current_time())
-            self._drained.set()
-            if not outgoing and session.state is SessionState.CLOSED:
-                return
             if outgoing:
-                await write_all(self._stream, outgoing)
+                await write_all(self._stream, outgoing, self.service.send_timeout_s)
                 self._bytes_out += sum(map(len, outgoing))
+                self._replies_being_written = 0
+                self._drained.set()
+            elif session.state is SessionState.CLOSED:
+                return
             else:
                 await self._wait()
 
@@ -212,7 +268,17 @@ class Connection:
             return
         if session.state in (SessionState.GREETING, SessionState.GREETED):
             session.fail(Status.IDLE, f"no Hello within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
-        elif not session.tick(trio.current_time()):
+            return
+        now = trio.current_time()
+        if self._deaf:
+            session.keep_alive.received(now)
+        if session.tick(now):
+            self._silent = False
+        elif not self._silent:
+            # Perhaps it was this process that slept: what came meanwhile is read first.
+            self._silent = True
+            await trio.sleep(SLICE_S)
+        else:
             log.warning(
                 "connection closed: the peer is silent",
                 peer=self.peer,

@@ -10,6 +10,7 @@ import trio
 
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId
+from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_server.engine import Bucket, Buckets
 from upr_server.net.budget import FrameBudget
 from upr_server.net.connection import Connection
@@ -19,6 +20,9 @@ COLLAPSE_MUTATIONS: Final = 2000
 
 EXPIRY_INTERVAL_S: Final = 1.0
 """How often expired items are turned into deletions; a read says missing at once in any case."""
+
+REFUSALS_MAX: Final = 100
+"""Connections beyond the limit that are told so at a time; the others are just closed."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +36,7 @@ class Service:
         time: Seconds since 1970.
         new_history_id: Makes a random non-zero 64-bit number.
         connections_max: Connections at a time; one more is refused at once.
+        send_timeout_s: How long a peer may take nothing of what waits for it.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Service:
         time: Callable[[], float],
         new_history_id: Callable[[], HistoryId],
         connections_max: int,
+        send_timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
         self.identity = identity
         self.quota_bytes_default = quota_bytes_default
@@ -49,8 +55,10 @@ class Service:
         self.buckets = Buckets(new_history_id, self._is_collapsible)
         self.connections: set[Connection] = set()
         self.frame_budget = FrameBudget()
+        self.send_timeout_s = send_timeout_s
         self._connections_max = connections_max
         self._refused = 0
+        self._being_refused = 0
         self._waiting_for_room: set[Connection] = set()
         # Buckets with something to collapse; a dict, so that they take turns.
         self._collapsible: dict[Bucket, None] = {}
@@ -59,21 +67,38 @@ class Service:
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
-        if len(self.connections) >= self._connections_max:
-            self._refused += 1
-            log.warning("connection refused: too many", connections=len(self.connections))
-            await trio.aclose_forcefully(stream)
-            return
         connection = Connection(self, stream, _peer_of(stream))
+        if len(self.connections) >= self._connections_max:
+            await self._refuse(connection, stream)
+            return
         self.connections.add(connection)
+        try:
+            await self._run(connection)
+        finally:
+            self.connections.discard(connection)
+            self._waiting_for_room.discard(connection)
+
+    async def _run(self, connection: Connection) -> None:
         try:
             await connection.run()
         except Exception:
             # A fault of ours must not take the other connections with it.
             log.exception("a connection failed", peer=connection.peer)
+
+    async def _refuse(self, connection: Connection, stream: trio.SocketStream) -> None:
+        self._refused += 1
+        log.warning("connection refused: too many", connections=len(self.connections))
+        if self._being_refused >= REFUSALS_MAX:
+            await trio.aclose_forcefully(stream)
+            return
+        connection.session.fail(
+            Status.TOO_MANY, f"there are {len(self.connections)} connections already"
+        )
+        self._being_refused += 1
+        try:
+            await self._run(connection)
         finally:
-            self.connections.discard(connection)
-            self._waiting_for_room.discard(connection)
+            self._being_refused -= 1
 
     def bucket(self, name: str) -> Bucket:
         """The bucket of this name.
