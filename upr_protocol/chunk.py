@@ -24,6 +24,7 @@ publisher expects (0 for anything), and the value of an increment or decrement i
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Buffer = bytes | bytearray | memoryview
+
+if sys.byteorder != "little":
+    raise ImportError("chunks are read where they lie, which needs a little-endian processor")
 
 _HEAD: Final = Struct("<IIIIQQ")
 _DELTA: Final = Struct("<QQ?7x")
