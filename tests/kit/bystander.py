@@ -1,0 +1,98 @@
+"""A publisher and a consumer who do nothing wrong, beside those who do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import trio
+
+from tests.kit.mirror import Mirror, assert_same, server_contents
+from tests.kit.process import ServerProcess
+from upr_protocol.client import Consumer, Publisher, connect, consume, publisher
+
+BUCKET: Final = "bystanders"
+PARTITIONS: Final = 4
+KEYS: Final = 200
+SETS_A_ROUND: Final = 50
+
+PAUSE_S: Final = 0.02
+"""They are at work all the time, but leave the processor to others."""
+
+ROUND_MAX_S: Final = 10.0
+"""On a busy machine a round takes milliseconds; what takes longer than this was held up."""
+
+
+class Bystanders:
+    """Publishes, waits for a barrier, and looks whether everything came: a round. And again.
+
+    Attributes:
+        rounds: How many rounds were made.
+        longest_s: How long the longest took.
+    """
+
+    def __init__(self, consumer: Consumer, sink: Publisher) -> None:
+        self.rounds = 0
+        self.longest_s = 0.0
+        self._consumer = consumer
+        self._sink = sink
+        self._mirror = Mirror()
+        self._written: dict[bytes, bytes] = {}
+        self._round_over = trio.Event()
+
+    async def _follow(self) -> None:
+        async for event in self._consumer:
+            self._mirror.apply(event)
+
+    async def _work(self) -> None:
+        number = 0
+        while True:
+            began_at = trio.current_time()
+            for _ in range(SETS_A_ROUND):
+                number += 1
+                key, value = b"key-%d" % (number % KEYS), b"value-%d" % number
+                await self._sink.set(key, value)
+                self._written[key] = value
+            await self._sink.flush()
+            await self._consumer.barrier()
+            assert_same(self._mirror.contents, self._written, PARTITIONS)
+            self.longest_s = max(self.longest_s, trio.current_time() - began_at)
+            self.rounds += 1
+            self._round_over.set()
+            await trio.sleep(PAUSE_S)
+
+    async def more_rounds(self, count: int = 5) -> None:
+        """Waits until so many more were made: nobody is held up."""
+        for _ in range(self.rounds, self.rounds + count):
+            self._round_over = trio.Event()
+            await self._round_over.wait()
+
+    def check(self) -> None:
+        """They were never disconnected, and never held up."""
+        assert self.rounds > 0
+        assert self._consumer.statistics().connections == 1
+        assert self._sink.statistics().connections == 1
+        assert self.longest_s < ROUND_MAX_S, f"{self.longest_s:.1f} s for a round"
+
+
+@asynccontextmanager
+async def bystanders(server: ServerProcess) -> AsyncIterator[Bystanders]:
+    """A publisher and a consumer at work for as long as the context. On the way out what they have
+    is compared with what the server has, and it is seen that nobody was in their way."""
+    async with connect(server.url()) as client:
+        await client.create_bucket(BUCKET, PARTITIONS)
+    url = server.url(BUCKET)
+    async with consume(url) as consumer, publisher(url) as sink, connect(url) as client:
+        found = Bystanders(consumer, sink)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(found._follow)
+            nursery.start_soon(found._work)
+            await found.more_rounds(2)
+            yield found
+            await found.more_rounds()
+            nursery.cancel_scope.cancel()
+        found.check()
+        await sink.flush()
+        written = found._written
+        assert_same(written, await server_contents(client, written), PARTITIONS)

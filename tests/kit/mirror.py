@@ -1,0 +1,130 @@
+"""A copy of a bucket as a consumer makes it, and what must be true of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import (
+    ChunkReceived,
+    Client,
+    Event,
+    Item,
+    RolledBack,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+)
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Operation
+
+
+class Mirror:
+    """Applies a consumer's events, and checks what the protocol promises about each.
+
+    Across a resume mutations may come again; whoever resumes gives a new mirror the old `items`.
+
+    Attributes:
+        items: By partition and key what the key holds: its number and value.
+        ends: By partition its last complete snapshot's end.
+        mutations: How many mutations came.
+    """
+
+    def __init__(self, items: Mapping[int, dict[bytes, tuple[int, bytes]]] | None = None) -> None:
+        self.items: dict[int, dict[bytes, tuple[int, bytes]]] = dict(items or {})
+        self.ends: dict[int, int] = {}
+        self.mutations = 0
+        self._inside: dict[int, SnapshotStart] = {}
+        self._keys: dict[int, set[bytes]] = {}
+        self._at: dict[int, int] = {}
+
+    def apply(self, event: Event) -> None:
+        """Takes in the next event."""
+        if isinstance(event, SnapshotStart):
+            self._start(event)
+        elif isinstance(event, ChunkReceived):
+            self._chunk(event)
+        elif isinstance(event, SnapshotEnd):
+            self._end(event)
+        elif isinstance(event, RolledBack):
+            self._roll_back(event)
+        elif isinstance(event, StreamEnded):
+            assert event.partition not in self._inside, event
+
+    def _start(self, event: SnapshotStart) -> None:
+        partition = event.partition
+        assert event.start >= self.ends.get(partition, 0), event
+        assert event.start <= event.end, event  # equal when only the end was missing
+        assert event.start <= self._at.get(partition, event.start), event
+        # One without an end between replaces the one before.
+        self._inside[partition] = event
+        self._keys[partition] = set()
+        self._at[partition] = event.start
+
+    def _chunk(self, event: ChunkReceived) -> None:
+        partition, chunk = event.partition, event.chunk
+        snapshot = self._inside[partition]
+        seen = self._keys[partition]
+        items = self.items.setdefault(partition, {})
+        at = self._at[partition]
+        assert chunk.start == at, (event, at)
+        assert chunk.end <= snapshot.end, (event, snapshot)
+        for mutation in chunk:
+            assert at < mutation.seq <= chunk.end, (mutation, at, chunk)
+            at = mutation.seq
+            assert snapshot.may_repeat or mutation.key not in seen, mutation
+            seen.add(mutation.key)
+            apply_mutation(items, mutation)
+        self._at[partition] = chunk.end
+        self.mutations += chunk.count
+
+    def _end(self, event: SnapshotEnd) -> None:
+        partition = event.partition
+        snapshot = self._inside.pop(partition)
+        assert event.end == snapshot.end == self._at[partition], (event, snapshot)
+        self.ends[partition] = event.end
+
+    def _roll_back(self, event: RolledBack) -> None:
+        assert event.to == 0, "whoever cannot undo drops everything"
+        for by_partition in (self.items, self.ends, self._inside, self._keys, self._at):
+            by_partition.pop(event.partition, None)
+
+    @property
+    def contents(self) -> dict[bytes, bytes]:
+        """Key → value."""
+        return {key: value for items in self.items.values() for key, (_, value) in items.items()}
+
+
+def apply_mutation(items: dict[bytes, tuple[int, bytes]], mutation: Mutation) -> None:
+    """What a mutation that is streamed does to the items of its partition."""
+    if mutation.op is Operation.SET:
+        items[mutation.key] = (mutation.seq, mutation.value)
+    else:
+        assert mutation.op in (Operation.DELETE, Operation.EXPIRE), mutation
+        assert mutation.value == b"", mutation
+        items.pop(mutation.key, None)
+
+
+async def server_contents(client: Client, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+    """What the server has of `keys`, by asking for each."""
+    asked = sorted(set(keys))
+    items = await client.get_many(asked)
+    return {item.key: item.value for item in items if item is not None}
+
+
+def assert_same(
+    mine: Mapping[bytes, bytes], theirs: Mapping[bytes, bytes], partition_count: int
+) -> None:
+    """Compares two contents key by key, and says which differ."""
+    different = sorted(
+        key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)
+    )
+    lines = [
+        f"{key!r} (partition {partition_of(key, partition_count)}):"
+        f" {mine.get(key)!r:.60} here, {theirs.get(key)!r:.60} there"
+        for key in different[:10]
+    ]
+    assert not different, f"{len(different)} keys differ: " + "; ".join(lines)
+
+
+__all__ = ["Item", "Mirror", "apply_mutation", "assert_same", "server_contents"]

@@ -1,0 +1,253 @@
+"""Real server processes, and the commands, as the tests start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import trio
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+UPR_SERVER: Final = (sys.executable, "-c", "from upr_server.cli import main; main()")
+UPR: Final = (sys.executable, "-m", "upr_protocol.cli")
+
+START_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 60.0
+"""A slow machine with other work to do is no failure; a hang is."""
+
+POLL_S: Final = 0.005
+
+
+class TimeoutReachedError(AssertionError):
+    """What was waited for did not come."""
+
+
+async def eventually(
+    condition: Callable[[], bool], what: str, timeout_s: float = STOP_TIMEOUT_S
+) -> None:
+    """Waits until `condition` is true, of something that can only be asked and does not tell."""
+    deadline = trio.current_time() + timeout_s
+    while not condition():
+        if trio.current_time() > deadline:
+            raise TimeoutReachedError(f"{timeout_s:.0f} s are over, and not yet: {what}")
+        await trio.sleep(POLL_S)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a process: this one's without any settings for us, and `changes`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UPR_")}
+    return {**kept, **changes}
+
+
+class ServerProcess:
+    """A running `upr-server serve`.
+
+    Attributes:
+        process: The process.
+        host: Where it listens.
+        port: Where it listens.
+    """
+
+    def __init__(self, process: trio.Process, first_line: str, log_path: Path) -> None:
+        prefix, _, address = first_line.rstrip("\n").rpartition(" ")
+        assert prefix == "listening on", first_line
+        host, _, port = address.rpartition(":")
+        self.process = process
+        self.host = host.strip("[]")
+        self.port = int(port)
+        self._log_path = log_path
+
+    def url(self, bucket: str = "") -> str:
+        """`upr://HOST:PORT/bucket`."""
+        return f"upr://{self.host}:{self.port}/{bucket}"
+
+    # Its log.
+
+    @property
+    def log_text(self) -> str:
+        """What it wrote to standard error."""
+        return self._log_path.read_text()
+
+    def events(self, name: str = "") -> list[dict[str, Any]]:
+        """The log's events, or those with this name."""
+        found = [json.loads(line) for line in self.log_text.splitlines()]
+        return [event for event in found if name in ("", event["event"])]
+
+    @property
+    def faults(self) -> list[dict[str, Any]]:
+        """The log's events that speak of a fault of the server's own; that there are no descriptors
+        left is none."""
+        return [
+            event
+            for event in self.events()
+            if event["level"] in ("error", "critical") and "EMFILE" not in event["event"]
+        ]
+
+    # What it takes.
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory in use now."""
+        return self._status("VmRSS")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that was in use since it started, or since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        """Has `peak_bytes` begin anew."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def _status(self, field: str) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
+        return int(line.split()[1]) * 1024
+
+    @property
+    def descriptors(self) -> int:
+        """How many descriptors it has open."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    # The end.
+
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        self.process.kill()
+
+    async def wait(self) -> int:
+        """Waits until it has ended; gives its exit code."""
+        with trio.move_on_after(STOP_TIMEOUT_S):
+            return await self.process.wait()
+        raise TimeoutReachedError(f"the server did not stop within {STOP_TIMEOUT_S:.0f} s")
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Asks it to end and waits until it has; gives its exit code."""
+        self.process.send_signal(number)
+        return await self.wait()
+
+
+@asynccontextmanager
+async def server_process(
+    *options: str,
+    listen: str = "127.0.0.1:0",
+    descriptors_max: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> AsyncIterator[ServerProcess]:
+    """A server that runs for as long as the context.
+
+    On the way out it is stopped with SIGTERM, unless it has ended already, and must then end with
+    code 0. In no case may its log speak of a fault.
+
+    Args:
+        *options: More for its command line.
+        listen: Where it listens.
+        descriptors_max: How many descriptors it may have; None for as many as this process.
+        variables: More for its environment.
+    """
+    command = (*UPR_SERVER, "serve", "--listen", listen, "--log-format", "json", *options)
+    if descriptors_max is not None:
+        command = ("sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors_max), *command)
+    with tempfile.TemporaryDirectory(prefix="upr-server-") as folder:
+        log_path = Path(folder, "log")
+        with log_path.open("wb") as log:  # noqa: ASYNC230  it is a moment's work
+            process = await trio.lowlevel.open_process(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                env=environment(**(variables or {})),
+            )
+        try:
+            server = ServerProcess(process, await _first_line(process, log_path), log_path)
+            yield server
+            if process.returncode is None:
+                code = await server.stop()
+                assert code == 0, f"the server ended with code {code}"
+            assert not server.faults
+        except BaseException as error:
+            error.add_note(f"The server's log ends:\n{_tail(log_path)}")
+            raise
+        finally:
+            await _end(process)
+
+
+def _tail(log_path: Path) -> str:
+    return log_path.read_text()[-4000:]
+
+
+async def _end(process: trio.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    with trio.CancelScope(shield=True):
+        await process.wait()
+    if process.stdout is not None:
+        await trio.aclose_forcefully(process.stdout)
+
+
+async def _first_line(process: trio.Process, log_path: Path) -> str:
+    assert process.stdout is not None
+    received = bytearray()
+    with trio.move_on_after(START_TIMEOUT_S):
+        while b"\n" not in received:
+            data = await process.stdout.receive_some()
+            if not data:
+                raise AssertionError(f"the server did not start:\n{_tail(log_path)}")
+            received += data
+        return received.partition(b"\n")[0].decode()
+    raise TimeoutReachedError(f"the server said nothing within {START_TIMEOUT_S:.0f} s")
+
+
+@attrs.frozen
+class Finished:
+    """What a command left.
+
+    Attributes:
+        code: Its exit code.
+        out: Its standard output.
+        err: Its standard error.
+    """
+
+    code: int
+    out: str
+    err: str
+
+
+async def run(
+    command: Sequence[str], *, variables: Mapping[str, str] | None = None, stdin: bytes = b""
+) -> Finished:
+    """Runs a command to its end."""
+    with trio.move_on_after(STOP_TIMEOUT_S):
+        done = await trio.run_process(
+            command,
+            stdin=stdin,
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+            cwd=ROOT,
+            env=environment(**(variables or {})),
+        )
+        return Finished(done.returncode, done.stdout.decode(), done.stderr.decode())
+    raise TimeoutReachedError(f"{' '.join(command)} did not end within {STOP_TIMEOUT_S:.0f} s")
+
+
+@contextmanager
+def many_descriptors() -> Iterator[int]:
+    """Lets this process and those it starts have as many descriptors as the system allows it; gives
+    their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

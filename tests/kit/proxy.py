@@ -1,0 +1,104 @@
+"""A TCP proxy that can do to a connection what networks do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+PIECE_BYTES = 64 * 1024
+
+
+class _Pair:
+    """A connection through the proxy: two streams, and a task for each direction."""
+
+    def __init__(self, near: trio.SocketStream, far: trio.SocketStream) -> None:
+        self.near = near
+        self.far = far
+        self.scope = trio.CancelScope()
+
+
+class Proxy:
+    """Stands between clients and a server.
+
+    Attributes:
+        port: Where it listens, at 127.0.0.1.
+        delay_s: How long each piece of up to 64 KiB is kept back, in both directions.
+        connections: How many connections were ever made through it.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self.port = 0
+        self.delay_s = 0.0
+        self.connections = 0
+        self._pairs: set[_Pair] = set()
+        self._open = trio.Event()
+        self._open.set()
+
+    def url(self, bucket: str = "") -> str:
+        """`upr://HOST:PORT/bucket`."""
+        return f"upr://127.0.0.1:{self.port}/{bucket}"
+
+    def cut(self) -> int:
+        """Breaks every connection; gives how many there were. New ones may be made at once."""
+        pairs, self._pairs = self._pairs, set()
+        for pair in pairs:
+            pair.scope.cancel()
+        return len(pairs)
+
+    def half_open(self) -> None:
+        """From now on nothing gets through, and nobody is told: the cable was pulled."""
+        self._open = trio.Event()
+
+    def heal(self) -> None:
+        """The cable is back."""
+        self._open.set()
+
+    async def _serve(self, near: trio.SocketStream) -> None:
+        async with near:
+            await self._open.wait()
+            try:
+                far = await trio.open_tcp_stream(*self._target)
+            except OSError:
+                return  # the server is away: so is the connection
+            async with far:
+                self.connections += 1
+                pair = _Pair(near, far)
+                self._pairs.add(pair)
+                with pair.scope:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._carry, near, far, pair)
+                        nursery.start_soon(self._carry, far, near, pair)
+                self._pairs.discard(pair)
+
+    async def _carry(
+        self, source: trio.SocketStream, target: trio.SocketStream, pair: _Pair
+    ) -> None:
+        try:
+            while True:
+                data = await source.receive_some(PIECE_BYTES)
+                if self.delay_s:
+                    await trio.sleep(self.delay_s)
+                await self._open.wait()
+                if not data:
+                    await target.send_eof()
+                    return
+                await target.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pair.scope.cancel()
+
+
+@asynccontextmanager
+async def proxy_to(host: str, port: int) -> AsyncIterator[Proxy]:
+    """A proxy to `host`:`port`, for as long as the context."""
+    proxy = Proxy(host, port)
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    proxy.port = listener.socket.getsockname()[1]
+    async with trio.open_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, proxy._serve, [listener])
+        try:
+            yield proxy
+        finally:
+            nursery.cancel_scope.cancel()
