@@ -16,8 +16,8 @@ from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
 
 QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
 
-COLLAPSE_MUTATIONS: Final = 8192
-"""What one step of collapsing looks at: 1 to 3 ms."""
+COLLAPSE_MUTATIONS: Final = 4096
+"""What one step of collapsing looks at: 1 to 3 ms, with the last chunk of it."""
 
 _NAME: Final = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{BUCKET_NAME_BYTES_MAX}}}")
 
