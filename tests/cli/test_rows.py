@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import datetime as dt
+import io
+import json
+import sys
+from decimal import Decimal
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.cli.rows import BadRow, FileError, Row, read_rows
+
+
+def read(data: bytes, form: str, null: tuple[str, ...] = ()) -> list[Row | BadRow]:
+    return list(read_rows(io.BytesIO(data), form, null)[1])
+
+
+def values(data: bytes, form: str, null: tuple[str, ...] = ()) -> list[object]:
+    rows = read(data, form, null)
+    assert all(isinstance(row, Row) for row in rows)
+    return [msgspec.json.decode(row.json) for row in rows if isinstance(row, Row)]
+
+
+# CSV.
+
+
+def test_csv_rows_are_objects_of_texts() -> None:
+    columns, rows = read_rows(io.BytesIO(b"a,b\n1,x y\n007,\n"), "csv")
+    assert columns == ["a", "b"]
+    assert list(rows) == [
+        Row(2, {"a": "1", "b": "x y"}, b'{"a":"1","b":"x y"}'),
+        Row(3, {"a": "007", "b": ""}, b'{"a":"007","b":""}'),
+    ]
+
+
+def test_csv_lines_are_counted_through_quotes_and_blank_lines() -> None:
+    rows = read(b'a,b\r\n"two\r\nlines",1\r\n\r\nx,2\r\n', "csv")
+    assert [(row.line, row.fields["b"]) for row in rows if isinstance(row, Row)] == [
+        (2, "1"),
+        (5, "2"),
+    ]
+
+
+def test_csv_a_byte_order_mark_is_no_part_of_the_first_name() -> None:
+    assert read_rows(io.BytesIO(b"\xef\xbb\xbfa,b\n"), "csv")[0] == ["a", "b"]
+
+
+def test_csv_text_that_stands_for_nothing_becomes_null() -> None:
+    assert values(b"a,b\nNA,1\n-,NAN\n", "csv", ("NA", "-")) == [
+        {"a": None, "b": "1"},
+        {"a": None, "b": "NAN"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"1", "1 values for 2 columns"),
+        (b"1,2,3", "3 values for 2 columns"),
+        (b'1,"2" x', "no CSV"),
+        (b"1,\xff", "not UTF-8"),
+    ],
+)
+def test_csv_a_bad_row_does_not_spoil_the_next(line: bytes, reason: str) -> None:
+    bad, good = read(b"a,b\n" + line + b"\n3,4\n", "csv")
+    assert isinstance(bad, BadRow)
+    assert bad.line == 2
+    assert reason in bad.reason
+    assert good == Row(3, {"a": "3", "b": "4"}, b'{"a":"3","b":"4"}')
+
+
+def test_csv_a_quote_that_never_closes_is_told_where_it_opened() -> None:
+    good, bad = read(b'a\n1\n"2\n3\n', "csv")
+    assert isinstance(good, Row)
+    assert isinstance(bad, BadRow)
+    assert bad.line == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "empty"),
+        (b"a,b,a\n1,2,3\n", "two columns are called 'a'"),
+        (b'"a\n', "no CSV header"),
+    ],
+)
+def test_csv_without_a_usable_header_is_refused(data: bytes, sentence: str) -> None:
+    with pytest.raises(FileError, match=sentence):
+        read(data, "csv")
+
+
+def test_csv_takes_fields_longer_than_python_does_by_itself() -> None:
+    assert values(b"a\n" + b"x" * 200_000 + b"\n", "csv") == [{"a": "x" * 200_000}]
+
+
+# JSON Lines.
+
+
+def test_json_lines_keep_their_text() -> None:
+    data = b'{"a": 1.10000000000000000000001, "b": "\\u00e9"}\n\n  {"a":null}\r\n{"a":2}'
+    assert read(data, "jsonl") == [
+        Row(1, {"a": 1.1, "b": "é"}, b'{"a": 1.10000000000000000000001, "b": "\\u00e9"}'),
+        Row(3, {"a": None}, b'{"a":null}'),
+        Row(4, {"a": 2}, b'{"a":2}'),
+    ]
+
+
+def test_json_lines_text_that_stands_for_nothing_becomes_null() -> None:
+    assert values(b'{"a":"NA","b":["NA"]}', "jsonl", ("NA",)) == [{"a": None, "b": ["NA"]}]
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"[1]", b"3", b'{"a":"\xff"}', b"[" * 100_000, b"\xef\xbb\xbf{}", b"nul"]
+)
+def test_json_lines_a_bad_row_does_not_spoil_the_next(line: bytes) -> None:
+    bad, good = read(line + b'\n{"a":1}\n', "jsonl")
+    assert isinstance(bad, BadRow)
+    assert bad.line == 1
+    assert good == Row(2, {"a": 1}, b'{"a":1}')
+
+
+@given(st.lists(st.binary(max_size=20)))
+def test_whatever_the_bytes_every_line_is_a_row_or_a_bad_row(lines: list[bytes]) -> None:
+    data = b"".join(line.replace(b"\n", b"") + b"\n" for line in lines)
+    for row in read(data, "jsonl"):
+        assert isinstance(row, BadRow) or msgspec.json.decode(row.json) == row.fields
+    for row in read(b"a,b\n" + data, "csv"):
+        assert isinstance(row, BadRow) or json.loads(row.json) == row.fields
+
+
+# Parquet.
+
+
+def parquet(table: dict[str, list[object]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table(table), sink)
+    return sink.getvalue()
+
+
+def test_parquet_values_take_their_form_in_json() -> None:
+    day = dt.date(2013, 1, 2)
+    data = parquet(
+        {
+            "n": [1, None],
+            "x": [0.5, float("nan")],
+            "day": [day, None],
+            "price": [Decimal("1.10"), None],
+            "raw": [b"\xff", None],
+            "list": [[1, 2], []],
+        }
+    )
+    columns, rows = read_rows(io.BytesIO(data), "parquet")
+    assert columns == ["n", "x", "day", "price", "raw", "list"]
+    first, second = rows
+    assert isinstance(first, Row)
+    assert isinstance(second, Row)
+    assert first.fields["day"] == day
+    assert msgspec.json.decode(first.json) == {
+        "n": 1,
+        "x": 0.5,
+        "day": "2013-01-02",
+        "price": "1.10",
+        "raw": "/w==",
+        "list": [1, 2],
+    }
+    assert (second.line, msgspec.json.decode(second.json)["x"]) == (2, None)
+
+
+def test_parquet_text_that_stands_for_nothing_becomes_null() -> None:
+    assert values(parquet({"a": ["NA", "b"]}), "parquet", ("NA",)) == [{"a": None}, {"a": "b"}]
+
+
+def test_what_is_no_parquet_is_refused() -> None:
+    with pytest.raises(FileError, match="no Parquet file"):
+        read(b"a,b\n1,2\n", "parquet")
+
+
+def test_parquet_damaged_inside_is_refused() -> None:
+    data = bytearray(parquet({"a": [str(n) for n in range(10_000)]}))
+    data[100:2000] = bytes(1900)
+    with pytest.raises(FileError, match="damaged behind row 0"):
+        read(bytes(data), "parquet")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(FileError, match=r"upr\[arrow\]"):
+        read(b"", "parquet")

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import click
+import pytest
+
+from upr_protocol.cli.sizes import size, size_text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1K", 1024),
+        ("512M", 512 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        ("2 gb", 2 * 2**30),
+        ("1T", 2**40),
+        ("100B", 100),
+    ],
+)
+def test_sizes_are_read(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1,5G", "1 2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="no size"):
+        size(text)
+
+
+def test_sizes_are_written() -> None:
+    assert [size_text(n) for n in (0, 1023, 1024, 1536 * 1024, 2**30, 2**40, 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 MiB",
+        "1.0 GiB",
+        "1.0 TiB",
+        "1024.0 TiB",
+    ]
