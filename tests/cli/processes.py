@@ -1,0 +1,116 @@
+"""Programs of the project as processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Final
+
+import attrs
+
+from tests.kit.process import ROOT, UPR, UPR_SERVER, environment
+
+DEADLINE_S: Final = 60
+
+Line = dict[str, Any]
+"""A line of `upr tail`."""
+
+
+@attrs.frozen
+class Server:
+    """A server process.
+
+    Attributes:
+        url: `upr://HOST:PORT/`, to which a bucket's name is added.
+        process: The process.
+    """
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Sends a signal and waits for the end."""
+        self.process.send_signal(number)
+        self.process.wait(DEADLINE_S)
+
+
+@contextmanager
+def start_server(address: str = "127.0.0.1:0") -> Iterator[Server]:
+    """A server that runs for as long as the context."""
+    process = subprocess.Popen(
+        [*UPR_SERVER, "serve", "--listen", address, "--log-level", "warning"],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on "), line
+        server = Server(f"upr://{line.split()[-1]}/", process)
+        try:
+            yield server
+        finally:
+            process.kill()
+
+
+class Upr(subprocess.Popen[bytes]):
+    """`upr` as a process whose outputs can be read."""
+
+    def __init__(
+        self,
+        *args: str,
+        stdin: int | IO[Any] = subprocess.DEVNULL,
+        stdout: int | IO[Any] = subprocess.PIPE,
+    ) -> None:
+        super().__init__(
+            [*UPR, *args],
+            bufsize=0,  # or what was read ahead for `event` would be missing in `finished`
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment(PYTHONWARNINGS="error"),
+        )
+
+    def event(self, name: str) -> Line:
+        """The next line of `upr tail` with that event."""
+        assert self.stdout is not None
+        for line in self.stdout:
+            found: Line = json.loads(line)
+            if found["event"] == name:
+                return found
+        raise AssertionError(f"it ended without a line of {name}")
+
+    def feed(self, data: bytes) -> None:
+        """Writes to its standard input."""
+        assert self.stdin is not None
+        self.stdin.write(data)
+        self.stdin.flush()
+
+    def leave(self) -> None:
+        """Reads its standard output no more."""
+        assert self.stdout is not None
+        self.stdout.close()
+        self.stdout = None
+
+    def finished(self, *, code: int = 0, data: bytes | None = None) -> tuple[bytes, bytes]:
+        """What it printed on its two outputs, once it ended with `code`."""
+        out, err = self.communicate(data, timeout=DEADLINE_S)
+        assert self.returncode == code, (self.returncode, out, err)
+        return out, err
+
+    def stopped(self, number: int = signal.SIGTERM) -> tuple[bytes, bytes]:
+        """What it printed, once a signal had ended it."""
+        self.send_signal(number)
+        return self.finished(code=128 + number)
+
+    def end(self) -> None:
+        """Ends it, whatever it does."""
+        self.kill()
+        with self:
+            pass

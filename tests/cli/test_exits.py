@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import click
+import pytest
+
+from upr_protocol.cli.exits import FailedError, errors_as_exits
+from upr_protocol.client import AddressError, ResumeStateError
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    Status,
+    UprError,
+)
+
+
+def leave_with(error: BaseException) -> None:
+    with errors_as_exits():
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (AddressError("'x' is no address"), 2, "'x' is no address"),
+        (ResumeStateError("this is no resume state"), 2, "this is no resume state"),
+        (ServerError(Status.NO_BUCKET, "no bucket x"), 3, "no bucket x: create the bucket first"),
+        (ServerError(Status.CAS_MISMATCH), 3, "cas mismatch: read the item again"),
+        (ServerError(Status.SHUTTING_DOWN), 4, "shutting down: connect again"),
+        (BrokenError("cannot connect"), 4, "cannot connect"),
+        (ClosedError("closed"), 4, "closed"),
+        (RemoteProtocolError("no frame"), 4, "what answers there does not speak UPR: no frame"),
+        (UprError("something"), 1, "something"),
+        (FileNotFoundError(2, "No such file or directory", "x"), 1, "x: No such file or directory"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+    ],
+)
+def test_each_error_has_a_sentence_and_a_code(error: Exception, code: int, sentence: str) -> None:
+    for raised in (error, ExceptionGroup("", [ExceptionGroup("", [error])])):
+        with pytest.raises(FailedError) as caught:
+            leave_with(raised)
+        assert caught.value.exit_code == code
+        assert caught.value.format_message().startswith(sentence)
+
+
+def test_notes_are_part_of_the_sentence() -> None:
+    error = BrokenError("lost")
+    error.add_note("gave up after 3 attempts")
+    with pytest.raises(FailedError, match="lost; gave up after 3 attempts"):
+        leave_with(error)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), LocalProtocolError("x"), AssertionError()])
+def test_our_own_faults_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        leave_with(error)
+
+
+def test_ctrl_c_has_a_code_of_its_own_whatever_else_went_wrong() -> None:
+    group = BaseExceptionGroup("", [BrokenError("lost"), KeyboardInterrupt()])
+    for error in (KeyboardInterrupt(), group):
+        with pytest.raises(click.exceptions.Exit) as caught:
+            leave_with(error)
+        assert caught.value.exit_code == 130

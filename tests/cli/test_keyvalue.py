@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+def item(run: Run, bucket: str, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("get", bucket, key, "--json").stdout)
+    return found
+
+
+def test_what_was_set_is_got(bucket: str, run: Run) -> None:
+    assert run("set", bucket, "k", "välue").stdout.startswith("partition ")
+    assert run("get", bucket, "k").stdout == "välue\n"
+    assert run("get", bucket, "k", "--raw").stdout == "välue"
+
+
+def test_several_keys_at_once(bucket: str, run: Run) -> None:
+    for key in "abc":
+        run("set", bucket, key, key.upper())
+    assert run("get", bucket, "c", "a", "b").stdout == "C\nA\nB\n"
+
+
+def test_a_missing_key_is_named_and_the_rest_is_printed(bucket: str, run: Run) -> None:
+    run("set", bucket, "here", "x")
+    found = run("get", bucket, "gone", "here", code=1)
+    assert (found.stdout, found.stderr) == ("x\n", "upr: gone: no such key\n")
+
+
+def test_an_item_as_json(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v", "--flags", "7", "--expire-in", "3600")
+    found = item(run, bucket, "k")
+    assert (found["key"], found["value"], found["flags"], found["seq"]) == ("k", "v", 7, 1)
+    assert found["expiry"] > 1_700_000_000
+    assert int(found["cas"]) > 0
+
+
+def test_bytes_that_are_no_text(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "-", input=b"\xff\x00\n")
+    assert run("get", bucket, "k", "--raw").stdout_bytes == b"\xff\x00\n"
+    found = item(run, bucket, "k")
+    assert (found["value"], found["value_encoding"]) == ("/wAK", "base64")
+
+
+def test_a_change_by_cas(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "1")
+    cas = item(run, bucket, "k")["cas"]
+    run("set", bucket, "k", "2", "--cas", cas)
+    refused = run("set", bucket, "k", "3", "--cas", cas, code=3)
+    assert "cas mismatch" in refused.stderr
+    assert "read the item again" in refused.stderr
+    assert run("get", bucket, "k").stdout == "2\n"
+
+
+def test_add_and_replace(bucket: str, run: Run) -> None:
+    run("replace", bucket, "k", "0", code=3)
+    run("add", bucket, "k", "1")
+    run("add", bucket, "k", "2", code=3)
+    run("replace", bucket, "k", "3")
+    assert run("get", bucket, "k").stdout == "3\n"
+
+
+def test_append_and_prepend(bucket: str, run: Run) -> None:
+    run("append", bucket, "k", "x", code=3)
+    run("set", bucket, "k", "b")
+    run("append", bucket, "k", "c")
+    run("prepend", bucket, "k", "a")
+    assert run("get", bucket, "k").stdout == "abc\n"
+
+
+def test_delete(bucket: str, run: Run) -> None:
+    run("delete", bucket, "k", code=3)
+    run("set", bucket, "k", "v")
+    run("delete", bucket, "k")
+    run("get", bucket, "k", code=1)
+
+
+def test_counters(bucket: str, run: Run) -> None:
+    assert run("increment", bucket, "n").stdout == "1\n"
+    assert run("increment", bucket, "n", "--by", "41").stdout == "42\n"
+    assert run("decrement", bucket, "n", "--by", "50").stdout == "0\n"
+    assert run("increment", bucket, "m", "--by", "5", "--initial", "100").stdout == "100\n"
+    assert run("increment", bucket, "m", "--by", "5", "--initial", "100").stdout == "105\n"
+    run("increment", bucket, "new", "--existing", code=3)
+    assert run("get", bucket, "n", "m").stdout == "0\n105\n"
+
+
+def test_a_counter_that_is_no_number(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "seven")
+    assert "decimal text" in run("increment", bucket, "k", code=3).stderr
+
+
+def test_touch(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v", "--expire-in", "60")
+    run("touch", bucket, "k")
+    assert item(run, bucket, "k")["expiry"] == 0
+    run("touch", bucket, "k", "--expire-in", "60")
+    assert item(run, bucket, "k")["expiry"] > 0
+
+
+@pytest.mark.parametrize("level", ["persisted", "replicated", "replicated-and-persisted"])
+def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, level: str) -> None:
+    refused = run("set", bucket, "k", "v", "--durability", level, code=3)
+    assert "in memory only" in refused.stderr
+    run("get", bucket, "k", code=1)
+
+
+def test_a_key_that_is_too_long_is_refused(bucket: str, run: Run) -> None:
+    assert "keys are 1 to 250 bytes" in run("get", bucket, "x" * 251, code=3).stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["set", "k"],
+        ["get"],
+        ["set", "k", "v", "--flags", "-1"],
+        ["set", "k", "v", "--flags", "x"],
+        ["set", "k", "v", "--cas", str(2**64)],
+        ["set", "k", "v", "--durability", "forever"],
+        ["touch", "k", "--expire-in", "0"],
+        ["delete", "k", "k2"],
+    ],
+)
+def test_usage_errors(bucket: str, run: Run, args: list[str]) -> None:
+    run(args[0], bucket, *args[1:], code=2)

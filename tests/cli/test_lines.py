@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.cli.lines import event_lines
+from upr_protocol.client import (
+    BarrierReached,
+    ChunkReceived,
+    Completed,
+    Event,
+    RolledBack,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+)
+from upr_protocol.errors import Status
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo, SnapshotKind
+
+P = PartitionId(3)
+
+
+def lines(event: Event) -> list[Any]:
+    data = event_lines(event)
+    assert data == b"" or data.endswith(b"\n")
+    return [msgspec.json.decode(line) for line in data.splitlines()]
+
+
+def test_a_mutation_is_a_line() -> None:
+    chunk = Chunk.build(
+        [
+            Mutation(Operation.SET, b"k", b"v\n", SeqNo(4), Cas(2**63), 7, 1_800_000_000),
+            Mutation(Operation.DELETE, b"gone", b"", SeqNo(6), Cas(9)),
+        ]
+    )
+    assert lines(ChunkReceived(P, chunk)) == [
+        {
+            "event": "mutation",
+            "partition": 3,
+            "seq": 4,
+            "op": "set",
+            "key": "k",
+            "value": "v\n",
+            "cas": "9223372036854775808",
+            "flags": 7,
+            "expiry": 1_800_000_000,
+        },
+        {
+            "event": "mutation",
+            "partition": 3,
+            "seq": 6,
+            "op": "delete",
+            "key": "gone",
+            "value": None,
+            "cas": "9",
+            "flags": 0,
+            "expiry": 0,
+        },
+    ]
+
+
+def test_bytes_that_are_no_text_are_base64_and_say_so() -> None:
+    chunk = Chunk.build([Mutation(Operation.SET, b"\xff", b"\xfe\x00", SeqNo(1), Cas(1))])
+    (line,) = lines(ChunkReceived(P, chunk))
+    assert (line["key"], line["key_encoding"]) == ("/w==", "base64")
+    assert (line["value"], line["value_encoding"]) == ("/gA=", "base64")
+
+
+def test_text_that_looks_like_base64_has_no_mark() -> None:
+    chunk = Chunk.build([Mutation(Operation.SET, b"/w==", b"/w==", SeqNo(1), Cas(1))])
+    (line,) = lines(ChunkReceived(P, chunk))
+    assert (line["key"], line["value"]) == ("/w==", "/w==")
+    assert "key_encoding" not in line
+    assert "value_encoding" not in line
+
+
+def test_an_empty_chunk_is_no_line() -> None:
+    assert event_lines(ChunkReceived(P, Chunk.build([]))) == b""
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            SnapshotStart(P, HistoryId(255), SeqNo(1), SeqNo(9), SnapshotKind.MEMORY, False),
+            {
+                "event": "snapshot_start",
+                "partition": 3,
+                "history": "00000000000000ff",
+                "start": 1,
+                "end": 9,
+                "kind": "memory",
+                "may_repeat": False,
+            },
+        ),
+        (SnapshotEnd(P, SeqNo(9)), {"event": "snapshot_end", "partition": 3, "end": 9}),
+        (Completed(2), {"event": "completed", "cycle": 2}),
+        (
+            BarrierReached(b"x", {PartitionId(1): SeqNo(2), PartitionId(0): SeqNo(1)}),
+            {"event": "barrier", "cookie": "x", "ends": {"0": 1, "1": 2}},
+        ),
+        (
+            RolledBack(P, SeqNo(5), SeqNo(0), "the two have no history in common"),
+            {
+                "event": "rollback",
+                "partition": 3,
+                "restarts_from": 0,
+                "ceiling": 5,
+                "reason": "the two have no history in common",
+            },
+        ),
+        (
+            StreamEnded(P, Status.BUCKET_DELETED),
+            {"event": "stream_end", "partition": 3, "reason": "bucket_deleted"},
+        ),
+    ],
+)
+def test_every_other_event_is_a_line(event: Event, line: dict[str, object]) -> None:
+    assert lines(event) == [line]

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.cli.conftest import Run, Start
+from tests.cli.processes import DEADLINE_S, start_server
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> Path:
+    path = tmp_path / "planes.csv"
+    path.write_text("tailnum,seats,maker\nN1,10,A\nN2,NA,B\n,30,C\nN1,40,NA\n")
+    return path
+
+
+def test_csv(bucket: str, run: Run, planes: Path) -> None:
+    loaded = run("load", bucket, str(planes), "--key", "tailnum", "--null", "NA")
+    assert loaded.stdout.startswith("loaded 3 of 4 rows, ")
+    assert loaded.stderr == "upr: 1 rows left out, as they have no key: lines 4\n"
+    values = run("get", bucket, "N1", "N2").stdout.splitlines()
+    assert [json.loads(value) for value in values] == [
+        {"tailnum": "N1", "seats": "40", "maker": None},
+        {"tailnum": "N2", "seats": None, "maker": "B"},
+    ]
+
+
+def test_a_key_of_several_columns(bucket: str, run: Run, planes: Path) -> None:
+    run("load", bucket, str(planes), "--key", "maker", "--key", "seats", "--separator", "/")
+    run("get", bucket, "A/10", "B/NA", "C/30", "NA/40")
+
+
+def test_json_lines_from_standard_input(bucket: str, run: Run, start: Start) -> None:
+    process = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
+    out, err = process.finished(data=b'{"id": 7, "x": 1.50}\n\n{"id": 8}\n')
+    assert out.startswith(b"loaded 2 of 2 rows, ")
+    assert err == b""
+    assert run("get", bucket, "7", "8").stdout == '{"id": 7, "x": 1.50}\n{"id": 8}\n'
+
+
+def test_parquet(bucket: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1, 2, None], "x": ["a", None, "c"]}), path)
+    loaded = run("load", bucket, str(path), "--key", "id")
+    assert loaded.stdout.startswith("loaded 2 of 3 rows, ")
+    assert "no key: rows 3" in loaded.stderr
+    assert run("get", bucket, "1", "2").stdout == '{"id":1,"x":"a"}\n{"id":2,"x":null}\n'
+
+
+def test_more_rows_than_fit_one_batch(bucket: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("id,x\n" + "".join(f"{n},{n * n}\n" for n in range(30_000)))
+    assert run("load", bucket, str(path), "--key", "id").stdout.startswith(
+        "loaded 30,000 of 30,000 rows, "
+    )
+    assert json.loads(run("get", bucket, "29999").stdout) == {"id": "29999", "x": "899940001"}
+    stats = json.loads(run("stats", bucket).stdout)
+    assert stats["items"] == 30_000
+
+
+def test_a_bad_row_stops_the_load_and_is_named(bucket: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("id,x\n1,a\n2\n3,c\n")
+    stopped = run("load", bucket, str(path), "--key", "id", code=1)
+    assert "line 3: 1 values for 2 columns" in stopped.stderr
+    assert "--skip-bad-rows" in stopped.stderr
+    assert stopped.stdout == "stopped after 2 rows; what was loaded stays\n"
+    run("get", bucket, "1")
+    run("get", bucket, "3", code=1)
+
+
+def test_bad_rows_are_skipped_where_that_is_asked_for(
+    bucket: str, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = ["[1]", "{", '{"id": [1]}', json.dumps({"id": "x" * 251})]
+    path.write_text("\n".join(['{"id": 1}', *bad, '{"id": 2}']))
+    loaded = run("load", bucket, str(path), "--key", "id", "--skip-bad-rows")
+    assert loaded.stdout.startswith("loaded 2 of 6 rows, ")
+    assert "4 bad rows left out: lines 2 (a line holds one JSON object" in loaded.stderr
+    assert "4 (id holds a list, of which no key can be made)" in loaded.stderr
+    assert "5 (its key has 251 bytes; at most 250)" in loaded.stderr
+
+
+def test_of_many_lines_in_trouble_the_first_are_named(
+    bucket: str, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("id,x\n1,a\n" + ",b\n" * 1000)
+    loaded = run("load", bucket, str(path), "--key", "id")
+    assert "1,000 rows left out, as they have no key: lines 3, 4, 5, 6, 7, …" in loaded.stderr
+
+
+def test_a_value_that_is_too_large_is_a_bad_row(bucket: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": 1, "x": "y" * (20 * 2**20)}))
+    stopped = run("load", bucket, str(path), "--key", "id", code=1)
+    assert "line 1: it has 20.0 MiB; at most 20 MiB" in stopped.stderr
+
+
+def test_when_no_row_has_a_key_it_says_so(bucket: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1}\n{"id": 2}\n')
+    loaded = run("load", bucket, str(path), "--key", "ID", code=1)
+    assert "not one row could be loaded" in loaded.stderr
+
+
+def test_an_empty_file_is_loaded(bucket: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("id,x\n")
+    assert run("load", bucket, str(path), "--key", "id").stdout.startswith("loaded 0 of 0 rows")
+
+
+def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, planes: Path) -> None:
+    refused = run(
+        "load", bucket, str(planes), "--key", "tailnum", "--durability", "persisted", code=3
+    )
+    assert "this server does not offer it" in refused.stderr
+    assert refused.stdout == "stopped after 4 rows; what was loaded stays\n"
+    run("get", bucket, "N1", code=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["{file}"], "--key"),
+        (["{file}", "--key", "tail"], "there is no column 'tail'; there are tailnum, seats, maker"),
+        (["{file}.missing", "--key", "a"], "does not exist"),
+        (["{text}", "--key", "a"], "say --format"),
+        (["-", "--key", "a"], "say --format"),
+        (["-", "--format", "parquet", "--key", "a"], "save it to a file first"),
+        (["{file}", "--format", "parquet", "--key", "a"], "no Parquet file"),
+        (["{file}", "--format", "xml", "--key", "a"], "xml"),
+        (["{empty}", "--key", "a"], "the file is empty"),
+    ],
+)
+def test_usage_errors(bucket: str, run: Run, planes: Path, args: list[str], sentence: str) -> None:
+    text, empty = planes.with_suffix(".txt"), planes.with_name("empty.csv")
+    text.touch()
+    empty.touch()
+    filled = [arg.format(file=planes, text=text, empty=empty) for arg in args]
+    assert sentence in run("load", bucket, *filled, code=2).stderr
+
+
+def test_rows_of_a_slow_source_do_not_wait_for_more(bucket: str, start: Start) -> None:
+    loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
+    tail = start("tail", bucket)
+    loader.feed(b'{"id": 1}\n')
+    assert tail.event("mutation")["key"] == "1"
+    out, err = loader.finished(data=b'{"id": 2}\n')
+    assert out.startswith(b"loaded 2 of 2 rows")
+    assert err == b""
+
+
+def test_ctrl_c_while_the_source_makes_it_wait(bucket: str, start: Start) -> None:
+    loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
+    tail = start("tail", bucket)
+    loader.feed(b'{"id": 1}\n')
+    tail.event("mutation")
+    loader.send_signal(signal.SIGINT)
+    assert loader.wait(DEADLINE_S) == 130  # though its standard input is open
+    assert loader.finished(code=130) == (b"stopped after 1 rows; what was loaded stays\n", b"")
+
+
+def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: Start) -> None:
+    with start_server() as server:
+        url = server.url + "b"
+        run("bucket", "create", url)
+        args = ("load", url, "-", "--format", "csv", "--key", "a", "--patience", "0")
+        loader = start(*args, stdin=subprocess.PIPE)
+        tail = start("tail", url)
+        loader.feed(b"a\n1\n")
+        tail.event("mutation")
+        server.stop()
+        _, err = loader.finished(code=4, data=b"2\n")
+    assert err.startswith(b"upr: ")
+    assert err.count(b"\n") == 1

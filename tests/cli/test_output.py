@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from upr_protocol.cli.output import Output
+
+Pipe = tuple[int, int]
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    read, write = os.pipe()
+    with open(read, "rb", 0) as reader, open(write, "wb", 0) as writer:
+        yield reader.fileno(), writer.fileno()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 1_000_000])
+async def test_all_of_it_arrives(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "out"
+    data = os.urandom(size)
+    with path.open("wb") as file:
+        await Output(file.fileno()).write(data)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_reader_that_is_slow_stops_nobody_else(pipe: Pipe, blocking: bool) -> None:
+    reader, writer = pipe
+    os.set_blocking(writer, blocking)
+    data = os.urandom(1_000_000)
+    received = bytearray()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Output(writer).write, data)
+        await trio.testing.wait_all_tasks_blocked()
+        while len(received) < len(data):
+            received += await trio.to_thread.run_sync(os.read, reader, 10_000)
+    assert received == data
+
+
+async def test_a_little_more_than_a_full_pipe_takes_waits_without_stopping_others(
+    pipe: Pipe,
+) -> None:
+    reader, writer = pipe
+    output = Output(writer)
+    os.set_blocking(writer, False)
+    while True:
+        try:
+            os.write(writer, bytes(4096))
+        except BlockingIOError:
+            break
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(output.write, b"end")
+        await trio.testing.wait_all_tasks_blocked()
+        os.read(reader, 8192)
+    data = b""
+    while not data.endswith(b"end"):
+        data = os.read(reader, 1_000_000)
+
+
+async def test_a_reader_that_left() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        await Output(writer).write(b"x")
+    with pytest.raises(BrokenPipeError):
+        await Output(writer).watch()
+    os.close(writer)
+
+
+async def test_a_reader_that_stays_is_watched(pipe: Pipe, autojump_clock: object) -> None:
+    with trio.move_on_after(60) as scope:
+        await Output(pipe[1]).watch()
+    assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(b"", b""), (b"whole\n", b"whole\n"), (b"cut", b"cut\n")]
+)
+@pytest.mark.parametrize("mode", ["ab", "r+b"])
+def test_a_cut_line_is_ended(tmp_path: Path, mode: str, before: bytes, after: bytes) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(before)
+    with path.open(mode) as file:
+        file.seek(0, os.SEEK_END)
+        Output(file.fileno()).end_line()
+    assert path.read_bytes() == after
+
+
+def test_what_is_no_file_has_no_line_to_end(pipe: Pipe) -> None:
+    Output(pipe[1]).end_line()
+    os.set_blocking(pipe[0], False)
+    with pytest.raises(BlockingIOError):
+        os.read(pipe[0], 1)

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, Start
+from tests.cli.processes import Line, Server, start_server
+
+Tail = Callable[..., list[Line]]
+
+
+def lines(out: bytes) -> list[Line]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def tail(start: Start) -> Tail:
+    """The lines of `upr tail` until it has caught up."""
+
+    def tail(bucket: str, *args: str) -> list[Line]:
+        out, err = start("tail", bucket, "--until", "caught-up", *args).finished()
+        assert err == b""
+        return lines(out)
+
+    return tail
+
+
+def mutations(found: Iterable[Line]) -> list[Line]:
+    return [line for line in found if line["event"] == "mutation"]
+
+
+def contents(found: Iterable[Line]) -> dict[str, str]:
+    """What a copy holds that has followed the lines."""
+    copy: dict[int, dict[str, str]] = {}
+    for line in found:
+        if line["event"] == "rollback":
+            assert line["restarts_from"] == 0
+            copy.pop(line["partition"], None)
+        elif line["event"] == "mutation" and line["op"] == "set":
+            copy.setdefault(line["partition"], {})[line["key"]] = line["value"]
+        elif line["event"] == "mutation":
+            copy.get(line["partition"], {}).pop(line["key"], None)
+    return {key: value for partition in copy.values() for key, value in partition.items()}
+
+
+@pytest.fixture
+def filled(bucket: str, run: Run, tmp_path: Path) -> str:
+    """The URL of a bucket with a hundred items."""
+    path = tmp_path / "filled.csv"
+    path.write_text("id,x\n" + "".join(f"k{n},{n}\n" for n in range(100)))
+    run("load", bucket, str(path), "--key", "id")
+    return bucket
+
+
+# What is told.
+
+
+def test_everything_until_caught_up(filled: str, run: Run, tail: Tail) -> None:
+    run("delete", filled, "k0")
+    run("set", filled, "k1", "new")
+    found = tail(filled)
+    expected = {f"k{n}": json.dumps({"id": f"k{n}", "x": str(n)}, separators=(",", ":"))
+                for n in range(2, 100)}  # fmt: skip
+    assert contents(found) == {**expected, "k1": "new"}
+    assert [line["key"] for line in mutations(found) if line["op"] == "delete"] == ["k0"]
+    assert found[-1]["event"] == "barrier"
+    assert found[-1]["cookie"] == "caught-up"
+
+
+def test_each_partition_comes_in_snapshots(filled: str, tail: Tail) -> None:
+    inside: Line | None = None
+    ends = {}
+    for line in tail(filled):
+        if line["event"] == "snapshot_start":
+            assert inside is None
+            inside = line
+        elif line["event"] == "mutation":
+            assert inside is not None
+            assert line["partition"] == inside["partition"]
+            assert inside["start"] < line["seq"] <= inside["end"]
+        elif line["event"] == "snapshot_end":
+            assert inside is not None
+            assert (line["partition"], line["end"]) == (inside["partition"], inside["end"])
+            ends[str(line["partition"])] = line["end"]
+            inside = None
+        elif line["event"] == "barrier":
+            assert line["ends"] == ends
+    assert len(ends) == 8
+
+
+def test_one_partition(filled: str, tail: Tail) -> None:
+    found = mutations(tail(filled, "--partition", "3"))
+    assert found
+    assert {line["partition"] for line in found} == {3}
+
+
+def test_from_now_there_is_only_what_comes(filled: str, run: Run, tail: Tail, start: Start) -> None:
+    assert mutations(tail(filled, "--from", "now")) == []
+    process = start("tail", filled, "--from", "now")
+    process.event("completed")
+    run("set", filled, "new", "x")
+    assert process.event("mutation")["key"] == "new"
+    process.stopped()
+
+
+def test_an_empty_bucket_is_caught_up_at_once(bucket: str, tail: Tail) -> None:
+    assert [line["event"] for line in tail(bucket)] == ["completed", "barrier"]
+
+
+def test_changes_come_as_they_happen(bucket: str, run: Run, start: Start) -> None:
+    process = start("tail", bucket)
+    for number in range(5):
+        run("set", bucket, f"k{number}", "x")
+        assert process.event("mutation")["key"] == f"k{number}"
+    process.stopped()
+
+
+def test_summary(filled: str, start: Start) -> None:
+    process = start("tail", filled, "--until", "caught-up", "--format", "summary")
+    out, err = process.finished()
+    assert out.startswith(b"100 changes in 8 snapshots of 8 partitions, ")
+    assert out.count(b"\n") == 1
+    assert err == b""
+
+
+# Going on.
+
+
+def test_what_was_told_is_not_told_again(filled: str, run: Run, tmp_path: Path, tail: Tail) -> None:
+    state = str(tmp_path / "state")
+    assert len(mutations(tail(filled, "--resume", state))) == 100
+    assert mutations(tail(filled, "--resume", state)) == []
+    run("set", filled, "k5", "new")
+    assert [line["key"] for line in mutations(tail(filled, "--resume", state))] == ["k5"]
+
+
+def test_from_now_is_where_it_stays(filled: str, run: Run, tmp_path: Path, tail: Tail) -> None:
+    state = str(tmp_path / "state")
+    assert mutations(tail(filled, "--from", "now", "--resume", state)) == []
+    run("set", filled, "k5", "new")
+    found = mutations(tail(filled, "--from", "now", "--resume", state))
+    assert [line["key"] for line in found] == ["k5"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_a_signal_ends_it_cleanly_with_progress_saved(
+    filled: str, tmp_path: Path, number: int, code: int, tail: Tail, start: Start
+) -> None:
+    state = str(tmp_path / "state")
+    process = start("tail", filled, "--resume", state)
+    process.event("completed")
+    process.send_signal(number)
+    _, err = process.finished(code=code)
+    assert err == b""
+    assert mutations(tail(filled, "--resume", state)) == []
+
+
+def test_killed_at_any_moment_it_goes_on_and_nothing_is_missing(
+    bucket: str, start: Start, tmp_path: Path
+) -> None:
+    state, out = str(tmp_path / "state"), tmp_path / "out.jsonl"
+    loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
+    lots = random.Random(7)
+    ids = count()
+    for _ in range(12):
+        size = out.stat().st_size if out.exists() else 0
+        with out.open("ab") as file:
+            process = start("tail", bucket, "--resume", state, stdout=file)
+        # Each key comes once only, so that whatever is left out stays missing.
+        while process.returncode is None:
+            some = islice(ids, lots.randrange(1, 50))
+            loader.feed(b"".join(b'{"id":%d}\n' % number for number in some))
+            if out.stat().st_size > size and lots.random() < 0.05:
+                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(lots.uniform(0, 0.02))
+        assert process.returncode == -signal.SIGKILL
+    loader.finished(data=b"")
+    everything = {str(number) for number in range(next(ids))}
+    with out.open("ab") as file:
+        process = start("tail", bucket, "--resume", state, stdout=file)
+    while contents(whole_lines(out.read_bytes())).keys() != everything:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        assert process.returncode is None
+
+
+def test_killed_while_its_reader_waits_it_has_not_counted_what_was_not_read(
+    bucket: str, run: Run, start: Start, tail: Tail, tmp_path: Path
+) -> None:
+    rows, state = tmp_path / "rows.csv", str(tmp_path / "state")
+    rows.write_text("id,x\n" + "".join(f"{n},{'x' * 100}\n" for n in range(10_000)))
+    run("load", bucket, str(rows), "--key", "id", "--quiet")
+    killed = start("tail", bucket, "--resume", state)
+    found = [killed.event("mutation")]  # and a pipe takes but a part of its chunk
+    killed.kill()
+    out, _ = killed.finished(code=-signal.SIGKILL)
+    found += mutations(whole_lines(out))
+    assert len(found) < 10_000
+    found += mutations(tail(bucket, "--resume", state))
+    assert {line["key"] for line in found} == {str(number) for number in range(10_000)}
+
+
+def whole_lines(out: bytes) -> Iterator[Line]:
+    """The lines that were not cut by a kill."""
+    for line in out.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            assert not line.endswith(b"}")
+
+
+@pytest.mark.parametrize("already", [b'{"event":"mutat', b'{"event":"completed","cycle":1}\n', b""])
+def test_what_a_kill_cut_is_ended_before_anything_follows(
+    filled: str, tmp_path: Path, already: bytes, start: Start
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(already)
+    state = str(tmp_path / "state")
+    with out.open("ab") as file:
+        start("tail", filled, "--resume", state, "--until", "caught-up", stdout=file).finished()
+    written = out.read_bytes()
+    cut = already and not already.endswith(b"\n")
+    before = already + (b"\n" if cut else b"")
+    assert written.startswith(before + b'{"event":"snapshot_start"')
+    assert len(mutations(whole_lines(written))) == 100
+
+
+# Where nobody reads.
+
+
+def test_a_reader_that_leaves_ends_it_silently(filled: str, start: Start) -> None:
+    process = start("tail", filled)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.finished(code=141)
+    assert err == b""
+
+
+def test_a_reader_that_leaves_is_noticed_while_nothing_changes(filled: str, start: Start) -> None:
+    process = start("tail", filled)
+    process.event("completed")
+    process.leave()
+    _, err = process.finished(code=141)
+    assert err == b""
+
+
+def test_a_reader_that_waits_is_waited_for(
+    bucket: str, run: Run, tmp_path: Path, start: Start
+) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("id,x\n" + "".join(f"k{n},{'x' * 100}\n" for n in range(20_000)))
+    run("load", bucket, str(rows), "--key", "id")
+    process = start("tail", bucket)
+    process.event("snapshot_start")
+    assert process.poll() is None  # far more is to come than a pipe takes
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    process.finished(code=130)
+
+
+def test_a_full_disk_is_told(filled: str, start: Start) -> None:
+    with open("/dev/full", "wb") as full:
+        _, err = start("tail", filled, "--until", "caught-up", stdout=full).finished(code=1)
+    assert err == b"upr: No space left on device\n"
+
+
+# What ends it.
+
+
+def test_a_deleted_bucket_ends_it(filled: str, run: Run, start: Start) -> None:
+    process = start("tail", filled)
+    process.event("completed")
+    run("bucket", "delete", filled, "--yes")
+    out, err = process.finished(code=3)
+    assert [line["reason"] for line in lines(out)] == ["bucket_deleted"] * 8
+    assert b"was deleted" in err
+
+
+def test_a_server_that_lost_its_history_makes_partitions_restart(
+    run: Run, tmp_path: Path, tail: Tail
+) -> None:
+    state = str(tmp_path / "state")
+    with start_server() as before:
+        url = before.url + "b"
+        run("bucket", "create", url, "--partitions", "1")
+        run("set", url, "old", "x")
+        old = tail(url, "--resume", state)
+        before.stop()
+    with start_server(before.url.removeprefix("upr://").rstrip("/")):
+        run("bucket", "create", url, "--partitions", "1")
+        run("set", url, "new", "y")
+        new = tail(url, "--resume", state)
+    assert contents(old) == {"old": "x"}
+    assert new[0]["event"] == "rollback"
+    assert contents(old + new) == {"new": "y"}
+
+
+def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: Start) -> None:
+    with start_server() as server:
+        url = server.url + "b"
+        run("bucket", "create", url)
+        process = start("tail", url, "--patience", "0")
+        process.event("completed")
+        server.stop()
+        _, err = process.finished(code=4)
+    assert err.startswith(b"upr: ")
+    assert err.count(b"\n") == 1
+
+
+def test_a_bucket_that_does_not_exist(server: Server, start: Start) -> None:
+    _, err = start("tail", server.url + "nowhere").finished(code=3)
+    assert b"create the bucket first" in err
+
+
+@pytest.mark.parametrize("found", [b"", b"{}", b"\xff"])
+def test_what_is_no_resume_state_is_refused(
+    filled: str, tmp_path: Path, found: bytes, start: Start
+) -> None:
+    state = tmp_path / "state"
+    state.write_bytes(found)
+    _, err = start("tail", filled, "--resume", str(state)).finished(code=2)
+    assert b"resume state" in err
+    assert state.read_bytes() == found
+
+
+def test_a_resume_state_of_another_bucket_is_refused(
+    filled: str, server: Server, run: Run, tmp_path: Path, tail: Tail, start: Start
+) -> None:
+    state = str(tmp_path / "state")
+    tail(filled, "--resume", state)
+    run("bucket", "create", server.url + "another")
+    _, err = start("tail", server.url + "another", "--resume", state).finished(code=2)
+    assert b"is of the bucket" in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--from", "yesterday"],
+        ["--until", "tomorrow"],
+        ["--format", "xml"],
+        ["--partition", "1024"],
+        ["--resume", "/nowhere/state"],
+        ["extra"],
+    ],
+)
+def test_usage_errors(bucket: str, run: Run, args: list[str]) -> None:
+    run("tail", bucket, *args, code=2)

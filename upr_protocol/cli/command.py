@@ -1,0 +1,52 @@
+"""The command `upr` itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from upr_protocol.cli import keyvalue
+from upr_protocol.cli.bucket import bucket
+from upr_protocol.cli.exits import EXIT_CODES_HELP, errors_as_exits
+from upr_protocol.cli.load import load
+from upr_protocol.cli.stats import partitions, stats
+from upr_protocol.cli.tail import tail
+
+
+class _Commands(click.Group):
+    """Lists its commands in the order in which one meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with errors_as_exits():
+            return super().invoke(ctx)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_CODES_HELP,
+)
+@click.version_option(package_name="upr", prog_name="upr")
+def main() -> None:
+    r"""Talk to a UPR server: make buckets, load files, follow changes, read and write keys.
+
+    Commands begin with the URL of a bucket, upr://HOST:PORT/BUCKET. The port is 12000 if you leave
+    it out; and where the environment variable UPR_URL is set, you may leave out the whole URL.
+
+    \b
+    To begin with:
+      upr-server serve                                          (in another terminal)
+      export UPR_URL=upr://127.0.0.1:12000/planes
+      upr bucket create
+      upr load planes.csv --key tailnum
+      upr tail --until caught-up | head
+      upr get N102UW
+    """
+
+
+for _command in (bucket, load, tail, *keyvalue.COMMANDS, partitions, stats):
+    main.add_command(_command)
