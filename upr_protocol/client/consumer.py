@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
 from typing import Final, Literal, Self
 
 import attrs
@@ -14,6 +13,7 @@ import trio
 
 from upr_protocol.client.address import Address
 from upr_protocol.client.background import background
+from upr_protocol.client.barriers import Barriers
 from upr_protocol.client.events import BarrierReached, ChunkReceived, Event
 from upr_protocol.client.feed import Feed
 from upr_protocol.client.follower import Delivery, End, Follower, Wishes
@@ -28,7 +28,6 @@ from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.limits import (
     HANDSHAKE_TIMEOUT_S,
     IDLE_INTERVAL_S_DEFAULT,
-    OPEN_BARRIERS_MAX,
     WINDOW_BYTES_DEFAULT,
 )
 
@@ -100,9 +99,7 @@ class Consumer:
         self._current: Delivery | None = None
         """What the application holds."""
         self._iterating = False
-        self._cookies = count(1)
-        self._barriers: dict[bytes, _Waiter | None] = {}
-        self._barrier_back = trio.Event()
+        self._barriers = Barriers(feed)
         self._events = self._chunks = self._mutations = self._nbytes = self._saves = 0
 
     # Events.
@@ -131,11 +128,8 @@ class Consumer:
                         await self._feed.mailbox.wait()
                     continue
                 event = delivery.event
-                if event is None:
+                if event is None or self._is_awaited(event):
                     self._deal_with(delivery)
-                elif isinstance(event, BarrierReached) and event.cookie in self._barriers:
-                    self._deal_with(delivery)
-                    self._return_barrier(event)
                 else:
                     self._current = delivery
                     self._count(event)
@@ -145,6 +139,9 @@ class Consumer:
             raise StopAsyncIteration from None
         finally:
             self._iterating = False
+
+    def _is_awaited(self, event: Event) -> bool:
+        return isinstance(event, BarrierReached) and self._barriers.returned(event)
 
     def _count(self, event: Event) -> None:
         self._events += 1
@@ -183,7 +180,7 @@ class Consumer:
             LocalProtocolError: 64 barriers are open, or this one is.
         """
         if cookie is None:
-            cookie = self._new_cookie()
+            cookie = self._barriers.new_cookie()
         self._feed.barrier(cookie)
         return cookie
 
@@ -197,39 +194,7 @@ class Consumer:
             ClosedError: Every stream ended, or the consumer was closed.
             UprError: What the iterating task was told when the streams broke.
         """
-        while self._follower.open_barriers >= OPEN_BARRIERS_MAX:
-            await self._barrier_back.wait()
-        cookie = self._new_cookie()
-        waiter = _Waiter()
-        if self._feed.mailbox.error is not None:
-            raise _ending(self._feed.mailbox.error)
-        self._feed.barrier(cookie)
-        self._barriers[cookie] = waiter
-        try:
-            await waiter.event.wait()
-        finally:
-            if cookie in self._barriers:
-                self._barriers[cookie] = None
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.reached is not None
-        return waiter.reached
-
-    def _new_cookie(self) -> bytes:
-        return b"upr-%d" % next(self._cookies)
-
-    def _return_barrier(self, event: BarrierReached) -> None:
-        waiter = self._barriers.pop(event.cookie)
-        if waiter is not None:
-            waiter.reached = event
-            waiter.event.set()
-
-    def _barriers_end(self, error: UprError) -> None:
-        barriers, self._barriers = self._barriers, {}
-        for waiter in barriers.values():
-            if waiter is not None:
-                waiter.error = _ending(error)
-                waiter.event.set()
+        return await self._barriers.wait()
 
     # The resume state.
 
@@ -278,7 +243,9 @@ class Consumer:
         except UprError as failure:
             error = failure
         self._feed.mailbox.end(error)
-        self._barriers_end(error)
+        if isinstance(error, _EndOfStreamsError):
+            error = ClosedError("every stream has ended")
+        self._barriers.end(error)
         self._feed.opened.set()
 
     async def _start(
@@ -290,7 +257,7 @@ class Consumer:
             await self._feed.mailbox.wait()
 
     async def _leave(self) -> None:
-        self._barriers_end(ClosedError("the consumer was closed"))
+        self._barriers.end(ClosedError("the consumer was closed"))
         # What the application holds was not dealt with, as far as anyone knows.
         self._current = None
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _LAST_SAVE_S):
@@ -309,23 +276,6 @@ class Consumer:
             self._saves,
             len(self._feed.mailbox),
         )
-
-
-class _Waiter:
-    """Who waits for a barrier."""
-
-    __slots__ = ("error", "event", "reached")
-
-    def __init__(self) -> None:
-        self.event = trio.Event()
-        self.reached: BarrierReached | None = None
-        self.error: UprError | None = None
-
-
-def _ending(error: UprError) -> UprError:
-    if isinstance(error, _EndOfStreamsError):
-        return ClosedError("every stream has ended")
-    return error
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ class SnapshotStart(msgspec.Struct, frozen=True):
         history_id: The history it belongs to.
         start: The number it begins behind. When a consumer resumes inside a snapshot this is what
             it had received, and the front of the snapshot came before.
-        end: The last number it covers.
+        end: The last number it covers; `start` itself when only the snapshot's end was missing.
         kind: Where the server reads it from.
         may_repeat: Older versions of a key may appear before its newest.
     """

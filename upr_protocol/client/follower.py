@@ -30,8 +30,8 @@ from upr_protocol.client.outcome import status_of
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.errors import LocalProtocolError, ServerError, Status
 from upr_protocol.failover import Position
-from upr_protocol.ids import SEQ_MAX, PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import OPEN_BARRIERS_MAX
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, PartitionState, SeqNo, SnapshotKind
+from upr_protocol.limits import COOKIE_BYTES_MAX, OPEN_BARRIERS_MAX
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import (
     HEADER_BYTES,
@@ -128,6 +128,8 @@ class Follower:
         self._ends: dict[PartitionId, SeqNo] = {}
         self._finished: set[PartitionId] = set()
         self._accepted: set[PartitionId] = set()
+        self._news = False
+        """Whether this connection's answers say anything new of where the streams stand."""
         self._asked: set[PartitionId] = set()
         """Streams of this connection that the server has not answered for yet."""
         self._barriers: deque[bytes] = deque()
@@ -141,6 +143,7 @@ class Follower:
         self.connection += 1
         self.trouble = None
         self.flowing = False
+        self._news = False
         if self._wanted is None:
             self._settle(greeting)
             assert self._wanted is not None
@@ -189,8 +192,11 @@ class Follower:
         """Sends a barrier, now or as soon as there is a connection that streams.
 
         Raises:
-            LocalProtocolError: Too many are open, or this one is.
+            LocalProtocolError: Too many are open, or this one is, or it is too long.
         """
+        # Checked here, as it may be sent only later, when nobody is there to be told.
+        if not 1 <= len(cookie) <= COOKIE_BYTES_MAX:
+            raise LocalProtocolError(f"a cookie is 1 to {COOKIE_BYTES_MAX} bytes")
         if len(self._barriers) >= OPEN_BARRIERS_MAX:
             raise LocalProtocolError(f"{OPEN_BARRIERS_MAX} barriers are open", Status.TOO_MANY)
         if cookie in self._barriers:
@@ -274,20 +280,23 @@ class Follower:
             before = self.state.position(partition)
             after = resume.accepted(before, message.log)
             moved = self._move(partition, after)
-            self._go_when_all_answered()
             # The first time it is a position that may be nowhere else yet: that of "now".
-            known = partition in self._accepted and after == before
-            weight = Weight.LIGHT if known else Weight.HEAVY
+            self._news |= partition not in self._accepted or after != before
             self._accepted.add(partition)
-            return (Delivery(None, moved, weight=weight),)
+            # All are written down at once, before any data: none comes before `Go`.
+            weight = Weight.HEAVY if self._go_when_all_answered() and self._news else Weight.LIGHT
+            deliveries = [Delivery(None, moved, weight=weight)]
+            if after.last_complete != before.last_complete:
+                deliveries += _only_the_end(partition, message.log.current, after.last_complete)
+            return deliveries
         if status is Status.ROLLBACK:
             self.rollbacks += 1
             to = SeqNo(0)
             position = resume.rolled_back(self.state.position(partition), to)
             moved = self._move(partition, position)
             self._ask(partition)
-            event = RolledBack(partition, message.seq, to, message.reason)
-            return (Delivery(event, moved, weight=Weight.HEAVY),)
+            rollback = RolledBack(partition, message.seq, to, message.reason)
+            return (Delivery(rollback, moved, weight=Weight.HEAVY),)
         self.trouble = ServerError(status, f"partition {partition}: {message.reason}")
         return ()
 
@@ -305,11 +314,18 @@ class Follower:
             self.done = True
         return (Delivery(StreamEnded(partition, status), weight=Weight.COMPLETE),)
 
-    def _go_when_all_answered(self) -> None:
+    def _go_when_all_answered(self) -> bool:
         if self._asked or self.flowing or self.trouble is not None:
-            return
+            return False
         assert self._session is not None
         self._session.send(Go())
         self.flowing = True
         for cookie in self._barriers:
             self._session.send(Barrier(cookie))
+        return True
+
+
+def _only_the_end(partition: PartitionId, history_id: HistoryId, end: SeqNo) -> list[Delivery]:
+    """What is told of a snapshot of which only the end was missing."""
+    start = SnapshotStart(partition, history_id, end, end, SnapshotKind.MEMORY, False)
+    return [Delivery(start), Delivery(SnapshotEnd(partition, end), weight=Weight.COMPLETE)]

@@ -2,7 +2,8 @@
 
 A position is moved by what the stream says, and by nothing else:
 
-- a stream is **accepted**: the server's whole log is recorded, before any data;
+- a stream is **accepted**: the server's whole log is recorded, before any data; a snapshot of which
+  only the end was missing is complete;
 - a chunk is **received**: the highest number moves, and with it comes the snapshot it belongs to.
   That snapshot begins at the last complete end, wherever the stream that carried it began: a
   consumer cut inside a snapshot has its front already;
@@ -30,7 +31,14 @@ class ResumeStateError(UprError, ValueError):
 
 
 def accepted(position: Position, log: FailoverLog) -> Position:
-    """The server accepted the stream, and this is its log."""
+    """The server accepted the stream, and this is its log.
+
+    A consumer that was cut between a snapshot's last chunk and its end now knows that it has all of
+    it: the server goes on behind it, and there may be nothing behind it for long.
+    """
+    partial = position.partial
+    if partial is not None and position.highest_received == partial.end:
+        return Position(log, partial.end, partial.end, None)
     return attrs.evolve(position, log=log)
 
 
