@@ -92,6 +92,8 @@ class FakeServer:
         self.buckets: dict[str, tuple[int, int]] = {BUCKET: (partition_count, 0)}
         self.held: set[type[Message]] = set()
         """Requests that are never answered."""
+        self.paused = False
+        """Whether nothing is streamed, and no barrier comes back."""
 
     def partition_of(self, key: bytes) -> FakePartition:
         return self.partitions[partition_of(key, len(self.partitions))]
@@ -113,6 +115,12 @@ class FakeServer:
     def changed(self, partition: PartitionId) -> None:
         for connection in self.connections:
             connection.session.ready(partition)
+            connection.wake()
+
+    def resume(self) -> None:
+        """Streaming goes on."""
+        self.paused = False
+        for connection in self.connections:
             connection.wake()
 
     def end_streams(self, status: Status) -> None:
@@ -183,7 +191,8 @@ class FakeConnection:
                     break
                 else:
                     self._wake = trio.Event()
-                    with trio.move_on_at(self.session.keep_alive.next_check()):
+                    # Not at the very moment, which rounding may put before itself.
+                    with trio.move_on_at(self.session.keep_alive.next_check() + 0.001):
                         await self._wake.wait()
                     if not self.session.tick(trio.current_time()):
                         self.session.fail(Status.IDLE, "silent")
@@ -195,7 +204,7 @@ class FakeConnection:
 
     def _step(self) -> None:
         session = self.session
-        while session.outgoing_bytes < 4096 and session.window.open:
+        while session.outgoing_bytes < 4096 and session.window.open and not self._server.paused:
             if self._turn is None:
                 self._turn = session.next_partition()
                 if self._turn is None:

@@ -1,0 +1,465 @@
+"""Consuming: what events come, and what the application's pace does to them."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from tests.kit.fake_net import FakeNet
+from tests.kit.fake_server import FakeServer
+from tests.kit.mirror import Mirror
+from upr_protocol.client import (
+    BarrierReached,
+    ChunkReceived,
+    Completed,
+    Consumer,
+    Event,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+    consume,
+)
+from upr_protocol.errors import BrokenError, ClosedError, LocalProtocolError, ServerError, Status
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.limits import WINDOW_BYTES_MIN
+from upr_protocol.wire import Stream
+
+URL = "upr://fake/b"
+
+
+def fill(server: FakeServer, count: int, value: bytes = b"v", keys: int = 50) -> None:
+    for number in range(count):
+        server.put(b"key-%d" % (number % keys), value + b"-%d" % number)
+
+
+async def follow(consumer: Consumer, mirror: Mirror) -> None:
+    async for event in consumer:
+        mirror.apply(event)
+
+
+async def until(consumer: Consumer, kind: type[Event]) -> list[Event]:
+    events: list[Event] = []
+    async for event in consumer:
+        events.append(event)
+        if isinstance(event, kind):
+            break
+    return events
+
+
+async def test_a_snapshot_of_each_partition_and_then_what_changes(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 100)
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        events = await until(consumer, Completed)
+        for event in events:
+            mirror.apply(event)
+        assert mirror.contents == server.contents()
+        starts = [event.partition for event in events if isinstance(event, SnapshotStart)]
+        assert starts == [0, 1, 2, 3]
+        assert events[-1] == Completed(1)
+        server.put(b"key-1", b"new")
+        partition = server.partition_of(b"key-1").id
+        later = await until(consumer, Completed)
+        for event in later:
+            mirror.apply(event)
+        assert [type(event) for event in later] == [
+            SnapshotStart,
+            ChunkReceived,
+            SnapshotEnd,
+            Completed,
+        ]
+        assert later[2] == SnapshotEnd(partition, server.partitions[partition].high)
+        assert mirror.contents == server.contents()
+        statistics = consumer.statistics()
+        assert statistics.events == len(events) + 4
+        assert statistics.mutations == mirror.mutations
+        assert statistics.connections == 1
+
+
+async def test_some_partitions(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+    fill(server, 100)
+    async with consume(URL, dial=net.dial, partitions=[1, 3]) as consumer:
+        events = await until(consumer, Completed)
+    assert {event.partition for event in events if isinstance(event, SnapshotStart)} == {1, 3}
+
+
+async def test_from_now(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+    fill(server, 100)
+    async with consume(URL, dial=net.dial, start="now") as consumer:
+        assert await until(consumer, Completed) == [Completed(1)]
+        server.put(b"key-1", b"new")
+        events = await until(consumer, Completed)
+        (chunk,) = [event.chunk for event in events if isinstance(event, ChunkReceived)]
+        assert [mutation.value for mutation in chunk] == [b"new"]
+        # "Now" was then: what came meanwhile is not skipped after a lost connection.
+        server.put(b"key-2", b"newer")
+        net.cut()
+        server.put(b"key-3", b"newest")
+        mirror = Mirror()
+        while len(mirror.contents) < 2:
+            mirror.apply(await anext(consumer))
+        assert mirror.contents == {b"key-2": b"newer", b"key-3": b"newest"}
+
+
+async def test_until_now(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+    fill(server, 100)
+    expected = server.contents()
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial, end="now") as consumer:
+        ended = []
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, StreamEnded):
+                ended.append(event)
+        assert mirror.contents == expected
+        assert sorted(event.partition for event in ended) == [0, 1, 2, 3]
+        assert {event.reason for event in ended} == {Status.END_REACHED}
+        with pytest.raises(StopAsyncIteration):
+            await anext(consumer)
+
+
+async def test_until_now_of_an_empty_bucket(net: FakeNet, autojump_clock: MockClock) -> None:
+    async with consume(URL, dial=net.dial, end="now") as consumer:
+        events = [event async for event in consumer]
+    assert len([event for event in events if isinstance(event, StreamEnded)]) == 4
+
+
+async def test_an_end_inside_a_snapshot_means_its_end(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 100)
+    async with consume(URL, dial=net.dial, partitions=[0, 2], end={0: 3, 2: 1}) as consumer:
+        events = [event async for event in consumer]
+    ends = {event.partition: event.end for event in events if isinstance(event, SnapshotEnd)}
+    assert ends == {0: server.partitions[0].high, 2: server.partitions[2].high}
+
+
+async def test_bytes_are_acknowledged_when_the_next_event_is_asked_for(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 100, bytes(2000), keys=100)
+    server.chunk_mutations = 10
+    async with consume(URL, dial=net.dial, window_bytes=WINDOW_BYTES_MIN) as consumer:
+        await trio.testing.wait_all_tasks_blocked()
+        (connection,) = server.connections
+        used = connection.session.window.used
+        # It may overshoot by one frame.
+        assert WINDOW_BYTES_MIN <= used <= WINDOW_BYTES_MIN + 25_000
+        received = 0
+        async for event in consumer:
+            await trio.testing.wait_all_tasks_blocked()
+            assert connection.session.window.used <= WINDOW_BYTES_MIN + 25_000
+            if isinstance(event, ChunkReceived):
+                received += event.chunk.count
+            if isinstance(event, Completed):
+                break
+        assert received == 100
+        assert connection.session.window.used < WINDOW_BYTES_MIN // 4 + 25_000
+
+
+async def test_a_slow_application_is_not_taken_for_dead(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 100, bytes(2000), keys=100)
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial, window_bytes=WINDOW_BYTES_MIN) as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+            await trio.sleep(3600)
+            if isinstance(event, Completed):
+                break
+    assert mirror.contents == server.contents()
+    assert net.dialled == 1
+
+
+async def test_events_that_nobody_asks_for_are_bounded(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        await until(consumer, Completed)
+        for number in range(5000):
+            server.put(b"k", b"%d" % number)
+            if not number % 10:
+                await trio.testing.wait_all_tasks_blocked()
+        assert consumer.statistics().waiting < 6000
+        await trio.sleep(1000)
+        while mirror.contents.get(b"k") != b"4999":
+            mirror.apply(await anext(consumer))
+    assert net.dialled == 1
+
+
+async def test_an_event_is_not_lost_by_cancelling(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 30)
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        for number in range(200):
+            if number == 100:
+                fill(server, 30, b"more")
+            with trio.move_on_after(0.001 * (number % 2)):
+                mirror.apply(await anext(consumer))
+    assert mirror.contents == server.contents()
+
+
+async def test_two_tasks_cannot_iterate(net: FakeNet, autojump_clock: MockClock) -> None:
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        nursery.start_soon(follow, consumer, Mirror())
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(RuntimeError, match="another task"):
+            await anext(consumer)
+        nursery.cancel_scope.cancel()
+
+
+# Barriers.
+
+
+async def test_a_barrier_comes_back_once_everything_before_it_was_dealt_with(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        nursery.start_soon(follow, consumer, mirror)
+        for number in range(100):
+            fill(server, 10, b"round-%d" % number)
+            expected = server.contents()
+            reached = await consumer.barrier()
+            assert mirror.contents == expected
+            assert reached.ends == {p.id: p.high for p in server.partitions}
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_barrier_among_the_events(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 10)
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        first, second = consumer.send_barrier(), consumer.send_barrier(b"mine")
+        reached = []
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, BarrierReached):
+                reached.append(event.cookie)
+            if len(reached) == 2:
+                break
+        assert reached == [first, second] == [first, b"mine"]
+    assert mirror.contents == server.contents()
+
+
+async def test_a_cookie_is_open_once(net: FakeNet, autojump_clock: MockClock) -> None:
+    async with consume(URL, dial=net.dial) as consumer:
+        consumer.send_barrier(b"mine")
+        with pytest.raises(LocalProtocolError):
+            consumer.send_barrier(b"mine")
+        with pytest.raises(LocalProtocolError):
+            consumer.send_barrier(b"")
+        await until(consumer, BarrierReached)
+        with pytest.raises(LocalProtocolError):
+            consumer.send_barrier(bytes(65))
+        consumer.send_barrier(b"mine")
+
+
+async def test_more_barriers_than_may_be_open(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    back = []
+
+    async def ask(consumer: Consumer) -> None:
+        back.append(await consumer.barrier())
+
+    server.paused = True
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        for _ in range(300):
+            nursery.start_soon(ask, consumer)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(LocalProtocolError, match="64 barriers"):
+            consumer.send_barrier()
+        server.resume()
+        nursery.start_soon(follow, consumer, Mirror())
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
+    assert len({event.cookie for event in back}) == 300
+
+
+async def test_open_barriers_are_sent_again_on_a_new_connection(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    done = []
+
+    async def ask(consumer: Consumer) -> None:
+        done.append(await consumer.barrier())
+
+    server.paused = True
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        nursery.start_soon(follow, consumer, Mirror())
+        nursery.start_soon(ask, consumer)
+        nursery.start_soon(ask, consumer)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not done
+        net.cut()
+        server.paused = False
+        await trio.sleep(10)
+        assert len(done) == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_cancelled_barrier_is_not_seen(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with consume(URL, dial=net.dial) as consumer:
+        with trio.move_on_after(0.1):
+            await consumer.barrier()
+        assert await anext(consumer) == Completed(1)
+        with trio.move_on_after(1) as scope:
+            await anext(consumer)
+        assert scope.cancelled_caught
+
+
+async def test_barriers_end_with_the_streams(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def ask(consumer: Consumer) -> None:
+        with pytest.raises(ClosedError):
+            await consumer.barrier()
+
+    async with trio.open_nursery() as nursery, consume(URL, dial=net.dial) as consumer:
+        await until(consumer, Completed)
+        server.paused = True
+        nursery.start_soon(ask, consumer)
+        await trio.testing.wait_all_tasks_blocked()
+        server.end_streams(Status.BUCKET_DELETED)
+        assert len([event async for event in consumer]) == 4
+        await ask(consumer)
+
+
+async def test_barriers_end_with_the_consumer(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def ask(consumer: Consumer) -> None:
+        with pytest.raises(ClosedError):
+            await consumer.barrier()
+
+    async with trio.open_nursery() as nursery, consume(URL, dial=net.dial) as consumer:
+        nursery.start_soon(ask, consumer)
+        await trio.testing.wait_all_tasks_blocked()
+
+
+# Streams that end, and servers that refuse.
+
+
+@pytest.mark.parametrize("reason", [Status.STATE_CHANGED, Status.ROLLBACK_NEEDED, Status.TOO_SLOW])
+async def test_a_stream_that_ends_for_now_is_asked_for_again(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock, reason: Status
+) -> None:
+    fill(server, 20)
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        for event in await until(consumer, Completed):
+            mirror.apply(event)
+        server.end_streams(reason)
+        fill(server, 20, b"more")
+        while mirror.contents != server.contents():
+            mirror.apply(await anext(consumer))
+        assert consumer.statistics().connections == 2
+
+
+async def test_a_bucket_that_is_deleted_ends_every_stream(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with consume(URL, dial=net.dial) as consumer:
+        await until(consumer, Completed)
+        server.end_streams(Status.BUCKET_DELETED)
+        events = [event async for event in consumer]
+    assert events == [StreamEnded(PartitionId(n), Status.BUCKET_DELETED) for n in range(4)]
+    assert net.dialled == 1
+
+
+async def test_a_partition_in_another_state_is_waited_for(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 20)
+    server.partitions[2].state = PartitionState.PENDING
+
+    async def activate() -> None:
+        await trio.sleep(10)
+        server.partitions[2].state = PartitionState.ACTIVE
+
+    net.nursery.start_soon(activate)
+    async with consume(URL, dial=net.dial) as consumer:
+        await until(consumer, Completed)
+    assert 10 <= trio.current_time() < 20
+
+
+async def test_a_replica_can_be_asked_for(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    for partition in server.partitions:
+        partition.state = PartitionState.REPLICA
+    async with consume(URL, dial=net.dial, state=PartitionState.REPLICA) as consumer:
+        await until(consumer, Completed)
+
+
+@pytest.mark.parametrize(
+    "status", [Status.NOT_MY_PARTITION, Status.WRONG_STATE, Status.SEQ_TOO_HIGH]
+)
+async def test_a_refusal_that_stays_is_told(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock, status: Status
+) -> None:
+    server.refuse = lambda m: status if isinstance(m, Stream) and m.partition == 1 else None
+    async with consume(URL, dial=net.dial, patience_s=60) as consumer:
+        with pytest.raises(ServerError, match="partition 1") as caught:
+            await anext(consumer)
+        assert caught.value.status is status
+        assert "gave up after" in caught.value.__notes__[0]
+    assert 60 <= trio.current_time() < 70
+    assert net.dialled < 40
+
+
+async def test_a_server_that_stays_away(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 10)
+    async with consume(URL, dial=net.dial, patience_s=60) as consumer:
+        await trio.testing.wait_all_tasks_blocked()
+        net.down = True
+        net.cut()
+        mirror = Mirror()
+        with pytest.raises(BrokenError):
+            await follow(consumer, mirror)
+        # What came before is not lost.
+        assert mirror.contents == server.contents()
+        with pytest.raises(BrokenError):
+            await consumer.barrier()
+
+
+async def test_a_bucket_that_is_not_there(net: FakeNet, autojump_clock: MockClock) -> None:
+    with pytest.raises(ServerError) as caught:
+        async with consume("upr://fake/other", dial=net.dial):
+            pass
+    assert caught.value.status is Status.NO_BUCKET
+    assert net.dialled == 1
+
+
+async def test_an_address_that_never_answered_is_tried_once(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
+    net.down = True
+    with pytest.raises(BrokenError):
+        async with consume(URL, dial=net.dial):
+            pass
+    assert net.dialled == 1
+
+
+async def test_an_exception_of_the_body_comes_out_as_it_is(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with consume(URL, dial=net.dial):
+            raise ZeroDivisionError
+    assert net.open == 0

@@ -1,0 +1,497 @@
+"""The resume state: its rules, and consumers that are cut, killed and rolled back at any moment."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.fake_server import FakeServer
+from tests.kit.mirror import Mirror
+from tests.protocol.strategies import HISTORY_IDS, SEQS
+from upr_protocol.client import (
+    ChunkReceived,
+    Completed,
+    Consumer,
+    Event,
+    FileStore,
+    MemoryStore,
+    ResumeState,
+    ResumeStateError,
+    RolledBack,
+    SaveLimits,
+    SnapshotEnd,
+    SnapshotStart,
+    consume,
+)
+from upr_protocol.client import resume as rules
+from upr_protocol.errors import BrokenError
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+
+URL = "upr://fake/b"
+
+
+# The rules, against what was received as a plain list.
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What a stream says, over several connections: (what, history or end, number)."""
+    said: list[tuple[str, int, int]] = []
+    seq = complete = draw(st.integers(0, 3))
+    history = 1
+    said.append(("begin", history, seq))
+    for _ in range(draw(st.integers(0, 12))):
+        end = max(seq, complete) + draw(st.integers(1, 6))
+        while seq < end and draw(st.integers(0, 5)):
+            seq = draw(st.integers(seq + 1, end))
+            said.append(("chunk", end, seq))
+        if seq == end:
+            complete = seq
+            said.append(("end", end, seq))
+        else:
+            # Cut inside: the same history goes on, with a snapshot that ends no earlier.
+            said.append(("cut", history, seq))
+            said.append(("chunk", end, end))
+            said.append(("end", end, end))
+            seq = complete = end
+        if not draw(st.integers(0, 4)):
+            history += 1
+            seq = complete = draw(st.integers(0, complete))
+            said.append(("roll back", history, seq))
+    return said
+
+
+@given(conversations())
+def test_a_position_is_what_was_received(said: list[tuple[str, int, int]]) -> None:
+    """The naive model keeps all that was said and looks through it."""
+    position = Position()
+    history = HistoryId(0)
+    log = FailoverLog()
+    ends: list[int] = []
+    highest = 0
+    for what, number, seq in said:
+        if what == "begin":
+            history = HistoryId(number)
+            log = FailoverLog.of([(number, 0)])
+            position = Position(log, SeqNo(seq), SeqNo(seq), None)
+            ends, highest = [seq], seq
+        elif what == "chunk":
+            position = rules.received(position, history, SeqNo(number), SeqNo(seq))
+            highest = seq
+            partial = PartialSnapshot(history, SeqNo(ends[-1]), SeqNo(number))
+            assert position.partial == partial
+        elif what == "end":
+            position = rules.completed(position, SeqNo(number))
+            ends.append(number)
+            assert position.partial is None
+        elif what == "cut":
+            position = rules.accepted(position, log)
+        else:
+            history = HistoryId(number)
+            log = log.branch(history, SeqNo(seq))
+            position = rules.accepted(rules.rolled_back(position, SeqNo(seq)), log)
+            ends, highest = [end for end in ends if end < seq] + [seq], seq
+            assert position.partial is None
+        assert position.last_complete == ends[-1]
+        assert position.highest_received == highest
+        assert position.log == log
+
+
+def test_a_snapshot_of_which_only_the_end_was_missing_is_complete_once_accepted() -> None:
+    log = FailoverLog.of([(7, 0)])
+    position = Position(
+        log, SeqNo(5), SeqNo(10), PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
+    )
+    assert rules.accepted(position, log) == Position(log, SeqNo(10), SeqNo(10), None)
+
+
+def test_what_comes_again_from_below_moves_nothing() -> None:
+    partial = PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
+    position = Position(FailoverLog.of([(7, 0)]), SeqNo(5), SeqNo(8), partial)
+    assert rules.received(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
+    assert rules.completed(position, SeqNo(7)) == position
+    further = rules.received(position, HistoryId(7), SeqNo(12), SeqNo(9))
+    assert further.partial == PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(12))
+
+
+# As bytes.
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> Position:
+    seqs = sorted(draw(st.lists(SEQS, min_size=3, max_size=6, unique=True)))
+    ids = draw(st.lists(HISTORY_IDS, min_size=1, max_size=3, unique=True))
+    log = FailoverLog.of(list(zip(ids, reversed(seqs[: len(ids)]), strict=True)))
+    complete, highest, end = seqs[-3:]
+    if draw(st.booleans()):
+        return Position(log, complete, complete, None)
+    return Position(log, complete, highest, PartialSnapshot(ids[0], complete, end))
+
+
+STATES = st.builds(
+    ResumeState,
+    st.text(max_size=20),
+    st.dictionaries(st.integers(0, 1023).map(PartitionId), positions(), max_size=4),
+)
+
+
+@given(STATES)
+def test_decode_is_the_reverse_of_encode(state: ResumeState) -> None:
+    data = state.encode()
+    decoded = ResumeState.decode(data)
+    assert decoded == state
+    assert decoded.encode() == data
+    json.loads(data)
+
+
+def test_the_same_state_is_the_same_bytes() -> None:
+    one = ResumeState("b", {PartitionId(2): Position(), PartitionId(1): Position()})
+    other = ResumeState("b", {PartitionId(1): Position(), PartitionId(2): Position()})
+    assert one.encode() == other.encode()
+
+
+@given(STATES, st.data())
+def test_damaged_bytes_are_refused_or_read(state: ResumeState, data: st.DataObject) -> None:
+    encoded = bytearray(state.encode())
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[at] = data.draw(st.integers(0, 255))
+    with suppress(ResumeStateError):
+        ResumeState.decode(bytes(encoded))
+
+
+def one_position(complete: int, highest: int, partial: str, log: str = "[]") -> bytes:
+    position = (
+        f'{{"log":{log},"last_complete":{complete},"highest_received":{highest},'
+        f'"partial":{partial}}}'
+    )
+    return f'{{"version":1,"bucket":"b","partitions":{{"1":{position}}}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"version":2,"bucket":"b","partitions":{}}',
+        b'{"version":1,"bucket":7,"partitions":{}}',
+        b'{"version":1,"bucket":"b","partitions":[]}',
+        b'{"version":1,"bucket":"b","partitions":{"1024":{}}}',
+        b'{"version":1,"bucket":"b","partitions":{"01":{}}}',
+        one_position(5, 6, "null"),
+        one_position(-5, -5, "null"),
+        one_position(5, 6, '{"history":"1","start":5,"end":5}'),
+        one_position(5, 6, '{"history":"0","start":5,"end":6}', '[["0",1]]'),
+        one_position(5, 5, "null", '[["1",1],["2",7]]'),
+    ],
+)
+def test_what_is_no_resume_state(text: bytes) -> None:
+    with pytest.raises(ResumeStateError):
+        ResumeState.decode(text)
+
+
+# Kept.
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "resume.json")
+    assert store.load_now() is None
+    state = ResumeState("b", {PartitionId(1): Position()})
+    store.save_now(state)
+    assert store.load_now() == state
+    (tmp_path / "resume.json.new").mkdir()
+    with pytest.raises(OSError):  # noqa: PT011  which one depends on the system
+        store.save_now(ResumeState("b"))
+    assert store.load_now() == state
+
+
+async def test_a_file_is_read_and_written_by_the_consumer(
+    net: FakeNet, server: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "resume.json"
+    for number in range(10):
+        server.put(b"%d" % number, b"v")
+    async with consume(URL, dial=net.dial, resume=path, end="now") as consumer:
+        first = [event async for event in consumer]
+    async with consume(URL, dial=net.dial, resume=str(path), end="now") as consumer:
+        second = [event async for event in consumer]
+    assert sum(event.chunk.count for event in first if isinstance(event, ChunkReceived)) == 10
+    assert not any(isinstance(event, ChunkReceived) for event in second)
+    assert not path.with_name("resume.json.new").exists()
+
+
+async def test_the_state_of_another_bucket_is_refused(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
+    with pytest.raises(ResumeStateError, match="'other'"):
+        async with consume(URL, dial=net.dial, resume=ResumeState("other")):
+            pass
+
+
+async def test_only_what_was_dealt_with_is_saved(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.partitions = server.partitions[:1]
+    for number in range(9):
+        server.put(b"%d" % number, b"v")
+    store = MemoryStore()
+    limits = SaveLimits(complete_interval_s=0, interval_s=0)
+    async with consume(URL, dial=net.dial, resume=store, save_limits=limits) as consumer:
+        seen: list[tuple[int, int]] = []
+        before = Position(server.partitions[0].log)
+        async for event in consumer:
+            await trio.testing.wait_all_tasks_blocked()
+            assert store.state is not None
+            assert store.state.position(PartitionId(0)) == before
+            after = consumer.resume_state.position(PartitionId(0))
+            if isinstance(event, ChunkReceived):
+                assert after.highest_received == event.chunk.end
+            elif isinstance(event, SnapshotEnd):
+                assert after == Position(after.log, SeqNo(9), SeqNo(9), None)
+            else:
+                assert after == before
+            before = after
+            seen.append((after.last_complete, after.highest_received))
+            if isinstance(event, SnapshotEnd):
+                break
+    assert seen == [(0, 0), (0, 3), (0, 6), (0, 9), (9, 9)]
+    assert store.state is not None
+    # The snapshot's end was left in hand.
+    assert store.state.position(PartitionId(0)).last_complete == 0
+    assert store.state.position(PartitionId(0)).highest_received == 9
+
+
+async def test_the_event_in_hand_can_be_saved_by_hand(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.put(b"k", b"v")
+    store = MemoryStore()
+    async with consume(URL, dial=net.dial, resume=store) as consumer:
+        async for event in consumer:
+            if isinstance(event, SnapshotEnd):
+                await consumer.save()
+                break
+    partition = server.partition_of(b"k").id
+    assert store.state is not None
+    assert store.state.position(partition).last_complete == 1
+
+
+async def test_saves_are_spread_in_time(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    store = MemoryStore()
+    limits = SaveLimits(complete_interval_s=10, interval_s=100)
+
+    async def follow(consumer: Consumer) -> None:
+        async for _ in consumer:
+            pass
+
+    async with consume(URL, dial=net.dial, resume=store, save_limits=limits) as consumer:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follow, consumer)
+            await trio.sleep(1)
+            assert store.saves == 1  # the logs, before any data
+            for number in range(200):
+                server.put(b"k", b"%d" % number)
+                await trio.sleep(0.5)
+            assert 10 <= store.saves <= 12
+            # Nothing more comes, and yet it is saved.
+            await trio.sleep(10)
+            assert store.state is not None
+            assert store.state.position(server.partition_of(b"k").id).last_complete == 200
+            saves = store.saves
+            await trio.sleep(1000)
+            assert store.saves == saves
+            nursery.cancel_scope.cancel()
+        assert consumer.statistics().saves == saves
+
+
+async def test_a_save_that_fails_is_told(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    class FullDisk(MemoryStore):
+        async def save(self, state: ResumeState) -> None:
+            await trio.lowlevel.checkpoint()
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        async with consume(URL, dial=net.dial, resume=FullDisk()) as consumer:
+            await anext(consumer)
+    assert net.open == 0
+
+
+# Whole consumers, cut and killed anywhere, on servers that fail over.
+
+
+class Crash(Exception):  # noqa: N818  it is one
+    """The application was killed."""
+
+
+class Application:
+    """Keeps its data and the resume state in one transaction at each event, as a database would."""
+
+    def __init__(self) -> None:
+        self.mirror = Mirror()
+        self.state = ResumeState("b")
+        self.rolled_back = 0
+
+    def deal_with(self, event: Event, state: ResumeState) -> None:
+        self.mirror.apply(event)
+        self.state = state
+        self.rolled_back += isinstance(event, RolledBack)
+
+    def restart(self) -> None:
+        self.mirror = Mirror(self.mirror.items)
+
+
+class Schedule:
+    """What happens to an application and a server, by a seed."""
+
+    def __init__(self, seed: int, failovers: bool) -> None:
+        self.server = FakeServer(3)
+        self.application = Application()
+        self._rng = random.Random(seed)
+        self._failovers = failovers
+        self.server.chunk_mutations = self._rng.randint(1, 5)
+
+    def _chance(self, one_in: int) -> bool:
+        return not self._rng.randrange(one_in)
+
+    def _budgets(self) -> Iterator[tuple[int, int]]:
+        while not self._chance(8):
+            yield (ENDLESS, self._rng.randrange(0, 4000))
+
+    def _change(self) -> None:
+        for _ in range(self._rng.randrange(10)):
+            key = b"key-%d" % self._rng.randrange(20)
+            if self._chance(5):
+                self.server.put(key, b"", Operation.DELETE)
+            else:
+                self.server.put(key, b"%d" % self._rng.randrange(1 << 30))
+
+    def _disturb(self, net: FakeNet) -> None:
+        if self._chance(6):
+            self._change()
+        if self._chance(15):
+            net.cut()
+        if self._failovers and self._chance(25):
+            # Whoever streams from a partition that fails over loses the connection.
+            net.cut()
+            partition = self._rng.choice(self.server.partitions)
+            partition.fail_over(self._rng.getrandbits(63) | 1, self._rng.randint(0, partition.high))
+
+    async def _follow_for_a_while(self, net: FakeNet) -> None:
+        """Until it is killed, while it deals with an event or between two."""
+        state, draw = self.application.state, self._rng.random
+        async with consume(URL, dial=net.dial, resume=state, draw=draw) as consumer:
+            for _ in range(self._rng.randrange(40)):
+                with trio.move_on_after(10):
+                    event = await anext(consumer)
+                    if self._chance(10):
+                        raise Crash
+                    self.application.deal_with(event, consumer.resume_state)
+                self._disturb(net)
+
+    async def _follow_to_the_end(self, net: FakeNet) -> None:
+        state = self.application.state
+        async with consume(URL, dial=net.dial, resume=state, end="now") as consumer:
+            async for event in consumer:
+                self.application.deal_with(event, consumer.resume_state)
+
+    async def _main(self) -> None:
+        async with trio.open_nursery() as nursery:
+            net = FakeNet(nursery, self.server)
+            for _ in range(6):
+                self._change()
+                net.budgets = self._budgets()
+                # A first connection that is cut while it is made is told, and not tried again.
+                with suppress(Crash, BrokenError):
+                    await self._follow_for_a_while(net)
+                self.application.restart()
+            net.budgets = iter(())
+            await self._follow_to_the_end(net)
+            assert net.open == 0
+            nursery.cancel_scope.cancel()
+
+    def run(self) -> None:
+        trio.run(self._main, clock=MockClock(autojump_threshold=0))
+
+
+@given(st.integers(0, 2**32), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_cut_killed_and_rolled_back_it_ends_with_the_servers_contents(
+    seed: int, failovers: bool
+) -> None:
+    schedule = Schedule(seed, failovers)
+    schedule.run()
+    assert schedule.application.mirror.contents == schedule.server.contents()
+    for partition in schedule.server.partitions:
+        position = schedule.application.state.position(partition.id)
+        assert position == Position(partition.log, partition.high, partition.high, None)
+    if not failovers:
+        assert schedule.application.rolled_back == 0
+
+
+async def test_a_partition_that_fails_over_below_what_was_received_starts_again(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    for number in range(30):
+        server.put(b"%d" % number, b"v")
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, Completed):
+                break
+        net.cut()
+        partition = server.partitions[2]
+        high = partition.high
+        partition.fail_over(77, high - 2)
+        server.put(b"new", b"v")
+        rollbacks = []
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, RolledBack):
+                rollbacks.append(event)
+            if isinstance(event, Completed):
+                break
+        (rollback,) = rollbacks
+        assert (rollback.partition, rollback.ceiling, rollback.to) == (2, high - 2, 0)
+        assert "parted" in rollback.reason
+        assert consumer.statistics().rollbacks == 1
+    assert mirror.contents == server.contents()
+
+
+async def test_cut_just_before_a_snapshots_end_it_hears_of_it(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """With a server that has nothing new, the end would otherwise never come."""
+    server.partitions = server.partitions[:1]
+    for number in range(9):
+        server.put(b"%d" % number, b"v")
+    log = server.partitions[0].log
+    partial = PartialSnapshot(log.current, SeqNo(0), SeqNo(9))
+    state = ResumeState("b", {PartitionId(0): Position(log, SeqNo(0), SeqNo(9), partial)})
+    async with consume(URL, dial=net.dial, resume=state) as consumer:
+        start = await anext(consumer)
+        assert isinstance(start, SnapshotStart)
+        assert (start.start, start.end) == (9, 9)
+        assert await anext(consumer) == SnapshotEnd(PartitionId(0), SeqNo(9))
+        assert await anext(consumer) == Completed(1)
+        position = consumer.resume_state.position(PartitionId(0))
+        assert position == Position(log, SeqNo(9), SeqNo(9), None)
+    # What was given is not changed.
+    assert state.position(PartitionId(0)).partial == partial
