@@ -51,6 +51,9 @@ SHARES: Final = (16, 8, 4, 2)
 """Arrays of which less than a sixteenth is live are rewritten first, then an eighth, and so on, as
 far as needed: what is left of an array after a while is little, and cheap to copy."""
 
+TIDY_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Tidying looks again after this much at the latest, so that there is never very much to do."""
+
 TIDY_MUTATIONS_MAX: Final = 8192
 """Mutations looked at in one rewriting; at 0.2 µs each, 1.6 ms."""
 
@@ -231,12 +234,11 @@ class DocumentList:
         Args:
             live: The snapshot's live mutations.
         """
-        # Empty documents count, too.
         if self._added <= self._tidy_at:
             return
         window = self.window
         for array in self._arrays[bisect_left(self._arrays, window.base, key=_FIRST) :]:
-            if window and array.skip is None:
+            if array.skip is None:
                 array.live = array.count - window.skipped(array.first, array.last)
         live_bytes = sum(array.live_bytes for array in self._arrays)
         too_much = sum(array.nbytes for array in self._arrays) - 2 * live_bytes - SLACK_BYTES
@@ -248,7 +250,7 @@ class DocumentList:
             self._seal(self._filling)
         self.settle(window.base + excess)
         self._added = 0
-        self._tidy_at = SLACK_BYTES + live_bytes if done else 0
+        self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if done else 0
 
     def count(self, nbytes: int) -> None:
         """Counts bytes that were added elsewhere towards the next tidying."""

@@ -19,8 +19,8 @@ from upr_server.engine.memory import Memory
 from upr_server.engine.operations import COUNTS, READS, outcome
 from upr_server.engine.writers import Writers, WriterToken
 
-EXPIRE_MAX: Final = 1024
-"""Items that one call of `expire` deletes; at 2 µs each it holds the loop for 2 ms."""
+EXPIRE_MAX: Final = 512
+"""Items that one call of `expire` deletes; at 4 µs each it holds the loop for 2 ms."""
 
 GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 """What one reply to a `GET` holds; the rest of the frame is for its head."""
