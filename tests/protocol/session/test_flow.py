@@ -159,6 +159,17 @@ def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
     assert frames(taken(pair.client)) == [Ack(used - quarter)]
 
 
+def test_nothing_is_dealt_with_that_did_not_come() -> None:
+    pair = _inside()
+    pair.server_says(chunk(3, 9, 0, 1))
+    came = pair.client.window.used
+    pair.client.acknowledge(came - 1)
+    with pytest.raises(LocalProtocolError):
+        pair.client.acknowledge(2)
+    pair.client.acknowledge(1)
+    assert not pair.client.outgoing_bytes
+
+
 def test_a_client_whose_session_is_over_need_not_acknowledge() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))

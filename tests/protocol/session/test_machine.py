@@ -281,12 +281,13 @@ class Conversation(RuleBasedStateMachine):
         high = self.high[partition]
         if record.state is StreamState.BETWEEN and record.seq == high == record.complete:
             self.turn = None
-            server.pass_turn()
+            server.end_turn()
         elif record.state is StreamState.BETWEEN or (drop and seq < record.end):
             server.send(start(partition, opaque, seq, high))
         elif seq == record.end:
             self.turn = None
             server.send(end(partition, opaque, seq))
+            server.end_turn()
         elif server.window.open:
             server.send(chunk(partition, opaque, seq, seq + 1, VALUE))
         else:
@@ -328,7 +329,7 @@ class Conversation(RuleBasedStateMachine):
         self.carry_all()
         if self.client.state is SessionState.OPEN:
             self.client.send(Go())
-        while True:
+        for _ in range(2000):
             self.fall_quiet()
             for request in self.asked:
                 self.answer_one(request, refuse=False)
@@ -338,6 +339,8 @@ class Conversation(RuleBasedStateMachine):
             for length in self.to_acknowledge:
                 self.client.acknowledge(length)
             self.to_acknowledge.clear()
+        else:
+            raise AssertionError("it never comes to an end")
         self.carry_all()
         assert not self.client.barriers
         assert not self.promised

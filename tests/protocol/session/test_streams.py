@@ -23,6 +23,7 @@ from tests.protocol.session.kit import (
     stream_reply,
     taken,
 )
+from upr_protocol.chunk import Chunk
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import PartitionId, SeqNo
@@ -238,10 +239,12 @@ def test_the_snapshot_that_replaces_another_may_end_where_it_did() -> None:
 def test_a_chunk_may_end_before_the_next_number_and_hold_nothing() -> None:
     """What was deduplicated leaves gaps in the numbers, but none in what chunks cover."""
     pair = _stand("INSIDE")
-    pair.server_says(chunk(3, 9, 10, 13))
+    nothing = Chunk.build([], SeqNo(13), SeqNo(16))
     pair.server_says(
+        chunk(3, 9, 10, 13),
         PartitionChunk(stored(13, 13), partition=PartitionId(3), opaque=9),
-        chunk(3, 9, 13, 20),
+        PartitionChunk(nothing, partition=PartitionId(3), opaque=9),
+        chunk(3, 9, 16, 20),
         end(3, 9, 20),
     )
     assert pair.client.streams[PartitionId(3)].complete == 20
@@ -455,9 +458,9 @@ def test_a_snapshot_is_sent_only_of_the_partition_whose_turn_it_is() -> None:
 def test_a_turn_is_not_passed_inside_a_snapshot() -> None:
     pair = _stand("SOME")
     with pytest.raises(LocalProtocolError):
-        pair.server.pass_turn()
+        pair.server.end_turn()
     pair.server_says(chunk(3, 9, 15, 20), end(3, 9, 20))
-    pair.server.pass_turn()  # nobody's
+    pair.server.end_turn()  # nobody's
     assert pair.server.next_partition() is None
 
 
@@ -468,7 +471,7 @@ def test_a_turn_ends_with_its_stream() -> None:
         pair.server.ready(PartitionId(4))
         if ends_it == "client":
             pair.client_says(close_stream(3, 9))
-            pair.server.pass_turn()
+            pair.server.end_turn()
         pair.server_says(stream_end(3, 9))
         assert pair.server.next_partition() == 4
 

@@ -197,7 +197,7 @@ class Stage:
         yield "nothing to stream" if turn is None else f"it is the turn of partition {turn}"
 
     def do_pass(self, _: str) -> Iterator[str]:
-        self.pair.server.pass_turn()
+        self.pair.server.end_turn()
         yield from ()
 
     def do_acknowledge(self, _: str) -> Iterator[str]:
