@@ -14,7 +14,8 @@ from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, Asker
 from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
 from upr_protocol.client.keyvalue import Item, Lookup, Text, counter_delta, octets
-from upr_protocol.client.link import IDENTITY_DEFAULT, Dial, Options, dial_tcp, open_link
+from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outcome import Written
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import Durability, Operation, SeqNo
@@ -50,7 +51,7 @@ class Client:
     good, and the answer is dropped when it comes.
     """
 
-    def __init__(self, address: Address, options: Options, asker: Asker) -> None:
+    def __init__(self, address: Address, options: TrioOptions, asker: Asker) -> None:
         self.address = address
         self.options = options
         self._asker = asker
@@ -356,7 +357,7 @@ async def connect(
         ServerError: The server refused, for instance with `NO_BUCKET`.
     """
     address = Address.parse(url) if isinstance(url, str) else url
-    options = Options(
+    options = TrioOptions(
         identity=identity,
         idle_interval_s=idle_interval_s,
         connect_timeout_s=connect_timeout_s,

@@ -14,14 +14,16 @@ import trio
 from upr_protocol.client.address import Address
 from upr_protocol.client.background import background
 from upr_protocol.client.barriers import Barriers
-from upr_protocol.client.events import BarrierReached, ChunkReceived, Event
+from upr_protocol.client.events import BarrierReached, Event
 from upr_protocol.client.feed import Feed
-from upr_protocol.client.follower import Delivery, End, Follower, Wishes
-from upr_protocol.client.link import IDENTITY_DEFAULT, Dial, Options, dial_tcp
+from upr_protocol.client.follower import End, Follower, Wishes
+from upr_protocol.client.ledger import Ledger
+from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.reconnect import stay_connected
 from upr_protocol.client.resume import ResumeState, ResumeStateError
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
-from upr_protocol.client.saving import SaveLimits, SavePlan
+from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, ResumeStore
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
@@ -92,15 +94,11 @@ class Consumer:
         self.address = address
         self._feed = feed
         self._follower = feed.follower
-        self._state = state
-        """What the application has dealt with."""
         self._store = store
-        self._plan = SavePlan(limits, trio.current_time())
-        self._current: Delivery | None = None
-        """What the application holds."""
+        self._ledger = Ledger(state, limits, feed.acknowledge, trio.current_time())
         self._iterating = False
         self._barriers = Barriers(feed)
-        self._events = self._chunks = self._mutations = self._nbytes = self._saves = 0
+        self._saves = 0
 
     # Events.
 
@@ -119,7 +117,7 @@ class Consumer:
             raise RuntimeError("another task asks this consumer for events already")
         self._iterating = True
         try:
-            self._finish_current()
+            self._ledger.finish()
             while True:
                 await self._save_when_due()
                 delivery = self._feed.mailbox.get_nowait()
@@ -129,10 +127,9 @@ class Consumer:
                     continue
                 event = delivery.event
                 if event is None or self._is_awaited(event):
-                    self._deal_with(delivery)
+                    self._ledger.deal_with(delivery)
                 else:
-                    self._current = delivery
-                    self._count(event)
+                    self._ledger.hand_on(delivery, event)
                     return event
         except _EndOfStreamsError:
             await self.save()
@@ -142,25 +139,6 @@ class Consumer:
 
     def _is_awaited(self, event: Event) -> bool:
         return isinstance(event, BarrierReached) and self._barriers.returned(event)
-
-    def _count(self, event: Event) -> None:
-        self._events += 1
-        if isinstance(event, ChunkReceived):
-            self._chunks += 1
-            self._mutations += event.chunk.count
-            self._nbytes += event.chunk.nbytes
-
-    def _finish_current(self) -> None:
-        if self._current is not None:
-            current, self._current = self._current, None
-            self._deal_with(current)
-
-    def _deal_with(self, delivery: Delivery) -> None:
-        if delivery.position is not None:
-            partition, position = delivery.position
-            self._state.positions[partition] = position
-        self._plan.dealt_with(delivery)
-        self._feed.acknowledge(delivery)
 
     # Barriers.
 
@@ -205,11 +183,7 @@ class Consumer:
         For applications that keep it themselves: save it together with what the events up to and
         including this one did, best in one transaction. O(partitions).
         """
-        state = self._state.copy()
-        if self._current is not None and self._current.position is not None:
-            partition, position = self._current.position
-            state.positions[partition] = position
-        return state
+        return self._ledger.after_current()
 
     async def save(self) -> None:
         """Says that the event in hand is dealt with, and saves now. Cancelled, the state is saved
@@ -218,15 +192,16 @@ class Consumer:
         Raises:
             OSError: The file cannot be written; or what the store raises.
         """
-        self._finish_current()
-        if self._store is not None and self._plan.dirty:
+        ledger = self._ledger
+        ledger.finish()
+        if self._store is not None and ledger.plan.dirty:
             now = trio.current_time()
-            await self._store.save(self._state)
-            self._plan.saved(now)
+            await self._store.save(ledger.state)
+            ledger.plan.saved(now)
             self._saves += 1
 
     def _save_at(self) -> float:
-        return float("inf") if self._store is None else self._plan.due_at
+        return float("inf") if self._store is None else self._ledger.plan.due_at
 
     async def _save_when_due(self) -> None:
         if self._save_at() <= trio.current_time():
@@ -236,7 +211,7 @@ class Consumer:
 
     # Behind the scenes.
 
-    async def _run(self, options: Options, patience: Patience, wishes: Wishes) -> None:
+    async def _run(self, options: TrioOptions, patience: Patience, wishes: Wishes) -> None:
         error: UprError = _EndOfStreamsError("every stream has ended")
         try:
             await stay_connected(self.address, options, self._feed, patience, wishes.partitions)
@@ -249,7 +224,7 @@ class Consumer:
         self._feed.opened.set()
 
     async def _start(
-        self, nursery: trio.Nursery, options: Options, patience: Patience, wishes: Wishes
+        self, nursery: trio.Nursery, options: TrioOptions, patience: Patience, wishes: Wishes
     ) -> None:
         nursery.start_soon(self._run, options, patience, wishes)
         await self._feed.opened.wait()
@@ -258,20 +233,20 @@ class Consumer:
 
     async def _leave(self) -> None:
         self._barriers.end(ClosedError("the consumer was closed"))
-        # What the application holds was not dealt with, as far as anyone knows.
-        self._current = None
+        self._ledger.drop()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _LAST_SAVE_S):
             await self.save()
 
     def statistics(self) -> ConsumerStatistics:
         """What the consumer can tell about itself."""
+        handed = self._ledger.handed
         return ConsumerStatistics(
             self._feed.connections,
             self._feed.connected_now,
-            self._events,
-            self._chunks,
-            self._mutations,
-            self._nbytes,
+            handed.events,
+            handed.chunks,
+            handed.mutations,
+            handed.nbytes,
             self._follower.rollbacks,
             self._saves,
             len(self._feed.mailbox),
@@ -341,7 +316,7 @@ async def consume(
         raise ResumeStateError(
             f"the resume state is of the bucket {found.bucket!r}, not of {bucket!r}"
         )
-    options = Options(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
+    options = TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
     wishes = Wishes(tuple(map(PartitionId, partitions or ())), start == "now", state, end)
     patience = Patience(patience_s, draw)
     feed = Feed(Follower(wishes, found.copy()), patience)

@@ -11,7 +11,6 @@ from upr_protocol.client.link import Link
 from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import UprError
-from upr_protocol.session import SessionState
 from upr_protocol.wire import Message
 
 DELIVERIES_MAX: Final = 4096
@@ -88,15 +87,8 @@ class Feed:
 
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has dealt with a delivery: the server may send as much again."""
-        link = self._link
-        if (
-            link is not None
-            and delivery.nbytes
-            and delivery.connection == self.follower.connection
-            and link.session.state is SessionState.STREAMING
-        ):
-            link.session.acknowledge(delivery.nbytes)
-            link.poke()
+        if self.follower.acknowledge(delivery) and self._link is not None:
+            self._link.poke()
 
     def barrier(self, cookie: bytes) -> None:
         """Sends a barrier, now or as soon as there is a connection that streams."""

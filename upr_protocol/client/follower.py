@@ -32,7 +32,7 @@ from upr_protocol.errors import LocalProtocolError, ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, PartitionState, SeqNo, SnapshotKind
 from upr_protocol.limits import COOKIE_BYTES_MAX, OPEN_BARRIERS_MAX
-from upr_protocol.session import ClientSession
+from upr_protocol.session import ClientSession, SessionState
 from upr_protocol.wire import (
     HEADER_BYTES,
     Barrier,
@@ -75,7 +75,7 @@ class Delivery(msgspec.Struct, frozen=True):
         event: What the application is told; None when only the state moves.
         position: The partition and its position afterwards; None when no position moves.
         nbytes: Bytes to be acknowledged then.
-        connection: In which connection they came; those of another are not acknowledged.
+        connection: In which connection they came; in another they are not acknowledged.
         weight: How soon it is worth writing down.
     """
 
@@ -210,6 +210,23 @@ class Follower:
         """The connection is gone; what was received stays."""
         self.flowing = False
         self._session = None
+
+    def acknowledge(self, delivery: Delivery) -> bool:
+        """The application has dealt with `delivery`: the server may send as much again.
+
+        Returns:
+            Whether there may be something to write.
+        """
+        session = self._session
+        if (
+            session is None
+            or not delivery.nbytes
+            or delivery.connection != self.connection
+            or session.state is not SessionState.STREAMING
+        ):
+            return False
+        session.acknowledge(delivery.nbytes)
+        return True
 
     # What comes.
 

@@ -12,6 +12,7 @@ import trio
 from upr_protocol.client.address import Address
 from upr_protocol.client.background import background
 from upr_protocol.client.greeting import Greeting
+from upr_protocol.client.options import Options
 from upr_protocol.client.outbox import OUTGOING_BYTES_MAX
 from upr_protocol.client.outcome import status_of
 from upr_protocol.client.write import write_all
@@ -24,18 +25,11 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.ids import PartitionId
-from upr_protocol.limits import (
-    HANDSHAKE_TIMEOUT_S,
-    IDLE_INTERVAL_S_DEFAULT,
-    WINDOW_BYTES_DEFAULT,
-)
 from upr_protocol.session import ClientSession, SessionState
 from upr_protocol.wire import Close, Error, Message
 
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
 """Makes a connection to an address; raises OSError when there is none to be had."""
-
-IDENTITY_DEFAULT: Final = "client:python"
 
 _RECEIVE_BYTES: Final = 256 * 1024
 """What is read at a time: Python gives the memory that was not filled back at once."""
@@ -50,21 +44,13 @@ async def dial_tcp(address: Address) -> trio.abc.Stream:
 
 
 @attrs.frozen
-class Options:
-    """How to connect.
+class TrioOptions(Options):
+    """How to connect with Trio.
 
     Attributes:
-        identity: `what:who`, for the server's logs and statistics.
-        window_bytes: How many bytes of a stream may be on their way unacknowledged.
-        idle_interval_s: The silence after which a side says that it is there still.
-        connect_timeout_s: How long the connection and its first answers may take.
         dial: How to reach an address, where that is not plain TCP.
     """
 
-    identity: str = IDENTITY_DEFAULT
-    window_bytes: int = WINDOW_BYTES_DEFAULT
-    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
     dial: Dial = dial_tcp
 
 
@@ -242,7 +228,7 @@ class Link:
 @asynccontextmanager
 async def open_link(
     address: Address,
-    options: Options,
+    options: TrioOptions,
     handler: Handler,
     partitions: tuple[PartitionId, ...] = (),
 ) -> AsyncIterator[Link]:
@@ -257,12 +243,7 @@ async def open_link(
     """
     deadline = trio.current_time() + options.connect_timeout_s
     stream = await _dial(address, options, deadline)
-    session = ClientSession(
-        options.identity,
-        window_bytes=options.window_bytes,
-        idle_interval_s=options.idle_interval_s,
-        now=trio.current_time(),
-    )
+    session = options.session(trio.current_time())
     link = Link(stream, session, Greeting(session, address.bucket, partitions), handler)
     async with background() as nursery:
         nursery.start_soon(link.read)
@@ -280,7 +261,7 @@ async def open_link(
             await link.close()
 
 
-async def _dial(address: Address, options: Options, deadline: float) -> trio.abc.Stream:
+async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:
     with trio.CancelScope(deadline=deadline):
         try:
             return await options.dial(address)

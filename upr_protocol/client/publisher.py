@@ -17,7 +17,8 @@ from upr_protocol.client.background import background
 from upr_protocol.client.batch import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.client import Client
 from upr_protocol.client.keyvalue import Text, counter_delta, octets
-from upr_protocol.client.link import IDENTITY_DEFAULT, Dial, Link, Options, dial_tcp
+from upr_protocol.client.link import Dial, Link, TrioOptions, dial_tcp
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import (
     BUFFER_BYTES_DEFAULT,
     IN_FLIGHT_MAX,
@@ -394,13 +395,13 @@ class Publisher:
                 await trio.sleep_until(due_at)
                 self._hand_over(batcher.due(trio.current_time()))
 
-    async def _run(self, options: Options, patience: Patience) -> None:
+    async def _run(self, options: TrioOptions, patience: Patience) -> None:
         try:
             await stay_connected(self.address, options, self._courier, patience)
         except UprError as error:
             self._courier.stop(error)
 
-    async def _start(self, nursery: trio.Nursery, options: Options, patience: Patience) -> None:
+    async def _start(self, nursery: trio.Nursery, options: TrioOptions, patience: Patience) -> None:
         courier = self._courier
         nursery.start_soon(self._run, options, patience)
         await self._wait_until(lambda: courier.partition_count > 0)
@@ -482,7 +483,7 @@ async def publisher(
         address, options = target.address, target.options
     else:
         address = Address.parse(target) if isinstance(target, str) else target
-        options = Options(
+        options = TrioOptions(
             identity=identity,
             idle_interval_s=idle_interval_s,
             connect_timeout_s=connect_timeout_s,

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import trio
 
 from upr_protocol.client.address import Address
-from upr_protocol.client.link import Handler, Options, open_link
+from upr_protocol.client.link import Handler, TrioOptions, open_link
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionId
@@ -26,7 +26,7 @@ class Persistent(Handler, Protocol):
 
 async def stay_connected(
     address: Address,
-    options: Options,
+    options: TrioOptions,
     handler: Persistent,
     patience: Patience,
     partitions: tuple[PartitionId, ...] = (),
