@@ -217,7 +217,7 @@ class FakeConnection:
         if stream.chunks is None:
             if partition.high <= stream.seq and stream.at_least <= stream.seq:
                 self._turn = None
-                self.session.pass_turn()
+                self.session.end_turn()
                 return
             stream.end, stream.chunks = partition.snapshot(
                 stream.seq, stream.at_least, self._server.chunk_mutations
@@ -239,6 +239,7 @@ class FakeConnection:
         if stream.end >= stream.end_seq:
             self._end(number, Status.END_REACHED)
         else:
+            self.session.end_turn()
             self.session.ready(number)
 
     def _end(self, number: PartitionId, status: Status) -> None:

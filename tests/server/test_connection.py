@@ -399,6 +399,41 @@ async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
         assert (await peer.hear(PartitionChunk)).chunk.count == 1
 
 
+async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_closed() -> None:
+    """A barrier that comes back tells even the slowest that it has everything."""
+    service = make_service()
+    async with (
+        connected(service) as publisher,
+        connected(service) as fast,
+        connected(service, window_bytes=WINDOW_BYTES_MIN) as slow,
+    ):
+        await publisher.open()
+        for peer in (fast, slow):
+            await peer.open()
+            await peer.ask()
+            await peer.say(Go())
+            await peer.hear(Completed)
+        for number in range(6):
+            # Each is a snapshot of its own, because the fast one comes to read it.
+            await publisher.mutate(sets(b"k%d" % number, value=bytes(70_000)))
+            chunk = (await fast.hear(PartitionChunk)).chunk
+            assert chunk.count == 1
+            fast.session.acknowledge(24 + chunk.nbytes)
+            await fast.hear(PartitionEnd)
+        await slow.say(Barrier(b"all"))
+        seen = set()
+        while True:
+            message = await slow.hear(Message)
+            if isinstance(message, BarrierReply):
+                break
+            if isinstance(message, PartitionChunk):
+                seen |= set(message.chunk.keys())
+                slow.session.acknowledge(24 + message.chunk.nbytes)
+                await slow.say()
+        assert seen == {b"k%d" % number for number in range(6)}
+        assert message.ends == ((0, 6),)
+
+
 async def test_deleting_the_bucket_ends_its_streams() -> None:
     service = make_service()
     async with connected(service) as peer:

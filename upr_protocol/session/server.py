@@ -21,7 +21,6 @@ from upr_protocol.wire import (
     Hello,
     HelloReply,
     Message,
-    PartitionEnd,
     PartitionStart,
     Sender,
     StreamEnd,
@@ -99,12 +98,14 @@ class ServerSession(Session):
             self._cycle.ready(partition)
 
     def next_partition(self) -> PartitionId | None:
-        """Whose turn it is to have a snapshot sent, after queueing the `Completed` and the barriers
+        """Whose turn it is to have its changes sent, after queueing the `Completed` and the barriers
         that come before it. None when there is nothing to stream: then every barrier came back.
 
-        The turn lasts until the partition's `PartitionEnd` or `StreamEnd` is sent, until its
-        `CloseStream` is received, or until `pass_turn`. Call this again after each, and whenever a
-        partition is ready or a barrier came: one that finds nothing to stream comes back here.
+        The turn lasts until `end_turn`; until the partition's `StreamEnd` is sent or its
+        `CloseStream` is received. A barrier that arrived before the turn trusts that it leads to
+        the newest number the partition had when it began: where that takes several snapshots, send
+        them all. Call this again after each turn, and whenever a partition is ready or a barrier
+        came: one that finds nothing to stream comes back here.
         """
         if self.state is not SessionState.STREAMING:
             return None
@@ -118,9 +119,9 @@ class ServerSession(Session):
                 return turn
             self.send(Completed(turn.cycle))
 
-    def pass_turn(self) -> None:
-        """The partition whose turn it is has nothing to send after all. Nothing happens when no
-        partition has the turn: its stream may have been closed in the meantime.
+    def end_turn(self) -> None:
+        """The partition whose turn it is has nothing more to send, or nothing after all. Nothing
+        happens when no partition has the turn: its stream may have been closed in the meantime.
 
         Raises:
             LocalProtocolError: Its snapshot has begun and not ended.
@@ -133,9 +134,6 @@ class ServerSession(Session):
                 f"the turn of partition {partition} lasts until its snapshot ends",
                 Status.OUT_OF_TURN,
             )
-        self._finish()
-
-    def _finish(self) -> None:
         self._cycle.finish()
         self._return_barriers(self._barrier_queue.due(self._cycle.reached))
 
@@ -160,8 +158,6 @@ class ServerSession(Session):
     def _sent(self, message: Message) -> None:
         if isinstance(message, PartitionStart):
             self._cycle.begin()
-        elif isinstance(message, PartitionEnd):
-            self._finish()
         elif isinstance(message, StreamEnd):
             self._leave(message.partition)
 

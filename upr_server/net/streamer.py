@@ -38,6 +38,8 @@ class _Stream:
     opaque: int
     end_seq: SeqNo
     snapshot_end: SeqNo = SeqNo(0)
+    turn_end: SeqNo = SeqNo(0)
+    """What the turn that it has must reach."""
 
     @property
     def only_end_is_missing(self) -> bool:
@@ -157,6 +159,7 @@ class Streamer:
                 if partition is None:
                     return
                 stream = self._turn = self._streams[partition]
+                stream.turn_end = stream.partition.high_seq
             if not session.window.open and not stream.only_end_is_missing:
                 return
             self._advance(stream)
@@ -181,12 +184,17 @@ class Streamer:
                 )
             )
         elif isinstance(item, SnapshotEnd):
-            self._turn = None
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
             if item.end >= stream.end_seq:
                 self.end(partition.id, Status.END_REACHED)
-            elif stream.cursor.poll():
-                session.ready(partition.id)
+            elif item.end >= stream.turn_end:
+                # Snapshots that other cursors closed are behind it: the turn led to the newest.
+                self._end_turn(stream)
         else:
-            self._turn = None
-            session.pass_turn()
+            self._end_turn(stream)
+
+    def _end_turn(self, stream: _Stream) -> None:
+        self._turn = None
+        self._session.end_turn()
+        if stream.cursor.poll():
+            self._session.ready(stream.partition.id)

@@ -308,8 +308,11 @@ class Pair:
         return self.to_server()
 
     def server_says(self, *messages: Message) -> list[Message]:
+        """Sends and delivers; a turn of this server is one snapshot long."""
         for message in messages:
             self.server.send(message)
+            if isinstance(message, PartitionEnd):
+                self.server.end_turn()
         return self.to_client()
 
     def turn(self, partition: int) -> None:

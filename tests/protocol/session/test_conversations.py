@@ -72,6 +72,7 @@ def _sends(pair: Pair, partition: int, *ends: int, value: bytes = b"v") -> None:
         pair.server.send(chunk(partition, opaque, at, number, value))
         at = SeqNo(number)
     pair.server.send(end(partition, opaque, at))
+    pair.server.end_turn()
 
 
 def _next(pair: Pair) -> int | None:

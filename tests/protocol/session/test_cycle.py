@@ -298,6 +298,7 @@ def test_the_session_cycles_as_the_seed_says() -> None:
         pair.server.send(start(turn, opaque, at, at + 1))
         pair.server.send(chunk(turn, opaque, at, at + 1))
         pair.server.send(end(turn, opaque, at + 1))
+        pair.server.end_turn()
         standing[turn] += 1
         if turn == 5 and rounds < 1:
             rounds += 1
@@ -361,6 +362,7 @@ def _some_turns(pair: Pair) -> Callable[[], None]:
             pair.server.send(start(partition, opaque, 0, 1))
             pair.server.send(chunk(partition, opaque, 0, 1))
             pair.server.send(end(partition, opaque, 1))
+            pair.server.end_turn()
             if at == 0:
                 pair.server.ready(partition)
 

@@ -30,6 +30,8 @@ from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session import Session, SessionState
 from upr_protocol.session.stream import StreamRecord
 from upr_protocol.wire import (
+    Barrier,
+    BarrierReply,
     HEADER_BYTES,
     Message,
     PartitionChunk,
@@ -349,6 +351,7 @@ def test_what_is_on_its_way_when_a_stream_is_closed_is_dropped_and_acknowledged(
     pair.client.send(close_stream(3, 9))
     pair.server.send(second)
     pair.server.send(end(3, 9, 10))
+    pair.server.end_turn()
     pair.turn(3)
     pair.server.send(start(3, 9, 10, 20))
     assert pair.to_client() == []
@@ -481,3 +484,23 @@ def test_a_partition_that_is_not_streamed_is_never_ready() -> None:
         pair = _pair(state, crossing=False)
         pair.server.ready(PartitionId(3))
         assert pair.server.next_partition() is None
+
+
+def test_a_turn_of_several_snapshots_holds_barriers_until_it_ends() -> None:
+    """A consumer behind several closed snapshots is not up to date after the first of them."""
+    pair = _pair("BETWEEN", crossing=False)
+    pair.server.end_turn()
+    pair.turn(3)
+    pair.server.ready(PartitionId(3))
+    pair.client_says(Barrier(b"now"))
+    pair.server.end_turn()
+    assert pair.server.next_partition() == 3
+    at = pair.server.streams[PartitionId(3)].seq
+    for number in (at, at + 1):
+        pair.server.send(start(3, 9, number, number + 1))
+        pair.server.send(chunk(3, 9, number, number + 1))
+        pair.server.send(end(3, 9, number + 1))
+        assert not [m for m in pair.to_client() if isinstance(m, BarrierReply)]
+    pair.server.end_turn()
+    (reply,) = [m for m in pair.to_client() if isinstance(m, BarrierReply)]
+    assert reply.ends == ((3, at + 2),)

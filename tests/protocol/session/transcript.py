@@ -147,6 +147,9 @@ class Stage:
 
     def do_server(self, text: str) -> Iterator[str]:
         yield from self._say(self.pair.server, text)
+        if text.startswith("PartitionEnd"):
+            # A turn of this server is one snapshot long.
+            self.pair.server.end_turn()
 
     def _say(self, session: Session, text: str) -> Iterator[str]:
         try:
