@@ -98,10 +98,11 @@ class ServerSession(Session):
             self._cycle.ready(partition)
 
     def next_partition(self) -> PartitionId | None:
-        """Whose turn it is to have its changes sent, after queueing the `Completed` and the barriers
-        that come before it. None when there is nothing to stream: then every barrier came back.
+        """Whose turn it is to have its changes sent, after queueing the `Completed` and the
+        barriers that come before it. None when there is nothing to stream: then every barrier came
+        back.
 
-        The turn lasts until `end_turn`; until the partition's `StreamEnd` is sent or its
+        The turn lasts until `end_turn`, or until the partition's `StreamEnd` is sent or its
         `CloseStream` is received. A barrier that arrived before the turn trusts that it leads to
         the newest number the partition had when it began: where that takes several snapshots, send
         them all. Call this again after each turn, and whenever a partition is ready or a barrier

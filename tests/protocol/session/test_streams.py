@@ -30,9 +30,9 @@ from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session import Session, SessionState
 from upr_protocol.session.stream import StreamRecord
 from upr_protocol.wire import (
+    HEADER_BYTES,
     Barrier,
     BarrierReply,
-    HEADER_BYTES,
     Message,
     PartitionChunk,
     Refusal,
@@ -458,7 +458,7 @@ def test_a_snapshot_is_sent_only_of_the_partition_whose_turn_it_is() -> None:
             pair.server.send(message)
 
 
-def test_a_turn_is_not_passed_inside_a_snapshot() -> None:
+def test_a_turn_does_not_end_inside_a_snapshot() -> None:
     pair = _stand("SOME")
     with pytest.raises(LocalProtocolError):
         pair.server.end_turn()

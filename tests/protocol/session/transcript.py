@@ -9,7 +9,7 @@ Blocks are separated by blank lines; `#` begins a comment. Commands, several to 
     deliver client|server   what is on its way to one side arrives
     ready PARTITION         the server's application has something for that partition
     next                    the server asks whose turn it is
-    pass                    the partition whose turn it is has nothing after all
+    done                    the partition whose turn it is has nothing more, or nothing after all
     acknowledge             the client deals with everything that came
     tick SECONDS            that much time passes, and both sides look at their clocks
     streams                 where each stream stands, as each side sees it
@@ -147,9 +147,6 @@ class Stage:
 
     def do_server(self, text: str) -> Iterator[str]:
         yield from self._say(self.pair.server, text)
-        if text.startswith("PartitionEnd"):
-            # A turn of this server is one snapshot long.
-            self.pair.server.end_turn()
 
     def _say(self, session: Session, text: str) -> Iterator[str]:
         try:
@@ -199,7 +196,7 @@ class Stage:
         turn = self.pair.server.next_partition()
         yield "nothing to stream" if turn is None else f"it is the turn of partition {turn}"
 
-    def do_pass(self, _: str) -> Iterator[str]:
+    def do_done(self, _: str) -> Iterator[str]:
         self.pair.server.end_turn()
         yield from ()
 
