@@ -545,6 +545,7 @@ def example_conversation() -> list[tuple[str, Message, bytes]]:
         history_id, seqs[0], seqs[3], seqs[0], SnapshotKind.MEMORY, may_repeat=False, **stream
     )
     from_server(start, PartitionChunk(stored, **stream), PartitionEnd(seqs[3], **stream))
+    server.end_turn()
     server.next_partition()
     from_server()
     from_client(Ack(HEADER_BYTES + stored.nbytes), Barrier(b"first"))
