@@ -456,6 +456,28 @@ async def test_an_address_that_never_answered_is_tried_once(
     assert net.dialled == 1
 
 
+async def test_a_first_connection_is_refused_or_gone_on_from(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """Cut at whatever byte of it: either the context is not entered, or the consumer goes on as it
+    does after any other connection."""
+    fill(server, 100)
+    entered = []
+    for count in range(0, 1200, 8):
+        net.budgets = iter([(10_000, count)])
+        mirror = Mirror()
+        try:
+            async with consume(URL, dial=net.dial) as consumer:
+                entered.append(count)
+                for event in await until(consumer, Completed):
+                    mirror.apply(event)
+        except BrokenError:
+            assert count not in entered
+        else:
+            assert mirror.contents == server.contents()
+    assert 0 < len(entered) < 150
+
+
 async def test_an_exception_of_the_body_comes_out_as_it_is(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:

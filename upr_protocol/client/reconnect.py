@@ -23,6 +23,10 @@ class Persistent(Handler, Protocol):
     def finished(self) -> bool:
         """Whether there is nothing left to connect for."""
 
+    @property
+    def connections(self) -> int:
+        """How many links came as far as being greeted."""
+
 
 async def stay_connected(
     address: Address,
@@ -39,12 +43,10 @@ async def stay_connected(
     Raises:
         UprError: There is no use in going on; why the last link, or the attempt, ended.
     """
-    connected = False
     while True:
         error: UprError = ClosedError("the connection was closed here")
         try:
             async with open_link(address, options, handler, partitions) as link:
-                connected = True
                 connected_at = trio.current_time()
                 await link.ended.wait()
                 if trio.current_time() - connected_at >= LIVED_S:
@@ -55,6 +57,6 @@ async def stay_connected(
             error = failure
         if handler.finished:
             return
-        if not connected:
+        if not handler.connections:
             raise error
         await trio.sleep(patience.wait_s(error, trio.current_time()))
