@@ -166,7 +166,7 @@ def test_a_signal_ends_it_cleanly_with_progress_saved(
 
 
 def test_killed_at_any_moment_it_goes_on_and_nothing_is_missing(
-    bucket: str, start: Start, tmp_path: Path
+    bucket: str, start: Start, tail: Tail, tmp_path: Path
 ) -> None:
     state, out = str(tmp_path / "state"), tmp_path / "out.jsonl"
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
@@ -193,6 +193,7 @@ def test_killed_at_any_moment_it_goes_on_and_nothing_is_missing(
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
         assert process.returncode is None
+    assert contents(tail(bucket)).keys() == everything
 
 
 def test_killed_while_its_reader_waits_it_has_not_counted_what_was_not_read(
