@@ -148,6 +148,7 @@ class FakeConnection:
     Attributes:
         session: Its session.
         counts: How many messages of each kind came.
+        scope: Cancelled, the connection ends.
     """
 
     def __init__(self, server: FakeServer, stream: trio.abc.Stream) -> None:
@@ -157,31 +158,33 @@ class FakeConnection:
         self.counts: Counter[type[Message]] = Counter()
         self._streams: dict[PartitionId, _Stream] = {}
         self._turn: PartitionId | None = None
+        self.scope = trio.CancelScope()
         self._wake = trio.Event()
 
     def wake(self) -> None:
         self._wake.set()
 
     async def run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._write, nursery.cancel_scope)
-            nursery.start_soon(self._read, nursery.cancel_scope)
+        with self.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write)
+                nursery.start_soon(self._read)
 
-    async def _read(self, scope: trio.CancelScope) -> None:
+    async def _read(self) -> None:
         try:
             while data := bytes(await self._stream.receive_some(65536)):
                 self.session.receive(data, trio.current_time())
                 for message in self.session.events():
                     self._handle(message)
                 self.wake()
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         except RemoteProtocolError:
             self.wake()
             return
-        scope.cancel()
+        self.scope.cancel()
 
-    async def _write(self, scope: trio.CancelScope) -> None:
+    async def _write(self) -> None:
         try:
             while True:
                 self._step()
@@ -198,7 +201,7 @@ class FakeConnection:
                         self.session.fail(Status.IDLE, "silent")
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-        scope.cancel()
+        self.scope.cancel()
 
     # Streaming.
 

@@ -3,11 +3,17 @@
 - `connect` gives a `Client`: get, set, increment, …, and buckets.
 - `publisher` gives a `Publisher`: many changes, in batches, each with exactly one effect.
 - `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events.
+- `BlockingClient` and `BlockingConsumer` do the same in programs that block.
+
+What is not I/O stands once and serves both: `resume`, `batch`, `calls`, `outcome`, and the two
+conversations, `follower` (a consumer's) and `outbox` (a publisher's).
 """
 
 from __future__ import annotations
 
 from upr_protocol.client.address import Address, AddressError
+from upr_protocol.client.blocking import BlockingClient
+from upr_protocol.client.blocking_consumer import BlockingConsumer
 from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
 from upr_protocol.client.client import Client, ClientStatistics, connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
@@ -40,6 +46,8 @@ __all__ = [
     "AddressError",
     "BarrierReached",
     "Batch",
+    "BlockingClient",
+    "BlockingConsumer",
     "BucketInfo",
     "ChunkReceived",
     "Client",

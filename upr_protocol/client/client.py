@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
@@ -13,16 +13,13 @@ from upr_protocol.client import calls
 from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, Asker
 from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
-from upr_protocol.client.keyvalue import Item, Lookup, Text, counter_delta, octets
+from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outcome import Written
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import Durability, Operation, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
-
-LOOKUPS_AT_ONCE: Final = 16
-"""Requests that one `get_many` has open: each may bring a whole frame of values."""
 
 
 @attrs.frozen

@@ -21,7 +21,7 @@ from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.reconnect import stay_connected
-from upr_protocol.client.resume import ResumeState, ResumeStateError
+from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, ResumeStore
@@ -312,10 +312,7 @@ async def consume(
         found = await store.load()
     if found is None:
         found = ResumeState(bucket)
-    elif found.bucket != bucket:
-        raise ResumeStateError(
-            f"the resume state is of the bucket {found.bucket!r}, not of {bucket!r}"
-        )
+    found.check_bucket(bucket)
     options = TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
     wishes = Wishes(tuple(map(PartitionId, partitions or ())), start == "now", state, end)
     patience = Patience(patience_s, draw)

@@ -132,6 +132,9 @@ class Follower:
         """Whether this connection's answers say anything new of where the streams stand."""
         self._asked: set[PartitionId] = set()
         """Streams of this connection that the server has not answered for yet."""
+        # By partition the snapshot that was begun last. The session knows it too, but may be ahead:
+        # it takes in all that arrived before any of it comes here.
+        self._snapshots: dict[PartitionId, PartitionStart] = {}
         self._barriers: deque[bytes] = deque()
         """Barriers that did not come back, oldest first."""
 
@@ -255,11 +258,10 @@ class Follower:
         return partition, position
 
     def _chunk(self, message: PartitionChunk) -> Delivery:
-        assert self._session is not None
         partition, chunk = message.partition, message.chunk
-        record = self._session.streams[partition]
+        snapshot = self._snapshots[partition]
         position = resume.received(
-            self.state.position(partition), record.history_id, record.end, chunk.end
+            self.state.position(partition), snapshot.history_id, snapshot.end, chunk.end
         )
         return Delivery(
             ChunkReceived(partition, chunk),
@@ -269,6 +271,7 @@ class Follower:
         )
 
     def _start(self, message: PartitionStart) -> Delivery:
+        self._snapshots[message.partition] = message
         return Delivery(
             SnapshotStart(
                 message.partition,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
@@ -14,6 +15,9 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.wire import Get, GetReply
+
+LOOKUPS_AT_ONCE: Final = 16
+"""Requests that one `get_many` has open: each may bring a whole frame of values."""
 
 Text = bytes | str
 """A key or a value; text stands for its UTF-8."""

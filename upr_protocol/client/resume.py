@@ -82,6 +82,17 @@ class ResumeState:
         """How far `partition` has come."""
         return self.positions.get(partition, NOTHING_YET)
 
+    def check_bucket(self, bucket: str) -> None:
+        """Makes sure that this is a state of `bucket`.
+
+        Raises:
+            ResumeStateError: It is not.
+        """
+        if self.bucket != bucket:
+            raise ResumeStateError(
+                f"the resume state is of the bucket {self.bucket!r}, not of {bucket!r}"
+            )
+
     def copy(self) -> Self:
         """A state that goes its own way from here. O(partitions)."""
         return type(self)(self.bucket, dict(self.positions))

@@ -1,0 +1,125 @@
+"""Servers in a thread of their own, for clients that block the one they are in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import trio
+
+from tests.kit.fake_net import ENDLESS
+from tests.kit.fake_server import FakeServer
+
+T = TypeVar("T")
+
+
+class TrioThread:
+    """A thread in which Trio runs.
+
+    Attributes:
+        token: For `trio.from_thread`.
+        nursery: Where things run until the thread ends.
+    """
+
+    token: trio.lowlevel.TrioToken
+    nursery: trio.Nursery
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Calls `function` in the thread and waits for what it gives."""
+        return trio.from_thread.run_sync(function, trio_token=self.token)
+
+    def run(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Runs `function` in the thread and waits for what it gives."""
+        return trio.from_thread.run(function, trio_token=self.token)
+
+
+@contextmanager
+def trio_thread() -> Iterator[TrioThread]:
+    """Runs Trio in a thread for as long as the context."""
+    made = TrioThread()
+    ready = threading.Event()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            made.token = trio.lowlevel.current_trio_token()
+            made.nursery = nursery
+            ready.set()
+            await trio.sleep_forever()
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    ready.wait()
+    try:
+        yield made
+    finally:
+        made.call(made.nursery.cancel_scope.cancel)
+        thread.join()
+
+
+class ThreadedFake:
+    """A `FakeServer` in a thread, and the way to it.
+
+    Attributes:
+        server: The server; to be looked at while nobody talks to it, else through `thread.call`.
+        thread: Where it runs.
+        budgets: For each connection to come, how many bytes from the server it carries.
+        down: Whether connections are refused.
+        dialled: How many times a connection was asked for.
+    """
+
+    def __init__(self, thread: TrioThread) -> None:
+        self.server = FakeServer()
+        self.thread = thread
+        self.budgets: Iterator[int] = iter(())
+        self.down = False
+        self.dialled = 0
+
+    def dial(self, address: object, timeout_s: float) -> socket.socket:
+        self.dialled += 1
+        if self.down:
+            raise ConnectionRefusedError("the fake server is down")
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        budget = next(self.budgets, ENDLESS)
+        self.thread.call(lambda: self._accept(theirs, budget))
+        return ours
+
+    def _accept(self, theirs: socket.socket, budget: int) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+        self.thread.nursery.start_soon(self.server.serve, ShortLived(stream, budget))
+
+    def cut(self) -> None:
+        """Ends every connection there is."""
+        self.thread.call(self._cut)
+
+    def _cut(self) -> None:
+        for connection in self.server.connections:
+            connection.scope.cancel()
+
+
+class ShortLived(trio.abc.Stream):
+    """A server's stream that is closed after so many bytes to the client."""
+
+    def __init__(self, stream: trio.abc.Stream, budget: int) -> None:
+        self._stream = stream
+        self._budget = budget
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        some = bytes(data)[: self._budget]
+        self._budget -= len(some)
+        await self._stream.send_all(some)
+        if len(some) < len(data):
+            await self._stream.aclose()
+            raise trio.BrokenResourceError("the fake network cut the connection")
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return bytes(await self._stream.receive_some(max_bytes))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

@@ -1,0 +1,498 @@
+"""The client for programs that block: scripts, workers of other frameworks. No Trio, no threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeVar
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.client import calls
+from upr_protocol.client.address import Address
+from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
+from upr_protocol.client.batch import Batcher, BatchLimits
+from upr_protocol.client.blocking_consumer import BlockingConsumer
+from upr_protocol.client.blocking_link import (
+    BLOCKING_IDLE_INTERVAL_S,
+    BlockingLink,
+    SocketDial,
+    SocketOptions,
+    dial_socket,
+)
+from upr_protocol.client.calls import BucketInfo, Call, PartitionInfo, PartitionNumbers
+from upr_protocol.client.follower import End
+from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
+from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.client.outbox import Batch, Outbox, OutboxLimits
+from upr_protocol.client.outcome import Failure, Written, outcomes
+from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.writer import Writer
+from upr_protocol.errors import ClosedError, LocalProtocolError, ServerError, Status, UprError
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.wire import Message, Mutate, MutateReply
+
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S_DEFAULT: Final = 60.0
+"""How long one request may take."""
+
+
+class BlockingClient:
+    """`Client` and `Publisher` for programs that block; not to be shared between threads.
+
+    It connects when it is first used, and anew after the connection was lost. A request during
+    which it is lost raises `BrokenError`, and may have been done or not. `publish`, `publish_all`
+    and `apply` ask again instead, and have exactly one effect.
+
+    Args:
+        url: `upr://host:port/bucket`; without the bucket, for the calls about buckets only.
+        identity: `what:who`, for the server's logs and statistics.
+        timeout_s: How long one request may take; then `TimeoutError` is raised, and it may still be
+            done.
+        credit_timeout_s: How long a change waits for a server that is over its memory quota.
+        patience_s: How long the calls that ask again go on without any answer.
+        durability: What must hold before a change is answered.
+        copies: How many replicas beside the active, for the replicated levels.
+        idle_interval_s: How long the program may be busy with something else: after twice this the
+            server takes it for dead.
+        connect_timeout_s: How long a connection and its first answers may take.
+        dial: How to reach an address, where that is not plain TCP.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+        sleep: Waits for so many seconds.
+
+    Raises:
+        AddressError: The URL is none.
+    """
+
+    def __init__(
+        self,
+        url: str | Address,
+        *,
+        identity: str = IDENTITY_DEFAULT,
+        timeout_s: float = REQUEST_TIMEOUT_S_DEFAULT,
+        credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
+        patience_s: float = PATIENCE_S_DEFAULT,
+        durability: Durability = Durability.MEMORY,
+        copies: int = 0,
+        idle_interval_s: int = BLOCKING_IDLE_INTERVAL_S,
+        connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        dial: SocketDial = dial_socket,
+        draw: Callable[[], float] = random.random,
+        sleep: Callable[[float], None] = time.sleep,  # noqa: TID251  there is no event to wait for
+    ) -> None:
+        self.address = Address.parse(url) if isinstance(url, str) else url
+        self.options = SocketOptions(
+            identity,
+            idle_interval_s=idle_interval_s,
+            connect_timeout_s=connect_timeout_s,
+            dial=dial,
+        )
+        self._timeout_s = timeout_s
+        self._credit_timeout_s = credit_timeout_s
+        self._patience_s = patience_s
+        self._durability = durability
+        self._copies = copies
+        self._draw = draw
+        self._sleep = sleep
+        self._writer = Writer()
+        self._link: BlockingLink | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self._connected()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection; the client is of no use afterwards. Closing again does nothing."""
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+
+    def _connected(self) -> BlockingLink:
+        if self._closed:
+            raise ClosedError("the client was closed")
+        if self._link is None or self._link.failure is not None:
+            self._link = BlockingLink(self.address, self.options)
+        return self._link
+
+    # Asking.
+
+    def ask(self, call: Call[T]) -> T:
+        """Makes a request and waits for its answer.
+
+        Raises:
+            ServerError: It was refused.
+            BrokenError: The connection was lost; it may have been done or not.
+            TimeoutError: No answer came in time; it may still be done.
+        """
+        return self._ask_all([call])[0]
+
+    def _ask_all(self, some: Sequence[Call[T]]) -> list[T]:
+        link = self._connected()
+        deadline = time.monotonic() + self._timeout_s
+        replies: dict[int, Message | None] = {}
+        for call in some:
+            opaque = link.session.new_opaque()
+            request = call.request(opaque)
+            if isinstance(request, Mutate):
+                self._await_credit(link)
+            link.session.send(request)
+            replies[opaque] = None
+        missing = len(replies)
+        while missing:
+            message = link.receive(deadline)
+            if message is None:
+                raise TimeoutError(f"{self.address} did not answer in {self._timeout_s:g} s")
+            if replies.get(message.opaque, message) is None:
+                replies[message.opaque] = message
+                missing -= 1
+        answers: Iterable[Any] = replies.values()
+        return [
+            call.result(calls.checked(answer)) for call, answer in zip(some, answers, strict=True)
+        ]
+
+    def _await_credit(self, link: BlockingLink) -> None:
+        deadline = time.monotonic() + self._credit_timeout_s
+        while not link.session.credit.open:
+            if link.receive(deadline) is None:
+                raise over_quota(self.address, self._credit_timeout_s)
+
+    # Keys. What each one means stands with `Client`.
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the bucket has.
+
+        Raises:
+            LocalProtocolError: The URL named no bucket.
+        """
+        count = self._connected().greeting.partition_count
+        if not count:
+            raise LocalProtocolError("connect with a URL that names a bucket", Status.BAD_ARGUMENT)
+        return count
+
+    def get(self, key: Text) -> Item | None:
+        """The item at `key`, or None."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[Text]) -> list[Item | None]:
+        """The items at `keys`, in their order; None for each that is missing."""
+        lookup = Lookup([octets(key) for key in keys], self.partition_count)
+        open_questions = list(lookup.questions())
+        while open_questions:
+            some = open_questions[:LOOKUPS_AT_ONCE]
+            answers = self._ask_all([calls.get(question) for question in some])
+            open_questions[:LOOKUPS_AT_ONCE] = [
+                question
+                for question, answer in zip(some, answers, strict=True)
+                if not question.answer(answer)
+            ]
+        return lookup.items
+
+    def set(
+        self, key: Text, value: Text, *, cas: int = 0, flags: int = 0, expiry: int = 0
+    ) -> Written:
+        """Stores `value`, whether or not the key exists."""
+        return self._one(Operation.SET, key, value, cas=cas, flags=flags, expiry=expiry)
+
+    def add(self, key: Text, value: Text, *, flags: int = 0, expiry: int = 0) -> Written:
+        """Stores `value` if the key does not exist; `ServerError` with `EXISTS` if it does."""
+        return self._one(Operation.ADD, key, value, flags=flags, expiry=expiry)
+
+    def replace(
+        self, key: Text, value: Text, *, cas: int = 0, flags: int = 0, expiry: int = 0
+    ) -> Written:
+        """Stores `value` if the key exists; `ServerError` with `NOT_FOUND` if it does not."""
+        return self._one(Operation.REPLACE, key, value, cas=cas, flags=flags, expiry=expiry)
+
+    def delete(self, key: Text, *, cas: int = 0) -> Written:
+        """Removes the key; `ServerError` with `NOT_FOUND` if there is none."""
+        return self._one(Operation.DELETE, key, cas=cas)
+
+    def increment(
+        self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
+    ) -> Written:
+        """Adds to a decimal counter; see `Client.increment`."""
+        return self._one(
+            Operation.INCREMENT,
+            key,
+            counter_delta(Operation.INCREMENT, delta, initial, create),
+        )
+
+    def decrement(
+        self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
+    ) -> Written:
+        """Subtracts from a decimal counter; see `Client.decrement`."""
+        return self._one(
+            Operation.DECREMENT,
+            key,
+            counter_delta(Operation.DECREMENT, delta, initial, create),
+        )
+
+    def append(self, key: Text, value: Text, *, cas: int = 0) -> Written:
+        """Adds bytes behind the stored value."""
+        return self._one(Operation.APPEND, key, value, cas=cas)
+
+    def prepend(self, key: Text, value: Text, *, cas: int = 0) -> Written:
+        """Adds bytes in front of the stored value."""
+        return self._one(Operation.PREPEND, key, value, cas=cas)
+
+    def touch(self, key: Text, expiry: int, *, cas: int = 0) -> Written:
+        """Gives the item a new expiry time, in seconds since 1970; 0 for never."""
+        return self._one(Operation.TOUCH, key, cas=cas, expiry=expiry)
+
+    def _one(
+        self,
+        operation: Operation,
+        key: Text,
+        value: Text = b"",
+        *,
+        cas: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+    ) -> Written:
+        call = calls.one(
+            self.partition_count,
+            operation,
+            key,
+            value,
+            cas=cas,
+            flags=flags,
+            expiry=expiry,
+            durability=self._durability,
+            copies=self._copies,
+        )
+        return self.ask(call)
+
+    # Buckets and partitions.
+
+    def create_bucket(self, name: str, partition_count: int = 0, quota_bytes: int = 0) -> None:
+        """Makes a bucket; zeros leave the choice to the server."""
+        self.ask(calls.create_bucket(name, partition_count, quota_bytes))
+
+    def delete_bucket(self, name: str) -> None:
+        """Deletes a bucket and all that is in it."""
+        self.ask(calls.delete_bucket(name))
+
+    def list_buckets(self) -> list[BucketInfo]:
+        """Every bucket, by name."""
+        return self.ask(calls.list_buckets())
+
+    def stats(self, bucket: str = "") -> dict[str, Any]:
+        """Statistics of `bucket`, or of the server."""
+        return self.ask(calls.stats(bucket))
+
+    def partitions(self) -> list[PartitionInfo]:
+        """The bucket's partitions, as the server told them when the connection was made."""
+        return calls.partition_infos(self._connected().greeting.logs.values())
+
+    def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
+        """How far partitions are; all of them when none are named."""
+        return self.ask(calls.seqnos(partitions))
+
+    def await_durable(
+        self, written: Written, durability: Durability, copies: int = 0, *, timeout_s: float = 30.0
+    ) -> SeqNo:
+        """Waits until a change is as durable as asked for; see `Client.await_durable`."""
+        return self.ask(
+            calls.await_durable(
+                written.partition, written.history_id, written.seq, durability, copies, timeout_s
+            )
+        )
+
+    def read_stream(
+        self,
+        partitions: Sequence[int] | None = None,
+        *,
+        resume: ResumeState | str | os.PathLike[str] | None = None,
+        start: Literal["beginning", "now"] = "beginning",
+        end: End = None,
+    ) -> BlockingConsumer:
+        """The bucket's changes, as an iterator of events with a connection of its own; see
+        `BlockingConsumer`."""
+        return BlockingConsumer(
+            self.address,
+            partitions=partitions,
+            start=start,
+            resume=resume,
+            end=end,
+            identity=self.options.identity,
+            patience_s=self._patience_s,
+            idle_interval_s=self.options.idle_interval_s,
+            connect_timeout_s=self.options.connect_timeout_s,
+            dial=self.options.dial,
+            draw=self._draw,
+            sleep=self._sleep,
+        )
+
+    # Publishing.
+
+    def publish(
+        self, partition: PartitionId, chunk: Chunk, *, writer: Writer | None = None
+    ) -> MutateReply:
+        """Sends one published chunk, again if need be, and waits for its answer.
+
+        Args:
+            partition: The partition of every key in it.
+            chunk: The operations.
+            writer: Gives the token; by default the client's own. A writer made anew with the same
+                ID gives the same tokens again: the batches of a task that is run a second time have
+                no second effect, as long as they are the same.
+
+        Raises:
+            ServerError: The batch was refused; or the bucket is over its quota.
+            BrokenError: The server could not be reached for too long.
+        """
+        done: list[Batch] = []
+        self.publish_all([(partition, chunk)], writer=writer, on_answer=done.append)
+        (batch,) = done
+        if batch.refusal is not None:
+            raise ServerError(batch.refusal)
+        assert batch.reply is not None
+        return batch.reply
+
+    def publish_all(
+        self,
+        batches: Iterable[tuple[PartitionId, Chunk]],
+        *,
+        writer: Writer | None = None,
+        on_answer: Callable[[Batch], None] | None = None,
+    ) -> list[Failure]:
+        """Sends published chunks, many on their way at a time, and waits until all are answered.
+
+        Args:
+            batches: Partitions and chunks; taken as there is room.
+            writer: See `publish`.
+            on_answer: Called with each batch that is answered, or refused for good.
+
+        Returns:
+            The operations that failed; of a batch that was refused, all of them.
+
+        Raises:
+            ServerError: The bucket is over its quota and no credit came in time.
+            BrokenError: The server could not be reached for too long.
+        """
+        limits = OutboxLimits(
+            patience_s=self._patience_s, durability=self._durability, copies=self._copies
+        )
+        outbox = Outbox(self._writer if writer is None else writer, limits, self._draw)
+        patience = Patience(self._patience_s, self._draw)
+        failures: list[Failure] = []
+
+        def done(batch: Batch) -> None:
+            patience.progress()
+            failures.extend(batch.failures())
+            if on_answer is not None:
+                on_answer(batch)
+
+        source = iter(batches)
+        while True:
+            try:
+                starved = self._drive(self._connected(), outbox, source, done)
+            except UprError as error:
+                outbox.disconnected()
+                self._sleep(patience.wait_s(error, time.monotonic()))
+            else:
+                if starved:
+                    raise over_quota(self.address, self._credit_timeout_s)
+                return failures
+
+    def _drive(
+        self,
+        link: BlockingLink,
+        outbox: Outbox,
+        source: Iterator[tuple[PartitionId, Chunk]],
+        done: Callable[[Batch], None],
+    ) -> bool:
+        """Sends and receives until everything is answered; whether no credit came in time."""
+        while True:
+            while not outbox.full and (batch := next(source, None)) is not None:
+                outbox.add(*batch)
+            now = time.monotonic()
+            outbox.pump(link.session, now)
+            if not outbox.unanswered:
+                return False
+            deadline = now + self._timeout_s
+            if outbox.wakes_at is not None:
+                deadline = min(deadline, outbox.wakes_at)
+            if outbox.starved_since is not None:
+                starves_at = outbox.starved_since + self._credit_timeout_s
+                if now >= starves_at:
+                    return True
+                deadline = min(deadline, starves_at)
+            message = link.receive(deadline)
+            if message is not None:
+                answered = outbox.take(message, time.monotonic())
+                if answered is not None:
+                    done(answered)
+
+    def apply(
+        self, mutations: Iterable[Mutation], *, writer: Writer | None = None
+    ) -> list[Written | Failure]:
+        """Does many operations, in batches by partition, and waits until all are answered.
+
+        Operations on one key take effect in their order. The value of an increment or decrement is
+        a `CounterDelta`.
+
+        Args:
+            mutations: The operations; their `cas` is what is expected, their `seq` is ignored.
+            writer: See `publish`.
+
+        Returns:
+            What became of each, in their order.
+
+        Raises:
+            ServerError: A key or value is longer than any server takes: what was before it may be
+                done; or the bucket is over its quota.
+            BrokenError: The server could not be reached for too long.
+        """
+        found: dict[int, Written | Failure] = {}
+        rows_of: dict[int, list[int]] = {}
+
+        def batches() -> Iterator[tuple[PartitionId, Chunk]]:
+            count = self.partition_count
+            batcher = Batcher(count, BatchLimits())
+            rows: defaultdict[PartitionId, list[int]] = defaultdict(list)
+            for row, mutation in enumerate(mutations):
+                rows[partition_of(mutation.key, count)].append(row)
+                full = batcher.add(
+                    0.0,
+                    mutation.op,
+                    mutation.key,
+                    mutation.value,
+                    cas=mutation.cas,
+                    flags=mutation.flags,
+                    expiry=mutation.expiry,
+                )
+                if full is not None:
+                    rows_of[id(full[1])] = rows.pop(full[0])
+                    yield full
+            for rest in batcher.all():
+                rows_of[id(rest[1])] = rows.pop(rest[0])
+                yield rest
+
+        def on_answer(batch: Batch) -> None:
+            results: Sequence[Written | Failure]
+            if batch.reply is None:
+                results = batch.failures()
+            else:
+                results = outcomes(batch.partition, batch.chunk, batch.reply)
+            found.update(zip(rows_of.pop(id(batch.chunk)), results, strict=True))
+
+        self.publish_all(batches(), writer=writer, on_answer=on_answer)
+        return [found[row] for row in range(len(found))]

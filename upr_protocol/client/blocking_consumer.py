@@ -1,0 +1,240 @@
+"""Consuming in programs that block."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.blocking_link import (
+    BLOCKING_IDLE_INTERVAL_S,
+    BlockingLink,
+    SocketDial,
+    SocketOptions,
+    dial_socket,
+)
+from upr_protocol.client.events import Event
+from upr_protocol.client.follower import Delivery, End, Follower, Wishes
+from upr_protocol.client.ledger import Ledger
+from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.saving import SaveLimits
+from upr_protocol.client.store import FileStore
+from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
+
+
+class BlockingConsumer:
+    """`Consumer` for programs that block: an iterator of events; not to be shared between threads.
+
+    To ask for the next event is to say that the one before is dealt with. Between two calls nobody
+    listens: a program that is busy for longer than twice the idle interval loses its connection,
+    and goes on with a new one.
+
+    Args:
+        target: `upr://host:port/bucket`.
+        partitions: Those to stream; by default all.
+        start: Where partitions without a position start.
+        resume: A state to begin with, or the path of a file in which it is kept.
+        state: The state that partitions must be in on that server.
+        end: Where the streams end; see `consume`.
+        window_bytes: How many bytes may be on their way.
+        identity: `what:who`, for the server's logs and statistics.
+        patience_s: How long it goes on without a connection that streams before it gives up.
+        save_limits: How much may be read again after a crash.
+        idle_interval_s: See above.
+        connect_timeout_s: How long a connection and its first answers may take.
+        dial: How to reach an address, where that is not plain TCP.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+        sleep: Waits for so many seconds.
+
+    Raises:
+        AddressError: The URL is none, or names no bucket.
+        ResumeStateError: What was loaded is no resume state, or that of another bucket.
+        OSError: The resume file cannot be read.
+    """
+
+    def __init__(
+        self,
+        target: str | Address,
+        *,
+        partitions: Sequence[int] | None = None,
+        start: Literal["beginning", "now"] = "beginning",
+        resume: ResumeState | str | os.PathLike[str] | None = None,
+        state: PartitionState = PartitionState.ACTIVE,
+        end: End = None,
+        window_bytes: int = WINDOW_BYTES_DEFAULT,
+        identity: str = IDENTITY_DEFAULT,
+        patience_s: float = PATIENCE_S_DEFAULT,
+        save_limits: SaveLimits | None = None,
+        idle_interval_s: int = BLOCKING_IDLE_INTERVAL_S,
+        connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        dial: SocketDial = dial_socket,
+        draw: Callable[[], float] = random.random,
+        sleep: Callable[[float], None] = time.sleep,  # noqa: TID251  there is no event to wait for
+    ) -> None:
+        address = Address.parse(target) if isinstance(target, str) else target
+        self.address = address.with_bucket()
+        self._options = SocketOptions(
+            identity, window_bytes, idle_interval_s, connect_timeout_s, dial
+        )
+        self._store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
+        found = self._store.load_now() if self._store else resume
+        assert not isinstance(found, str | os.PathLike)
+        if found is None:
+            found = ResumeState(address.bucket)
+        found.check_bucket(address.bucket)
+        self._wishes = Wishes(tuple(map(PartitionId, partitions or ())), start == "now", state, end)
+        self._follower = Follower(self._wishes, found.copy())
+        self._ledger = Ledger(
+            found.copy(),
+            save_limits or SaveLimits(),
+            self._follower.acknowledge,
+            time.monotonic(),
+        )
+        self._patience = Patience(patience_s, draw)
+        self._sleep = sleep
+        self._link: BlockingLink | None = None
+        self._inbox: deque[Delivery] = deque()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Saves what was dealt with and closes the connection. Closing again does nothing.
+
+        Raises:
+            OSError: The resume file cannot be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._ledger.drop()
+        if self._link is not None:
+            self._link.close()
+        self.save()
+
+    # Events.
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        event = self.next_event()
+        if event is None:
+            raise StopIteration
+        return event
+
+    @property
+    def done(self) -> bool:
+        """Whether every stream has ended for good, and every event was handed on."""
+        return self._follower.done and not self._inbox
+
+    def next_event(self, timeout_s: float | None = None) -> Event | None:
+        """The next event; the one before is dealt with.
+
+        Args:
+            timeout_s: How long to wait; by default as long as it takes.
+
+        Returns:
+            None when none came in time, or `done`.
+
+        Raises:
+            ServerError: The server refused, and went on refusing.
+            BrokenError: The server could not be reached for too long.
+            ClosedError: The consumer was closed.
+        """
+        if self._closed:
+            raise ClosedError("the consumer was closed")
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        ledger = self._ledger
+        ledger.finish()
+        while True:
+            self._save_when_due()
+            if self._inbox:
+                delivery = self._inbox.popleft()
+                if delivery.event is not None:
+                    ledger.hand_on(delivery, delivery.event)
+                    return delivery.event
+                ledger.deal_with(delivery)
+            elif self._follower.done:
+                self.save()
+                return None
+            elif not self._receive(deadline):
+                return None
+
+    def _receive(self, deadline: float) -> bool:
+        """Takes in some messages; whether there is time left for more."""
+        follower = self._follower
+        try:
+            if self._link is None:
+                self._link = BlockingLink(self.address, self._options, self._wishes.partitions)
+                follower.begin(self._link.session, self._link.greeting)
+            due_at = self._ledger.plan.due_at if self._store else deadline
+            message = self._link.receive(min(deadline, due_at))
+            if message is None:
+                return time.monotonic() < deadline
+            self._inbox.extend(follower.take(message))
+            if follower.flowing:
+                self._patience.progress()
+            if follower.trouble is not None:
+                raise follower.trouble
+        except UprError as error:
+            self._disconnect()
+            if not follower.connection:
+                raise
+            self._sleep(self._patience.wait_s(error, time.monotonic()))
+        else:
+            if follower.done:
+                self._disconnect()
+        return True
+
+    def _disconnect(self) -> None:
+        self._follower.disconnected()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def barrier(self, cookie: bytes) -> None:
+        """Sends a barrier; `BarrierReached` with its cookie will be among the events."""
+        self._follower.barrier(cookie)
+
+    # The resume state.
+
+    @property
+    def resume_state(self) -> ResumeState:
+        """A copy of the resume state as it is once the event in hand is dealt with; see
+        `Consumer.resume_state`."""
+        return self._ledger.after_current()
+
+    def save(self) -> None:
+        """Says that the event in hand is dealt with, and saves now, if there is a file.
+
+        Raises:
+            OSError: The resume file cannot be written.
+        """
+        ledger = self._ledger
+        ledger.finish()
+        if self._store is not None and ledger.plan.dirty:
+            self._store.save_now(ledger.state)
+            ledger.plan.saved(time.monotonic())
+
+    def _save_when_due(self) -> None:
+        if self._store is not None and self._ledger.plan.due_at <= time.monotonic():
+            self.save()

@@ -1,0 +1,230 @@
+"""One session over one plain socket, without a thread: whoever waits does the reading."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import attrs
+
+from upr_protocol.chunk import Buffer
+from upr_protocol.client.address import Address
+from upr_protocol.client.greeting import Greeting
+from upr_protocol.client.options import Options
+from upr_protocol.client.outcome import status_of
+from upr_protocol.client.write import BUFFERS_MAX, unsent
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    RemoteProtocolError,
+    ServerError,
+    UprError,
+)
+from upr_protocol.ids import PartitionId
+from upr_protocol.limits import SEND_TIMEOUT_S
+from upr_protocol.session import SessionState
+from upr_protocol.wire import Close, Error, Message
+
+SocketDial = Callable[[Address, float], socket.socket]
+"""Makes a connection to an address within so many seconds; raises OSError when there is none."""
+
+BLOCKING_IDLE_INTERVAL_S: Final = 300
+"""A program that blocks says nothing while it is busy with something else: the server takes it for
+dead only after twice this."""
+
+_RECEIVE_BYTES: Final = 256 * 1024
+_GOODBYE_S: Final = 2.0
+
+
+def dial_socket(address: Address, timeout_s: float) -> socket.socket:
+    """A TCP connection to `address`."""
+    made = socket.create_connection((address.host, address.port), timeout_s)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+@attrs.frozen
+class SocketOptions(Options):
+    """How to connect with plain sockets.
+
+    Attributes:
+        dial: How to reach an address, where that is not plain TCP.
+    """
+
+    dial: SocketDial = dial_socket
+
+
+class BlockingLink:
+    """A connection on which the greeting is done.
+
+    Nothing happens by itself: `step` writes what was said, reads what came and keeps the connection
+    alive. While nobody calls it, nobody listens.
+
+    Args:
+        address: Where to.
+        options: How.
+        partitions: Those whose histories are of interest; none for all.
+
+    Attributes:
+        session: The session.
+        greeting: What was learnt in the beginning.
+        failure: Why the link is over; None while it is not.
+
+    Raises:
+        BrokenError: There is no connection to be had, or it broke before the greeting was done.
+        ServerError: The server refused the bucket.
+        RemoteProtocolError: What answered does not speak the protocol.
+    """
+
+    def __init__(
+        self, address: Address, options: SocketOptions, partitions: tuple[PartitionId, ...] = ()
+    ) -> None:
+        deadline = time.monotonic() + options.connect_timeout_s
+        try:
+            self._socket = options.dial(address, options.connect_timeout_s)
+        except OSError as error:
+            raise BrokenError(f"cannot connect to {address}: {error}") from error
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._writing: Sequence[Buffer] = ()
+        self._written_at = time.monotonic()
+        self._silent_s = 0.0
+        """How long it was listened in vain since something came."""
+        self._inbox: deque[Message] = deque()
+        self.failure: UprError | None = None
+        self.session = options.session(time.monotonic())
+        self.greeting = Greeting(self.session, address.bucket, partitions)
+        try:
+            while not self.greeting.done:
+                if time.monotonic() >= deadline:
+                    self._fail(BrokenError(f"{address} did not answer in time"))
+                self.step(deadline)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def receive(self, deadline: float) -> Message | None:
+        """The next message; None when there was none by the deadline, or just now when that is
+        past.
+
+        Raises:
+            BrokenError, ServerError, RemoteProtocolError: The link is over.
+        """
+        while not self._inbox:
+            if self.failure is not None:
+                raise self.failure
+            late = time.monotonic() >= deadline
+            self.step(deadline)
+            if late and not self._inbox:
+                return None
+        return self._inbox.popleft()
+
+    def step(self, deadline: float) -> None:
+        """Writes what may be written and reads what there is; waits for either until the deadline,
+        which may be past.
+
+        Raises:
+            BrokenError, ServerError, RemoteProtocolError: The link is over.
+        """
+        if self.failure is not None:
+            raise self.failure
+        # While nobody was here nobody listened: only silence that was listened to counts.
+        self.session.keep_alive.received(time.monotonic() - self._silent_s)
+        try:
+            while self._attend(deadline):
+                pass
+        except RemoteProtocolError as error:
+            with suppress(OSError):
+                self._write()  # the last word, as far as it goes
+            self._fail(error)
+        except OSError as error:
+            self._fail(BrokenError(f"the connection was lost: {error}"))
+
+    def _attend(self, deadline: float) -> bool:
+        """Waits once; whether nothing came and there is time to wait again."""
+        session, now = self.session, time.monotonic()
+        if not session.tick(now):
+            self._fail(BrokenError("the server said nothing for too long"))
+        self._write()
+        until = min(deadline, max(session.keep_alive.next_check(), now + 0.001))
+        wanted = select.POLLIN
+        if self._writing:
+            wanted |= select.POLLOUT
+            until = min(until, self._written_at + SEND_TIMEOUT_S)
+        self._poll.register(self._socket, wanted)
+        ready = self._poll.poll(max(0.0, until - now) * 1000)
+        if any(happened & ~select.POLLOUT for _, happened in ready):
+            self._silent_s = 0.0
+            self._read()
+            return False
+        after = time.monotonic()
+        self._silent_s += after - now
+        if not ready and self._writing and after >= self._written_at + SEND_TIMEOUT_S:
+            self._fail(BrokenError("the server took nothing for too long"))
+        return after < deadline
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._fail(BrokenError("the server closed the connection"))
+        self.session.receive(data, time.monotonic())
+        for message in self.session.events():
+            if isinstance(message, Error):
+                self._fail(ServerError(status_of(message.status), message.sentence))
+            elif self.greeting.done:
+                self._inbox.append(message)
+            else:
+                try:
+                    self.greeting.take(message)
+                except ServerError as error:
+                    self._fail(error)
+        self._write()
+
+    def _write(self) -> None:
+        """Writes what goes without waiting."""
+        now = time.monotonic()
+        while True:
+            if not self._writing:
+                self._writing = self.session.take(now)
+                self._written_at = now
+                if not self._writing:
+                    return
+            try:
+                sent = self._socket.sendmsg(self._writing[:BUFFERS_MAX])
+            except BlockingIOError:
+                return
+            self._written_at = now
+            self._writing = unsent(self._writing, sent)
+
+    def _fail(self, error: UprError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._socket.close()
+        raise error
+
+    def close(self) -> None:
+        """Says goodbye, within a short deadline, and closes the socket. Closing again does
+        nothing."""
+        if self.failure is not None:
+            return
+        deadline = time.monotonic() + _GOODBYE_S
+        with suppress(OSError, UprError):
+            if self.session.state is not SessionState.CLOSED:
+                self.session.send(Close())
+            while True:
+                self._write()
+                left_s = deadline - time.monotonic()
+                if not self._writing or left_s <= 0:
+                    break
+                self._poll.register(self._socket, select.POLLOUT)
+                self._poll.poll(left_s * 1000)
+        with suppress(ClosedError):
+            self._fail(ClosedError("the connection was closed here"))
