@@ -166,6 +166,7 @@ async def test_a_server_that_does_not_answer(
 ) -> None:
     async def dial(address: object) -> trio.abc.Stream:
         ours, _theirs = trio.testing.memory_stream_pair()
+        await trio.lowlevel.checkpoint()
         return ours
 
     with pytest.raises(BrokenError, match="did not answer in time"):
@@ -222,14 +223,20 @@ async def test_a_lost_connection_ends_open_requests(
 async def test_leaving_ends_open_requests_of_other_tasks(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
+    ended = trio.Event()
+
+    async def ask(client: Client) -> None:
+        with pytest.raises(ClosedError):
+            await client.stats()
+        ended.set()
+
     server.held = {Stats}
-    with pytest.RaisesGroup(ClosedError):
-        async with trio.open_nursery() as nursery:
-            async with connect(URL, dial=net.dial) as client:
-                nursery.start_soon(client.stats)
-                await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(ClosedError):
-                await client.get("k")
+    async with connect(URL, dial=net.dial) as client:
+        net.nursery.start_soon(ask, client)
+        await trio.testing.wait_all_tasks_blocked()
+    await ended.wait()
+    with pytest.raises(ClosedError):
+        await client.get("k")
 
 
 async def test_a_cancelled_request_leaves_the_connection_good(

@@ -328,7 +328,7 @@ async def test_barriers_end_with_the_streams(
         with pytest.raises(ClosedError):
             await consumer.barrier()
 
-    async with trio.open_nursery() as nursery, consume(URL, dial=net.dial) as consumer:
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
         await until(consumer, Completed)
         server.paused = True
         nursery.start_soon(ask, consumer)
@@ -341,13 +341,17 @@ async def test_barriers_end_with_the_streams(
 async def test_barriers_end_with_the_consumer(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
+    ended = trio.Event()
+
     async def ask(consumer: Consumer) -> None:
         with pytest.raises(ClosedError):
             await consumer.barrier()
+        ended.set()
 
-    async with trio.open_nursery() as nursery, consume(URL, dial=net.dial) as consumer:
-        nursery.start_soon(ask, consumer)
+    async with consume(URL, dial=net.dial) as consumer:
+        net.nursery.start_soon(ask, consumer)
         await trio.testing.wait_all_tasks_blocked()
+    await ended.wait()
 
 
 # Streams that end, and servers that refuse.

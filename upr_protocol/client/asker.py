@@ -151,11 +151,12 @@ class Asker:
         return reply
 
     async def _await_credit(self, link: Link) -> None:
-        with trio.move_on_after(self._credit_timeout_s):
-            while link.failure is None and not link.session.credit.open:
+        deadline = trio.current_time() + self._credit_timeout_s
+        while link.failure is None and not link.session.credit.open:
+            with trio.move_on_at(deadline) as scope:
                 await self._changed.wait()
-            return
-        raise over_quota(self._address, self._credit_timeout_s)
+            if scope.cancelled_caught:
+                raise over_quota(self._address, self._credit_timeout_s)
 
 
 def over_quota(address: Address, timeout_s: float) -> ServerError:

@@ -4,8 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
 
 import trio
+
+
+class _Holder:
+    """Keeps an exception back until it is raised again."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self.error = error
+        return True
 
 
 @asynccontextmanager
@@ -15,15 +36,13 @@ async def background() -> AsyncIterator[trio.Nursery]:
     An exception of the body comes out as it is. A plain nursery would wrap it into a group, and
     then `except ServerError` around `async with connect(...)` would not catch what it names.
     """
-    raised: BaseException | None = None
+    held = _Holder()
     async with trio.open_nursery() as nursery:
-        try:
+        with held:
             yield nursery
-        except BaseException as error:  # noqa: BLE001  raised again below, outside the nursery
-            raised = error
         nursery.cancel_scope.cancel()
-    if raised is not None:
+    if held.error is not None:
         try:
-            raise raised
+            raise held.error
         finally:
-            del raised  # or it would refer to itself through its traceback's frame
+            held.error = None  # or it would refer to itself through its traceback's frame

@@ -132,10 +132,11 @@ class Consumer:
                     self._ledger.hand_on(delivery, event)
                     return event
         except _EndOfStreamsError:
-            await self.save()
-            raise StopAsyncIteration from None
+            pass
         finally:
             self._iterating = False
+        await self.save()
+        raise StopAsyncIteration
 
     def _is_awaited(self, event: Event) -> bool:
         return isinstance(event, BarrierReached) and self._barriers.returned(event)
@@ -234,8 +235,7 @@ class Consumer:
     async def _leave(self) -> None:
         self._barriers.end(ClosedError("the consumer was closed"))
         self._ledger.drop()
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _LAST_SAVE_S):
-            await self.save()
+        await self.save()
 
     def statistics(self) -> ConsumerStatistics:
         """What the consumer can tell about itself."""
@@ -323,4 +323,6 @@ async def consume(
         try:
             yield consumer
         finally:
-            await consumer._leave()  # noqa: SLF001
+            deadline = trio.current_time() + _LAST_SAVE_S
+            with trio.CancelScope(shield=True, deadline=deadline):
+                await consumer._leave()  # noqa: SLF001

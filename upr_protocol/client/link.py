@@ -171,13 +171,10 @@ class Link:
         """Writes until the link is over, and then what is still queued."""
         session = self.session
         try:
-            while True:
-                buffers = session.take(trio.current_time())
+            while (buffers := session.take(trio.current_time())) or self.failure is None:
                 if buffers:
                     self._handler.writable()
                     await write_all(self._stream, buffers)
-                elif self.failure is not None:
-                    return
                 else:
                     self._wake = trio.Event()
                     await self._wake.wait()
@@ -212,17 +209,15 @@ class Link:
             pause_s = self.greeting.server.idle_interval_s / 4
             await trio.sleep_until(max(session.keep_alive.next_check(), now + pause_s))
 
-    async def close(self) -> None:
-        """Says goodbye, within a short deadline, and closes the stream. Not cancelled midway; with
-        a peer that does not read it takes `_GOODBYE_S`."""
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _GOODBYE_S):
-            if self.failure is None and self.session.state is not SessionState.CLOSED:
-                # It may be too early in the conversation for a goodbye.
-                with suppress(LocalProtocolError):
-                    self.session.send(Close())
-            self.fail(ClosedError("the connection was closed here"))
-            await self._flushed.wait()
-        await trio.aclose_forcefully(self._stream)
+    async def say_goodbye(self) -> None:
+        """Ends the link, politely where that is possible, and waits until the last of it is
+        written. With a peer that does not read that may be never."""
+        if self.failure is None and self.session.state is not SessionState.CLOSED:
+            # It may be too early in the conversation for a goodbye.
+            with suppress(LocalProtocolError):
+                self.session.send(Close())
+        self.fail(ClosedError("the connection was closed here"))
+        await self._flushed.wait()
 
 
 @asynccontextmanager
@@ -242,8 +237,8 @@ async def open_link(
         RemoteProtocolError: What answered does not speak the protocol.
     """
     deadline = trio.current_time() + options.connect_timeout_s
-    stream = await _dial(address, options, deadline)
     session = options.session(trio.current_time())
+    stream = await _dial(address, options, deadline)
     link = Link(stream, session, Greeting(session, address.bucket, partitions), handler)
     async with background() as nursery:
         nursery.start_soon(link.read)
@@ -258,7 +253,10 @@ async def open_link(
                 raise link.failure
             yield link
         finally:
-            await link.close()
+            deadline = trio.current_time() + _GOODBYE_S
+            with trio.CancelScope(shield=True, deadline=deadline):
+                await link.say_goodbye()
+            await trio.aclose_forcefully(stream)
 
 
 async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:
