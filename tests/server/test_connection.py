@@ -451,7 +451,7 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     service = make_service()
-    service.buckets.create("small", 1, 2 * 1024 * 1024)
+    service.buckets.create("small", 1, 8 * 1024 * 1024)
     async with connected(service) as peer:
         await peer.open("small")
         assert peer.session.credit.left == CREDIT_BYTES

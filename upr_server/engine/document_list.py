@@ -78,14 +78,27 @@ class DocumentList:
         rewritten: Mutations that tidying has copied, ever: a figure for `statistics`.
     """
 
-    __slots__ = ("_added", "_arrays", "_filling", "_memory", "_tidy_at", "rewritten", "window")
+    __slots__ = (
+        "_added",
+        "_arrays",
+        "_filling",
+        "_mean_bytes",
+        "_memory",
+        "_superseded",
+        "_tidy_at",
+        "rewritten",
+        "window",
+    )
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._arrays: list[DocumentArray] = []
         self._filling: FillingArray | None = None
-        # Bytes added since tidying last looked, and how many make it look again.
+        # Bytes added and bytes superseded (by the mean) since tidying last looked, and how many of
+        # either make it look again. Mostly the two are alike; deletions add little and free much.
         self._added = 0
+        self._superseded = 0
+        self._mean_bytes = 0
         self._tidy_at = SLACK_BYTES
         self.window = Window()
         self.rewritten = 0
@@ -234,7 +247,7 @@ class DocumentList:
         Args:
             live: The snapshot's live mutations.
         """
-        if self._added <= self._tidy_at:
+        if max(self._added, self._superseded) <= self._tidy_at:
             return
         window = self.window
         for array in self._arrays[bisect_left(self._arrays, window.base, key=_FIRST) :]:
@@ -249,12 +262,17 @@ class DocumentList:
         if excess and self._filling is not None and self._filling.first < window.base + excess:
             self._seal(self._filling)
         self.settle(window.base + excess)
-        self._added = 0
+        self._added = self._superseded = 0
+        self._mean_bytes = live_bytes // max(live, 1)
         self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if done else 0
 
     def count(self, nbytes: int) -> None:
         """Counts bytes that were added elsewhere towards the next tidying."""
         self._added += nbytes
+
+    def superseded(self, count: int) -> None:
+        """Counts documents that were superseded towards the next tidying."""
+        self._superseded += count * self._mean_bytes
 
     def _share(self, too_much: int) -> int:
         """Arrays with less than 1/share live are to be rewritten, to free `too_much` bytes."""

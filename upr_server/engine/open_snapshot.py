@@ -74,6 +74,7 @@ class OpenSnapshot:
             if counters:
                 superseded = [number for number in superseded if not counters.remove(number)]
             documents.skip_all(superseded)
+        documents.superseded(count - fresh)
         documents.tidy(self.live)
 
     def _add_rows(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas, table: HashTable) -> None:
@@ -98,6 +99,7 @@ class OpenSnapshot:
             self.live += 1
         elif not documents.pop(previous) and not self._counters.remove(previous):
             documents.skip(previous)
+            documents.superseded(1)
         if len(row.value) > LARGE_VALUE_BYTES:
             documents.add_large(row)
         else:
@@ -114,6 +116,7 @@ class OpenSnapshot:
             self.live += 1
         elif not counters.remove(previous):
             documents.skip(previous)
+            documents.superseded(1)
         counters.append(row)
         self.high = row.seq
         if documents.window:
