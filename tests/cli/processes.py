@@ -38,10 +38,10 @@ class Server:
 
 
 @contextmanager
-def start_server(address: str = "127.0.0.1:0") -> Iterator[Server]:
+def start_server(address: str = "127.0.0.1:0", *options: str) -> Iterator[Server]:
     """A server that runs for as long as the context."""
     process = subprocess.Popen(
-        [*UPR_SERVER, "serve", "--listen", address, "--log-level", "warning"],
+        [*UPR_SERVER, "serve", "--listen", address, "--log-level", "warning", *options],
         stdout=subprocess.PIPE,
         cwd=ROOT,
         env=environment(),

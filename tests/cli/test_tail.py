@@ -309,6 +309,26 @@ def test_a_server_that_lost_its_history_makes_partitions_restart(
     assert contents(old + new) == {"new": "y"}
 
 
+def test_a_connection_that_is_lost_is_told_and_made_again(
+    run: Run, start: Start, tmp_path: Path
+) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text('[[buckets]]\nname = "b"\npartitions = 1\n')
+    with start_server("127.0.0.1:0", "--config", str(config)) as before:
+        url = before.url + "b"
+        process = start("tail", url)
+        process.event("completed")
+        before.stop()
+    assert process.stderr is not None
+    assert b"the connection is lost; trying again for up to 300 s" in process.stderr.readline()
+    address = before.url.removeprefix("upr://").rstrip("/")
+    with start_server(address, "--config", str(config)):
+        run("set", url, "k", "v")
+        assert process.event("mutation")["key"] == "k"
+        assert process.stderr.readline() == b"upr: connected again\n"
+        process.stopped()
+
+
 def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: Start) -> None:
     with start_server() as server:
         url = server.url + "b"

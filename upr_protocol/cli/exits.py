@@ -108,7 +108,8 @@ def _exit(cause: BaseException) -> None:
     if isinstance(cause, RemoteProtocolError):
         raise DisconnectedError(f"what answers there does not speak UPR: {cause}") from cause
     if isinstance(cause, BrokenError | ClosedError):
-        raise DisconnectedError(_sentence(cause)) from cause
+        advice = "see that the server is running, and that the URL is right"
+        raise DisconnectedError(f"{_sentence(cause)}; {advice}") from cause
     if isinstance(cause, OSError):
         where = f"{cause.filename}: " if cause.filename else ""
         raise FailedError(f"{where}{cause.strerror or cause}") from cause

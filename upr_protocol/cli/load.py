@@ -83,7 +83,7 @@ def load(
     null: Sequence[str],
     skip_bad_rows: bool,
     durability: Durability,
-    patience: float,
+    patience: int,
     quiet: bool,
 ) -> None:
     r"""Store the rows of a file, each under its key.
@@ -162,7 +162,7 @@ class _Load:
     keys: KeyMaker
     skip_bad_rows: bool = attrs.field(kw_only=True)
     durability: Durability = attrs.field(kw_only=True)
-    patience_s: float = attrs.field(kw_only=True)
+    patience_s: int = attrs.field(kw_only=True)
     unit: str = attrs.field(kw_only=True)
     tally: Tally = attrs.field(factory=Tally, init=False)
     started_at: float = attrs.field(factory=time.monotonic, init=False)

@@ -28,6 +28,9 @@ CAUGHT_UP: Final = b"caught-up"
 
 _SUMMARY_S: Final = 1.0
 
+_LOOK_S: Final = 0.5
+"""A connection that is made again sooner than this is not worth a word."""
+
 
 @click.command(cls=TargetCommand)
 @bucket_argument
@@ -74,7 +77,7 @@ def tail(
     until: str | None,
     form: str,
     partitions: Sequence[int],
-    patience: float,
+    patience: int,
 ) -> None:
     r"""Follow the changes of a bucket.
 
@@ -114,7 +117,7 @@ class _Tail:
     start: Literal["beginning", "now"]
     resume: Path | None
     partitions: Sequence[int]
-    patience_s: float
+    patience_s: int
     until_caught_up: bool = attrs.field(kw_only=True)
     as_lines: bool = attrs.field(kw_only=True)
     summary: Summary = attrs.field(factory=lambda: Summary(time.monotonic), init=False)
@@ -151,10 +154,22 @@ class _Tail:
                 nursery.start_soon(self._output.watch)
             else:
                 nursery.start_soon(progress.run)
+            nursery.start_soon(self._tell_of_connection, consumer, progress)
             if self.until_caught_up:
                 consumer.send_barrier(CAUGHT_UP)
             await self._tell(consumer)
             nursery.cancel_scope.cancel()
+
+    async def _tell_of_connection(self, consumer: Consumer, progress: Progress) -> None:
+        was_connected = True
+        while True:
+            await trio.sleep(_LOOK_S)
+            is_connected = consumer.statistics().connected
+            if is_connected != was_connected:
+                progress.clear()
+                lost = f"the connection is lost; trying again for up to {self.patience_s:,} s"
+                say("connected again" if is_connected else lost)
+            was_connected = is_connected
 
     async def _tell(self, consumer: Consumer) -> None:
         # To ask for the next event is to say that this one is dealt with, and only then may the
