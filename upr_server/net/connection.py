@@ -147,7 +147,7 @@ class Connection:
                 return
             self._bytes_in += len(data)
             now = trio.current_time()
-            session.receive(data, now)
+            session.receive(bytes(data), now)
             try:
                 for message in session.events():
                     # Whatever frame was under way has ended.
