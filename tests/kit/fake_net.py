@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import trio
@@ -41,7 +41,12 @@ class FakeNet:
             raise ConnectionRefusedError("the fake server is down")
         ours, theirs = trio.testing.memory_stream_pair()
         self.nursery.start_soon(self.server.serve, theirs)
-        end = CuttableStream(ours, *next(self.budgets, (ENDLESS, ENDLESS)))
+
+        def close() -> None:
+            ours.send_stream.close()
+            ours.receive_stream.close()
+
+        end = CuttableStream(ours, close, *next(self.budgets, (ENDLESS, ENDLESS)))
         self._ends.append(end)
         return end
 
@@ -56,25 +61,26 @@ class FakeNet:
 
 
 class CuttableStream(trio.abc.Stream):
-    """A stream that breaks after so many bytes, each way."""
+    """A stream that breaks after so many bytes, each way, or when it is told to.
+
+    `close` is how the stream below is closed at once.
+    """
 
     def __init__(
         self,
-        stream: trio.StapledStream,
+        stream: trio.abc.Stream,
+        close: Callable[[], None],
         out_bytes: int = ENDLESS,
         back_bytes: int = ENDLESS,
     ) -> None:
         self.closed = False
         self._stream = stream
+        self._close = close
         self._out_bytes = out_bytes
         self._back_bytes = back_bytes
 
     def cut(self) -> None:
-        send, receive = self._stream.send_stream, self._stream.receive_stream
-        assert isinstance(send, trio.testing.MemorySendStream)
-        assert isinstance(receive, trio.testing.MemoryReceiveStream)
-        send.close()
-        receive.close()
+        self._close()
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         some = bytes(data)[: self._out_bytes]
