@@ -1,0 +1,5 @@
+"""What UPR costs, measured against its peers on the same machine, in the same run, on the same work.
+
+`python -m benchmarks [ROW ...]` measures; `python -m benchmarks.report` writes the table of
+docs/performance.md. The rows stand in `rows`, the clients they start in `clients`.
+"""

@@ -1,0 +1,65 @@
+"""B3's client: streams a bucket from its beginning, and touches every key and every value.
+
+What touching means: of each chunk the key offsets and the value offsets are summed as numpy columns,
+and the CRC32C of all key bytes and of all value bytes is computed. So every offset and every byte is
+read once more after the client library is done with it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import trio
+from crc32c import crc32c
+
+from benchmarks.kit.commands import Commands
+from upr_protocol.chunk import Chunk
+from upr_protocol.client import ChunkReceived, consume
+from upr_protocol.wire import HEADER_BYTES
+
+
+class _Touch:
+    """What one pass over the stream has seen."""
+
+    def __init__(self) -> None:
+        self.mutations = 0
+        self.nbytes = 0
+        self.offsets = 0
+        self.checksum = 0
+
+    def chunk(self, chunk: Chunk) -> None:
+        keys = np.frombuffer(chunk.key_offsets, dtype=np.int32)
+        values = np.frombuffer(chunk.value_offsets, dtype=np.int32)
+        self.offsets += int(keys.sum(dtype=np.int64)) + int(values.sum(dtype=np.int64))
+        self.checksum ^= crc32c(chunk.key_bytes) ^ crc32c(chunk.value_bytes)
+        self.mutations += len(keys) - 1
+        self.nbytes += HEADER_BYTES + chunk.nbytes
+
+
+async def _stream(url: str) -> dict[str, Any]:
+    """One fresh consumer, from the beginning to where the server is when it connects. The clock runs
+    from when it is connected; asking for the streams is part of it."""
+    touch = _Touch()
+    async with consume(url, end="now", identity="bench:consumer") as consumer:
+        begun, used = time.monotonic(), time.process_time()
+        async for event in consumer:
+            if isinstance(event, ChunkReceived):
+                touch.chunk(event.chunk)
+        ended = time.monotonic()
+    return {
+        "seconds": ended - begun,
+        "processor_s": time.process_time() - used,
+        "mutations": touch.mutations,
+        "bytes": touch.nbytes,
+        "offsets": touch.offsets,
+        "checksum": touch.checksum,
+    }
+
+
+def serve(commands: Commands) -> None:
+    """Each command streams everything once, with a consumer of its own."""
+    commands.answer(ready=True)
+    for _ in commands:
+        commands.answer(**trio.run(_stream, commands.arguments["url"]))

@@ -1,0 +1,87 @@
+"""B1's and B7's client: publishes prepared chunks over several connections, with the client library."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from itertools import cycle, islice
+from typing import Any
+
+import trio
+
+from benchmarks.kit.commands import Commands
+from benchmarks.kit.work import PREPARED_MUTATIONS, Batch, distinct_batches, drawn_batches
+from upr_protocol.client import Publisher, publisher
+
+
+async def _publish(target: Publisher, batches: Iterable[Batch]) -> None:
+    """Publishes `batches` and waits for every answer."""
+    for partition, chunk in batches:
+        await target.publish(partition, chunk)
+    await target.flush()
+
+
+def _work(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in ("seed", "keys", "partitions", "chunk_mutations")}
+
+
+class _Targets:
+    """Publishers, each with a connection of its own."""
+
+    def __init__(self, publishers: list[Publisher]) -> None:
+        self._publishers = publishers
+
+    @property
+    def answered(self) -> int:
+        """Mutations answered."""
+        return sum(target.statistics().mutations for target in self._publishers)
+
+    async def fill(self, arguments: dict[str, Any]) -> None:
+        """Publishes every key once, from the first connection; chunks are made on the way."""
+        await _publish(self._publishers[0], distinct_batches(**_work(arguments)))
+
+    async def publish(self, batches: list[Batch], first: int, each: int) -> None:
+        """Publishes `each` batches a connection, round and round from `first`; each connection
+        begins elsewhere, so that they do not go hand in hand."""
+        count = len(self._publishers)
+        async with trio.open_nursery() as nursery:
+            for index, target in enumerate(self._publishers):
+                start = (first + index * len(batches) // count) % len(batches)
+                nursery.start_soon(_publish, target, islice(cycle(batches), start, start + each))
+
+
+async def _serve(commands: Commands) -> None:
+    arguments = commands.arguments
+    connections: int = arguments["connections"]
+    batches: list[Batch] = []
+    if arguments.get("prepare", True):
+        batches = drawn_batches(PREPARED_MUTATIONS, **_work(arguments))
+    async with AsyncExitStack() as stack:
+        publishers = [
+            await stack.enter_async_context(publisher(arguments["url"], identity="bench:publisher"))
+            for _ in range(connections)
+        ]
+        targets = _Targets(publishers)
+        commands.answer(ready=True)
+        sent = 0
+        while (command := await trio.to_thread.run_sync(commands.next)) is not None:
+            before = targets.answered
+            begun, used = time.monotonic(), time.process_time()
+            if "fill" in command:
+                await targets.fill(arguments)
+            else:
+                each = -(-command["mutations"] // (arguments["chunk_mutations"] * connections))
+                await targets.publish(batches, sent, each)
+                sent += each
+            commands.answer(
+                seconds=time.monotonic() - begun,
+                processor_s=time.process_time() - used,
+                mutations=targets.answered - before,
+            )
+
+
+def serve(commands: Commands) -> None:
+    """`fill` publishes every key once; `mutations` that many, in prepared chunks. The answer comes
+    when all are acknowledged."""
+    trio.run(_serve, commands)

@@ -1,0 +1,26 @@
+"""B3's other peer: a plain socket; this is its receiving end."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from benchmarks.clients.socket_sender import PIECE_BYTES
+from benchmarks.kit.commands import Commands
+from benchmarks.kit.processes import HOST
+
+
+def serve(commands: Commands) -> None:
+    """Connects; each command asks for so many `bytes` and receives them into one buffer."""
+    buffer = bytearray(PIECE_BYTES)
+    with socket.create_connection((HOST, commands.arguments["port"])) as connection:
+        commands.answer(ready=True)
+        for command in commands:
+            left: int = command["bytes"]
+            begun, used = time.monotonic(), time.process_time()
+            connection.sendall(b"!")
+            while left:
+                left -= connection.recv_into(buffer)
+            commands.answer(
+                seconds=time.monotonic() - begun, processor_s=time.process_time() - used
+            )

@@ -1,0 +1,216 @@
+"""Processes that a row starts: this server, Redis, and clients of either."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from benchmarks.kit.errors import CannotMeasureError
+from benchmarks.kit.machine import ROOT
+from benchmarks.kit.processor import ProcessorClock
+
+STOP_TIMEOUT_S: Final = 20.0
+ANSWER_TIMEOUT_S: Final = 600.0
+
+HOST: Final = "127.0.0.1"
+
+
+class Process(AbstractContextManager["Process"]):
+    """A child process that ends with its context.
+
+    Args:
+        command: What to run, from the repository's root.
+        piped: Whether its standard input and output are ours.
+    """
+
+    def __init__(self, command: list[str], *, piped: bool = False) -> None:
+        pipe = subprocess.PIPE if piped else subprocess.DEVNULL
+        self._name = command[-1] if len(command) < 3 else " ".join(command[1:4])
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in __exit__
+        self.child = subprocess.Popen(
+            command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self._log, text=True
+        )
+        self.clock = ProcessorClock(self.child.pid)
+
+    @property
+    def pid(self) -> int:
+        """Its process ID."""
+        return self.child.pid
+
+    def line(self) -> str:
+        """The next line it writes.
+
+        Raises:
+            CannotMeasureError: It ended instead; what it logged is in the message.
+        """
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        if not line:
+            raise CannotMeasureError(f"{self._name} ended: {self.log()}")
+        return line.strip()
+
+    def log(self) -> str:
+        """The end of what it wrote to standard error."""
+        self._log.flush()
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:].strip()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        child = self.child
+        child.terminate()
+        try:
+            child.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._log.close()
+
+
+class UprServer(Process):
+    """This server, on a free port, with one bucket.
+
+    Args:
+        partitions: The bucket's.
+        quota_bytes: The bucket's; by default far from what any row uses.
+    """
+
+    BUCKET: Final = "bench"
+
+    def __init__(self, *, partitions: int, quota_bytes: int = 16 << 30) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        config = Path(self._folder.name) / "server.toml"
+        config.write_text(
+            f'listen = "{HOST}:0"\nlog_level = "warning"\n[[buckets]]\nname = "{self.BUCKET}"\n'
+            f"partitions = {partitions}\nquota_bytes = {quota_bytes}\n"
+        )
+        command = "import sys; from upr_server.cli import main; sys.exit(main())"
+        super().__init__(
+            [sys.executable, "-c", command, "serve", "--config", str(config)], piped=True
+        )
+        with ExitStack() as undo:
+            undo.push(self)
+            self.port = int(self.line().rpartition(":")[2])
+            undo.pop_all()
+
+    @property
+    def url(self) -> str:
+        """Where its bucket is."""
+        return f"upr://{HOST}:{self.port}/{self.BUCKET}"
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._folder.cleanup()
+
+
+class RedisServer(Process):
+    """Redis on a free port, with nothing written to disk."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        super().__init__(
+            [
+                program("redis-server"),
+                *("--port", str(self.port), "--bind", HOST),
+                *("--save", "", "--appendonly", "no", "--loglevel", "warning"),
+                *("--client-query-buffer-limit", "1gb"),
+            ]
+        )
+        with ExitStack() as undo:
+            undo.push(self)
+            self._wait()
+            undo.pop_all()
+
+    def _wait(self) -> None:
+        for _ in range(200):
+            if self.child.poll() is not None:
+                raise CannotMeasureError(f"redis-server ended: {self.log()}")
+            try:
+                with socket.create_connection((HOST, self.port)):
+                    return
+            except OSError:
+                pause_s(0.05)
+        raise CannotMeasureError("redis-server did not listen within 10 seconds")
+
+    def flush(self) -> None:
+        """Drops everything, before the call returns."""
+        with socket.create_connection((HOST, self.port)) as connection:
+            connection.sendall(b"FLUSHALL SYNC\r\n")
+            if connection.recv(100) != b"+OK\r\n":
+                raise CannotMeasureError("redis-server refused FLUSHALL")
+
+
+class Worker(Process):
+    """A client in a process of its own: `python -m benchmarks.worker ROLE`.
+
+    Told what to do in lines of JSON, it answers each with one line of JSON.
+
+    Args:
+        role: Its name in `benchmarks.worker`.
+        arguments: What the role is given to begin with; its first answer says that it is ready.
+    """
+
+    def __init__(self, role: str, **arguments: Any) -> None:
+        super().__init__([sys.executable, "-m", "benchmarks.worker", role], piped=True)
+        self.tell(arguments)
+
+    def tell(self, command: dict[str, Any]) -> None:
+        """Gives a command; its answer is to be fetched with `answer`."""
+        assert self.child.stdin is not None
+        try:
+            self.child.stdin.write(json.dumps(command) + "\n")
+            self.child.stdin.flush()
+        except OSError as error:
+            raise CannotMeasureError(f"{self._name} ended: {self.log()}") from error
+
+    def answer(self) -> dict[str, Any]:
+        """The answer to the oldest command that has none yet. Waits for it."""
+        answer: dict[str, Any] = json.loads(self.line())
+        return answer
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Gives a command and waits for its answer."""
+        self.tell(command)
+        return self.answer()
+
+
+def program(name: str) -> str:
+    """Where the program is.
+
+    Raises:
+        CannotMeasureError: It is not installed; the message says how.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise CannotMeasureError(
+            f"{name} is missing: install it with `apt-get install redis-server` (Debian, Ubuntu), "
+            "`dnf install redis` (Fedora) or `brew install redis` (macOS)"
+        )
+    return path
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def pause_s(seconds: float) -> None:
+    """Lets time pass, where there is nothing to wait for."""
+    subprocess.run(["sleep", str(seconds)], check=True)

@@ -1,0 +1,44 @@
+"""Results as files: one a row, all of one shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.kit.figures import Figure
+from benchmarks.kit.machine import ROOT, commit, load_average, machine_facts
+
+RESULTS: Final = ROOT / "benchmarks" / "results"
+
+
+def write_results(name: str, figures: Sequence[Figure], load_before: float) -> Path:
+    """Writes the lines of row `name` to its file.
+
+    Args:
+        name: The row.
+        figures: Its lines.
+        load_before: The load average before it was measured.
+    """
+    common = {
+        "commit": commit(),
+        "machine": machine_facts(),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_before": round(load_before, 2),
+        "load_after": round(load_average(), 2),
+    }
+    rows = [{**figure.to_json(), **common} for figure in figures]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    return path
+
+
+def read_results() -> list[dict[str, Any]]:
+    """The lines of all rows that were measured, by the rows' names."""
+    lines: list[dict[str, Any]] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        lines += json.loads(path.read_text())["rows"]
+    return lines

@@ -1,0 +1,79 @@
+"""The standard work of design/8: the keys, the values, and chunks that are built beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
+
+KEYS: Final = 100_000
+PARTITIONS: Final = 64
+CHUNK_MUTATIONS: Final = 1_000
+KEY_BYTES: Final = 12
+VALUE_BYTES: Final = 100
+
+PREPARED_MUTATIONS: Final = 1_000_000
+"""Mutations that a publisher builds beforehand, 145 MB of them, and sends again and again."""
+
+_DRAWN_AT_ONCE: Final = 10_000
+
+Batch = tuple[PartitionId, Chunk]
+
+
+def key_of(number: int) -> bytes:
+    """The key with this number: 12 digits, as `redis-benchmark` makes them."""
+    return b"%012d" % number
+
+
+def values(draw: random.Random, count: int) -> list[bytes]:
+    """`count` values that nobody can compress."""
+    data = draw.randbytes(VALUE_BYTES * count)
+    return [data[at : at + VALUE_BYTES] for at in range(0, len(data), VALUE_BYTES)]
+
+
+def drawn_batches(
+    mutations: int, *, seed: int, keys: int, partitions: int, chunk_mutations: int
+) -> list[Batch]:
+    """Full chunks of `mutations` in all, or a few more, their keys drawn uniformly."""
+    draw = random.Random(seed)
+    chunks = _chunks(_drawn(draw, keys), draw, partitions, chunk_mutations, rest=False)
+    return [next(chunks) for _ in range(-(-mutations // chunk_mutations))]
+
+
+def distinct_batches(
+    *, seed: int, keys: int, partitions: int, chunk_mutations: int
+) -> Iterator[Batch]:
+    """Chunks that hold each key below `keys` once; the last of each partition may be shorter."""
+    return _chunks(range(keys), random.Random(seed), partitions, chunk_mutations, rest=True)
+
+
+def _drawn(draw: random.Random, keys: int) -> Iterator[int]:
+    while True:
+        yield from draw.choices(range(keys), k=_DRAWN_AT_ONCE)
+
+
+def _chunks(
+    numbers: Iterable[int],
+    draw: random.Random,
+    partitions: int,
+    chunk_mutations: int,
+    *,
+    rest: bool,
+) -> Iterator[Batch]:
+    """The keys with these numbers, by partition, a chunk whenever one is full."""
+    by_partition: list[list[bytes]] = [[] for _ in range(partitions)]
+    for number in numbers:
+        key = key_of(number)
+        partition = partition_of(key, partitions)
+        waiting = by_partition[partition]
+        waiting.append(key)
+        if len(waiting) == chunk_mutations:
+            yield partition, plain_chunk(waiting, values(draw, chunk_mutations))
+            waiting.clear()
+    for number, waiting in enumerate(by_partition):
+        if waiting and rest:
+            yield PartitionId(number), plain_chunk(waiting, values(draw, len(waiting)))
