@@ -162,7 +162,7 @@ async def test_increments_have_one_effect_though_connections_are_cut(server: Ser
     rng = random.Random(2)
     async with publisher(
         server.url("b"),
-        dial=cutting(rng, 15, 8000, 4000),
+        dial=cutting(rng, 15, 60_000, 4000),
         batch_mutations=3,
         linger_s=0.001,
         draw=lambda: 0.0,
