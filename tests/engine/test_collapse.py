@@ -18,7 +18,11 @@ from tests.engine.helpers import (
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import Partition, SnapshotStart
-from upr_server.engine.collapse import CHUNK_BYTES, COLLAPSE_SNAPSHOTS_MIN
+from upr_server.engine.collapse import (
+    CHUNK_BYTES,
+    CHUNK_MUTATIONS,
+    COLLAPSE_SNAPSHOTS_MIN,
+)
 
 NOW = 1_000.0
 
@@ -231,6 +235,19 @@ def test_chunks_that_result_are_neither_short_nor_long() -> None:
     assert sum(chunk.count for chunk in chunks) == 4000
     assert all(chunk.nbytes <= CHUNK_BYTES * 1.1 for chunk in chunks)
     assert len(chunks) <= 2 * sum(chunk.nbytes for chunk in chunks) / CHUNK_BYTES + 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1500])
+def test_chunks_that_result_hold_a_bounded_number_of_mutations(overlap: int) -> None:
+    partition = new_partition()
+    for number in range(8):
+        low = number * (2000 - overlap)
+        big(partition, low, low + 2000, 3)
+    collapse(partition, 2000)
+    counts = [chunk.count for chunk in all_chunks(partition)]
+    assert sum(counts) == 8 * 2000 - 7 * overlap
+    assert max(counts) <= CHUNK_MUTATIONS
+    assert len(counts) <= 2 * sum(counts) / CHUNK_MUTATIONS + 1
 
 
 def test_what_was_superseded_whole_leaves_no_hole() -> None:

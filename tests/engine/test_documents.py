@@ -175,6 +175,18 @@ def test_arrays_skipped_whole_are_dropped() -> None:
     assert figures["keys"] == 1000
 
 
+def test_what_is_deleted_is_freed_though_deletions_add_little() -> None:
+    partition = new_partition()
+    keys = [b"%d" % number for number in range(2000)]
+    for low in range(0, 2000, 100):
+        put(partition, *keys[low : low + 100], value=bytes(5000))
+    assert partition.manager.open.nbytes > 10_000_000
+    for low in range(0, 2000, 100):
+        send(partition, *(request(Operation.DELETE, key) for key in keys[low : low + 100]))
+    assert partition.manager.open.nbytes < 1_000_000
+    partition.check_invariants()
+
+
 def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
     partition = new_partition()
     common = [b"common %d" % number for number in range(199)]
@@ -208,6 +220,14 @@ def test_the_array_being_filled_is_sealed() -> None:
     for number in range(10):
         put(partition, b"%d" % number, value=bytes(60_000))
     assert partition.manager.open.statistics()["arrays"] > arrays
+    partition.check_invariants()
+
+
+def test_so_is_one_that_is_filled_by_other_operations() -> None:
+    partition = new_partition()
+    for low in range(0, 3000, 100):
+        send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 100)))
+    assert partition.manager.open.statistics()["arrays"] == 3
     partition.check_invariants()
 
 
