@@ -58,6 +58,11 @@ def test_our_own_faults_keep_their_traceback(error: Exception) -> None:
         leave_with(error)
 
 
+def test_our_own_faults_are_not_hidden_by_what_came_with_them() -> None:
+    with pytest.raises(ExceptionGroup):
+        leave_with(ExceptionGroup("", [BrokenError("lost"), ValueError("x")]))
+
+
 def test_ctrl_c_has_a_code_of_its_own_whatever_else_went_wrong() -> None:
     group = BaseExceptionGroup("", [BrokenError("lost"), KeyboardInterrupt()])
     for error in (KeyboardInterrupt(), group):

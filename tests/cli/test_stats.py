@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, Start
 from tests.cli.processes import Server
 
 
@@ -38,3 +38,14 @@ def test_partitions_as_a_table(bucket: str, run: Run) -> None:
     ]  # fmt: skip
     assert len(lines) == 8
     assert len({len(line) for line in (head, *lines)}) == 1
+
+
+def test_a_reader_that_leaves_ends_it_silently(server: Server, run: Run, start: Start) -> None:
+    url = server.url + "many-partitions"
+    run("bucket", "create", url, "--partitions", "1024")
+    process = start("partitions", url, "--json")  # which is more than a pipe takes
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.leave()
+    _, err = process.finished(code=141)
+    assert err == b""

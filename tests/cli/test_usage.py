@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -148,3 +149,14 @@ def test_somebody_else_listens(start: Start, args: list[str], says: bytes) -> No
         _, err = start(name, f"upr://127.0.0.1:{port}/b", *rest).finished(code=4)
     assert err.startswith(b"upr: ")
     assert err.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("args", [["get", "k"], ["tail"]], ids=" ".join)
+def test_ctrl_c_while_nobody_answers(start: Start, args: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        name, *rest = args
+        process = start(name, f"upr://127.0.0.1:{listener.getsockname()[1]}/b", *rest)
+        peer, _ = listener.accept()
+        with peer:
+            peer.recv(1)
+            assert process.stopped(signal.SIGINT) == (b"", b"")

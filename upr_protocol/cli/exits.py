@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from typing import Final
 
 import click
 
@@ -88,33 +88,37 @@ def errors_as_exits() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for cause in _causes(error):
-            _exit(cause)
-        raise
+        causes = _causes(error)
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            raise click.exceptions.Exit(INTERRUPTED) from error
+        if any(isinstance(cause, BrokenPipeError) for cause in causes):
+            _discard_output()
+            raise click.exceptions.Exit(BROKEN_PIPE) from error
+        failures = [_failure(cause) for cause in causes]
+        if None in failures:
+            raise
+        assert failures[0] is not None
+        raise failures[0] from error
 
 
-def _exit(cause: BaseException) -> None:
-    """Leaves with the sentence and code of `cause`; returns when it has none."""
-    if isinstance(cause, BrokenPipeError):
-        _leave_quietly()
-    if isinstance(cause, KeyboardInterrupt):
-        raise click.exceptions.Exit(INTERRUPTED) from cause
+def _failure(cause: BaseException) -> FailedError | None:
+    """The sentence and code of `cause`; None of a fault of ours."""
     if isinstance(cause, AddressError | ResumeStateError):
-        raise MisusedError(str(cause)) from cause
+        return MisusedError(str(cause))
     if isinstance(cause, ServerError):
         ended = cause.status in _ENDED_BY_SERVER
-        kind = DisconnectedError if ended else RefusedError
-        raise kind(_sentence(cause)) from cause
+        return (DisconnectedError if ended else RefusedError)(_sentence(cause))
     if isinstance(cause, RemoteProtocolError):
-        raise DisconnectedError(f"what answers there does not speak UPR: {cause}") from cause
+        return DisconnectedError(f"what answers there does not speak UPR: {cause}")
     if isinstance(cause, BrokenError | ClosedError):
         advice = "see that the server is running, and that the URL is right"
-        raise DisconnectedError(f"{_sentence(cause)}; {advice}") from cause
+        return DisconnectedError(f"{_sentence(cause)}; {advice}")
     if isinstance(cause, OSError):
         where = f"{cause.filename}: " if cause.filename else ""
-        raise FailedError(f"{where}{cause.strerror or cause}") from cause
+        return FailedError(f"{where}{cause.strerror or cause}")
     if isinstance(cause, UprError) and not isinstance(cause, LocalProtocolError):
-        raise FailedError(_sentence(cause)) from cause
+        return FailedError(_sentence(cause))
+    return None
 
 
 def _sentence(error: BaseException) -> str:
@@ -122,14 +126,13 @@ def _sentence(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The errors that `error` stands for, those first that end a command whatever else happened."""
+    """The errors that `error` stands for."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
-    causes = [cause for inner in error.exceptions for cause in _causes(inner)]
-    return sorted(causes, key=lambda cause: not isinstance(cause, KeyboardInterrupt | OSError))
+    return [cause for inner in error.exceptions for cause in _causes(inner)]
 
 
-def _leave_quietly() -> NoReturn:
+def _discard_output() -> None:
     # What is still buffered can go nowhere, and Python would complain about it on its way out.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise click.exceptions.Exit(BROKEN_PIPE)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
