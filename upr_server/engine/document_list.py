@@ -94,8 +94,8 @@ class DocumentList:
         self._memory = memory
         self._arrays: list[DocumentArray] = []
         self._filling: FillingArray | None = None
-        # Bytes added and bytes superseded (by the mean) since tidying last looked, and how many of
-        # either make it look again. Mostly the two are alike; deletions add little and free much.
+        # Bytes added and bytes superseded (by the mean) since tidying last looked, and how many
+        # make it look again. Mostly the two are alike; deletions add little and supersede much.
         self._added = 0
         self._superseded = 0
         self._mean_bytes = 0
@@ -247,7 +247,9 @@ class DocumentList:
         Args:
             live: The snapshot's live mutations.
         """
-        if max(self._added, self._superseded) <= self._tidy_at:
+        # The second: what was superseded has come to outweigh what should be left.
+        added, due = self._added, self._tidy_at
+        if added <= due and 2 * self._superseded <= due + added:
             return
         window = self.window
         for array in self._arrays[bisect_left(self._arrays, window.base, key=_FIRST) :]:
@@ -263,8 +265,17 @@ class DocumentList:
             self._seal(self._filling)
         self.settle(window.base + excess)
         self._added = self._superseded = 0
-        self._mean_bytes = live_bytes // max(live, 1)
+        self._mean_bytes = self._weighted_mean()
         self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if done else 0
+
+    def _weighted_mean(self) -> int:
+        """The mean size of a live document, each counted by its bytes: what the bytes are made of.
+
+        Where a few large documents stand among many tombstones, it is near the size of the large.
+        """
+        sizes = [(array.live_bytes, array.live) for array in self._arrays if array.live]
+        total = sum(nbytes for nbytes, _ in sizes)
+        return sum(nbytes * nbytes // live for nbytes, live in sizes) // total if total else 0
 
     def count(self, nbytes: int) -> None:
         """Counts bytes that were added elsewhere towards the next tidying."""
