@@ -59,7 +59,7 @@ def test_our_own_faults_keep_their_traceback(error: Exception) -> None:
 
 
 def test_our_own_faults_are_not_hidden_by_what_came_with_them() -> None:
-    with pytest.raises(ExceptionGroup):
+    with pytest.RaisesGroup(BrokenError, ValueError):
         leave_with(ExceptionGroup("", [BrokenError("lost"), ValueError("x")]))
 
 

@@ -87,7 +87,7 @@ def errors_as_exits() -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         causes = _causes(error)
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
             raise click.exceptions.Exit(INTERRUPTED) from error
