@@ -323,48 +323,6 @@ async def test_more_requests_than_may_be_open_wait_for_their_turn(
             nursery.start_soon(client.get, "k")
 
 
-async def test_cancelled_anywhere_nothing_leaks(
-    net: FakeNet, server: FakeServer, autojump_clock: MockClock
-) -> None:
-    """A client that is cancelled at each of its checkpoints leaves no connection open."""
-    server.refuse = lambda message: None
-    steps = 0
-    finished = False
-    while not finished:
-        with trio.CancelScope() as scope:
-            cancel_after(scope, steps)
-            async with connect(URL, dial=net.dial) as client:
-                await client.set("k", "v")
-                await client.get_many(["k", "l"])
-            finished = True
-        trio.lowlevel.remove_instrument(_INSTRUMENTS.pop())
-        await trio.testing.wait_all_tasks_blocked()
-        assert net.open == 0
-        assert not server.connections
-        steps += 1
-    assert steps > 10
-
-
-class _CancelAfter(trio.abc.Instrument):
-    def __init__(self, scope: trio.CancelScope, steps: int) -> None:
-        self._scope = scope
-        self._steps = steps
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self._steps -= 1
-        if self._steps < 0:
-            self._scope.cancel()
-
-
-_INSTRUMENTS: list[_CancelAfter] = []
-
-
-def cancel_after(scope: trio.CancelScope, steps: int) -> None:
-    instrument = _CancelAfter(scope, steps)
-    _INSTRUMENTS.append(instrument)
-    trio.lowlevel.add_instrument(instrument)
-
-
 async def test_credit_is_not_spent_by_reading(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:

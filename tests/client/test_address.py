@@ -1,0 +1,76 @@
+"""Addresses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.client import Address, AddressError
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("upr://localhost/b", Address("localhost", 12000, "b")),
+        ("upr://127.0.0.1:1/b", Address("127.0.0.1", 1, "b")),
+        ("upr://[::1]:65535/a.b_c-d", Address("::1", 65535, "a.b_c-d")),
+        ("upr://[::1]", Address("::1", 12000, "")),
+        ("upr://host:12/", Address("host", 12, "")),
+        ("UPR://Host:12/B", Address("host", 12, "B")),
+        ("upr://host/%C3%A4", Address("host", 12000, "ä")),
+    ],
+)
+def test_what_is_an_address(url: str, address: Address) -> None:
+    assert Address.parse(url) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("", "does not begin with upr://"),
+        ("localhost:12000/b", "does not begin with upr://"),
+        ("http://localhost/b", "does not begin with upr://"),
+        ("upr:///b", "the host is missing"),
+        ("upr://:12/b", "the host is missing"),
+        ("upr://host:0/b", "the port is 1 to 65535"),
+        ("upr://host:65536/b", "Port out of range"),
+        ("upr://host:x/b", "Port could not be cast"),
+        ("upr://[::1/b", "Invalid IPv6"),
+        ("upr://me@host/b", "only a host, a port and a bucket"),
+        ("upr://host/b?x=1", "only a host, a port and a bucket"),
+        ("upr://host/b#x", "only a host, a port and a bucket"),
+        ("upr://host/b/c", "no slash"),
+        ("upr://host/" + "b" * 101, "at most 100 bytes"),
+    ],
+)
+def test_what_is_none(url: str, why: str) -> None:
+    with pytest.raises(AddressError, match=why) as caught:
+        Address.parse(url)
+    assert "as in upr://127.0.0.1:12000/flights" in str(caught.value)
+
+
+def test_a_bucket_can_be_asked_for() -> None:
+    address = Address("host", 12, "b")
+    assert address.with_bucket() is address
+    with pytest.raises(AddressError, match="the bucket is missing"):
+        Address("host", 12).with_bucket()
+
+
+@given(
+    st.sampled_from(["host", "127.0.0.1", "::1", "fe80::1"]),
+    st.integers(1, 65535),
+    st.from_regex(r"[A-Za-z0-9._-]{0,50}", fullmatch=True),
+)
+def test_what_it_says_can_be_read(host: str, port: int, bucket: str) -> None:
+    address = Address(host, port, bucket)
+    assert Address.parse(str(address)) == address
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_an_address_or_refused(text: str) -> None:
+    for url in (text, "upr://" + text):
+        try:
+            Address.parse(url)
+        except AddressError:
+            continue
