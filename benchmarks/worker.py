@@ -1,5 +1,8 @@
-"""A client in a process of its own: `python -m benchmarks.worker ROLE`; `kit.processes.Worker` starts
-it. The first line of standard input is what the role is given, each further one a command."""
+"""A client in a process of its own: `python -m benchmarks.worker ROLE`.
+
+`kit.processes.Worker` starts it. The first line of standard input is what the role is given, each
+further one a command.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """B3's client: streams a bucket from its beginning, and touches every key and every value.
 
-What touching means: of each chunk the key offsets and the value offsets are summed as numpy columns,
-and the CRC32C of all key bytes and of all value bytes is computed. So every offset and every byte is
-read once more after the client library is done with it.
+What touching means: of each chunk the key offsets and the value offsets are summed as numpy
+columns, and the CRC32C of all key bytes and of all value bytes is computed. So every offset and
+every byte is read once more after the client library is done with it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class _Touch:
 
 
 async def _stream(url: str) -> dict[str, Any]:
-    """One fresh consumer, from the beginning to where the server is when it connects. The clock runs
-    from when it is connected; asking for the streams is part of it."""
+    """One fresh consumer, from the beginning to where the server is when it connects.
+
+    The clock runs from when it is connected; asking for the streams is part of it.
+    """
     touch = _Touch()
     async with consume(url, end="now", identity="bench:consumer") as consumer:
         begun, used = time.monotonic(), time.process_time()

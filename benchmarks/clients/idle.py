@@ -1,7 +1,7 @@
 """B7's idle consumers: connected, with a stream of every partition, and reading nothing of them.
 
-Each gets what fits its window, the smallest there is, and never acknowledges it. So its cursors stay
-registered in every partition that is written to.
+Each gets what fits its window, the smallest there is, and never acknowledges it. So its cursors
+stay registered in every partition that is written to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""B1's and B7's client: publishes prepared chunks over several connections, with the client library."""
+"""B1's and B7's client: publishes prepared chunks over several connections.
+
+It is the client library that publishes, as it does for everybody.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """B3's peer: `XRANGE` in pages of 1,000, read raw.
 
 Entries get IDs of one length, so that a page's length is known and nothing of it need be parsed:
-the bytes are received into one buffer and that is all. It is the least that a Python process can do.
+the bytes are received into one buffer and that is all. It is the least that a Python process can
+do.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ def _receive(connection: socket.socket, nbytes: int, into: bytearray) -> None:
 
 
 def _request(after: int) -> bytes:
-    return b"*6\r\n$6\r\nXRANGE\r\n$1\r\ns\r\n$16\r\n(%d-0\r\n$1\r\n+\r\n$5\r\nCOUNT\r\n$4\r\n%d\r\n" % (
-        after,
-        PAGE,
+    return (
+        b"*6\r\n$6\r\nXRANGE\r\n$1\r\ns\r\n$16\r\n(%d-0\r\n$1\r\n+\r\n"
+        b"$5\r\nCOUNT\r\n$4\r\n%d\r\n" % (after, PAGE)
     )
 
 
 def _read(connection: socket.socket, count: int, ahead: int) -> int:
-    """Reads the stream from its beginning, asking for `ahead` pages at a time; returns its bytes."""
+    """Reads the stream from its beginning, `ahead` pages asked for at a time; its bytes."""
     buffer = bytearray(1 << 20)
     page_bytes = len(b"*%d\r\n" % PAGE) + PAGE * _ENTRY_BYTES
     requests = [_request(_FIRST_ID + low - 1) for low in range(0, count, PAGE)]

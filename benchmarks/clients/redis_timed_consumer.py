@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from struct import Struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from benchmarks.kit.commands import Commands
 from benchmarks.kit.pacing import percentiles_us
@@ -14,7 +14,7 @@ from benchmarks.kit.processes import HOST
 _STAMP = Struct("<q")
 
 
-def _reply(stream: BinaryIO) -> Any:
+def _reply(stream: IO[bytes]) -> Any:
     """One reply of the Redis protocol."""
     line = stream.readline()
     kind, rest = line[:1], line[1:-2]
@@ -25,12 +25,12 @@ def _reply(stream: BinaryIO) -> Any:
     raise ConnectionError(f"redis-server said {line!r}")
 
 
-def _consume(connection: socket.socket, stream: BinaryIO, last: bytes, count: int) -> Any:
+def _consume(connection: socket.socket, stream: IO[bytes], last: bytes, count: int) -> Any:
     """Waits for `count` entries after `last`; returns their latencies and the last one's ID."""
     latencies: list[int] = []
     while len(latencies) < count:
         connection.sendall(
-            b"*7\r\n$5\r\nXREAD\r\n$5\r\nBLOCK\r\n$1\r\n0\r\n$5\r\nCOUNT\r\n$4\r\n1000\r\n"
+            b"*8\r\n$5\r\nXREAD\r\n$5\r\nBLOCK\r\n$1\r\n0\r\n$5\r\nCOUNT\r\n$4\r\n1000\r\n"
             b"$7\r\nSTREAMS\r\n$1\r\ns\r\n$%d\r\n%b\r\n" % (len(last), last)
         )
         ((_, entries),) = _reply(stream)
@@ -45,7 +45,7 @@ def serve(commands: Commands) -> None:
     with socket.create_connection((HOST, commands.arguments["port"])) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         last = b"0"
-        with connection.makefile("rb", buffering=1 << 16) as stream:
+        with connection.makefile("rb") as stream:
             commands.answer(ready=True)
             for command in commands:
                 used = time.process_time()

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S: Final = 600.0
 HOST: Final = "127.0.0.1"
 
 
-class Process(AbstractContextManager["Process"]):
+class Process:
     """A child process that ends with its context.
 
     Args:
@@ -62,6 +62,9 @@ class Process(AbstractContextManager["Process"]):
         self._log.flush()
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-3000:].strip()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,

@@ -1,0 +1,103 @@
+"""`python -m benchmarks [ROW ...]`: measures, prints a table, writes results/ROW.json."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Final
+
+from benchmarks.kit.errors import CannotMeasureError
+from benchmarks.kit.figures import RUNS_DEFAULT, Figure
+from benchmarks.kit.machine import ROOT, load_average
+from benchmarks.kit.results import write_results
+
+ROWS: Final = ("B1", "B3", "B6", "B7")
+"""Each is a module of `benchmarks.rows`. B1s is measured with B1."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures the rows that are named, or all; 1 when one of them could not be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure this server beside its peers; needs redis-server and redis-benchmark.",
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all if none")
+    parser.add_argument(
+        "--runs", type=int, default=RUNS_DEFAULT, help=f"of each row; {RUNS_DEFAULT} if not given"
+    )
+    options = parser.parse_args(arguments)
+    names = [_row(name) for name in options.rows] or list(ROWS)
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}: there are {', '.join(ROWS)}")
+    if options.runs < 1:
+        parser.error("--runs is at least 1")
+    figures: list[Figure] = []
+    failures: list[str] = []
+    for name in dict.fromkeys(names):
+        try:
+            figures += _measure(name, options.runs)
+        except CannotMeasureError as error:
+            failures.append(f"{name} could not be measured: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
+    if figures:
+        print("\n" + table(figures))
+    return 1 if failures else 0
+
+
+def _row(name: str) -> str:
+    """The row's module; B1s is measured with B1."""
+    name = name.upper()
+    return "B1" if name == "B1S" else name
+
+
+def _measure(name: str, runs: int) -> list[Figure]:
+    measure: Callable[[int, Callable[[str], None]], list[Figure]] = import_module(
+        f"benchmarks.rows.{name.lower()}"
+    ).measure
+    before, begun = load_average(), time.monotonic()
+    figures = measure(runs, _say)
+    path = write_results(name, figures, before)
+    _say(
+        f"  took {time.monotonic() - begun:.0f} s; load average {before:.1f} before, "
+        f"{load_average():.1f} after; written to {path.relative_to(ROOT)}"
+    )
+    return figures
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """The lines, in columns."""
+    cells = [("row", "ours", "peer", "unit", "ratio", "first bar", "aim", "against")]
+    cells += [
+        (
+            figure.row,
+            _number(figure.ours.median),
+            _number(figure.peer.median),
+            figure.unit,
+            f"{figure.ratio:.2f} ({figure.ratios.low:.2f}–{figure.ratios.high:.2f})",
+            f"{figure.first_bar:g}",
+            f"{figure.aim:g}",
+            figure.peer_name,
+        )
+        for figure in figures
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def _number(number: float) -> str:
+    return f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
