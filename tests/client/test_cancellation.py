@@ -9,22 +9,9 @@ from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import Mirror
-from upr_protocol.client import MemoryStore, ResumeState, connect, consume, publisher
+from upr_protocol.client import MemoryStore, ResumeState, consume, publisher
 
 URL = "upr://fake/b"
-
-
-async def test_a_client(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
-    async def work() -> None:
-        async with connect(URL, dial=net.dial) as client:
-            await client.set("k", "v")
-            await client.get_many(["k", "l"])
-
-    def look() -> None:
-        assert net.open == 0
-        assert not server.connections
-
-    assert await cancelled_at_each_step(work, look) > 10
 
 
 async def test_a_publisher(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:

@@ -489,3 +489,46 @@ async def test_an_exception_of_the_body_comes_out_as_it_is(
         async with consume(URL, dial=net.dial):
             raise ZeroDivisionError
     assert net.open == 0
+
+
+@pytest.mark.parametrize("partitions", [[4], [0, 1023, 2]])
+async def test_a_partition_that_the_bucket_does_not_have(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock, partitions: list[int]
+) -> None:
+    with pytest.raises(ServerError, match="partitions 0 to 3") as caught:
+        async with consume(URL, dial=net.dial, partitions=partitions):
+            pass
+    assert caught.value.status is Status.BAD_ARGUMENT
+    assert net.dialled == 1
+
+
+@pytest.mark.parametrize("partitions", [[], [-1], [3, 1024]])
+async def test_partitions_that_cannot_be(
+    net: FakeNet, autojump_clock: MockClock, partitions: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="partition"):
+        async with consume(URL, dial=net.dial, partitions=partitions):
+            pass
+    assert net.dialled == 0
+
+
+async def test_streams_that_are_accepted_and_ended_for_ever(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with consume(URL, dial=net.dial, patience_s=60) as consumer:
+        with pytest.raises(ServerError) as caught:  # noqa: PT012
+            async for _ in consumer:
+                server.end_streams(Status.STATE_CHANGED)
+        assert caught.value.status is Status.STATE_CHANGED
+        assert "state changed" in consumer.statistics().last_failure
+    assert net.dialled < 40
+
+
+async def test_a_rollback_from_the_very_beginning_is_no_rollback(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.refuse = lambda m: Status.ROLLBACK if isinstance(m, Stream) else None
+    async with consume(URL, dial=net.dial) as consumer:
+        with pytest.raises(ServerError) as caught:
+            await anext(consumer)
+        assert caught.value.status is Status.ROLLBACK

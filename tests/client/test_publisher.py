@@ -396,3 +396,39 @@ async def test_a_refusal_and_a_lost_connection_together(
             await sink.increment("n")
             await sink.set("k", b"%d" % number)
     assert server.contents() == {b"n": b"200", b"k": b"199"}
+
+
+async def test_a_chunk_that_cannot_be_sent_is_not_taken(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with publisher(URL, dial=net.dial) as sink:
+        with pytest.raises(ServerError, match="partitions 0 to 3") as caught:
+            await sink.publish(PartitionId(4), plain_chunk([b"a"], [b"1"]))
+        assert caught.value.status is Status.BAD_ARGUMENT
+        half = bytes(17 * 1024 * 1024)
+        with pytest.raises(ServerError) as caught:
+            await sink.publish(PartitionId(0), plain_chunk([b"a", b"b"], [half, half]))
+        assert caught.value.status is Status.TOO_LARGE
+        await sink.publish(PartitionId(0), plain_chunk([b"a"], [b"1"]))
+    assert sink.statistics().batches == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"in_flight": 65}, {"in_flight": 0}, {"batch_bytes": 1 << 24}, {"batch_mutations": 0}]
+)
+async def test_limits_that_cannot_be(net: FakeNet, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        async with publisher(URL, dial=net.dial, **wrong):  # type: ignore[arg-type]
+            pass
+
+
+async def test_why_a_connection_was_lost_is_kept(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with publisher(URL, dial=net.dial) as sink:
+        assert sink.statistics().last_failure == ""
+        net.cut()
+        await sink.set("k", "v")
+        await sink.flush()
+        assert "the connection was lost" in sink.statistics().last_failure
+        assert sink.statistics().connections == 2

@@ -17,7 +17,7 @@ from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, Retry, RollBack, decide_start
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Operation, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo, SnapshotKind
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import (
     Await,
@@ -292,6 +292,15 @@ class FakeConnection:
         server.greeted += 1
         server.identities.append(self.session.client_identity)
         for number in message.partitions or range(len(server.partitions)):
+            if number >= len(server.partitions):
+                self.session.send(
+                    PartitionLog(
+                        PartitionState.DEAD, _NOTHING, _NOTHING, _NOTHING, FailoverLog(),
+                        partition=PartitionId(number), opaque=message.opaque,
+                        status=Status.NOT_MY_PARTITION,
+                    )
+                )  # fmt: skip
+                continue
             partition = server.partitions[number]
             self.session.send(
                 PartitionLog(

@@ -10,13 +10,17 @@ from upr_protocol.chunk import Buffer, Chunk, ChunkBuilder
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Operation, PartitionId
-from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.limits import CHUNK_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 BATCH_MUTATIONS: Final = 1_000
 """Beyond this the price of a batch is spread thin enough."""
 
 BATCH_BYTES: Final = 256 * 1024
 """Long enough for large sends, short enough that other traffic does not wait behind one batch."""
+
+
+BATCH_BYTES_LIMIT: Final = 8 * 1024 * 1024
+"""One more value of the largest size and the batch still fits a frame."""
 
 
 @attrs.frozen
@@ -29,8 +33,11 @@ class BatchLimits:
         linger_s: After this time, full or not.
     """
 
-    mutations: int = BATCH_MUTATIONS
-    nbytes: int = BATCH_BYTES
+    mutations: int = attrs.field(
+        default=BATCH_MUTATIONS,
+        validator=[attrs.validators.ge(1), attrs.validators.le(CHUNK_MUTATIONS_MAX)],
+    )
+    nbytes: int = attrs.field(default=BATCH_BYTES, validator=attrs.validators.le(BATCH_BYTES_LIMIT))
     linger_s: float = 0.005
 
 

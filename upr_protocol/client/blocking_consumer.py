@@ -19,7 +19,14 @@ from upr_protocol.client.blocking_link import (
     dial_socket,
 )
 from upr_protocol.client.events import Event
-from upr_protocol.client.follower import Delivery, End, Follower, Wishes
+from upr_protocol.client.follower import (
+    PROGRESS,
+    Delivery,
+    End,
+    Follower,
+    Wishes,
+    partitions_wanted,
+)
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
@@ -27,7 +34,7 @@ from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore
 from upr_protocol.errors import ClosedError, UprError
-from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.ids import PartitionState
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
 
 
@@ -40,7 +47,7 @@ class BlockingConsumer:
 
     Args:
         target: `upr://host:port/bucket`.
-        partitions: Those to stream; by default all.
+        partitions: Those to stream; by default all. An empty list is a ValueError.
         start: Where partitions without a position start.
         resume: A state to begin with, or the path of a file in which it is kept.
         state: The state that partitions must be in on that server.
@@ -91,7 +98,7 @@ class BlockingConsumer:
         if found is None:
             found = ResumeState(address.bucket)
         found.check_bucket(address.bucket)
-        self._wishes = Wishes(tuple(map(PartitionId, partitions or ())), start == "now", state, end)
+        self._wishes = Wishes(partitions_wanted(partitions), start == "now", state, end)
         self._follower = Follower(self._wishes, found.copy())
         self._ledger = Ledger(
             found.copy(),
@@ -191,7 +198,7 @@ class BlockingConsumer:
             if message is None:
                 return time.monotonic() < deadline
             self._inbox.extend(follower.take(message))
-            if follower.flowing:
+            if isinstance(message, PROGRESS):
                 self._patience.progress()
             if follower.trouble is not None:
                 raise follower.trouble

@@ -12,7 +12,7 @@ import msgspec
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.keyvalue import Question, Text, one_operation
 from upr_protocol.client.outcome import Written, only_outcome, status_of
-from upr_protocol.errors import ServerError
+from upr_protocol.errors import RemoteProtocolError, ServerError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -168,7 +168,10 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
     """Statistics of a bucket, or of the server."""
 
     def result(reply: StatsReply) -> dict[str, Any]:
-        return msgspec.json.decode(reply.json, type=dict[str, Any])
+        try:
+            return msgspec.json.decode(reply.json, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
 
     return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
 

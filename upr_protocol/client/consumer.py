@@ -16,7 +16,7 @@ from upr_protocol.client.background import background
 from upr_protocol.client.barriers import Barriers
 from upr_protocol.client.events import BarrierReached, Event
 from upr_protocol.client.feed import Feed
-from upr_protocol.client.follower import End, Follower, Wishes
+from upr_protocol.client.follower import End, Follower, Wishes, partitions_wanted
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
@@ -26,7 +26,7 @@ from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, ResumeStore
 from upr_protocol.errors import ClosedError, UprError
-from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.ids import PartitionState
 from upr_protocol.limits import (
     HANDSHAKE_TIMEOUT_S,
     IDLE_INTERVAL_S_DEFAULT,
@@ -58,6 +58,7 @@ class ConsumerStatistics:
         rollbacks: How many times a partition went back.
         saves: How many times the resume state was saved.
         waiting: Events that the application has not asked for yet.
+        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
     """
 
     connections: int
@@ -69,6 +70,7 @@ class ConsumerStatistics:
     rollbacks: int
     saves: int
     waiting: int
+    last_failure: str
 
 
 class Consumer:
@@ -250,6 +252,7 @@ class Consumer:
             self._follower.rollbacks,
             self._saves,
             len(self._feed.mailbox),
+            self._feed.patience.last_failure,
         )
 
 
@@ -278,7 +281,7 @@ async def consume(
 
     Args:
         target: `upr://host:port/bucket`.
-        partitions: Those to stream; by default all.
+        partitions: Those to stream; by default all. An empty list is a ValueError.
         start: Where partitions without a position start: at the beginning, or at what the server
             has when the first connection is made. A position that was taken once stays the
             position, across connections and, with a store, across processes.
@@ -314,7 +317,7 @@ async def consume(
         found = ResumeState(bucket)
     found.check_bucket(bucket)
     options = TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
-    wishes = Wishes(tuple(map(PartitionId, partitions or ())), start == "now", state, end)
+    wishes = Wishes(partitions_wanted(partitions), start == "now", state, end)
     patience = Patience(patience_s, draw)
     feed = Feed(Follower(wishes, found.copy()), patience)
     consumer = Consumer(address, feed, found.copy(), store, save_limits or SaveLimits())

@@ -6,7 +6,7 @@ from typing import Final
 
 import trio
 
-from upr_protocol.client.follower import Delivery, Follower
+from upr_protocol.client.follower import PROGRESS, Delivery, Follower
 from upr_protocol.client.link import Link
 from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience
@@ -24,6 +24,8 @@ class Feed:
         mailbox: The deliveries that the application has not taken.
         opened: Set when the first connection is greeted.
         connections: Connections made.
+        follower: What becomes of the messages.
+        patience: Told of progress.
     """
 
     def __init__(self, follower: Follower, patience: Patience) -> None:
@@ -31,7 +33,7 @@ class Feed:
         self.opened = trio.Event()
         self.connections = 0
         self.follower = follower
-        self._patience = patience
+        self.patience = patience
         self._link: Link | None = None
 
     @property
@@ -46,9 +48,9 @@ class Feed:
 
     def connected(self, link: Link) -> None:
         """See `Handler`."""
+        self.follower.begin(link.session, link.greeting)
         self._link = link
         self.connections += 1
-        self.follower.begin(link.session, link.greeting)
         self.opened.set()
         link.poke()
         self._look(link)
@@ -60,8 +62,8 @@ class Feed:
             return
         for delivery in self.follower.take(message):
             self.mailbox.put(delivery)
-        if self.follower.flowing:
-            self._patience.progress()
+        if isinstance(message, PROGRESS):
+            self.patience.progress()
         self._look(link)
 
     def _look(self, link: Link) -> None:

@@ -7,7 +7,7 @@ lives through any number of connections, and with it the state from which each o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, unique
 from typing import Final, Literal
 
@@ -30,7 +30,15 @@ from upr_protocol.client.outcome import status_of
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.errors import LocalProtocolError, ServerError, Status
 from upr_protocol.failover import Position
-from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, PartitionState, SeqNo, SnapshotKind
+from upr_protocol.ids import (
+    PARTITIONS_END,
+    SEQ_MAX,
+    HistoryId,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+    SnapshotKind,
+)
 from upr_protocol.limits import COOKIE_BYTES_MAX, OPEN_BARRIERS_MAX
 from upr_protocol.session import ClientSession, SessionState
 from upr_protocol.wire import (
@@ -50,6 +58,10 @@ from upr_protocol.wire import Completed as CompletedMessage
 
 _FOR_GOOD: Final = frozenset({Status.END_REACHED, Status.STREAM_CLOSED, Status.BUCKET_DELETED})
 """Why a stream may end without being asked for again."""
+
+PROGRESS: Final = (PartitionChunk, PartitionEnd)
+"""What shows that a stream gets somewhere. That a connection is made does not: a server may accept
+streams and end them again for ever."""
 
 End = int | Mapping[int, int] | Literal["now"] | None
 """Where streams end: at one number, at one number a partition, at what the server has when the
@@ -84,6 +96,22 @@ class Delivery(msgspec.Struct, frozen=True):
     nbytes: int = 0
     connection: int = 0
     weight: Weight = Weight.LIGHT
+
+
+def partitions_wanted(partitions: Sequence[int] | None) -> tuple[PartitionId, ...]:
+    """The partitions of a consumer's argument, each once; empty for all of the bucket's.
+
+    Raises:
+        ValueError: There are none, which must not come to mean all; or one that no bucket has.
+    """
+    if partitions is None:
+        return ()
+    if not partitions:
+        raise ValueError("no partitions to stream; None means all of them")
+    wanted = sorted(set(partitions))
+    if not 0 <= wanted[0] <= wanted[-1] < PARTITIONS_END:
+        raise ValueError(f"a partition is 0 to {PARTITIONS_END - 1}")
+    return tuple(map(PartitionId, wanted))
 
 
 @attrs.frozen
@@ -141,7 +169,11 @@ class Follower:
     # The conversation.
 
     def begin(self, session: ClientSession, greeting: Greeting) -> None:
-        """A connection is greeted: asks for the streams that are still wanted."""
+        """A connection is greeted: asks for the streams that are still wanted.
+
+        Raises:
+            ServerError: A partition is wanted that the bucket does not have.
+        """
         self._session = session
         self.connection += 1
         self.trouble = None
@@ -158,8 +190,14 @@ class Follower:
 
     def _settle(self, greeting: Greeting) -> None:
         """Decides once what the wishes come to in this bucket."""
-        wishes = self._wishes
-        wanted = wishes.partitions or tuple(map(PartitionId, range(greeting.partition_count)))
+        wishes, count = self._wishes, greeting.partition_count
+        wanted = wishes.partitions or tuple(map(PartitionId, range(count)))
+        for partition in wanted:
+            if partition >= count:
+                raise ServerError(
+                    Status.BAD_ARGUMENT,
+                    f"the bucket has partitions 0 to {count - 1}, not {partition}",
+                )
         self._wanted = wanted
         for partition in wanted:
             told = greeting.logs.get(partition)
@@ -242,7 +280,7 @@ class Follower:
         if isinstance(message, PartitionEnd):
             return (self._end(message),)
         if isinstance(message, CompletedMessage):
-            return (Delivery(Completed(message.cycle), weight=Weight.COMPLETE),)
+            return (Delivery(Completed(message.cycle)),)
         if isinstance(message, BarrierReply):
             if message.cookie in self._barriers:
                 self._barriers.remove(message.cookie)
@@ -309,7 +347,7 @@ class Follower:
             if after.last_complete != before.last_complete:
                 deliveries += _only_the_end(partition, message.log.current, after.last_complete)
             return deliveries
-        if status is Status.ROLLBACK:
+        if status is Status.ROLLBACK and self.state.position(partition).highest_received:
             self.rollbacks += 1
             to = SeqNo(0)
             position = resume.rolled_back(self.state.position(partition), to)
@@ -332,7 +370,7 @@ class Follower:
         assert self._wanted is not None
         if self._finished.issuperset(self._wanted):
             self.done = True
-        return (Delivery(StreamEnded(partition, status), weight=Weight.COMPLETE),)
+        return (Delivery(StreamEnded(partition, status)),)
 
     def _go_when_all_answered(self) -> bool:
         if self._asked or self.flowing or self.trouble is not None:

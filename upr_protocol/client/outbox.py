@@ -22,7 +22,7 @@ from upr_protocol.client.retry import passes
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Durability, PartitionId
-from upr_protocol.limits import REQUESTS_OPEN_MAX
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import Message, Mutate, MutateReply, Refusal
 
@@ -36,6 +36,12 @@ without a gap."""
 
 BUFFER_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 """What a publisher holds, unsent or unanswered, before those who hand it more wait."""
+
+IN_FLIGHT_LIMIT: Final = 64
+"""As many answers of a writer and partition as the server remembers."""
+
+CHUNK_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 1024
+"""A frame, without what stands beside the chunk."""
 
 _REQUESTS_MAX: Final = REQUESTS_OPEN_MAX - 64
 _BATCH_BYTES: Final = 512
@@ -134,7 +140,10 @@ class OutboxLimits:
         copies: How many replicas beside the active, for the replicated levels.
     """
 
-    in_flight: int = IN_FLIGHT_MAX
+    in_flight: int = attrs.field(
+        default=IN_FLIGHT_MAX,
+        validator=[attrs.validators.ge(1), attrs.validators.le(IN_FLIGHT_LIMIT)],
+    )
     buffer_bytes: int = BUFFER_BYTES_DEFAULT
     patience_s: float = 60.0
     durability: Durability = Durability.MEMORY
@@ -186,7 +195,15 @@ class Outbox:
         chunk: Chunk,
         on_answer: Callable[[Batch], None] | None = None,
     ) -> Batch:
-        """Takes in a batch; `pump` sends it. O(1)."""
+        """Takes in a batch; `pump` sends it. O(1).
+
+        Raises:
+            ServerError: It is longer than a frame; nothing was taken in.
+        """
+        if chunk.nbytes > CHUNK_BYTES_MAX:
+            raise ServerError(
+                Status.TOO_LARGE, f"a batch of {chunk.nbytes} bytes; at most {CHUNK_BYTES_MAX}"
+            )
         batch = Batch(partition, self._writer.next_counter(partition), chunk, on_answer)
         lane = self._lanes.get(partition)
         if lane is None:

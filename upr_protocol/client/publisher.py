@@ -30,7 +30,7 @@ from upr_protocol.client.outcome import Failure
 from upr_protocol.client.reconnect import stay_connected
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.writer import Writer
-from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import Credit, Message, MutateReply
@@ -63,6 +63,7 @@ class PublisherStatistics:
         unanswered: Batches that wait for their answers.
         unanswered_bytes: What they hold.
         connections: Connections made.
+        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
     """
 
     batches: int
@@ -72,6 +73,7 @@ class PublisherStatistics:
     unanswered: int
     unanswered_bytes: int
     connections: int
+    last_failure: str
 
 
 class _Courier:
@@ -85,7 +87,7 @@ class _Courier:
         self.error: UprError | None = None
         self.partition_count = 0
         self._outbox = outbox
-        self._patience = patience
+        self.patience = patience
         self._on_done = on_done
         self._link: Link | None = None
         self._changed = trio.Event()
@@ -120,7 +122,7 @@ class _Courier:
             return
         batch = self._outbox.take(message, now)
         if batch is not None:
-            self._patience.progress()
+            self.patience.progress()
             self._on_done(batch)
         self.pump()
         self._notify()
@@ -307,13 +309,18 @@ class Publisher:
             on_answer: Called once it is answered.
 
         Raises:
-            ServerError: The bucket is over its quota and no credit came in time; the batch was
-                handed over all the same.
+            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`, and it was not handed over; or the bucket is
+                over its quota and no credit came in time, and it was.
             BrokenError: The server could not be reached for too long.
         """
         courier = self._courier
         if courier.error is not None:
             raise courier.error
+        if not 0 <= partition < courier.partition_count:
+            raise ServerError(
+                Status.BAD_ARGUMENT,
+                f"the bucket has partitions 0 to {courier.partition_count - 1}, not {partition}",
+            )
         batch = self._outbox.add(partition, chunk, on_answer)
         courier.pump()
         await self._wait_until(self._has_room)
@@ -425,6 +432,7 @@ class Publisher:
             self._outbox.unanswered,
             self._outbox.nbytes,
             self._courier.connections,
+            self._courier.patience.last_failure,
         )
 
 
@@ -460,7 +468,7 @@ async def publisher(
         batch_mutations: A batch is sent at this many operations,
         batch_bytes: or at this many bytes,
         linger_s: or after this time.
-        in_flight: Unanswered batches of one partition; at most 64, which is what servers remember.
+        in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
         buffer_bytes: What it holds, unsent or unanswered, before those who hand it more wait.
         durability: What must hold before a batch is answered.
         copies: How many replicas beside the active, for the replicated levels.

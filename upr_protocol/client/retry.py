@@ -46,12 +46,14 @@ class Patience:
         draw: Gives numbers in [0, 1), for the waits between attempts.
     """
 
-    __slots__ = ("_backoff", "_failing_since", "_patience_s")
+    __slots__ = ("_backoff", "_failing_since", "_patience_s", "last_failure")
 
     def __init__(self, patience_s: float, draw: Callable[[], float] = random.random) -> None:
         self._patience_s = patience_s
         self._failing_since: float | None = None
         self._backoff = Backoff(draw)
+        self.last_failure = ""
+        """Why the last connection, or attempt to make one, ended."""
 
     def progress(self) -> None:
         """Something useful came from the server."""
@@ -64,6 +66,7 @@ class Patience:
         Raises:
             UprError: `error`, when trying again is no use or was tried for long enough.
         """
+        self.last_failure = str(error)
         if not passes(error):
             raise error
         if self._failing_since is None:
