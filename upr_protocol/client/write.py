@@ -13,33 +13,43 @@ from upr_protocol.limits import SEND_TIMEOUT_S
 BUFFERS_MAX: Final = 512
 """Buffers in one call; the system takes 1,024 at most."""
 
+_JOIN_BYTES: Final = 32 * 1024
+"""Up to this, joining the buffers costs less than handing them over one by one."""
+
 _PIECE_BYTES: Final = 1024 * 1024
 """What is written at a time where the stream is no socket, so that progress shows."""
 
 
-async def write_all(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> None:
-    """Writes `buffers`, one behind the other, without joining them where the stream is a socket.
+async def write_all(
+    stream: trio.abc.SendStream, buffers: Sequence[Buffer], timeout_s: float = SEND_TIMEOUT_S
+) -> None:
+    """Writes `buffers`, one behind the other; large ones are not joined where the stream is a
+    socket. The server writes with this too.
 
     On cancellation some of it may have been written: the stream is good for nothing then.
 
     Raises:
-        trio.TooSlowError: The peer took not one byte for `SEND_TIMEOUT_S`.
+        trio.TooSlowError: The peer took not one byte for `timeout_s`.
         trio.BrokenResourceError: The connection is gone.
     """
+    if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
+        buffers = (b"".join(buffers),)
     if isinstance(stream, trio.SocketStream):
-        await _write_socket(stream, buffers)
+        await _write_socket(stream, buffers, timeout_s)
         return
     data = memoryview(b"".join(buffers))
     for at in range(0, len(data), _PIECE_BYTES):
-        with trio.fail_after(SEND_TIMEOUT_S):
+        with trio.fail_after(timeout_s):
             await stream.send_all(data[at : at + _PIECE_BYTES])
 
 
-async def _write_socket(stream: trio.SocketStream, buffers: Sequence[Buffer]) -> None:
+async def _write_socket(
+    stream: trio.SocketStream, buffers: Sequence[Buffer], timeout_s: float
+) -> None:
     for at in range(0, len(buffers), BUFFERS_MAX):
         rest = list(buffers[at : at + BUFFERS_MAX])
         while rest:
-            with trio.fail_after(SEND_TIMEOUT_S):
+            with trio.fail_after(timeout_s):
                 try:
                     sent = await stream.socket.sendmsg(rest)
                 except OSError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import trio
 
+from upr_protocol.client.write import write_all
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
@@ -22,7 +23,6 @@ from upr_server.engine import Bucket, BucketError, Relief
 from upr_server.net.budget import LARGE_FRAME_BYTES, frame_timeout_s
 from upr_server.net.requests import HANDLERS
 from upr_server.net.streamer import Streamer
-from upr_server.net.write import write_all
 
 if TYPE_CHECKING:
     from upr_server.net.service import Service
