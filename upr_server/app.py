@@ -76,6 +76,9 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
         listeners = list(await trio.open_tcp_listeners(port, host=host))
     except OSError as error:
         raise ListenError(f"cannot listen on {config.listen}: {error.strerror or error}") from error
+    except UnicodeError as error:
+        # The codec for host names has opinions of its own.
+        raise ListenError(f"cannot listen on {config.listen}: {host!r} is no host name") from error
     if port == 0 and len(listeners) > 1:
         # A name with several addresses would take a free port for each.
         for extra in listeners[1:]:
@@ -97,17 +100,28 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
 
 
 async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
-    """Runs a server until SIGINT or SIGTERM.
+    """Runs a server until SIGINT or SIGTERM. A second one, while peers still take what is queued,
+    drops them at once.
 
     Args:
         config: What it is told.
         on_listening: Called once it listens.
     """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with running_server(config) as server:
-            on_listening(server)
-            log.info("listening", host=server.host, port=server.port)
-            async for number in signals:
-                log.info("stopping", signal=signal.Signals(number).name)
-                break
+        async with trio.open_nursery() as nursery:
+            async with running_server(config) as server:
+                on_listening(server)
+                log.info("listening", host=server.host, port=server.port)
+                log.info("stopping", signal=await _next(signals))
+                nursery.start_soon(_hurry, signals, nursery.cancel_scope)
+            nursery.cancel_scope.cancel()
     log.info("stopped")
+
+
+async def _next(signals: AsyncIterator[int]) -> str:
+    return signal.Signals(await anext(signals)).name
+
+
+async def _hurry(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    log.warning("stopping at once", signal=await _next(signals))
+    scope.cancel()

@@ -59,7 +59,7 @@ def main() -> None:
 @main.command("serve")
 @_with_options
 def serve_command(config_path: Path | None, **options: Any) -> None:
-    """Run the server until Ctrl-C or SIGTERM.
+    """Run the server until Ctrl-C or SIGTERM; a second one drops its peers at once.
 
     The first line on standard output is `listening on HOST:PORT`; the log goes to standard error.
     """
