@@ -5,6 +5,7 @@ Each overrides the one before. It is validated once, whole, before anything is o
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,7 +91,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: With what is wrong, and what it should be.
         """
         self.address()
-        if len(self.identity.encode()) > IDENTITY_BYTES_MAX:
+        try:
+            identity = self.identity.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"identity is {self.identity!r}, which is not UTF-8") from error
+        if len(identity) > IDENTITY_BYTES_MAX:
             raise ConfigError(f"identity is at most {IDENTITY_BYTES_MAX} bytes")
         names = [bucket.name for bucket in self.buckets]
         for name in names:
@@ -118,8 +123,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _toml(value: object) -> str:
-    # Strings, integers and floats are written alike in JSON and TOML.
-    return msgspec.json.encode(value).decode()
+    # Strings, integers and floats are written alike in JSON and TOML; all but these.
+    if value == math.inf:
+        return "inf"
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def load_config(
@@ -136,7 +143,7 @@ def load_config(
     settings: dict[str, Any] = {}
     if path is not None:
         try:
-            settings |= tomllib.loads(path.read_text())
+            settings |= tomllib.loads(path.read_text("utf-8"))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
     for variable, text in environment.items():

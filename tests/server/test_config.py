@@ -52,6 +52,7 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"quota_bytes": "0"}, "quota_bytes"),
         ({"quota_bytes": "1048575"}, "quota_bytes"),
         ({"identity": "é" * 101}, "200 bytes"),
+        ({"identity": "\udcff"}, "not UTF-8"),
         ({"quota_bytes": "many"}, "quota_bytes"),
         ({"log_level": "loud"}, "log_level"),
         ({"colour": "red"}, "colour"),
@@ -89,12 +90,13 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_what_is_printed_reads_back(tmp_path: Path) -> None:
     config = Config(
         listen="[::1]:7",
-        identity='a "quoted" name',
+        identity='a "quoted" näme\\ with\ttwo\x7fcontrols',
+        send_timeout_s=float("inf"),
         shutdown_deadline_s=1.5,
         buckets=(BucketConfig("a"), BucketConfig("b", 3, 9_000_000)),
     )
     path = tmp_path / "upr.toml"
-    path.write_text(config.to_toml())
+    path.write_text(config.to_toml(), encoding="utf-8")
     assert load_config(path, {}, {}) == config
     assert config.address() == ("::1", 7)
 
