@@ -14,7 +14,7 @@ DOCUMENT: Final = ROOT / "docs" / "performance.md"
 BEGIN: Final = "<!-- table: written by `python -m benchmarks.report` -->"
 END: Final = "<!-- end of the table -->"
 
-_MANY: Final = 10_000
+_MANY: Final = 100
 
 
 def main() -> int:
