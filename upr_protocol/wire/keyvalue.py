@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from enum import IntEnum, unique
-from typing import Any, ClassVar
+from struct import Struct
+from struct import error as StructError
+from typing import Any, ClassVar, Final, Self
 
 import construct as cs
 
-from upr_protocol.chunk import Chunk
-from upr_protocol.ids import Durability, HistoryId, SeqNo
+from upr_protocol.chunk import Buffer, Chunk
+from upr_protocol.errors import ChunkError, RemoteProtocolError
+from upr_protocol.ids import Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, text, tuple_of
 from upr_protocol.wire.message import Message, Sender
+
+_GET_REPLY: Final = Struct("<QI4x")
 
 
 class GetReply(Message, frozen=True):
@@ -32,6 +37,20 @@ class GetReply(Message, frozen=True):
     history_id: HistoryId
     next_index: int
     chunk: Chunk
+
+    # A value of 20 MiB is copied twice by the layout, and not at all by this.
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (_GET_REPLY.pack(self.history_id, self.next_index), self.chunk.encode())
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        try:
+            history_id, next_index = _GET_REPLY.unpack_from(body)
+            chunk = Chunk(memoryview(body)[_GET_REPLY.size :])
+        except (StructError, ChunkError) as error:
+            raise RemoteProtocolError(f"GetReply cannot be read: {error}") from error
+        return cls(history_id, next_index, chunk, partition=partition, opaque=opaque, status=status)
 
 
 class Get(Message, frozen=True):
