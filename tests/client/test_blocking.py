@@ -124,6 +124,9 @@ def test_nobody_listens(fake: ThreadedFake) -> None:
     fake.down = True
     with pytest.raises(BrokenError, match="cannot connect"), client(fake):
         pass
+    with pytest.raises(BrokenError, match="cannot connect"):
+        client(fake).publish_all([])
+    assert fake.dialled == 2
 
 
 def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:

@@ -432,3 +432,18 @@ async def test_why_a_connection_was_lost_is_kept(
         await sink.flush()
         assert "the connection was lost" in sink.statistics().last_failure
         assert sink.statistics().connections == 2
+
+
+async def test_a_bucket_made_anew_with_other_partitions_is_told(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def publish() -> None:
+        async with publisher(URL, dial=net.dial) as sink:
+            server.partitions.pop()
+            net.cut()
+            await sink.set("k", "v")
+            await sink.flush()
+
+    with pytest.raises(BrokenError, match="made anew, with 3 partitions instead of 4"):
+        await publish()
+    assert net.open == 0

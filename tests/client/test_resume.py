@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.fake_partition import FakePartition
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import Mirror
 from tests.protocol.strategies import HISTORY_IDS, SEQS
@@ -35,7 +36,7 @@ from upr_protocol.client import (
     consume,
 )
 from upr_protocol.client import resume as rules
-from upr_protocol.errors import BrokenError
+from upr_protocol.errors import BrokenError, ServerError
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 
@@ -495,3 +496,32 @@ async def test_cut_just_before_a_snapshots_end_it_hears_of_it(
         assert position == Position(log, SeqNo(9), SeqNo(9), None)
     # What was given is not changed.
     assert state.position(PartitionId(0)).partial == partial
+
+
+async def test_a_bucket_made_anew_with_fewer_partitions(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    for number in range(30):
+        server.put(b"%d" % number, b"v")
+    mirror = Mirror()
+    async with consume(URL, dial=net.dial) as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, Completed):
+                break
+        state = consumer.resume_state
+        server.partitions = [FakePartition(number, 7) for number in range(2)]
+        net.cut()
+        with pytest.raises(ServerError, match="made anew, with 2 partitions instead of 4"):
+            await anext(consumer)
+    server.put(b"new", b"v")
+    mirror = Mirror(mirror.items)
+    rolled_back = []
+    async with consume(URL, dial=net.dial, resume=state, end="now") as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, RolledBack):
+                rolled_back.append(event.partition)
+        assert consumer.resume_state.position(PartitionId(3)).highest_received == 0
+    assert sorted(rolled_back) == [0, 1, 2, 3]
+    assert mirror.contents == server.contents() == {b"new": b"v"}

@@ -103,6 +103,7 @@ class BlockingClient:
         self._sleep = sleep
         self._writer = Writer()
         self._link: BlockingLink | None = None
+        self._was_connected = False
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -128,6 +129,7 @@ class BlockingClient:
             raise ClosedError("the client was closed")
         if self._link is None or self._link.failure is not None:
             self._link = BlockingLink(self.address, self.options)
+            self._was_connected = True
         return self._link
 
     # Asking.
@@ -405,6 +407,8 @@ class BlockingClient:
             try:
                 starved = self._drive(self._connected(), outbox, source, done)
             except UprError as error:
+                if not self._was_connected:
+                    raise
                 outbox.disconnected()
                 self._sleep(patience.wait_s(error, time.monotonic()))
             else:

@@ -192,7 +192,7 @@ class BlockingConsumer:
         try:
             if self._link is None:
                 self._link = BlockingLink(self.address, self._options, self._wishes.partitions)
-                follower.begin(self._link.session, self._link.greeting)
+                self._inbox.extend(follower.begin(self._link.session, self._link.greeting))
             due_at = self._ledger.plan.due_at if self._store else deadline
             message = self._link.receive(min(deadline, due_at))
             if message is None:

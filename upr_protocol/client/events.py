@@ -72,7 +72,7 @@ class RolledBack(msgspec.Struct, frozen=True):
     """The server's history parted from what was received: the application must go back.
 
     Whatever it has of the partition above `to` is to be dropped; with `to` 0, all it has. The
-    stream then goes on from `to`.
+    stream then goes on from `to`, also where it had started from "now".
 
     Attributes:
         partition: The partition.

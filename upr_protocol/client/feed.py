@@ -48,7 +48,8 @@ class Feed:
 
     def connected(self, link: Link) -> None:
         """See `Handler`."""
-        self.follower.begin(link.session, link.greeting)
+        for delivery in self.follower.begin(link.session, link.greeting):
+            self.mailbox.put(delivery)
         self._link = link
         self.connections += 1
         self.opened.set()

@@ -153,6 +153,7 @@ class Follower:
         self._wishes = wishes
         self._session: ClientSession | None = None
         self._wanted: tuple[PartitionId, ...] | None = None
+        self._partition_count = 0
         self._ends: dict[PartitionId, SeqNo] = {}
         self._finished: set[PartitionId] = set()
         self._accepted: set[PartitionId] = set()
@@ -168,29 +169,40 @@ class Follower:
 
     # The conversation.
 
-    def begin(self, session: ClientSession, greeting: Greeting) -> None:
+    def begin(self, session: ClientSession, greeting: Greeting) -> Iterable[Delivery]:
         """A connection is greeted: asks for the streams that are still wanted.
 
         Raises:
-            ServerError: A partition is wanted that the bucket does not have.
+            ServerError: A partition is wanted that the bucket does not have; or the bucket has
+                other partitions than it had.
         """
         self._session = session
         self.connection += 1
         self.trouble = None
         self.flowing = False
         self._news = False
+        gone: list[Delivery] = []
         if self._wanted is None:
-            self._settle(greeting)
+            gone = self._settle(greeting)
             assert self._wanted is not None
+        elif greeting.partition_count != self._partition_count:
+            raise ServerError(
+                Status.HISTORY_CHANGED,
+                f"the bucket was made anew, with {greeting.partition_count} partitions instead of "
+                f"{self._partition_count}",
+            )
         self._asked = {p for p in self._wanted if p not in self._finished}
         for partition in sorted(self._asked):
             self._ask(partition)
         if not self._asked:
             self.done = True
+        return gone
 
-    def _settle(self, greeting: Greeting) -> None:
-        """Decides once what the wishes come to in this bucket."""
+    def _settle(self, greeting: Greeting) -> list[Delivery]:
+        """Decides once what the wishes come to in this bucket; gives the rollbacks of partitions
+        that it does not have any more."""
         wishes, count = self._wishes, greeting.partition_count
+        self._partition_count = count
         wanted = wishes.partitions or tuple(map(PartitionId, range(count)))
         for partition in wanted:
             if partition >= count:
@@ -211,6 +223,12 @@ class Follower:
                 self._ends[partition] = SeqNo(wishes.end.get(partition, SEQ_MAX))
             if wishes.from_now and told is not None and owned:
                 self.state.positions.setdefault(partition, Position(told.log, high, high, None))
+        gone = [] if wishes.partitions else [p for p in self.state.positions if p >= count]
+        return [
+            self._roll_back(partition, SeqNo(0), "the bucket does not have this partition any more")
+            for partition in sorted(gone)
+            if self.state.position(partition).highest_received
+        ]
 
     def _ask(self, partition: PartitionId) -> None:
         assert self._session is not None
@@ -348,15 +366,18 @@ class Follower:
                 deliveries += _only_the_end(partition, message.log.current, after.last_complete)
             return deliveries
         if status is Status.ROLLBACK and self.state.position(partition).highest_received:
-            self.rollbacks += 1
-            to = SeqNo(0)
-            position = resume.rolled_back(self.state.position(partition), to)
-            moved = self._move(partition, position)
+            delivery = self._roll_back(partition, message.seq, message.reason)
             self._ask(partition)
-            rollback = RolledBack(partition, message.seq, to, message.reason)
-            return (Delivery(rollback, moved, weight=Weight.HEAVY),)
+            return (delivery,)
         self.trouble = ServerError(status, f"partition {partition}: {message.reason}")
         return ()
+
+    def _roll_back(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> Delivery:
+        self.rollbacks += 1
+        to = SeqNo(0)
+        position = resume.rolled_back(self.state.position(partition), to)
+        event = RolledBack(partition, ceiling, to, reason)
+        return Delivery(event, self._move(partition, position), weight=Weight.HEAVY)
 
     def _ended(self, message: StreamEnd) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
