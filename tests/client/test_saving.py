@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upr_protocol.client.follower import Delivery, Weight
+from upr_protocol.client.delivery import Delivery, Weight
 from upr_protocol.client.saving import SaveLimits, SavePlan
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
@@ -14,7 +13,6 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import calls
 from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
-from upr_protocol.client.batch import Batcher, BatchLimits
 from upr_protocol.client.blocking_consumer import BlockingConsumer
 from upr_protocol.client.blocking_link import (
     BLOCKING_IDLE_INTERVAL_S,
@@ -24,16 +22,16 @@ from upr_protocol.client.blocking_link import (
     dial_socket,
 )
 from upr_protocol.client.calls import BucketInfo, Call, PartitionInfo, PartitionNumbers
-from upr_protocol.client.follower import End
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import Batch, Outbox, OutboxLimits
-from upr_protocol.client.outcome import Failure, Written, outcomes
+from upr_protocol.client.outcome import Failure, Written
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.rows import Rows
+from upr_protocol.client.wishes import End
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import ClosedError, LocalProtocolError, ServerError, Status, UprError
-from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.wire import Message, Mutate, MutateReply
@@ -465,38 +463,6 @@ class BlockingClient:
                 done; or the bucket is over its quota.
             BrokenError: The server could not be reached for too long.
         """
-        found: dict[int, Written | Failure] = {}
-        rows_of: dict[int, list[int]] = {}
-
-        def batches() -> Iterator[tuple[PartitionId, Chunk]]:
-            count = self.partition_count
-            batcher = Batcher(count, BatchLimits())
-            rows: defaultdict[PartitionId, list[int]] = defaultdict(list)
-            for row, mutation in enumerate(mutations):
-                rows[partition_of(mutation.key, count)].append(row)
-                full = batcher.add(
-                    0.0,
-                    mutation.op,
-                    mutation.key,
-                    mutation.value,
-                    cas=mutation.cas,
-                    flags=mutation.flags,
-                    expiry=mutation.expiry,
-                )
-                if full is not None:
-                    rows_of[id(full[1])] = rows.pop(full[0])
-                    yield full
-            for rest in batcher.all():
-                rows_of[id(rest[1])] = rows.pop(rest[0])
-                yield rest
-
-        def on_answer(batch: Batch) -> None:
-            results: Sequence[Written | Failure]
-            if batch.reply is None:
-                results = batch.failures()
-            else:
-                results = outcomes(batch.partition, batch.chunk, batch.reply)
-            found.update(zip(rows_of.pop(id(batch.chunk)), results, strict=True))
-
-        self.publish_all(batches(), writer=writer, on_answer=on_answer)
-        return [found[row] for row in range(len(found))]
+        rows = Rows(mutations, self.partition_count)
+        self.publish_all(rows.batches(), writer=writer, on_answer=rows.answered)
+        return rows.results()

@@ -18,21 +18,16 @@ from upr_protocol.client.blocking_link import (
     SocketOptions,
     dial_socket,
 )
+from upr_protocol.client.delivery import Delivery
 from upr_protocol.client.events import Event
-from upr_protocol.client.follower import (
-    PROGRESS,
-    Delivery,
-    End,
-    Follower,
-    Wishes,
-    partitions_wanted,
-)
+from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore
+from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT

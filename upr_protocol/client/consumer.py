@@ -16,7 +16,7 @@ from upr_protocol.client.background import background
 from upr_protocol.client.barriers import Barriers
 from upr_protocol.client.events import BarrierReached, Event
 from upr_protocol.client.feed import Feed
-from upr_protocol.client.follower import End, Follower, Wishes, partitions_wanted
+from upr_protocol.client.follower import Follower
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
@@ -25,6 +25,7 @@ from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, ResumeStore
+from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import (

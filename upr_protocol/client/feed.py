@@ -6,7 +6,8 @@ from typing import Final
 
 import trio
 
-from upr_protocol.client.follower import PROGRESS, Delivery, Follower
+from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.link import Link
 from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience

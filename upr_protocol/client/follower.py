@@ -7,19 +7,15 @@ lives through any number of connections, and with it the state from which each o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum, unique
-from typing import Final, Literal
-
-import attrs
-import msgspec
+from collections.abc import Iterable
+from typing import Final
 
 from upr_protocol.client import resume
+from upr_protocol.client.delivery import Delivery, Weight
 from upr_protocol.client.events import (
     BarrierReached,
     ChunkReceived,
     Completed,
-    Event,
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
@@ -28,14 +24,13 @@ from upr_protocol.client.events import (
 from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.outcome import status_of
 from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.wishes import Wishes
 from upr_protocol.errors import LocalProtocolError, ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import (
-    PARTITIONS_END,
     SEQ_MAX,
     HistoryId,
     PartitionId,
-    PartitionState,
     SeqNo,
     SnapshotKind,
 )
@@ -62,74 +57,6 @@ _FOR_GOOD: Final = frozenset({Status.END_REACHED, Status.STREAM_CLOSED, Status.B
 PROGRESS: Final = (PartitionChunk, PartitionEnd)
 """What shows that a stream gets somewhere. That a connection is made does not: a server may accept
 streams and end them again for ever."""
-
-End = int | Mapping[int, int] | Literal["now"] | None
-"""Where streams end: at one number, at one number a partition, at what the server has when the
-first connection is made, or never."""
-
-
-@unique
-class Weight(Enum):
-    """How soon a delivery, once dealt with, is worth writing down."""
-
-    LIGHT = 0
-    """Some more of a snapshot."""
-    COMPLETE = 1
-    """A complete snapshot."""
-    HEAVY = 2
-    """What must not be forgotten: a new log, a rollback."""
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    """Something for the application, and what is true once the application has dealt with it.
-
-    Attributes:
-        event: What the application is told; None when only the state moves.
-        position: The partition and its position afterwards; None when no position moves.
-        nbytes: Bytes to be acknowledged then.
-        connection: In which connection they came; in another they are not acknowledged.
-        weight: How soon it is worth writing down.
-    """
-
-    event: Event | None
-    position: tuple[PartitionId, Position] | None = None
-    nbytes: int = 0
-    connection: int = 0
-    weight: Weight = Weight.LIGHT
-
-
-def partitions_wanted(partitions: Sequence[int] | None) -> tuple[PartitionId, ...]:
-    """The partitions of a consumer's argument, each once; empty for all of the bucket's.
-
-    Raises:
-        ValueError: There are none, which must not come to mean all; or one that no bucket has.
-    """
-    if partitions is None:
-        return ()
-    if not partitions:
-        raise ValueError("no partitions to stream; None means all of them")
-    wanted = sorted(set(partitions))
-    if not 0 <= wanted[0] <= wanted[-1] < PARTITIONS_END:
-        raise ValueError(f"a partition is 0 to {PARTITIONS_END - 1}")
-    return tuple(map(PartitionId, wanted))
-
-
-@attrs.frozen
-class Wishes:
-    """What a consumer asks for.
-
-    Attributes:
-        partitions: The partitions to stream; none for all of the bucket's.
-        from_now: Whether partitions without a position start at what the server has, instead of at
-            the beginning.
-        state: The state that the partitions must be in.
-        end: Where the streams end.
-    """
-
-    partitions: tuple[PartitionId, ...] = ()
-    from_now: bool = False
-    state: PartitionState = PartitionState.ACTIVE
-    end: End = None
 
 
 class Follower:

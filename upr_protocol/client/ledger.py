@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import attrs
 
+from upr_protocol.client.delivery import Delivery
 from upr_protocol.client.events import ChunkReceived, Event
-from upr_protocol.client.follower import Delivery
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.saving import SaveLimits, SavePlan
 

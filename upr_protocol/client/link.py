@@ -20,7 +20,6 @@ from upr_protocol.errors import (
     BrokenError,
     ClosedError,
     LocalProtocolError,
-    RemoteProtocolError,
     ServerError,
     UprError,
 )
@@ -150,10 +149,9 @@ class Link:
                 self._breathing = False
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.fail(BrokenError(f"the connection was lost: {error.__cause__ or error!r}"))
-        except RemoteProtocolError as error:
-            # What tells the server so is queued; it is written before the stream is closed.
-            self.fail(error)
         except UprError as error:
+            # When it was the server that broke a rule, an `Error` that tells it so is queued; it is
+            # written before the stream is closed.
             self.fail(error)
 
     def _take(self, message: Message) -> None:

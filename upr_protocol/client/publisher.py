@@ -16,8 +16,9 @@ from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
 from upr_protocol.client.background import background
 from upr_protocol.client.batch import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.client import Client
+from upr_protocol.client.courier import Courier
 from upr_protocol.client.keyvalue import Text, counter_delta, octets
-from upr_protocol.client.link import Dial, Link, TrioOptions, dial_tcp
+from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import (
     BUFFER_BYTES_DEFAULT,
@@ -30,10 +31,10 @@ from upr_protocol.client.outcome import Failure
 from upr_protocol.client.reconnect import stay_connected
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.writer import Writer
-from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
+from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
-from upr_protocol.wire import Credit, Message, MutateReply
+from upr_protocol.wire import MutateReply
 
 FAILURES_MAX: Final = 10_000
 """Failures that a publisher keeps; what comes after is only counted."""
@@ -76,108 +77,6 @@ class PublisherStatistics:
     last_failure: str
 
 
-class _Courier:
-    """Brings the outbox's batches to the server; a handler that lives through several links."""
-
-    def __init__(
-        self, outbox: Outbox, patience: Patience, on_done: Callable[[Batch], None]
-    ) -> None:
-        self.finished = False
-        self.connections = 0
-        self.error: UprError | None = None
-        self.partition_count = 0
-        self._outbox = outbox
-        self.patience = patience
-        self._on_done = on_done
-        self._link: Link | None = None
-        self._changed = trio.Event()
-        self._rest_changed = trio.Event()
-
-    # The link's side.
-
-    def connected(self, link: Link) -> None:
-        """See `Handler`."""
-        count = link.greeting.partition_count
-        if self.partition_count not in (0, count):
-            link.fail(
-                BrokenError(
-                    f"the bucket was made anew, with {count} partitions instead of "
-                    f"{self.partition_count}"
-                )
-            )
-            self.stop(link.failure)
-            return
-        self.partition_count = count
-        self.connections += 1
-        self._link = link
-        self.pump()
-        self._notify()
-
-    def received(self, message: Message) -> None:
-        """See `Handler`."""
-        now = trio.current_time()
-        if isinstance(message, Credit):
-            self.pump()
-            self._notify()
-            return
-        batch = self._outbox.take(message, now)
-        if batch is not None:
-            self.patience.progress()
-            self._on_done(batch)
-        self.pump()
-        self._notify()
-        if self._outbox.wakes_at is not None:
-            self._rest_changed.set()
-
-    def writable(self) -> None:
-        """See `Handler`."""
-        self.pump()
-
-    async def breathe(self) -> None:
-        """See `Handler`. Answers are bounded by the batches in flight."""
-
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  whoever connects again has it
-        """See `Handler`."""
-        self._link = None
-        self._outbox.disconnected()
-        self._notify()
-
-    # The publisher's side.
-
-    def pump(self) -> None:
-        """Sends what may be sent now."""
-        link = self._link
-        if link is not None and self._outbox.pump(link.session, trio.current_time()):
-            link.poke()
-
-    async def pump_rested(self) -> None:
-        """Pumps whenever batches that were refused have waited long enough."""
-        while True:
-            wakes_at = self._outbox.wakes_at
-            if wakes_at is None:
-                self._rest_changed = trio.Event()
-                await self._rest_changed.wait()
-            else:
-                await trio.sleep_until(wakes_at)
-                self.pump()
-
-    def stop(self, error: UprError | None) -> None:
-        """Nothing more will be sent."""
-        self.finished = True
-        if self.error is None:
-            self.error = error
-        self._notify()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
-    async def change(self, deadline: float) -> None:
-        """Waits until something has changed, or the deadline."""
-        with trio.move_on_at(deadline):
-            await self._changed.wait()
-
-
 class Publisher:
     """Publishes changes in batches; `publisher` makes it.
 
@@ -205,7 +104,7 @@ class Publisher:
         self.address = address
         self.failures: list[Failure] = []
         self._outbox = outbox
-        self._courier = _Courier(outbox, patience, self._done)
+        self._courier = Courier(outbox, patience, self._done)
         self._limits = limits
         self._credit_timeout_s = credit_timeout_s
         self._on_failure = on_failure

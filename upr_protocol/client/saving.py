@@ -6,7 +6,7 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.client.follower import Delivery, Weight
+from upr_protocol.client.delivery import Delivery, Weight
 
 COMPLETE_INTERVAL_S: Final = 0.2
 """Complete snapshots may come by the thousand a second; a flushed write each would be all that
