@@ -11,7 +11,8 @@ from typing import Final
 
 from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.figures import RUNS_DEFAULT, Figure
-from benchmarks.kit.machine import ROOT, load_average
+from benchmarks.kit.machine import ROOT
+from benchmarks.kit.processor import Disturbance
 from benchmarks.kit.results import write_results
 
 ROWS: Final = ("B1", "B3", "B6", "B7")
@@ -58,12 +59,13 @@ def _measure(name: str, runs: int) -> list[Figure]:
     measure: Callable[[int, Callable[[str], None]], list[Figure]] = import_module(
         f"benchmarks.rows.{name.lower()}"
     ).measure
-    before, begun = load_average(), time.monotonic()
+    disturbance, begun = Disturbance(), time.monotonic()
     figures = measure(runs, _say)
-    path = write_results(name, figures, before)
+    others = disturbance.share()
+    path = write_results(name, figures, others)
     _say(
-        f"  took {time.monotonic() - begun:.0f} s; load average {before:.1f} before, "
-        f"{load_average():.1f} after; written to {path.relative_to(ROOT)}"
+        f"  took {time.monotonic() - begun:.0f} s, while others used {others:.0%} of the machine; "
+        f"written to {path.relative_to(ROOT)}"
     )
     return figures
 

@@ -1,128 +1,152 @@
-"""`python -m benchmarks.report`: writes the table of docs/performance.md from the results."""
+"""`python -m benchmarks.report`: writes the tables of docs/performance.md, from results/*.json."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.kit.machine import ROOT
 from benchmarks.kit.results import read_results
 
-DOCUMENT: Final = ROOT / "docs" / "performance.md"
-BEGIN: Final = "<!-- table: written by `python -m benchmarks.report` -->"
-END: Final = "<!-- end of the table -->"
+PAGE: Final = ROOT / "docs" / "performance.md"
+BEGIN: Final = "<!-- begin: python -m benchmarks.report -->"
+END: Final = "<!-- end -->"
 
-_MANY: Final = 100
+Line = Mapping[str, Any]
 
 
 def main() -> int:
-    """Writes the table anew; 1 when there is nothing to write, or no place for it."""
+    """Replaces what stands between the marks."""
     lines = read_results()
     if not lines:
-        print("there are no results: run `python -m benchmarks` first", file=sys.stderr)
+        print("no results: run `make bench` first", file=sys.stderr)
         return 1
-    text = DOCUMENT.read_text()
-    before, begin, rest = text.partition(BEGIN)
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        print(f"{DOCUMENT.relative_to(ROOT)} lacks the marks of the table", file=sys.stderr)
+        print(f"{PAGE} has no marks {BEGIN} and {END}", file=sys.stderr)
         return 1
-    _write(DOCUMENT, f"{before}{BEGIN}\n\n{section(lines)}\n\n{END}{after}")
+    parts = [_results(lines), _processor(lines), _latency(lines), _axes(lines), _provenance(lines)]
+    PAGE.write_text(
+        before + begin + "\n\n" + "\n\n".join(filter(None, parts)) + "\n\n" + end + after
+    )
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    print(f"wrote {path.relative_to(ROOT)}")
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def section(lines: Iterable[Mapping[str, Any]]) -> str:
-    """The table, B7's axes, and where each figure comes from."""
-    lines = list(lines)
-    parts = [_table(lines)]
-    parts += [_axes(line["details"]["axes"]) for line in lines if "axes" in line["details"]]
-    parts.append(_sources(lines))
-    return "\n\n".join(parts)
-
-
-def _table(lines: Iterable[Mapping[str, Any]]) -> str:
+def _results(lines: Sequence[Line]) -> str:
     rows = [
-        "| row | ours | peer | unit | ratio (min–max) | first bar | aim | reached | against |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    rows += [
-        f"| {line['row']} | {_spread(line, 'ours')} | {_spread(line, 'peer')} | {line['unit']} "
-        f"| **{line['ratio']:.2g}** ({_range(line['ratio_range'])}) | {line['first_bar']:g} "
-        f"| {line['aim']:g} | {_reached(line)} | {line['peer_name']} |"
+        (
+            line["row"],
+            _quantity(line["ours"], line["unit"]),
+            _quantity(line["peer"], line["unit"]),
+            f"**{line['ratio']:.2f}**",
+            f"{line['ratio_range'][0]:.2f}–{line['ratio_range'][1]:.2f}",
+            f"{line['first_bar']:g}",
+            f"{line['aim']:g}",
+            line["peer_name"],
+        )
         for line in lines
     ]
-    return "\n".join(rows)
+    head = ("row", "ours", "peer", "ratio", "of single runs", "first bar", "aim", "against")
+    return _table(head, rows)
 
 
-def _axes(axes: Mapping[str, Any]) -> str:
-    rows = [
-        "B7, every axis, in nanoseconds of the server's processor time a mutation:",
-        "",
-        "| axis | cost, median (min–max) | smallest by largest |",
-        "|---|---|---|",
-    ]
-    for name, axis in axes.items():
-        costs = {label: point["server_ns_per_mutation"] for label, point in axis["points"].items()}
-        cells = "; ".join(
-            f"{label}: {cost['median']:.0f} ({cost['min']:.0f}–{cost['max']:.0f})"
-            for label, cost in costs.items()
-        )
-        rows.append(f"| {name} | {cells} | {axis['flatness']:.2f} |")
-    return "\n".join(rows)
+def _quantity(number: float, unit: str) -> str:
+    if unit == "bytes/s":
+        return f"{number / 1e9:.2f} GB/s"
+    if unit == "mutations/s":
+        return f"{number / 1e6:.2f} M/s"
+    if unit == "µs" and number >= 1_000:
+        return f"{number / 1e3:,.1f} ms"
+    return f"{number:,.0f} {unit.replace('server ns/mutation', 'ns')}"
 
 
-def _sources(lines: Iterable[Mapping[str, Any]]) -> str:
-    rows = [
-        "| row | commit | measured at (UTC) | runs | what else went on |",
-        "|---|---|---|---|---|",
-    ]
-    machines: dict[str, None] = {}
+def _processor(lines: Sequence[Line]) -> str:
+    """Processor time a mutation, of the server and of the client, where the row has it."""
+    rows = []
     for line in lines:
-        at = line["measured_at"].partition("+")[0].replace("T", " ")
+        details = line["details"]
+        client = details.get("client_ns_per_mutation") or details.get("consumer_ns_per_mutation")
+        if "server_ns_per_mutation" not in details or line["row"].endswith("bytes"):
+            continue
         rows.append(
-            f"| {line['row']} | `{line['commit']}` | {at} | {line['runs']} | {_meanwhile(line)} |"
+            (
+                line["row"],
+                _range(details["server_ns_per_mutation"]),
+                _range(client),
+                _range(details.get("redis_server_ns_per_entry")),
+            )
         )
-        machines[_machine(line["machine"])] = None
-    return "\n".join(rows) + "\n\nThe machine: " + "; ".join(machines) + "."
+    head = ("processor time a mutation, ns", "server", "client", "Redis's server")
+    return "\n".join((_table(head, rows), "", "Medians, with the least and the most of the runs."))
 
 
-def _machine(facts: Mapping[str, Any]) -> str:
+def _range(spread: Mapping[str, float] | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{spread['median']:,.0f} ({spread['min']:,.0f}–{spread['max']:,.0f})"
+
+
+def _latency(lines: Sequence[Line]) -> str:
+    rows = [
+        (who, *(_range(line["details"][side][name]) for name in ("p50_us", "p99_us", "p99.9_us")))
+        for line in lines
+        if line["row"] == "B6"
+        for who, side in (("UPR", "ours"), ("Redis", "peer"))
+    ]
+    return _table(("B6, µs", "p50", "p99", "p99.9"), rows) if rows else ""
+
+
+def _axes(lines: Sequence[Line]) -> str:
+    rows = []
+    for line in lines:
+        for name, axis in line["details"].get("axes", {}).items():
+            points = axis["points"].items()
+            rows.append(
+                (
+                    name,
+                    f"{axis['flatness']:.2f}",
+                    f"{axis['flatness_wall']:.2f}",
+                    ", ".join(
+                        f"{label}: {point['server_ns_per_mutation']['median']:.0f}"
+                        for label, point in points
+                    ),
+                    ", ".join(f"{point['server_resident_mib']:,}" for _, point in points),
+                )
+            )
+    head = ("B7's axes", "flatness", "by the clock", "server ns a mutation", "resident MiB")
+    return _table(head, rows) if rows else ""
+
+
+def _provenance(lines: Sequence[Line]) -> str:
+    """Where and when, and what else went on."""
+    rows = {
+        (
+            line["row"],
+            line["measured_at"][:10],
+            f"`{line['commit']}`",
+            str(line["runs"]),
+            f"{line['others_share']:.0%}",
+        )
+        for line in lines
+        if not line["row"].endswith("bytes")
+    }
+    machines = sorted({_machine(line["machine"]) for line in lines})
+    head = ("row", "measured", "commit", "runs", "of the machine used by others meanwhile")
+    return "\n".join((_table(head, sorted(rows)), "", *machines))
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
     return (
-        f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
-        f"Linux {facts['kernel']}, Python {facts['python']}, {facts['redis']}"
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
+        f"Linux {machine['kernel']}, Python {machine['python']}, {machine['redis']}"
     )
-
-
-def _meanwhile(line: Mapping[str, Any]) -> str:
-    """What the results file says of the machine's other work: older files know the load only."""
-    if "others_share" in line:
-        return f"others used {line['others_share']:.0%} of the machine"
-    return f"load average {line['load_before']} before, {line['load_after']} after"
-
-
-def _reached(line: Mapping[str, Any]) -> str:
-    if line["ratio"] >= line["aim"]:
-        return "aim"
-    return "first bar" if line["ratio"] >= line["first_bar"] else "no"
-
-
-def _spread(line: Mapping[str, Any], what: str) -> str:
-    return f"{_number(line[what])} ({_range(line[f'{what}_range'])})"
-
-
-def _range(ends: Iterable[float]) -> str:
-    return "–".join(map(_number, ends))
-
-
-def _number(number: float) -> str:
-    return f"{number:,.0f}" if number >= _MANY else f"{number:,.3g}"
 
 
 if __name__ == "__main__":

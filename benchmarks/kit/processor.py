@@ -29,6 +29,36 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
+class Disturbance:
+    """How much of the machine others used meanwhile: what a figure is worth."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._busy_s = _busy_s()
+        self._own_s = _own_s()
+
+    def share(self) -> float:
+        """Others' share of all processors' time since it was made, 0 to 1.
+
+        The children of this process count as others until they have ended.
+        """
+        elapsed_s = (time.monotonic() - self._begun) * (os.cpu_count() or 1)
+        others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
+        return max(0.0, others_s / elapsed_s)
+
+
+def _busy_s() -> float:
+    """What all processors have worked since the machine started; waiting for disks is none."""
+    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    user, nice, system, _idle, _waiting, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 class ProcessorClock:
     """The processor time of one process since the last look.
 

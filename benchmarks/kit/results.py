@@ -14,19 +14,19 @@ from benchmarks.kit.machine import ROOT, commit, load_average, machine_facts
 RESULTS: Final = ROOT / "benchmarks" / "results"
 
 
-def write_results(name: str, figures: Sequence[Figure], load_before: float) -> Path:
+def write_results(name: str, figures: Sequence[Figure], others: float) -> Path:
     """Writes the lines of row `name` to its file.
 
     Args:
         name: The row.
         figures: Its lines.
-        load_before: The load average before it was measured.
+        others: The share of the machine that others used while it was measured.
     """
     common = {
         "commit": commit(),
         "machine": machine_facts(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load_before": round(load_before, 2),
+        "others_share": round(others, 3),
         "load_after": round(load_average(), 2),
     }
     rows = [{**figure.to_json(), **common} for figure in figures]
