@@ -143,6 +143,8 @@ async def server_process(
     listen: str = "127.0.0.1:0",
     descriptors_max: int | None = None,
     variables: Mapping[str, str] | None = None,
+    program: Sequence[str] = UPR_SERVER,
+    cwd: Path = ROOT,
 ) -> AsyncIterator[ServerProcess]:
     """A server that runs for as long as the context.
 
@@ -154,8 +156,10 @@ async def server_process(
         listen: Where it listens.
         descriptors_max: How many descriptors it may have; None for as many as this process.
         variables: More for its environment.
+        program: What is started.
+        cwd: In which folder.
     """
-    command = (*UPR_SERVER, "serve", "--listen", listen, "--log-format", "json", *options)
+    command = (*program, "serve", "--listen", listen, "--log-format", "json", *options)
     if descriptors_max is not None:
         command = ("sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors_max), *command)
     with tempfile.TemporaryDirectory(prefix="upr-server-") as folder:
@@ -165,7 +169,7 @@ async def server_process(
                 command,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                cwd=ROOT,
+                cwd=cwd,
                 env=environment(**(variables or {})),
             )
         try:
@@ -179,7 +183,8 @@ async def server_process(
             error.add_note(f"The server's log ends:\n{_tail(log_path)}")
             raise
         finally:
-            await _end(process)
+            with trio.move_on_after(STOP_TIMEOUT_S, shield=True):
+                await _end(process)
 
 
 def _tail(log_path: Path) -> str:
@@ -189,8 +194,7 @@ def _tail(log_path: Path) -> str:
 async def _end(process: trio.Process) -> None:
     if process.returncode is None:
         process.kill()
-    with trio.CancelScope(shield=True):
-        await process.wait()
+    await process.wait()
     if process.stdout is not None:
         await trio.aclose_forcefully(process.stdout)
 
@@ -199,12 +203,13 @@ async def _first_line(process: trio.Process, log_path: Path) -> str:
     assert process.stdout is not None
     received = bytearray()
     with trio.move_on_after(START_TIMEOUT_S):
-        while b"\n" not in received:
+        while True:
             data = await process.stdout.receive_some()
             if not data:
                 raise AssertionError(f"the server did not start:\n{_tail(log_path)}")
             received += data
-        return received.partition(b"\n")[0].decode()
+            if b"\n" in data:
+                return received.partition(b"\n")[0].decode()
     raise TimeoutReachedError(f"the server said nothing within {START_TIMEOUT_S:.0f} s")
 
 
@@ -224,7 +229,11 @@ class Finished:
 
 
 async def run(
-    command: Sequence[str], *, variables: Mapping[str, str] | None = None, stdin: bytes = b""
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    cwd: Path = ROOT,
 ) -> Finished:
     """Runs a command to its end."""
     with trio.move_on_after(STOP_TIMEOUT_S):
@@ -234,7 +243,7 @@ async def run(
             capture_stdout=True,
             capture_stderr=True,
             check=False,
-            cwd=ROOT,
+            cwd=cwd,
             env=environment(**(variables or {})),
         )
         return Finished(done.returncode, done.stdout.decode(), done.stderr.decode())

