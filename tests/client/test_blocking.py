@@ -14,6 +14,7 @@ from tests.kit.mirror import Mirror
 from tests.kit.threaded import ThreadedFake, trio_thread
 from upr_protocol.chunk import CounterDelta, Mutation, plain_chunk
 from upr_protocol.client import (
+    Address,
     BarrierReached,
     BlockingClient,
     BlockingConsumer,
@@ -27,6 +28,7 @@ from upr_protocol.client import (
     Writer,
     Written,
 )
+from upr_protocol.client.blocking_link import BlockingLink, SocketOptions
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -235,6 +237,33 @@ def test_a_refusal_of_a_whole_batch_fails_each(fake: ThreadedFake) -> None:
     assert [result.status for result in results if isinstance(result, Failure)] == [
         Status.BAD_ARGUMENT
     ] * 9
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: ThreadedFake) -> None:
+    clock = Clock()
+    options = SocketOptions(idle_interval_s=20, dial=fake.dial, clock=clock)
+    link = BlockingLink(Address("fake", 12000, "b"), options)
+    while link.receive(clock.now) is not None:
+        pass
+    clock.now += 10_000
+    assert link.receive(clock.now) is None
+    # What counts is how long it listened in vain.
+    link._silent_s = 39.9
+    assert link.receive(clock.now) is None
+    link._silent_s = 40.0
+    with pytest.raises(BrokenError, match="said nothing for too long"):
+        link.receive(clock.now)
+    with pytest.raises(BrokenError, match="said nothing for too long"):
+        link.receive(clock.now)
+    link.close()
 
 
 # Consuming.

@@ -54,9 +54,11 @@ class SocketOptions(Options):
 
     Attributes:
         dial: How to reach an address, where that is not plain TCP.
+        clock: Tells the time in seconds.
     """
 
     dial: SocketDial = dial_socket
+    clock: Callable[[], float] = time.monotonic
 
 
 class BlockingLink:
@@ -84,7 +86,8 @@ class BlockingLink:
     def __init__(
         self, address: Address, options: SocketOptions, partitions: tuple[PartitionId, ...] = ()
     ) -> None:
-        deadline = time.monotonic() + options.connect_timeout_s
+        self._clock = options.clock
+        deadline = self._clock() + options.connect_timeout_s
         try:
             self._socket = options.dial(address, options.connect_timeout_s)
         except OSError as error:
@@ -92,16 +95,16 @@ class BlockingLink:
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._writing: Sequence[Buffer] = ()
-        self._written_at = time.monotonic()
+        self._written_at = self._clock()
         self._silent_s = 0.0
         """How long it was listened in vain since something came."""
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
-        self.session = options.session(time.monotonic())
+        self.session = options.session(self._clock())
         self.greeting = Greeting(self.session, address.bucket, partitions)
         try:
             while not self.greeting.done:
-                if time.monotonic() >= deadline:
+                if self._clock() >= deadline:
                     self._fail(BrokenError(f"{address} did not answer in time"))
                 self.step(deadline)
         except BaseException:
@@ -118,7 +121,7 @@ class BlockingLink:
         while not self._inbox:
             if self.failure is not None:
                 raise self.failure
-            late = time.monotonic() >= deadline
+            late = self._clock() >= deadline
             self.step(deadline)
             if late and not self._inbox:
                 return None
@@ -134,7 +137,7 @@ class BlockingLink:
         if self.failure is not None:
             raise self.failure
         # While nobody was here nobody listened: only silence that was listened to counts.
-        self.session.keep_alive.received(time.monotonic() - self._silent_s)
+        self.session.keep_alive.received(self._clock() - self._silent_s)
         try:
             while self._attend(deadline):
                 pass
@@ -147,7 +150,7 @@ class BlockingLink:
 
     def _attend(self, deadline: float) -> bool:
         """Waits once; whether nothing came and there is time to wait again."""
-        session, now = self.session, time.monotonic()
+        session, now = self.session, self._clock()
         if not session.tick(now):
             self._fail(BrokenError("the server said nothing for too long"))
         self._write()
@@ -162,7 +165,7 @@ class BlockingLink:
             self._silent_s = 0.0
             self._read()
             return False
-        after = time.monotonic()
+        after = self._clock()
         self._silent_s += after - now
         if not ready and self._writing and after >= self._written_at + SEND_TIMEOUT_S:
             self._fail(BrokenError("the server took nothing for too long"))
@@ -175,7 +178,7 @@ class BlockingLink:
             return
         if not data:
             self._fail(BrokenError("the server closed the connection"))
-        self.session.receive(data, time.monotonic())
+        self.session.receive(data, self._clock())
         for message in self.session.events():
             if isinstance(message, Error):
                 self._fail(ServerError(status_of(message.status), message.sentence))
@@ -190,7 +193,7 @@ class BlockingLink:
 
     def _write(self) -> None:
         """Writes what goes without waiting."""
-        now = time.monotonic()
+        now = self._clock()
         while True:
             if not self._writing:
                 self._writing = self.session.take(now)
@@ -215,13 +218,13 @@ class BlockingLink:
         nothing."""
         if self.failure is not None:
             return
-        deadline = time.monotonic() + _GOODBYE_S
+        deadline = self._clock() + _GOODBYE_S
         with suppress(OSError, UprError):
             if self.session.state is not SessionState.CLOSED:
                 self.session.send(Close())
             while True:
                 self._write()
-                left_s = deadline - time.monotonic()
+                left_s = deadline - self._clock()
                 if not self._writing or left_s <= 0:
                     break
                 self._poll.register(self._socket, select.POLLOUT)
