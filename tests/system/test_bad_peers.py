@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import count
 from struct import pack
 from typing import Final
 
@@ -108,14 +109,14 @@ async def connections(server: ServerProcess) -> int:
     """How many connections the server has, without the one that asks."""
     async with connect(server.url()) as client:
         stats = await client.stats()
-    count: int = stats["server"]["connections"]
-    return count - 1
+    found: int = stats["server"]["connections"]
+    return found - 1
 
 
-async def until_gone(server: ServerProcess, count: int = BYSTANDER_CONNECTIONS) -> None:
-    """Waits until the server has no more than `count` connections."""
+async def until_gone(server: ServerProcess, rest: int = BYSTANDER_CONNECTIONS) -> None:
+    """Waits until the server has no more than `rest` connections."""
     with trio.fail_after(60):
-        while await connections(server) > count:
+        while await connections(server) > rest:
             await trio.lowlevel.checkpoint()
 
 
@@ -478,8 +479,8 @@ async def test_a_consumer_that_acknowledges_nothing() -> None:
 # Publishers.
 
 
-def _mebibyte(number: int) -> Message:
-    return Mutate(sets([(b"key-%d" % number, bytes(MIB))]), partition=P0, opaque=number)
+def _batch(number: int, value_bytes: int) -> Message:
+    return Mutate(sets([(b"key-%d" % number, bytes(value_bytes))]), partition=P0, opaque=number)
 
 
 async def _create_small(server: ServerProcess) -> None:
@@ -488,7 +489,7 @@ async def _create_small(server: ServerProcess) -> None:
 
 
 async def test_a_publisher_that_ignores_its_credit() -> None:
-    """It has credit for 8 MiB and gets it back as it is answered, and sends on and on."""
+    """It gets its credit back as it is answered, and sends on and on, without looking."""
     async with attacked(grows_at_most=96 * MIB) as server:
         await _create_small(server)
         async with (
@@ -499,7 +500,7 @@ async def test_a_publisher_that_ignores_its_credit() -> None:
             async def send() -> None:
                 with suppress(trio.BrokenResourceError):
                     for number in range(1, 1025):
-                        await bad.send(_mebibyte(number))
+                        await bad.send(_batch(number, MIB))
 
             nursery.start_soon(send)
             while not isinstance(error := await bad.receive(), Error):
@@ -509,24 +510,26 @@ async def test_a_publisher_that_ignores_its_credit() -> None:
 
 
 async def test_publishers_fill_a_bucket_and_no_more() -> None:
-    """Four of them, each as far as its credit goes. That is when each waits for more."""
-    async with attacked(grows_at_most=128 * MIB) as server, AsyncExitStack() as stack:
+    """Fifty of them, each as far as its credit goes: they share what is left. Then each waits for
+    more, and a frame of each is what they may be over the quota."""
+    batch_bytes = MIB // 8
+    async with attacked(grows_at_most=96 * MIB) as server, AsyncExitStack() as stack:
         await _create_small(server)
         peers = [
             await stack.enter_async_context(peer(server.host, server.port, "small"))
-            for _ in range(4)
+            for _ in range(50)
         ]
-        for number in range(1, 200):
-            for index, good in enumerate(peers):
+        numbers = count(1)
+        while any(good.credit > 0 for good in peers):
+            for good in peers:
                 if good.credit > 0:
-                    batch = _mebibyte(number * 10 + index)
+                    batch = _batch(next(numbers), batch_bytes)
                     good.credit -= sum(map(len, batch.frame()))
                     await good.send(batch)
                     assert (await good.expect(MutateReply)).failures == ()
-        assert all(good.credit <= 0 for good in peers)
         async with connect(server.url()) as client:
             memory = (await client.stats("small"))["memory"]
-        assert 0.7 * 32 * MIB < sum(memory.values()) < (32 + 4 * 9) * MIB
+        assert 0.8 * 32 * MIB < sum(memory.values()) < 32 * MIB + 50 * batch_bytes
 
 
 # Chunks that are none.
@@ -609,15 +612,15 @@ async def test_names_that_are_too_long_to_be_repeated() -> None:
 async def test_thousands_of_idle_connections() -> None:
     """As many as descriptors allow, and 2,000 at most. None of them costs more than 48 KiB."""
     with many_descriptors() as limit:
-        count = min(2000, limit // 2 - 100)
+        peers = min(2000, limit // 2 - 100)
         async with (
-            attacked(grows_at_most=count * 48 * 1024 + 8 * MIB) as server,
+            attacked(grows_at_most=peers * 48 * 1024 + 8 * MIB) as server,
             AsyncExitStack() as stack,
         ):
-            for number in range(count):
+            for number in range(peers):
                 bucket = BUCKET if number % 4 == 0 else ""
                 await stack.enter_async_context(peer(server.host, server.port, bucket))
-            assert await connections(server) == count + BYSTANDER_CONNECTIONS
+            assert await connections(server) == peers + BYSTANDER_CONNECTIONS
             await stack.aclose()
             await until_gone(server)
 

@@ -248,8 +248,12 @@ class _Run:
     async def _until_expired(self) -> None:
         """Until then a read says missing, and the stream is still to say it."""
         with trio.fail_after(60):
-            while (await self.client.stats(self.bucket))["memory"]["expiries"]:
+            while await self._expiries():
                 await trio.lowlevel.checkpoint()
+
+    async def _expiries(self) -> int:
+        count: int = (await self.client.stats(self.bucket))["memory"]["expiries"]
+        return count
 
     # The consumer.
 
