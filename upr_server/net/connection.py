@@ -245,13 +245,13 @@ class Connection:
                 log.exception("a stream failed", peer=self.peer)
                 session.fail(Status.INTERNAL, "the stream met a fault")
             outgoing = session.take(trio.current_time())
+            if not outgoing and session.state is SessionState.CLOSED:
+                return
             if outgoing:
                 await write_all(self._stream, outgoing, self.service.send_timeout_s)
                 self._bytes_out += sum(map(len, outgoing))
                 self._replies_being_written = 0
                 self._drained.set()
-            elif session.state is SessionState.CLOSED:
-                return
             else:
                 await self._wait()
 
