@@ -233,7 +233,7 @@ def _fork_on_request() -> None:
         if pid == 0:
             try:
                 trio.run(_keep_recording, order)
-            except BaseException:  # noqa: ASYNC103, BLE001  written down for the one who asks
+            except (Exception, KeyboardInterrupt, SystemExit):
                 order.complaint_path.write_text(traceback.format_exc())
             finally:
                 os._exit(0)

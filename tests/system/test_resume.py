@@ -248,8 +248,9 @@ class _Run:
     async def _until_expired(self) -> None:
         """Until then a read says missing, and the stream is still to say it."""
         with trio.fail_after(60):
-            while await self._expiries():
-                await trio.lowlevel.checkpoint()
+            while True:
+                if not await self._expiries():
+                    break
 
     async def _expiries(self) -> int:
         count: int = (await self.client.stats(self.bucket))["memory"]["expiries"]
