@@ -233,7 +233,7 @@ def _fork_on_request() -> None:
         if pid == 0:
             try:
                 trio.run(_keep_recording, order)
-            except (Exception, KeyboardInterrupt, SystemExit):
+            except (Exception, KeyboardInterrupt, SystemExit):  # noqa: BLE001  written down
                 order.complaint_path.write_text(traceback.format_exc())
             finally:
                 os._exit(0)
