@@ -65,7 +65,7 @@ from upr_protocol.wire import (
 )
 from upr_server.net import Connection, Service
 from upr_server.net.budget import BUDGET_BYTES
-from upr_server.net.connection import CREDIT_BYTES
+from upr_server.net.credit import CREDIT_BYTES_MIN
 
 M = TypeVar("M", bound=Message)
 P0 = PartitionId(0)
@@ -454,7 +454,7 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
     service.buckets.create("small", 1, 8 * 1024 * 1024)
     async with connected(service) as peer:
         await peer.open("small")
-        assert peer.session.credit.left == CREDIT_BYTES
+        assert peer.session.credit.left == CREDIT_BYTES_MIN
         sent = 0
         while peer.session.credit.open:
             await peer.mutate(sets(b"k%d" % sent, value=bytes(100_000)))

@@ -37,10 +37,8 @@ reads or the send deadline passes. This and a large frame that waits for its tur
 only cases in which a connection is not read. A peer that reads, and sends no frame above 1 MiB, is
 not affected: its acknowledgements and barriers always get through."""
 
-CREDIT_BYTES: Final = 8 * 1024 * 1024
-"""What a publisher may have on its way unanswered."""
-
 _CREDIT_FRACTION: Final = 4
+"""Credit is topped up once a quarter of it was spent: one message then serves for many batches."""
 
 SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
@@ -294,14 +292,21 @@ class Connection:
         self.bucket = None
         self.wake()
 
+    def published(self) -> None:
+        """A batch came, and has spent its credit."""
+        if self.bucket is not None:
+            self.service.credit_shares.publishes(self.bucket, self)
+            self.pay_credit()
+
     def pay_credit(self) -> None:
         """Tops up the publisher's credit when enough was spent, unless the bucket is over its
         quota: then it is paid when there is room again."""
         bucket, session = self.bucket, self.session
         if bucket is None or session.state is SessionState.CLOSED:
             return
-        owed = CREDIT_BYTES - session.credit.left
-        if owed * _CREDIT_FRACTION < CREDIT_BYTES:
+        credit = self.service.credit_shares.of(bucket, self)
+        owed = credit - session.credit.left
+        if owed * _CREDIT_FRACTION < credit:
             return
         if bucket.relief() is Relief.REFUSE_CREDIT:
             self.service.wait_for_room(self)

@@ -125,7 +125,7 @@ def _stream(connection: Connection, request: Stream) -> None:
 
 
 def _mutate(connection: Connection, request: Mutate) -> None:
-    connection.pay_credit()
+    connection.published()
     partition = _owned(connection, request.partition)
     if request.durability is not Durability.MEMORY:
         raise ServerError(

@@ -14,6 +14,7 @@ from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_server.engine import Bucket, Buckets
 from upr_server.net.budget import FrameBudget
 from upr_server.net.connection import Connection
+from upr_server.net.credit import CreditShares
 
 COLLAPSE_MUTATIONS: Final = 2000
 """Mutations that one step of collapsing goes through: about a millisecond of the loop."""
@@ -55,6 +56,7 @@ class Service:
         self.buckets = Buckets(new_history_id, self._is_collapsible)
         self.connections: set[Connection] = set()
         self.frame_budget = FrameBudget()
+        self.credit_shares = CreditShares()
         self.send_timeout_s = send_timeout_s
         self._connections_max = connections_max
         self._refused = 0
@@ -77,6 +79,8 @@ class Service:
         finally:
             self.connections.discard(connection)
             self._waiting_for_room.discard(connection)
+            if connection.bucket is not None:
+                self.credit_shares.leave(connection.bucket, connection)
 
     async def _run(self, connection: Connection) -> None:
         try:
@@ -115,6 +119,7 @@ class Service:
         """Deletes a bucket, and ends the streams of those who have it open."""
         bucket = self.buckets.delete(name)
         self._collapsible.pop(bucket, None)
+        self.credit_shares.forget(bucket)
         for connection in self.connections:
             if connection.bucket is bucket:
                 connection.leave_bucket()
