@@ -444,7 +444,7 @@ async def demo() -> None:
     began = time.monotonic()
     path = flights_path()
     print("Reading the flights that left New York in 2013 …", flush=True)
-    flights = await trio.to_thread.run_sync(read_flights, path)
+    flights = await trio.to_thread.run_sync(read_flights, path, abandon_on_cancel=True)
     print(
         f"  {flights.rows:,} flights in {flights.read_s:.1f} s. "
         f"{flights.rows - len(flights.keyed):,} name no aircraft and are left out.\n"
@@ -573,6 +573,36 @@ def compare(
             raise DemoError(f"the barrier of {one.name!r} is not at the server's numbers")
 
 
+class Interrupted(Exception):  # noqa: N818  it is no error
+    """A signal came.
+
+    Attributes:
+        number: Which.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+async def until_interrupted() -> None:
+    """Runs the demonstration, and ends everything it started when Ctrl-C or SIGTERM comes.
+
+    Raises:
+        Interrupted: Then.
+    """
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                async for number in signals:
+                    raise Interrupted(number)
+
+            nursery.start_soon(listen)
+            await demo()
+            nursery.cancel_scope.cancel()
+
+
 def main() -> int:
     """Runs the demonstration; returns the exit code."""
     code = 0
@@ -580,14 +610,16 @@ def main() -> int:
         if sys.argv[1:2] == ["follow"]:
             trio.run(Follower(msgspec.json.decode(sys.argv[2], type=Errand)).run)
         else:
-            trio.run(demo)
-    except* KeyboardInterrupt:
+            trio.run(until_interrupted)
+    except* Interrupted as interruptions:
+        (interrupted, *_) = leaves(interruptions)
+        assert isinstance(interrupted, Interrupted)
         print("\nstopped", file=sys.stderr)
-        code = 128 + signal.SIGINT
+        code = 128 + interrupted.number
     except* (DemoError, UprError) as errors:
         for error in leaves(errors):
             print(f"demo: {error}", file=sys.stderr)
-        code = 1
+        code = code or 1
     return code
 
 

@@ -32,16 +32,19 @@ class Demo:
     def __init__(self, process: trio.Process) -> None:
         self.process = process
         self.shown = ""
+        self._said_all = trio.Event()
 
     async def listen(self) -> None:
         """Takes in what it shows, to its end."""
         assert self.process.stdout is not None
         while data := await self.process.stdout.receive_some():
             self.shown += data.decode(errors="replace")
+        self._said_all.set()
 
     async def ended(self) -> int:
         """Waits for its end; gives its exit code."""
         with trio.fail_after(TIMEOUT_S):
+            await self._said_all.wait()
             return await self.process.wait()
 
     def children(self) -> dict[int, str]:
@@ -112,11 +115,12 @@ async def test_a_consumer_that_is_killed_is_missed() -> None:
         assert gone(children)
 
 
-async def test_ctrl_c() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_stopped_it_leaves_nothing_behind(number: signal.Signals) -> None:
     async with demo() as found:
         children = await found.streaming()
-        found.process.send_signal(signal.SIGINT)
-        assert await found.ended() == 130, found.shown
+        found.process.send_signal(number)
+        assert await found.ended() == 128 + number, found.shown
         assert found.shown.endswith("\nstopped\n")
         assert "Traceback" not in found.shown
         assert gone(children)
