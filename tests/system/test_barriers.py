@@ -189,7 +189,8 @@ class Follower:
         """At each barrier the contents were what the model says they were."""
         assert not self._on_their_way
         assert len(self.back) == self._barriers
-        assert len({tuple(back.ends.items()) for back in self.back}) > self._barriers / 20, "no load"
+        moments = {tuple(back.ends.items()) for back in self.back}
+        assert len(moments) > self._barriers / 20, "that was no load"
         for partition in range(PARTITIONS):
             since: tuple[int, Contents] = (0, {})
             for back in self.back:
