@@ -25,6 +25,7 @@ def connections(service: Service, count: int) -> list[Connection]:
 
 
 async def test_one_publisher_has_as_much_as_is_of_use() -> None:
+    await trio.lowlevel.checkpoint()  # connections read Trio's clock: this must run in it
     service, shares = make_service(), CreditShares()
     bucket = service.buckets.create("large", 1, 1024 * MIB)
     publisher, reader = connections(service, 2)
