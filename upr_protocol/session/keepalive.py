@@ -31,11 +31,11 @@ class KeepAlive:
 
     def noop_due(self, now: float) -> bool:
         """Whether this side was silent for the interval."""
-        return now - self._sent_at >= self._interval_s
+        return now >= self._sent_at + self._interval_s
 
     def dead(self, now: float) -> bool:
         """Whether the peer was silent for too long."""
-        return now - self._received_at >= DEAD_AFTER_INTERVALS * self._interval_s
+        return now >= self._received_at + DEAD_AFTER_INTERVALS * self._interval_s
 
     def next_check(self) -> float:
         """The earliest time at which `noop_due` or `dead` can turn true."""
