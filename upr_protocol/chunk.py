@@ -122,6 +122,7 @@ class Chunk:
 
     Args:
         buffer: The encoded chunk, whole. It must not change afterwards.
+        crc: Its CRC32C, where that is known already.
 
     Raises:
         ChunkError: The buffer is no chunk.
@@ -140,7 +141,7 @@ class Chunk:
         "value_length",
     )
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, crc: int | None = None) -> None:
         view = memoryview(buffer)
         if len(view) < CHUNK_HEAD_BYTES:
             raise ChunkError(f"a chunk has at least {CHUNK_HEAD_BYTES} bytes, not {len(view)}")
@@ -158,7 +159,7 @@ class Chunk:
         if end < start:
             raise ChunkError(f"a chunk cannot end at {end}, before its start at {start}")
         self._view = view
-        self._crc: int | None = None
+        self._crc = crc
         self.count: int = count
         self.key_length: int = key_length
         self.value_length: int = value_length
@@ -319,6 +320,10 @@ class Chunk:
     def encode(self) -> memoryview:
         """The encoded chunk, without a copy."""
         return self._view
+
+    def copied(self) -> Chunk:
+        """The same chunk in memory of its own."""
+        return Chunk(self._view.tobytes(), self._crc)
 
     def __bytes__(self) -> bytes:
         return self._view.tobytes()

@@ -1,0 +1,212 @@
+"""What is asked of a library, as values, and how they go through a pipe."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from upr_protocol.chunk import Buffer, Chunk, Mutation
+from upr_protocol.ids import SeqNo
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
+from upr_server.storage.errors import (
+    CorruptionError,
+    DataDirectoryError,
+    DiskFullError,
+    StorageError,
+    StoreFailedError,
+)
+from upr_server.storage.key_index import Due, Want
+from upr_server.storage.port import Upkeep
+from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """A request.
+
+    Attributes:
+        answer_type: What is answered.
+    """
+
+    answer_type: ClassVar[Any] = None
+
+
+class Load(Call, frozen=True, tag=True):
+    """`Store.load`."""
+
+    answer_type: ClassVar[Any] = list[StoredBucket]
+
+
+class Create(Call, frozen=True, tag=True):
+    """`Store.create`."""
+
+    record: BucketRecord
+    partitions: Sequence[PartitionRecord]
+
+
+class Delete(Call, frozen=True, tag=True):
+    """`Store.delete`."""
+
+    bucket: str
+
+
+class Forget(Call, frozen=True, tag=True):
+    """A bucket is about to be deleted by another process: lets go of it."""
+
+    bucket: str
+
+
+class Begin(Call, frozen=True, tag=True):
+    """`Store.begin`."""
+
+    bucket: str
+    records: Sequence[tuple[int, PartitionRecord]]
+
+
+class Finish(Call, frozen=True, tag=True):
+    """`Store.finish`."""
+
+    bucket: str
+
+
+class Commit(Call, frozen=True, tag=True):
+    """`Store.commit`."""
+
+    bucket: str
+    writes: Sequence[PartitionWrite]
+
+
+class PutLease(Call, frozen=True, tag=True):
+    """`Store.put_lease`."""
+
+    bucket: str
+    lease: LeaseRecord
+
+
+class DeleteLeases(Call, frozen=True, tag=True):
+    """`Store.delete_leases`."""
+
+    bucket: str
+    lease_ids: Sequence[int]
+
+
+class UpkeepStep(Call, frozen=True, tag=True):
+    """`Store.upkeep`; the answer has the bucket's figures, too."""
+
+    bucket: str
+    urgent: bool
+    leases: Sequence[tuple[int, int, int]]
+    purge_before_cas: int
+
+    answer_type: ClassVar[Any] = tuple[Upkeep, dict[str, Any]]
+
+
+class Read(Call, frozen=True, tag=True):
+    """`Store.read`."""
+
+    bucket: str
+    partition: int
+    after: SeqNo
+    through: SeqNo
+    bytes_max: int
+
+    answer_type: ClassVar[Any] = list[Chunk]
+
+
+class Find(Call, frozen=True, tag=True):
+    """`Store.find`."""
+
+    bucket: str
+    partition: int
+    wants: Sequence[Want]
+
+    answer_type: ClassVar[Any] = list[Mutation | None]
+
+
+class FindDue(Call, frozen=True, tag=True):
+    """`Store.due`."""
+
+    bucket: str
+    now: int
+    after: bytes
+    limit: int
+
+    answer_type: ClassVar[Any] = tuple[list[Due], bytes]
+
+
+AnyCall = (
+    Load
+    | Create
+    | Delete
+    | Forget
+    | Begin
+    | Finish
+    | Commit
+    | PutLease
+    | DeleteLeases
+    | UpkeepStep
+    | Read
+    | Find
+    | FindDue
+)
+
+READS: Final = (Read, Find, FindDue)
+"""Calls that change nothing: they are answered beside those that do."""
+
+_ERRORS: Final[dict[str, type[StorageError]]] = {
+    kind.__name__: kind
+    for kind in (CorruptionError, DataDirectoryError, DiskFullError, StoreFailedError)
+}
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A call did not succeed.
+
+    Attributes:
+        kind: The name of the `StorageError`.
+        sentence: What went wrong.
+    """
+
+    kind: str
+    sentence: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """What is said of `error`. One that is no `StorageError` is a fault of ours: nothing can be
+        said of the disk after it."""
+        kind = type(error).__name__
+        if kind not in _ERRORS:
+            return cls(StoreFailedError.__name__, f"a fault in the store: {kind}: {error}")
+        return cls(kind, str(error))
+
+    def error(self) -> StorageError:
+        """The exception."""
+        return _ERRORS[self.kind](self.sentence)
+
+
+# Packing: chunks go beside the message, as they are.
+
+
+def pack(value: object) -> tuple[bytes, list[Buffer]]:
+    """A message, and the buffers of the chunks in it."""
+    buffers: list[Buffer] = []
+
+    def chunk(found: object) -> tuple[int, int]:
+        if not isinstance(found, Chunk):
+            raise TypeError(f"{type(found).__name__} cannot be sent")
+        buffers.append(found.encode())
+        return found.nbytes, found.crc
+
+    return msgspec.msgpack.encode(value, enc_hook=chunk), buffers
+
+
+def unpack(data: Buffer, kind: Any, buffers: Sequence[Buffer]) -> Any:
+    """The reverse of `pack`; chunks refer to `buffers`."""
+    rest = deque(buffers)
+
+    def chunk(_kind: type, given: tuple[int, int]) -> Chunk:
+        return Chunk(rest.popleft(), given[1])
+
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=chunk)

@@ -1,0 +1,323 @@
+"""The log of one bucket: its chunks by partition and number, and what changes with them.
+
+A commit takes whole snapshots of any number of partitions, each with the record that says how far
+the partition has come: what is on disk is at a snapshot's end of each partition, always.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Final, cast
+
+import msgspec
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.ids import SeqNo
+from upr_server.storage.environment import Environment, Reader
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.records import (
+    BUCKET,
+    CHUNK,
+    CHUNK_HEAD,
+    CLEAN,
+    LEASE,
+    NUMBERS_END,
+    PARTITION,
+    PARTITIONS_END,
+    PURGE,
+    TOKEN,
+    BucketRecord,
+    LeaseRecord,
+    PartitionRecord,
+    chunk_head,
+    chunk_key,
+    lease_key,
+    pack_record,
+    parse_chunk,
+    parse_chunk_key,
+    parse_record,
+    parse_token_key,
+    partition_key,
+    seal,
+    token_key,
+    unseal,
+)
+
+COMMIT_RESERVE_BYTES: Final = 64 * 1024 * 1024
+"""Room that a commit leaves for compaction, which could not make room without some."""
+
+
+class Token(msgspec.Struct, frozen=True):
+    """What a publisher was answered, to be kept or forgotten.
+
+    Attributes:
+        writer: The writer's ID.
+        counter: The batch's number.
+        answer: The answer, encoded; empty to forget it.
+    """
+
+    writer: bytes
+    counter: int
+    answer: bytes
+
+
+class PartitionWrite(msgspec.Struct, frozen=True):
+    """What a commit changes in one partition.
+
+    Attributes:
+        partition: Which one.
+        record: What is true of it afterwards.
+        chunks: What leads there, each beginning where the one before ends.
+        tokens: Answers to keep and to forget.
+    """
+
+    partition: int
+    record: PartitionRecord
+    chunks: Sequence[Chunk] = ()
+    tokens: Sequence[Token] = ()
+
+
+class StoredPartition(msgspec.Struct, frozen=True):
+    """A partition as it was found.
+
+    Attributes:
+        record: Its record.
+        purge_seq: Its purge number.
+        tokens: Remembered answers, by writer and rising counter.
+    """
+
+    record: PartitionRecord
+    purge_seq: SeqNo
+    tokens: Sequence[Token]
+
+
+class StoredBucket(msgspec.Struct, frozen=True):
+    """A bucket as it was found.
+
+    Attributes:
+        record: What it is.
+        is_clean: Whether it was stopped cleanly.
+        partitions: Its partitions, by number.
+        leases: Leases on it.
+    """
+
+    record: BucketRecord
+    is_clean: bool
+    partitions: Sequence[StoredPartition]
+    leases: Sequence[LeaseRecord]
+
+
+class ChunkLog:
+    """One bucket's log.
+
+    Args:
+        environment: Where it is kept.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+
+    # Its life.
+
+    def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
+        """Begins it, in an empty map."""
+        with self.environment.write() as writer:
+            writer.put(BUCKET, pack_record(BUCKET, record))
+            for number, partition in enumerate(partitions):
+                key = partition_key(PARTITION, number)
+                writer.put(key, pack_record(key, partition))
+
+    def load(self) -> StoredBucket:
+        """What it holds, chunks excepted. O(partitions + tokens + leases).
+
+        Raises:
+            CorruptionError: A record is damaged or missing.
+        """
+        with self.environment.read() as reader:
+            sealed = reader.get(BUCKET)
+            if sealed is None:
+                raise CorruptionError("the log has no record of its bucket")
+            record = parse_record(BUCKET, sealed, BucketRecord)
+            tokens: list[list[Token]] = [[] for _ in range(record.partition_count)]
+            first, last = TOKEN, TOKEN + b"\xff" * 32
+            for key, value in reader.scan(first, last):
+                partition, writer, counter = parse_token_key(key)
+                if partition >= record.partition_count:
+                    raise CorruptionError(f"a token of partition {partition}")
+                tokens[partition].append(Token(writer, counter, unseal(key, value)))
+            return StoredBucket(
+                record,
+                reader.get(CLEAN) is not None,
+                tuple(
+                    StoredPartition(
+                        self._record(reader, number),
+                        self._purge_seq(reader, number),
+                        tokens[number],
+                    )
+                    for number in range(record.partition_count)
+                ),
+                tuple(
+                    parse_record(key, value, LeaseRecord)
+                    for key, value in reader.scan(LEASE, lease_key(NUMBERS_END))
+                ),
+            )
+
+    def _record(self, reader: Reader, partition: int) -> PartitionRecord:
+        key = partition_key(PARTITION, partition)
+        sealed = reader.get(key)
+        if sealed is None:
+            raise CorruptionError(f"the record of partition {partition} is missing")
+        return parse_record(key, sealed, PartitionRecord)
+
+    def _purge_seq(self, reader: Reader, partition: int) -> SeqNo:
+        key = partition_key(PURGE, partition)
+        sealed = reader.get(key)
+        return SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)
+
+    def begin(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
+        """The server begins to serve: the mark of a clean stop goes, and `records` replace those of
+        their partitions, in one commit."""
+        with self.environment.write() as writer:
+            writer.delete(CLEAN)
+            for number, record in records:
+                key = partition_key(PARTITION, number)
+                writer.put(key, pack_record(key, record))
+
+    def finish(self) -> None:
+        """The server stops, and everything is here."""
+        with self.environment.write() as writer:
+            writer.put(CLEAN, seal(CLEAN, b""))
+
+    # Writing.
+
+    def commit(self, writes: Sequence[PartitionWrite]) -> None:
+        """Puts whole snapshots on disk: all of it, or nothing.
+
+        Raises:
+            DiskFullError: There is no room; nothing has changed.
+            StoreFailedError: Nobody knows what has changed.
+            ValueError: A chunk does not follow on what is there.
+        """
+        with self.environment.write(reserve_bytes=COMMIT_RESERVE_BYTES) as writer:
+            for write in writes:
+                number, high = write.partition, self._record(writer, write.partition).high
+                for chunk in write.chunks:
+                    if chunk.start != high:
+                        raise ValueError(f"{chunk!r} of partition {number} does not follow {high}")
+                    high = chunk.end
+                    key = chunk_key(number, chunk.end)
+                    writer.put(key, chunk_head(key, chunk.crc) + bytes(chunk))
+                if write.record.high != high:
+                    raise ValueError(f"partition {number} ends at {high}: {write.record.high}")
+                key = partition_key(PARTITION, number)
+                writer.put(key, pack_record(key, write.record))
+                for token in write.tokens:
+                    key = token_key(number, token.writer, token.counter)
+                    if token.answer:
+                        writer.put(key, seal(key, token.answer))
+                    else:
+                        writer.delete(key)
+
+    def put_lease(self, lease: LeaseRecord) -> None:
+        """Keeps a lease, new or renewed."""
+        key = lease_key(lease.lease_id)
+        with self.environment.write() as writer:
+            writer.put(key, pack_record(key, lease))
+
+    def delete_leases(self, lease_ids: Iterable[int]) -> None:
+        """Forgets leases."""
+        with self.environment.write() as writer:
+            for lease_id in lease_ids:
+                writer.delete(lease_key(lease_id))
+
+    # Reading.
+
+    def high(self, partition: int) -> SeqNo:
+        """The persisted snapshot end of a partition."""
+        with self.environment.read() as reader:
+            return self._record(reader, partition).high
+
+    def read(
+        self,
+        partition: int,
+        after: int,
+        through: int,
+        *,
+        bytes_max: int,
+        mutations_max: int = 1 << 62,
+    ) -> list[Chunk]:
+        """Chunks of (`after`, `through`], in memory of their own, in one short transaction.
+
+        Args:
+            partition: The partition.
+            after: Where the reader stands.
+            through: The last number wanted; the log must have it.
+            bytes_max: Ends with the chunk that comes to this.
+            mutations_max: The same in mutations.
+
+        Returns:
+            Chunks that begin at `after` and touch, at least one; the last ends at `through` or
+            before it.
+
+        Raises:
+            CorruptionError: One is damaged, or missing.
+        """
+        chunks: list[Chunk] = []
+        first, last = chunk_key(partition, after + 1), chunk_key(partition, NUMBERS_END)
+        with self.environment.read() as reader:
+            for key, value in reader.scan(first, last):
+                chunk = parse_chunk(key, value)
+                if chunk.start > after:
+                    break
+                piece = chunk.slice(SeqNo(after), SeqNo(through))
+                chunks.append(chunk.copied() if piece is chunk else piece)
+                after = chunk.end
+                bytes_max -= chunk.nbytes
+                mutations_max -= chunk.count
+                if after >= through or bytes_max <= 0 or mutations_max <= 0:
+                    return chunks
+        raise CorruptionError(f"the log of partition {partition} has nothing behind {after}")
+
+    def find(self, partition: int, numbers: Iterable[int]) -> dict[int, Mutation]:
+        """The mutations with these numbers. Neighbours cost one look at their chunk.
+
+        Raises:
+            CorruptionError: A chunk is damaged, or a mutation missing.
+        """
+        found: dict[int, Mutation] = {}
+        chunk: Chunk | None = None
+        seqs: Sequence[int] = ()
+        with self.environment.read() as reader:
+            for number in sorted(numbers):
+                if chunk is None or number > chunk.end:
+                    chunk = self._chunk_of(reader, partition, number)
+                    seqs = cast("Sequence[int]", chunk.seqs)
+                at = bisect_left(seqs, number)
+                if at == len(seqs) or seqs[at] != number:
+                    raise CorruptionError(f"number {number} of partition {partition} is missing")
+                found[number] = chunk.mutation(at)
+        return found
+
+    def _chunk_of(self, reader: Reader, partition: int, number: int) -> Chunk:
+        last = chunk_key(partition, NUMBERS_END)
+        for key, value in reader.scan(chunk_key(partition, number), last):
+            chunk = parse_chunk(key, value)
+            if chunk.start < number:
+                return chunk
+            break
+        raise CorruptionError(f"the chunk with number {number} of partition {partition} is missing")
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of chunks by partition, as they stand in the map. O(chunks)."""
+        sizes: dict[int, int] = {}
+        last = chunk_key(PARTITIONS_END - 1, NUMBERS_END)
+        with self.environment.read() as reader:
+            for key, value in reader.scan(CHUNK, last):
+                partition, _ = parse_chunk_key(key)
+                sizes[partition] = sizes.get(partition, 0) + len(value)
+        return sizes
+
+
+STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size
+"""What a chunk takes beside its own bytes."""

@@ -1,0 +1,187 @@
+"""Compaction: chunks rewritten without what was superseded, small ones into large ones.
+
+A sweep goes over one partition from its oldest chunk to where the index has come, in bounded steps.
+A mutation is kept if the index names it as its key's newest. A lease keeps more: of the state at
+its end, a mutation that was superseded only behind that end is still the newest, so whatever lies
+in a lease's range stays unless its successor lies at or below the lease's end.
+
+A tombstone that is old enough goes too, once nothing older of its key is left. The sweep sees to
+that by going from the oldest on and leaving nothing superseded behind; where a lease made it leave
+something, no tombstone goes. The last mutation of a partition is never dropped, whatever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_protocol.ids import Operation, SeqNo
+from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.records import (
+    CHUNK_HEAD,
+    PURGE,
+    IndexEntry,
+    chunk_head,
+    chunk_key,
+    pack_record,
+    parse_record,
+    partition_key,
+)
+
+CHUNK_BYTES: Final = 256 * 1024
+"""Chunks that result are about this long: `segment.SEGMENT_BYTES` of the engine says why."""
+
+WHOLE_BYTES_MIN: Final = 64 * 1024
+"""A chunk this long of which nothing goes stays as it is."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Leased ranges of one partition: (start, end], start exclusive."""
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """What one step did.
+
+    Attributes:
+        seq: How far the sweep has come.
+        is_done: Whether it is at its end.
+        grown_bytes: By how much the log's chunks have grown: mostly a negative number.
+        purge_seq: The partition's purge number now.
+        purged: Tombstones dropped, key and number.
+    """
+
+    seq: SeqNo
+    is_done: bool
+    grown_bytes: int
+    purge_seq: SeqNo
+    purged: Sequence[tuple[bytes, int]] = ()
+
+
+class Sweep:
+    """A compaction of one partition under way.
+
+    Args:
+        log: The bucket's log.
+        index: The bucket's index.
+        partition: The partition.
+        through: Where the sweep ends: not above the index's watermark.
+    """
+
+    def __init__(self, log: ChunkLog, index: KeyIndex, partition: int, through: SeqNo) -> None:
+        self._log = log
+        self._index = index
+        self._left_behind = False
+        self.partition = partition
+        self.through = through
+        self.seq = SeqNo(0)
+
+    def step(self, bytes_max: int, leases: Ranges, purge_before_cas: int) -> Swept:
+        """Goes over about `bytes_max` bytes of chunks, in one commit.
+
+        Args:
+            bytes_max: How many.
+            leases: Ranges that are held now.
+            purge_before_cas: Tombstones with a lower CAS, which tells the time, are old enough.
+        """
+        partition, log = self.partition, self._log
+        if leases:
+            self._left_behind = True
+        high = log.high(partition)
+        chunks = log.read(partition, self.seq, self.through, bytes_max=bytes_max)
+        rewriting = _Rewriting()
+        purged: list[tuple[bytes, int]] = []
+        for chunk in chunks:
+            entries = self._index.entries(partition, chunk.keys())
+            keep = bytearray(
+                self._keeps(row_seq, entry, leases)
+                for row_seq, entry in zip(chunk.seqs.tolist(), entries, strict=True)
+            )
+            if not self._left_behind:
+                purged += _purge(chunk, keep, purge_before_cas, high)
+            rewriting.take(chunk, keep)
+        replaced, written = rewriting.finish()
+        purge_seq, grown = self._replace(replaced, written, purged)
+        self.seq = chunks[-1].end
+        return Swept(self.seq, self.seq >= self.through, grown, purge_seq, purged)
+
+    def _keeps(self, number: int, entry: IndexEntry | None, leases: Ranges) -> bool:
+        # A key that the index does not know had a tombstone that was purged: what is left is older.
+        newest = abs(entry.number) if entry is not None else 0
+        if newest == number:
+            return True
+        return any(start < number <= end < newest for start, end in leases)
+
+    def _replace(
+        self, replaced: list[Chunk], written: list[Chunk], purged: list[tuple[bytes, int]]
+    ) -> tuple[SeqNo, int]:
+        number, log = self.partition, self._log
+        grown = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in written)
+        grown -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced)
+        key = partition_key(PURGE, number)
+        with log.environment.read() as reader:
+            sealed = reader.get(key)
+            purge_seq = SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)
+        highest = SeqNo(max((seq for _, seq in purged), default=0))
+        if not replaced:
+            return purge_seq, 0
+        with log.environment.write() as writer:
+            for chunk in replaced:
+                writer.delete(chunk_key(number, chunk.end))
+            for chunk in written:
+                at = chunk_key(number, chunk.end)
+                writer.put(at, chunk_head(at, chunk.crc) + bytes(chunk))
+            if highest > purge_seq:
+                purge_seq = highest
+                writer.put(key, pack_record(key, purge_seq))
+        return purge_seq, grown
+
+
+def _purge(chunk: Chunk, keep: bytearray, before_cas: int, high: int) -> list[tuple[bytes, int]]:
+    """Takes out of `keep` the tombstones that are old enough; returns their keys and numbers."""
+    operations = chunk.operations.tobytes()
+    if operations == bytes((Operation.SET,)) * chunk.count:
+        return []
+    purged = []
+    for at, (operation, cas, seq) in enumerate(
+        zip(operations, chunk.cas.tolist(), chunk.seqs.tolist(), strict=True)
+    ):
+        if operation != Operation.SET and keep[at] and cas < before_cas and seq != high:
+            keep[at] = 0
+            purged.append((chunk.key(at), seq))
+    return purged
+
+
+class _Rewriting:
+    """Puts what is kept of a run of chunks into new ones that cover the same numbers."""
+
+    def __init__(self) -> None:
+        self._replaced: list[Chunk] = []
+        self._written: list[Chunk] = []
+        self._group: list[Chunk] = []
+        self._builder = ChunkBuilder()
+
+    def take(self, chunk: Chunk, keep: bytearray) -> None:
+        whole = all(keep)
+        if whole and chunk.nbytes >= WHOLE_BYTES_MIN and (len(self._builder) or not self._group):
+            self._put_together()
+            return
+        self._group.append(chunk)
+        self._builder.extend(chunk, None if whole else keep)
+        if self._builder.nbytes >= CHUNK_BYTES:
+            self._put_together()
+
+    def finish(self) -> tuple[list[Chunk], list[Chunk]]:
+        """What is to be replaced, and by what."""
+        self._put_together()
+        return self._replaced, self._written
+
+    def _put_together(self) -> None:
+        group, self._group = self._group, []
+        builder, self._builder = self._builder, ChunkBuilder()
+        if not group or (len(group) == 1 and len(builder) == group[0].count):
+            return
+        self._replaced += group
+        self._written.append(builder.build(group[0].start, group[-1].end))

@@ -1,0 +1,140 @@
+"""The data directory: who may use it, and where each bucket lies in it.
+
+::
+
+    DIRECTORY/
+      format              "upr 1": the version of what lies here
+      lock                held by the one server that uses it
+      buckets/NAME/log/   the bucket's log, an LMDB environment
+      buckets/NAME/index/ its index, another: LMDB has one writer an environment
+
+A bucket is made beside its place and then moved there; names that begin with a dot are what a crash
+left of that, and of deletions.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from upr_server.storage.environment import Environment
+from upr_server.storage.errors import DataDirectoryError
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.records import FORMAT_VERSION
+
+FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
+
+
+def prepare(path: Path) -> None:
+    """Makes the directory, or sees that it is one of ours.
+
+    Raises:
+        DataDirectoryError: It cannot be made or used; nothing in it was changed.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        form = path / "format"
+        if form.exists():
+            found = form.read_text("utf-8", "replace")
+            if found != FORMAT_TEXT:
+                raise DataDirectoryError(
+                    f"{path} is of another version ({found.strip()!r}, this server writes "
+                    f"{FORMAT_TEXT.strip()!r}): use the server that wrote it, or another directory"
+                )
+        elif any(path.iterdir()):
+            raise DataDirectoryError(
+                f"{path} is not empty, and no data directory: choose another with --data-dir"
+            )
+        else:
+            (path / "buckets").mkdir()
+            form.write_text(FORMAT_TEXT)
+            sync(path)
+        if not os.access(path / "buckets", os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise DataDirectoryError(
+            f"{path} cannot be written: {error.strerror}; give the server's user the right to, or "
+            "choose another directory with --data-dir"
+        ) from error
+
+
+def lock(path: Path) -> int | None:
+    """Takes the directory for this process and those that inherit the descriptor.
+
+    Returns:
+        The descriptor that holds it, for as long as anybody has it open; None when another has it.
+    """
+    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sync(path: Path) -> None:
+    """Has what was made in a folder survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class DataRoom:
+    """The buckets of a data directory: a `Room` of LMDB environments.
+
+    Args:
+        path: The data directory.
+        readonly: Whether only to read.
+        bytes_max: How large each file may become; 0 for as large as the disk is.
+    """
+
+    def __init__(self, path: Path, *, readonly: bool = False, bytes_max: int = 0) -> None:
+        self._path = path / "buckets"
+        self._readonly = readonly
+        self._bytes_max = bytes_max
+
+    def names(self) -> list[str]:
+        """The buckets, sorted. What a crash left of others goes."""
+        if not self._readonly:
+            for left in self._path.glob(".*"):
+                shutil.rmtree(left)
+        return sorted(path.name for path in self._path.iterdir())
+
+    def open(self, name: str) -> tuple[Environment, Environment]:
+        """Log and index of a bucket."""
+        return self._open(self._path / name)
+
+    def _open(self, path: Path) -> tuple[Environment, Environment]:
+        log, index = (
+            LmdbEnvironment(path / part, readonly=self._readonly, bytes_max=self._bytes_max)
+            for part in ("log", "index")
+        )
+        return log, index
+
+    def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
+        """Makes a bucket."""
+        new = self._path / f".new-{name}"
+        for part in ("log", "index"):
+            (new / part).mkdir(parents=True)
+        log, index = self._open(new)
+        fill(log, index)
+        log.close()
+        index.close()
+        sync(new)
+        new.rename(self._path / name)
+        sync(self._path)
+
+    def delete(self, name: str) -> None:
+        """Takes a bucket away."""
+        gone = self._path / f".deleted-{name}"
+        (self._path / name).rename(gone)
+        sync(self._path)
+        shutil.rmtree(gone)

@@ -1,0 +1,236 @@
+"""The index of one bucket: the number of each key's newest mutation, and what expires when.
+
+It is derived from the log and follows behind it in large sorted batches, partition by partition
+(keys are sorted by partition first, so that a batch touches few pages). A watermark a partition
+says how far it has come; what is above it is in the hash table. Lost, it is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from upr_protocol.chunk import Buffer, Chunk, Mutation
+from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.environment import Environment, Reader
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.records import (
+    EXPIRY,
+    INDEX_KEY_PREFIX,
+    WATERMARK,
+    IndexEntry,
+    Watermark,
+    expiry_key,
+    index_key,
+    pack_entry,
+    pack_record,
+    parse_expiry_key,
+    parse_record,
+    partition_key,
+    seal,
+    unseal,
+)
+
+READ_BYTES_MAX: Final = 8 * 1024 * 1024
+"""What one step reads of the log at most."""
+
+
+class Want(msgspec.Struct, frozen=True):
+    """A key whose item is to be read from disk.
+
+    Attributes:
+        key: The key.
+        number: The number of its newest mutation, where that is known; else 0.
+        value: Whether more is needed than that it exists and when it expires.
+    """
+
+    key: bytes
+    number: int
+    value: bool
+
+
+class Due(msgspec.Struct, frozen=True):
+    """An item whose time has come.
+
+    Attributes:
+        partition: Its partition.
+        number: Its number.
+        key: Its key.
+        expiry: When it expired.
+    """
+
+    partition: PartitionId
+    number: SeqNo
+    key: bytes
+    expiry: int
+
+
+class KeyIndex:
+    """One bucket's index.
+
+    Args:
+        environment: Where it is kept.
+        log: The log that it follows.
+    """
+
+    def __init__(self, environment: Environment, log: ChunkLog) -> None:
+        self.environment = environment
+        self._log = log
+
+    def watermark(self, partition: int) -> Watermark:
+        """How far it has come."""
+        with self.environment.read() as reader:
+            return _watermark(reader, partition)
+
+    # Following the log.
+
+    def step(self, partition: int, mutations_max: int) -> Watermark:
+        """Takes in about so many mutations of the log behind the watermark.
+
+        Returns:
+            The new watermark.
+        """
+        high = self._log.high(partition)
+        mark = self.watermark(partition)
+        if mark.seq > high:
+            raise CorruptionError(
+                f"the index of partition {partition} knows number {mark.seq}, the log only {high}"
+            )
+        if mark.seq == high:
+            return mark
+        chunks = self._log.read(
+            partition, mark.seq, high, bytes_max=READ_BYTES_MAX, mutations_max=mutations_max
+        )
+        newest = _newest(partition, chunks)
+        items = mark.items
+        with self.environment.write() as writer:
+            puts: list[tuple[bytes, Buffer]] = []
+            expiring: list[tuple[bytes, Buffer]] = []
+            get = writer.get
+            for key in sorted(newest):
+                number, expiry = newest[key]
+                old = get(key)
+                if old is not None:
+                    entry = IndexEntry.parse(key, old)
+                    items -= entry.number > 0
+                    if entry.expiry:
+                        writer.delete(expiry_key(entry.expiry, partition, entry.number))
+                items += number > 0
+                puts.append((key, pack_entry(key, number, expiry)))
+                if expiry:
+                    expires = expiry_key(expiry, partition, number)
+                    expiring.append((expires, seal(expires, key[INDEX_KEY_PREFIX:])))
+            writer.put_all(puts)
+            writer.put_all(sorted(expiring))
+            mark = msgspec.structs.replace(mark, seq=chunks[-1].end, items=items)
+            key = partition_key(WATERMARK, partition)
+            writer.put(key, pack_record(key, mark))
+        return mark
+
+    def compacted(self, partition: int, purged: Iterable[tuple[bytes, int]], base: int) -> None:
+        """A compaction has dropped these tombstones (key and number), and ended if `base` is not
+        negative: the log's bytes as it left them."""
+        with self.environment.write() as writer:
+            for key, number in purged:
+                indexed = index_key(partition, key)
+                value = writer.get(indexed)
+                if value is not None and IndexEntry.parse(indexed, value).number == -number:
+                    writer.delete(indexed)
+            if base >= 0:
+                mark = msgspec.structs.replace(_watermark(writer, partition), base_bytes=base)
+                key = partition_key(WATERMARK, partition)
+                writer.put(key, pack_record(key, mark))
+
+    # Reading.
+
+    def find(self, partition: int, wants: Sequence[Want]) -> list[Mutation | None]:
+        """The items of these keys, as of the watermark; None for what is missing or deleted.
+
+        Where no value is wanted, only number and expiry are those of the item.
+
+        Raises:
+            CorruptionError: What there is of one is damaged.
+        """
+        numbers: dict[bytes, int] = {}
+        found: dict[bytes, Mutation | None] = {}
+        with self.environment.read() as reader:
+            for want in wants:
+                number = want.number
+                if not number:
+                    indexed = index_key(partition, want.key)
+                    value = reader.get(indexed)
+                    entry = None if value is None else IndexEntry.parse(indexed, value)
+                    if entry is None or entry.number < 0:
+                        found[want.key] = None
+                        continue
+                    number = entry.number
+                    if not want.value:
+                        found[want.key] = Mutation(
+                            Operation.SET, want.key, seq=SeqNo(number), expiry=entry.expiry
+                        )
+                        continue
+                numbers[want.key] = number
+        rows = self._log.find(partition, numbers.values()) if numbers else {}
+        for key, number in numbers.items():
+            row = rows[number]
+            if row.key != key or row.op != Operation.SET:
+                raise CorruptionError(f"number {number} of partition {partition} is {row.key!r}")
+            found[key] = row
+        return [found[want.key] for want in wants]
+
+    def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[IndexEntry | None]:
+        """What is known of each of these keys."""
+        with self.environment.read() as reader:
+            for key in keys:
+                indexed = index_key(partition, key)
+                value = reader.get(indexed)
+                yield None if value is None else IndexEntry.parse(indexed, value)
+
+    def due(self, now: int, after: bytes, limit: int) -> tuple[list[Due], bytes]:
+        """Items that expired at `now` or before, by time.
+
+        Args:
+            now: Seconds since 1970.
+            after: Where the last call ended; empty to begin.
+            limit: The most that is returned.
+
+        Returns:
+            The items, and where to go on; empty when that was all.
+        """
+        items: list[Due] = []
+        last = expiry_key(now, 0xFFFF, (1 << 64) - 1)
+        with self.environment.read() as reader:
+            for key, value in reader.scan(after + b"\0" if after else EXPIRY, last):
+                expiry, partition, number = parse_expiry_key(key)
+                indexed = unseal(key, value)
+                items.append(Due(PartitionId(partition), SeqNo(number), indexed, expiry))
+                if len(items) == limit:
+                    return items, key
+        return items, b""
+
+
+def _watermark(reader: Reader, partition: int) -> Watermark:
+    key = partition_key(WATERMARK, partition)
+    value = reader.get(key)
+    return Watermark() if value is None else parse_record(key, value, Watermark)
+
+
+def _newest(partition: int, chunks: Sequence[Chunk]) -> dict[bytes, tuple[int, int]]:
+    """The signed number and the expiry time of each key's newest mutation, by key of the index."""
+    newest: dict[bytes, tuple[int, int]] = {}
+    prefix = index_key(partition, b"")
+    for chunk in chunks:
+        numbers = chunk.seqs.tolist()
+        operations = chunk.operations.tobytes()
+        if operations != bytes((Operation.SET,)) * chunk.count:
+            numbers = [
+                number if operation == Operation.SET else -number
+                for number, operation in zip(numbers, operations, strict=True)
+            ]
+        plain = chunk.keys()
+        keys = [prefix + key for key in plain]
+        newest.update(zip(keys, zip(numbers, chunk.expiries.tolist(), strict=True), strict=True))
+    return newest

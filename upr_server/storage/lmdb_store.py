@@ -1,0 +1,174 @@
+"""LMDB as an `Environment`: a B+ tree in one memory-mapped file, copied on write.
+
+A commit writes its pages to free places of the file, syncs, and then writes one of two meta pages
+that says where the new root is: a crash at any moment leaves the last commit or the one before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from upr_protocol.chunk import Buffer
+from upr_server.storage.errors import (
+    CorruptionError,
+    DataDirectoryError,
+    DiskFullError,
+    StorageError,
+    StoreFailedError,
+)
+
+RESERVE_BYTES: Final = 64 * 1024 * 1024
+"""What only compaction may still take: without room to write it could not make room."""
+
+PAGES_BYTES_MIN: Final = 1024 * 1024
+"""The smallest map that there can be."""
+
+
+class LmdbEnvironment:
+    """One LMDB environment. To be used by one thread.
+
+    Args:
+        path: Its folder, which must exist.
+        readonly: Whether only to read; another process may write at the same time.
+        bytes_max: How large its file may become; 0 for as large as the disk is.
+
+    Raises:
+        DataDirectoryError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, readonly: bool = False, bytes_max: int = 0) -> None:
+        self._path = path
+        self._limited = bool(bytes_max)
+        disk = os.statvfs(path)
+        self._map_bytes = max(bytes_max or disk.f_frsize * disk.f_blocks, PAGES_BYTES_MIN)
+        try:
+            self._env = lmdb.open(
+                str(path),
+                map_size=self._map_bytes,
+                readonly=readonly,
+                create=not readonly,
+                # What a read touches is mostly read once, and near what is read next.
+                readahead=True,
+                # A page that is written has no bytes of what was freed before: no secrets, and
+                # crashes are the same every time.
+                meminit=True,
+            )
+            self._page_bytes = self._env.stat()["psize"]
+            if not readonly:
+                # Processes that were killed leave their place in the table of readers.
+                self._env.reader_check()
+        except lmdb.Error as error:
+            raise DataDirectoryError(f"{path} cannot be opened: {error}") from error
+
+    @contextmanager
+    def read(self) -> Iterator[_Reader]:
+        """See `Environment`."""
+        with _translated(), self._env.begin(buffers=True) as transaction:
+            yield _Reader(transaction)
+
+    @contextmanager
+    def write(self, *, reserve_bytes: int = 0) -> Iterator[_Writer]:
+        """See `Environment`.
+
+        Args:
+            reserve_bytes: Room that must be left before anything is written.
+        """
+        with _translated(writing=True):
+            if reserve_bytes and self.free_bytes < reserve_bytes:
+                raise DiskFullError(
+                    f"{self._path} has {self.free_bytes} bytes left; the last {reserve_bytes} "
+                    "are for compaction"
+                )
+            with self._env.begin(write=True, buffers=True) as transaction:
+                yield _Writer(transaction)
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be written, on the disk and in the map."""
+        disk = os.statvfs(self._path)
+        used, file_bytes = self._used_bytes, self._file_bytes
+        in_file = max(0, file_bytes - used)
+        return min(self._map_bytes - used, disk.f_bavail * disk.f_frsize + in_file)
+
+    @property
+    def _used_bytes(self) -> int:
+        stat = self._env.stat()
+        pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return int(pages * self._page_bytes)
+
+    @property
+    def _file_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes in use, and in the file."""
+        with _translated():
+            return {"bytes_used": self._used_bytes, "bytes_in_file": self._file_bytes}
+
+    def close(self) -> None:
+        """Lets go of it."""
+        self._env.close()
+
+
+class _Reader:
+    def __init__(self, transaction: lmdb.Transaction) -> None:
+        self._transaction = transaction
+
+    def get(self, key: bytes) -> Buffer | None:
+        value: Buffer | None = self._transaction.get(key)
+        return value
+
+    def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
+        with self._transaction.cursor() as cursor:
+            if not cursor.set_range(first):
+                return
+            for key, value in cursor.iternext():
+                key = bytes(key)
+                if key > last:
+                    return
+                yield key, value
+
+    def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
+        with self._transaction.cursor() as cursor:
+            if not cursor.set_range(last):
+                found = cursor.last()
+            else:
+                found = bytes(cursor.key()) == last or cursor.prev()
+            if not found or bytes(cursor.key()) < first:
+                return None
+            return bytes(cursor.key()), cursor.value()
+
+
+class _Writer(_Reader):
+    def put(self, key: bytes, value: Buffer) -> None:
+        self._transaction.put(key, value)
+
+    def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
+        with self._transaction.cursor() as cursor:
+            cursor.putmulti(items)
+
+    def delete(self, key: bytes) -> None:
+        self._transaction.delete(key)
+
+
+@contextmanager
+def _translated(*, writing: bool = False) -> Iterator[None]:
+    """Turns LMDB's errors into ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (lmdb.MapFullError, lmdb.DiskError) as error:
+        # LMDB has given the transaction up, before or while its pages were written: the meta page
+        # still names the commit before.
+        raise DiskFullError(f"the disk is full: {error}") from error
+    except (lmdb.Error, OSError) as error:
+        if writing:
+            raise StoreFailedError(f"the disk failed: {error}") from error
+        raise CorruptionError(f"the store cannot be read: {error}") from error

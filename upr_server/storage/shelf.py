@@ -1,0 +1,155 @@
+"""One bucket's log and index together, and the upkeep that is due between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from upr_protocol.ids import SeqNo
+from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog, PartitionWrite
+from upr_server.storage.compaction import Sweep
+from upr_server.storage.environment import Environment
+from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.port import Upkeep
+
+INDEX_MUTATIONS: Final = 16 * 1024
+"""Mutations that one step of indexing takes in: 20 to 40 ms, for which a commit may wait."""
+
+INDEX_LAG_MUTATIONS: Final = 128 * 1024
+"""A bucket's index follows when it is so far behind, or when it is urgent: large batches touch each
+page of the tree once for many keys, and of a key that changes often they see only the last."""
+
+SWEEP_BYTES: Final = 4 * 1024 * 1024
+"""Bytes of chunks that one step of a compaction goes over."""
+
+GARBAGE_SHARE: Final = 0.35
+"""A partition is compacted when its log has grown by this share of what the last compaction left"""
+
+GARBAGE_BYTES: Final = 192 * 1024 * 1024
+"""and by its part of this: so much a bucket may waste however little it holds."""
+
+
+class Shelf:
+    """The disk of one bucket, as the one process that writes it sees it.
+
+    Args:
+        log: Where the log is kept.
+        index: Where the index is kept.
+    """
+
+    def __init__(self, log: Environment, index: Environment) -> None:
+        self.log = ChunkLog(log)
+        self.index = KeyIndex(index, self.log)
+        self._sweep: Sweep | None = None
+        self._compacted_last = False
+        self._count = 0
+        self._highs: list[int] = []
+        self._marks: list[int] = []
+        self._items: list[int] = []
+        self._purges: list[SeqNo] = []
+        self._bytes: list[int] = []
+        self._bases: list[int] = []
+        self._commits = 0
+        self._sweeps = 0
+
+    def open(self) -> None:
+        """Takes stock of what is there. O(chunks)."""
+        stored = self.log.load()
+        self._count = count = stored.record.partition_count
+        sizes = self.log.sizes()
+        marks = [self.index.watermark(number) for number in range(count)]
+        self._highs = [partition.record.high for partition in stored.partitions]
+        self._purges = [partition.purge_seq for partition in stored.partitions]
+        self._marks = [mark.seq for mark in marks]
+        self._items = [mark.items for mark in marks]
+        self._bases = [mark.base_bytes for mark in marks]
+        self._bytes = [sizes.get(number, 0) for number in range(count)]
+
+    def commit(self, writes: Sequence[PartitionWrite]) -> None:
+        """See `ChunkLog.commit`."""
+        self.log.commit(writes)
+        self._commits += 1
+        for write in writes:
+            number = write.partition
+            self._highs[number] = write.record.high
+            self._bytes[number] += sum(
+                chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks
+            )
+
+    # Upkeep.
+
+    def upkeep(
+        self, *, urgent: bool, leases: Sequence[tuple[int, int, int]], purge_before_cas: int
+    ) -> Upkeep:
+        """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
+        behind = self._furthest_behind(urgent)
+        sweep = self._sweep_due()
+        if sweep is not None and (behind is None or not self._compacted_last):
+            self._compacted_last = True
+            return self._compact(sweep, leases, purge_before_cas)
+        self._compacted_last = False
+        if behind is None:
+            return Upkeep()
+        mark = self.index.step(behind, INDEX_MUTATIONS)
+        self._marks[behind], self._items[behind] = mark.seq, mark.items
+        return self._report(behind, compacted=False, urgent=urgent)
+
+    def _furthest_behind(self, urgent: bool) -> int | None:
+        lags = [high - mark for high, mark in zip(self._highs, self._marks, strict=True)]
+        if not any(lags) or (not urgent and sum(lags) < INDEX_LAG_MUTATIONS):
+            return None
+        return max(range(self._count), key=lags.__getitem__)
+
+    def _sweep_due(self) -> Sweep | None:
+        if self._sweep is None:
+            allowed = GARBAGE_BYTES // self._count
+            for number, (nbytes, base) in enumerate(zip(self._bytes, self._bases, strict=True)):
+                if nbytes - base > GARBAGE_SHARE * base + allowed and self._marks[number]:
+                    through = SeqNo(self._marks[number])
+                    self._sweep = Sweep(self.log, self.index, number, through)
+                    break
+        return self._sweep
+
+    def _compact(
+        self, sweep: Sweep, leases: Sequence[tuple[int, int, int]], purge_before_cas: int
+    ) -> Upkeep:
+        number = sweep.partition
+        held = [(start, end) for partition, start, end in leases if partition == number]
+        swept = sweep.step(SWEEP_BYTES, held, purge_before_cas)
+        self._bytes[number] += swept.grown_bytes
+        self._purges[number] = swept.purge_seq
+        if swept.is_done:
+            # What came meanwhile is behind the sweep, and counts as grown since.
+            self._bases[number] = self._bytes[number]
+            self._sweep = None
+            self._sweeps += 1
+        if swept.is_done or swept.purged:
+            base = self._bases[number] if swept.is_done else -1
+            self.index.compacted(number, swept.purged, base)
+        return self._report(number, compacted=True, urgent=False)
+
+    def _report(self, number: int, *, compacted: bool, urgent: bool) -> Upkeep:
+        more = self._furthest_behind(urgent) is not None or self._sweep_due() is not None
+        return Upkeep(
+            number,
+            SeqNo(self._marks[number]),
+            self._items[number],
+            self._purges[number],
+            compacted,
+            more,
+        )
+
+    def statistics(self) -> dict[str, object]:
+        """Figures."""
+        return {
+            "log": self.log.environment.statistics(),
+            "index": self.index.environment.statistics(),
+            "chunk_bytes": sum(self._bytes),
+            "commits": self._commits,
+            "compactions": self._sweeps,
+        }
+
+    def close(self) -> None:
+        """Lets go of both."""
+        self.log.environment.close()
+        self.index.environment.close()

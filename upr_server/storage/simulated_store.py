@@ -1,0 +1,82 @@
+"""A store on simulated disks, without threads or processes: for tests, and for whoever wants a
+server that forgets.
+
+It answers after a delay that is drawn for each call, so that a flush is seen in flight and a read
+races a write, in the virtual time of a mock clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from upr_server.storage.calls import READS, AnyCall, Forget
+from upr_server.storage.environment import Environment
+from upr_server.storage.library import Library
+from upr_server.storage.simulated_disk import SimulatedDisk
+from upr_server.storage.store import CallingStore
+
+
+class SimulatedRoom:
+    """A `Room` of simulated disks, which outlives the stores that use it.
+
+    Attributes:
+        disks: Log and index of each bucket.
+    """
+
+    def __init__(self) -> None:
+        self.disks: dict[str, tuple[SimulatedDisk, SimulatedDisk]] = {}
+
+    def names(self) -> list[str]:
+        """The buckets, sorted."""
+        return sorted(self.disks)
+
+    def open(self, name: str) -> tuple[Environment, Environment]:
+        """Log and index of a bucket."""
+        return self.disks[name]
+
+    def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
+        """Makes a bucket."""
+        log, index = SimulatedDisk(), SimulatedDisk()
+        fill(log, index)
+        self.disks[name] = log, index
+
+    def delete(self, name: str) -> None:
+        """Takes a bucket away."""
+        del self.disks[name]
+
+
+class SimulatedStore(CallingStore):
+    """A `Store`.
+
+    Args:
+        room: Its disks; by default new ones.
+        delay: Draws how long a call takes, in seconds; None for no time at all.
+    """
+
+    def __init__(
+        self, room: SimulatedRoom | None = None, delay: Callable[[AnyCall], float] | None = None
+    ) -> None:
+        super().__init__()
+        self.room = SimulatedRoom() if room is None else room
+        self._delay = delay
+        self._writer = Library(self.room)
+        self._reader = Library(self.room)
+        # Calls that change something are carried out one after the other.
+        self._turn = trio.StrictFIFOLock()
+
+    async def _answer(self, call: AnyCall) -> Any:
+        if isinstance(call, (*READS, Forget)):
+            await self._wait(call)
+            return self._reader.answer(call)
+        async with self._turn:
+            await self._wait(call)
+            return self._writer.answer(call)
+
+    async def _wait(self, call: AnyCall) -> None:
+        if self._delay is None:
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.sleep(self._delay(call))
