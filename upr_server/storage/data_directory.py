@@ -18,9 +18,12 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+import platformdirs
 
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import DataDirectoryError
@@ -28,6 +31,11 @@ from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.records import FORMAT_VERSION
 
 FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
+
+
+def default_data_dir() -> Path:
+    """Where a user's data lies when nobody says otherwise."""
+    return platformdirs.user_data_path("upr")
 
 
 def prepare(path: Path) -> None:
@@ -40,12 +48,7 @@ def prepare(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         form = path / "format"
         if form.exists():
-            found = form.read_text("utf-8", "replace")
-            if found != FORMAT_TEXT:
-                raise DataDirectoryError(
-                    f"{path} is of another version ({found.strip()!r}, this server writes "
-                    f"{FORMAT_TEXT.strip()!r}): use the server that wrote it, or another directory"
-                )
+            _check_format(path)
         elif any(path.iterdir()):
             raise DataDirectoryError(
                 f"{path} is not empty, and no data directory: choose another with --data-dir"
@@ -61,6 +64,44 @@ def prepare(path: Path) -> None:
             f"{path} cannot be written: {error.strerror}; give the server's user the right to, or "
             "choose another directory with --data-dir"
         ) from error
+
+
+def _check_format(path: Path) -> None:
+    found = (path / "format").read_text("utf-8", "replace")
+    if found != FORMAT_TEXT:
+        raise DataDirectoryError(
+            f"{path} is of another version ({found.strip()!r}, this server writes "
+            f"{FORMAT_TEXT.strip()!r}): use the server that wrote it, or another directory"
+        )
+
+
+@contextmanager
+def quiet(path: Path) -> Iterator[None]:
+    """Sees that the directory is one of ours, and keeps servers from it while it is read.
+
+    Nothing in it is changed, and there may be any number of readers.
+
+    Raises:
+        DataDirectoryError: It is none, or a server uses it.
+    """
+    try:
+        if not (path / "format").exists():
+            raise DataDirectoryError(f"{path} is no data directory: name one with --data-dir")
+        _check_format(path)
+        try:
+            descriptor = os.open(path / "lock", os.O_RDONLY)
+        except FileNotFoundError:
+            # No server has ever used it.
+            descriptor = os.open(path / "format", os.O_RDONLY)
+    except OSError as error:
+        raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DataDirectoryError(f"{path} is used by a server: stop that one first") from error
+    finally:
+        os.close(descriptor)
 
 
 def lock(path: Path) -> int | None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from struct import Struct
 from typing import Final
 
 import lmdb
@@ -22,12 +23,25 @@ from upr_server.storage.errors import (
     StorageError,
     StoreFailedError,
 )
+from upr_server.storage.records import seal, unseal
 
 RESERVE_BYTES: Final = 64 * 1024 * 1024
 """What only compaction may still take: without room to write it could not make room."""
 
 PAGES_BYTES_MIN: Final = 1024 * 1024
 """The smallest map that there can be."""
+
+COMMIT: Final = b"\0"
+"""The key under which every commit leaves its own number.
+
+LMDB finds the newest commit by its two meta pages, which carry no checksum: one flipped bit there,
+and it would serve the commit before the last, whole and in order. A tree whose number is not that
+of its meta page is refused. (So is a copy whose commits were numbered anew: `mdb_copy -c`.)
+"""
+
+_COMMIT: Final = Struct("<Q")
+_META_TRANSACTION: Final = Struct("<144xQ")
+"""The number of a meta page's commit, behind the records of its two trees."""
 
 
 class LmdbEnvironment:
@@ -37,12 +51,22 @@ class LmdbEnvironment:
         path: Its folder, which must exist.
         readonly: Whether only to read; another process may write at the same time.
         bytes_max: How large its file may become; 0 for as large as the disk is.
+        is_alone: Whether nobody writes meanwhile; reading then leaves no trace, not even in the
+            table of readers.
 
     Raises:
         DataDirectoryError: It cannot be opened.
+        CorruptionError: Its meta pages are damaged.
     """
 
-    def __init__(self, path: Path, *, readonly: bool = False, bytes_max: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        readonly: bool = False,
+        bytes_max: int = 0,
+        is_alone: bool = False,
+    ) -> None:
         self._path = path
         self._limited = bool(bytes_max)
         disk = os.statvfs(path)
@@ -53,6 +77,7 @@ class LmdbEnvironment:
                 map_size=self._map_bytes,
                 readonly=readonly,
                 create=not readonly,
+                lock=not is_alone,
                 # What a read touches is mostly read once, and near what is read next.
                 readahead=True,
                 # A page that is written has no bytes of what was freed before: no secrets, and
@@ -65,11 +90,44 @@ class LmdbEnvironment:
                 self._env.reader_check()
         except lmdb.Error as error:
             raise DataDirectoryError(f"{path} cannot be opened: {error}") from error
+        if is_alone or not readonly:
+            try:
+                self._check_meta_pages()
+            except CorruptionError:
+                self._env.close()
+                raise
+
+    def _check_meta_pages(self) -> None:
+        """Commits take the two meta pages in turn; one that is cut off leaves its page as it was.
+
+        So their numbers are neighbours, or both are 0. One bit is beyond this: the second of the
+        newer number, where it is set. Without it the page looks like one that was not yet written.
+        """
+        with open(self._path / "data.mdb", "rb") as file:
+            pages = [file.read(self._page_bytes) for _ in range(2)]
+        if any(len(page) < _META_TRANSACTION.size for page in pages):
+            raise CorruptionError(f"{self._path} is shorter than its meta pages")
+        even, odd = (_META_TRANSACTION.unpack_from(page)[0] for page in pages)
+        if (even, odd) != (0, 0) and (even % 2 or not odd % 2 or abs(even - odd) != 1):
+            raise CorruptionError(
+                f"the meta pages of {self._path} are of commits {even} and {odd}: one is damaged"
+            )
+        with self.read():
+            pass
+
+    def _check_commit(self, transaction: lmdb.Transaction) -> None:
+        found, number = transaction.get(COMMIT), transaction.id()
+        if found is None:
+            if number:
+                raise CorruptionError(f"{self._path} has no number of its last commit, {number}")
+        elif unseal(COMMIT, found) != _COMMIT.pack(number):
+            raise CorruptionError(f"{self._path} is not as commit {number} has left it")
 
     @contextmanager
     def read(self) -> Iterator[_Reader]:
         """See `Environment`."""
         with _translated(), self._env.begin(buffers=True) as transaction:
+            self._check_commit(transaction)
             yield _Reader(transaction)
 
     @contextmanager
@@ -86,7 +144,10 @@ class LmdbEnvironment:
                     "are for compaction"
                 )
             with self._env.begin(write=True, buffers=True) as transaction:
-                yield _Writer(transaction)
+                writer = _Writer(transaction)
+                yield writer
+                if writer.is_changed:
+                    writer.put(COMMIT, seal(COMMIT, _COMMIT.pack(transaction.id())))
 
     @property
     def free_bytes(self) -> int:
@@ -105,6 +166,11 @@ class LmdbEnvironment:
     @property
     def _file_bytes(self) -> int:
         return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
+
+    def count(self) -> int:
+        """How many keys there are, as the meta page counts them."""
+        with _translated():
+            return int(self._env.stat()["entries"])
 
     def statistics(self) -> dict[str, int]:
         """Bytes in use, and in the file."""
@@ -146,15 +212,21 @@ class _Reader:
 
 
 class _Writer(_Reader):
+    def __init__(self, transaction: lmdb.Transaction) -> None:
+        super().__init__(transaction)
+        self.is_changed = False
+
     def put(self, key: bytes, value: Buffer) -> None:
+        self.is_changed = True
         self._transaction.put(key, value)
 
     def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
+        self.is_changed = True
         with self._transaction.cursor() as cursor:
             cursor.putmulti(items)
 
     def delete(self, key: bytes) -> None:
-        self._transaction.delete(key)
+        self.is_changed |= self._transaction.delete(key)
 
 
 @contextmanager

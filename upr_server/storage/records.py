@@ -7,6 +7,7 @@ Integers in keys are big-endian, so that the order of the bytes is the order of 
 =====  ===========================  ==========================================================
 map    key                          value
 =====  ===========================  ==========================================================
+both   a zero byte                  the number of the last commit (`lmdb_store` writes it)
 log    ``b``                        a `BucketRecord`: name, settings
 log    ``c``                        there after a clean stop only
 log    ``g`` partition              the purge number
