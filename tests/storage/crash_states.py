@@ -1,0 +1,316 @@
+"""The programs of the tests of crash states, as processes of their own.
+
+`record` writes a log for a while and notes every write; `replay` makes of that what a crash may
+leave, opens each such file and says what it found; `replay-lies` does the same with a disk that
+says too early that something is on it, which must be found out. A file that is damaged in LMDB's
+own pages may kill its reader, and what is redirected in a library stays redirected: hence the
+processes.
+
+What a disk may do with writes that no sync followed: keep each of them, lose it, or keep any of its
+sectors of 512 bytes, independently of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import msgspec
+
+from tests.storage.write_recorder import (
+    Event,
+    Recording,
+    Reported,
+    Resize,
+    Sync,
+    Write,
+    WriteRecorder,
+)
+from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_protocol.ids import Operation, PartitionState, SeqNo
+from upr_server.storage import compaction
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, Token
+from upr_server.storage.compaction import Sweep
+from upr_server.storage.environment import Environment
+from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.records import BucketRecord, PartitionRecord
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+COMMITS: Final = 280
+PARTITIONS: Final = 3
+KEYS: Final = 40
+SECTOR_BYTES: Final = 512
+MAP_BYTES: Final = 256 * 1024 * 1024
+VARIANTS_MAX: Final = 6
+"""How many states are made of one moment at which something was not synced yet."""
+LIE_WRITES: Final = 20
+"""Of so many writes a disk that lies says that they are on disk, and they are not."""
+
+LIE_STATES: Final = 500
+"""How many states of such a disk are enough to see what it does."""
+
+_SIZES: Final = (1, 1, 1, 2, 3, 8, 30)
+_VALUES: Final = (0, 10, 100, 100, 1_000, 6_000)
+
+
+class Found(msgspec.Struct):
+    """What the replay found.
+
+    Attributes:
+        states: How many states were opened.
+        different: How many of these files differ.
+        lost: Writes that were lost in them.
+        torn: Writes of which some sectors were lost.
+        written_on: States in which one more commit was made.
+        newer: States inside a commit in which that commit was there already.
+        commits: Commits in the recording.
+        wrong: What was not as it should be.
+    """
+
+    states: int = 0
+    different: int = 0
+    lost: int = 0
+    torn: int = 0
+    written_on: int = 0
+    newer: int = 0
+    commits: int = 0
+    wrong: list[str] = msgspec.field(default_factory=list)
+
+
+def record_of(high: int) -> PartitionRecord:
+    return PartitionRecord(PartitionState.ACTIVE, ((1, 0),), SeqNo(high), high)
+
+
+def digest_of(environment: Environment) -> bytes:
+    """Of all keys and values."""
+    digest = hashlib.sha256()
+    with environment.read() as reader:
+        for key, value in reader.scan(b"\0", b"\xff" * 40):
+            digest.update(b"%d %d " % (len(key), len(value)))
+            digest.update(key)
+            digest.update(value)
+    return digest.digest()
+
+
+# Writing the log.
+
+
+def some_chunk(random: Random, start: int) -> Chunk:
+    builder = ChunkBuilder()
+    count = random.choice(_SIZES)
+    for seq in range(start + 1, start + 1 + count):
+        key = b"key %d" % random.randrange(KEYS)
+        if random.random() < 0.2:
+            builder.append(Operation.DELETE, key, b"", seq, seq)
+        else:
+            value = random.randbytes(random.choice(_VALUES) if count < 5 else 20)
+            builder.append(Operation.SET, key, value, seq, seq)
+    return builder.build(SeqNo(start), SeqNo(start + count))
+
+
+def commit_some(log: ChunkLog, random: Random) -> None:
+    """One commit of one to all partitions."""
+    writes = []
+    for number in sorted(random.sample(range(PARTITIONS), random.randint(1, PARTITIONS))):
+        high = int(log.high(number))
+        chunks = []
+        for _ in range(random.choice((1, 1, 2, 5))):
+            chunks.append(some_chunk(random, high))
+            high = chunks[-1].end
+        counter = random.randrange(20)
+        token = Token(b"a writer, really", counter, random.choice((b"", b"the answer")))
+        writes.append(PartitionWrite(number, record_of(high), chunks, (token,)))
+    log.commit(writes)
+
+
+def record(folder: Path) -> Recording:
+    """The recording of a log's life."""
+    compaction.CHUNK_BYTES = 16 * 1024  # type: ignore[misc]
+    compaction.WHOLE_BYTES_MIN = 8 * 1024  # type: ignore[misc]
+    random = Random(4)
+    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES)
+    log = ChunkLog(environment)
+    index = KeyIndex(SimulatedDisk(), log)
+    log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+    path = folder / "data.mdb"
+    image, digest = path.read_bytes(), digest_of(environment)
+    recorder = WriteRecorder(path)
+    events = recorder.events
+    sweeps: list[Sweep] = []
+    for number in range(COMMITS):
+        if sweeps:
+            swept = sweeps[0].step(24 * 1024, (), purge_before_cas=1 << 62)
+            index.compacted(sweeps[0].partition, swept.purged, -1)
+            if swept.is_done:
+                del sweeps[0]
+        else:
+            commit_some(log, random)
+        if number % 15 == 14:
+            for partition in range(PARTITIONS):
+                while (mark := index.step(partition, 1_000)).seq < log.high(partition):
+                    pass
+                if mark.seq and not any(sweep.partition == partition for sweep in sweeps):
+                    sweeps.append(Sweep(log, index, partition, mark.seq))
+        if not events or not isinstance(events[-1], Reported):
+            events.append(Reported(digest_of(environment)))
+    environment.close()
+    return Recording(image, digest, events)
+
+
+# Replaying it.
+
+
+class Disk:
+    """A file: what of it is on disk, and what was written since.
+
+    Args:
+        image: What is on disk at first.
+        is_honest: Whether what was synced is; if not, only later, `LIE_WRITES` behind.
+    """
+
+    def __init__(self, image: bytes, *, is_honest: bool = True) -> None:
+        self._image = bytearray(image)
+        self._is_honest = is_honest
+        self.pending: list[Write] = []
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Write):
+            if event.is_synced:
+                _write(self._image, event.offset, event.data)
+            else:
+                self.pending.append(event)
+        elif isinstance(event, Sync):
+            keep = 0 if self._is_honest else LIE_WRITES
+            while len(self.pending) > keep:
+                write = self.pending.pop(0)
+                _write(self._image, write.offset, write.data)
+        elif isinstance(event, Resize):
+            raise TypeError("a file that LMDB writes does not change its length otherwise")
+
+    def crashed(self, random: Random, doing: Event | None, found: Found) -> bytes:
+        """What is there after a crash; of what was being done, a write may have been begun."""
+        image = bytearray(self._image)
+        writes = [*self.pending, doing] if isinstance(doing, Write) else self.pending
+        likely = random.choice((0.1, 0.5, 0.9))
+        for write in writes:
+            if random.random() < likely:
+                _write(image, write.offset, write.data)
+            elif random.random() < 0.5:
+                found.lost += 1
+            else:
+                found.torn += _tear(image, write, random)
+        return bytes(image)
+
+
+def _write(image: bytearray, offset: int, data: bytes) -> None:
+    if offset > len(image):
+        image.extend(bytes(offset - len(image)))
+    image[offset : offset + len(data)] = data
+
+
+def _tear(image: bytearray, write: Write, random: Random) -> bool:
+    """Keeps some sectors of a write, and says whether others were lost."""
+    at, end = write.offset, write.offset + len(write.data)
+    kept = lost = 0
+    while at < end:
+        through = min(end, (at // SECTOR_BYTES + 1) * SECTOR_BYTES)
+        if random.random() < 0.5:
+            _write(image, at, write.data[at - write.offset : through - write.offset])
+            kept += 1
+        else:
+            lost += 1
+        at = through
+    return bool(kept and lost)
+
+
+def states(
+    recording: Recording, found: Found, disk: Disk
+) -> Iterator[tuple[str, bytes, list[bytes]]]:
+    """Each state: its name, its file, and the digests that are right, the older first."""
+    random = Random(5)
+    reported = recording.digest
+    following = [event.digest for event in recording.events if isinstance(event, Reported)]
+    found.commits = len(following)
+    for at, event in enumerate(recording.events):
+        started = at > 0 and not isinstance(recording.events[at - 1], Reported)
+        within = started or isinstance(event, Write)
+        is_certain = not disk.pending and not isinstance(event, Write)
+        for variant in range(1 if is_certain else VARIANTS_MAX):
+            found.states += 1
+            right = [reported, following[0]] if within else [reported]
+            yield f"event {at}, variant {variant}", disk.crashed(random, event, found), right
+        disk.take(event)
+        if isinstance(event, Reported):
+            reported = event.digest
+            del following[0]
+
+
+def read_all(log: ChunkLog) -> None:
+    """Every record and every chunk, with all their checksums."""
+    for number, partition in enumerate(log.load().partitions):
+        after, high = 0, partition.record.high
+        while after < high:
+            after = log.read(number, after, high, bytes_max=1 << 20)[-1].end
+
+
+def examine(folder: Path, right: list[bytes], found: Found) -> None:
+    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES)
+    try:
+        log = ChunkLog(environment)
+        read_all(log)
+        digest = digest_of(environment)
+        if digest not in right:
+            raise AssertionError("what is there was never committed, or is too old")
+        found.newer += digest in right[1:]
+        if not found.states % 25:
+            commit_some(log, Random(found.states))
+            read_all(log)
+            found.written_on += 1
+    finally:
+        environment.close()
+
+
+def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bool) -> Found:
+    """Opens every state."""
+    found = Found()
+    disk = Disk(recording.image, is_honest=is_honest)
+    seen = set()
+    path = folder / "data.mdb"
+    for name, image, right in islice(states(recording, found, disk), states_max):
+        seen.add(hashlib.blake2b(image, digest_size=16).digest())
+        path.write_bytes(image)
+        with suppress(FileNotFoundError):
+            (folder / "lock.mdb").unlink()
+        # Where this stands when the process is killed, it says.
+        (folder / "state").write_text(name)
+        try:
+            examine(folder, right, found)
+        except Exception as error:  # noqa: BLE001  # anything at all is what this looks for
+            found.wrong.append(f"{name}: {type(error).__name__}: {error}")
+    found.different = len(seen)
+    return found
+
+
+def main(program: str, folder: Path) -> None:
+    saved = folder / "recording"
+    work = folder / program
+    work.mkdir()
+    if program == "record":
+        saved.write_bytes(msgspec.msgpack.encode(record(work)))
+    else:
+        recording = msgspec.msgpack.decode(saved.read_bytes(), type=Recording)
+        is_honest = program == "replay"
+        states_max = 1 << 32 if is_honest else LIE_STATES
+        found = replay(recording, work, states_max, is_honest=is_honest)
+        (work / "found").write_bytes(msgspec.msgpack.encode(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""What LMDB leaves of a log when the machine goes down at any moment, with any unsynced write lost.
+
+The writes are those that LMDB really makes; see `crash_states` for the rest.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+
+from tests.kit.process import ROOT, environment
+from tests.storage.crash_states import COMMITS, Found
+from tests.storage.write_recorder import is_possible
+
+STATES_MIN: Final = 5_000
+
+pytestmark = pytest.mark.skipif(
+    not is_possible(), reason="the writes of a library are only recorded on Linux, 64 bits"
+)
+
+
+def run(program: str, folder: Path) -> str:
+    """What the program complained of; empty when it ended as it should."""
+    command = [sys.executable, "-m", "tests.storage.crash_states", program, str(folder)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    return ended.stderr if ended.returncode == 0 else f"{ended.returncode}: {ended.stderr}"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("crashes")
+    assert run("record", folder) == ""
+    return folder
+
+
+def found_in(work: Path) -> Found:
+    return msgspec.msgpack.decode((work / "found").read_bytes(), type=Found)
+
+
+def test_every_crash_leaves_the_last_commit_that_was_reported_or_the_one_under_way(
+    recorded: Path,
+) -> None:
+    complaint = run("replay", recorded)
+    work = recorded / "replay"
+    assert complaint == "", (work / "state").read_text()
+    found = found_in(work)
+    assert not found.wrong, f"{len(found.wrong)} of {found.states}, such as {found.wrong[0]}"
+    assert found.different >= STATES_MIN
+    assert found.commits >= COMMITS * 0.9
+    assert found.lost > STATES_MIN / 4
+    assert found.torn > STATES_MIN / 4
+    # Some crashes came so late that their commit was there, and what is left can be written on.
+    assert found.newer > 100
+    assert found.written_on > 100
+
+
+def test_a_disk_that_says_too_early_that_a_write_is_on_it_is_found_out(recorded: Path) -> None:
+    complaint = run("replay-lies", recorded)
+    if complaint:
+        # LMDB follows what its pages say, and theirs may lead anywhere.
+        assert complaint.startswith("-"), complaint
+        return
+    found = found_in(recorded / "replay-lies")
+    assert found.wrong
