@@ -131,7 +131,7 @@ def open_bucket(path: Path) -> tuple[LmdbEnvironment, LmdbEnvironment]:
     Raises:
         StorageError: They cannot be opened.
     """
-    log = LmdbEnvironment(path / "log", readonly=True, is_alone=True)
+    log = LmdbEnvironment(path / "log", readonly=True, is_alone=True, is_summed=True)
     try:
         return log, LmdbEnvironment(path / "index", readonly=True, is_alone=True)
     except BaseException:
@@ -204,6 +204,10 @@ class Check:
     # The log's map.
 
     def _walk_log(self) -> Iterator[_Wrong | Checked]:
+        try:
+            self._log.verify()
+        except StorageError as error:
+            yield -1, str(error), False
         with self._log.read() as reader:
             record: BucketRecord | None = None
             try:

@@ -268,7 +268,8 @@ class ChunkLog:
         with self.environment.read() as reader:
             for key, value in reader.scan(first, last):
                 chunk = parse_chunk(key, value)
-                if chunk.start > after:
+                # Each goes on where the one before ended; only the first may begin earlier.
+                if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
                     break
                 piece = chunk.slice(SeqNo(after), SeqNo(through))
                 chunks.append(chunk.copied() if piece is chunk else piece)

@@ -155,9 +155,16 @@ class DataRoom:
 
     def _open(self, path: Path) -> tuple[Environment, Environment]:
         log, index = (
-            LmdbEnvironment(path / part, readonly=self._readonly, bytes_max=self._bytes_max)
+            LmdbEnvironment(
+                path / part,
+                readonly=self._readonly,
+                bytes_max=self._bytes_max,
+                is_summed=part == "log",
+            )
             for part in ("log", "index")
         )
+        if not self._readonly:
+            log.verify()
         return log, index
 
     def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:

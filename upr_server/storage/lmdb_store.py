@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
 from typing import Final
+from zlib import crc32
 
 import lmdb
 
@@ -39,7 +40,15 @@ and it would serve the commit before the last, whole and in order. A tree whose 
 of its meta page is refused. (So is a copy whose commits were numbered anew: `mdb_copy -c`.)
 """
 
-_COMMIT: Final = Struct("<Q")
+_COMMIT: Final = Struct("<QQ")
+"""The commit's number, and the sum of the marks of all that the map holds, where that is kept."""
+
+_MARKED_BYTES_MAX: Final = 1024
+"""Of a longer value its length must do: LMDB keeps it in pages of its own, and to look at the first
+of each would be to read half the disk."""
+
+_SUM_END: Final = 1 << 64
+
 _META_TRANSACTION: Final = Struct("<144xQ")
 """The number of a meta page's commit, behind the records of its two trees."""
 
@@ -53,6 +62,8 @@ class LmdbEnvironment:
         bytes_max: How large its file may become; 0 for as large as the disk is.
         is_alone: Whether nobody writes meanwhile; reading then leaves no trace, not even in the
             table of readers.
+        is_summed: Whether commits keep the sum of all that the map holds, for `verify`; it costs
+            them a look at everything that they replace.
 
     Raises:
         DataDirectoryError: It cannot be opened.
@@ -66,9 +77,10 @@ class LmdbEnvironment:
         readonly: bool = False,
         bytes_max: int = 0,
         is_alone: bool = False,
+        is_summed: bool = False,
     ) -> None:
         self._path = path
-        self._limited = bool(bytes_max)
+        self._is_summed = is_summed
         disk = os.statvfs(path)
         self._map_bytes = max(bytes_max or disk.f_frsize * disk.f_blocks, PAGES_BYTES_MIN)
         try:
@@ -115,19 +127,44 @@ class LmdbEnvironment:
         with self.read():
             pass
 
-    def _check_commit(self, transaction: lmdb.Transaction) -> None:
-        found, number = transaction.get(COMMIT), transaction.id()
+    def _sum(self, transaction: lmdb.Transaction, number: int) -> int:
+        """The sum that stands in the tree; raises `CorruptionError` if the tree is not that of the
+        commit `number`."""
+        found = transaction.get(COMMIT)
         if found is None:
             if number:
                 raise CorruptionError(f"{self._path} has no number of its last commit, {number}")
-        elif unseal(COMMIT, found) != _COMMIT.pack(number):
+            return 0
+        in_tree, total = _COMMIT.unpack(unseal(COMMIT, found))
+        if in_tree != number:
             raise CorruptionError(f"{self._path} is not as commit {number} has left it")
+        return int(total)
+
+    def verify(self) -> None:
+        """Sees that the map holds what the last commit has left, no less and nothing else. O(keys).
+
+        A page that is no longer in use keeps what it held. One flipped bit in the tree, and such a
+        page is in the place of its successor: what it holds has good checksums, and is old.
+
+        Raises:
+            CorruptionError: It does not.
+        """
+        total, before = 0, b""
+        with self.read() as reader:
+            expected = self._sum(reader.transaction, reader.transaction.id())
+            for key, value in reader.scan(COMMIT + b"\0", b"\xff" * 512):
+                if key <= before:
+                    raise CorruptionError(f"{self._path} has its keys in another order")
+                before = key
+                total += _mark(key, value)
+        if self._is_summed and total % _SUM_END != expected:
+            raise CorruptionError(f"{self._path} does not hold what its last commit has left")
 
     @contextmanager
     def read(self) -> Iterator[_Reader]:
         """See `Environment`."""
         with _translated(), self._env.begin(buffers=True) as transaction:
-            self._check_commit(transaction)
+            self._sum(transaction, transaction.id())
             yield _Reader(transaction)
 
     @contextmanager
@@ -144,10 +181,12 @@ class LmdbEnvironment:
                     "are for compaction"
                 )
             with self._env.begin(write=True, buffers=True) as transaction:
-                writer = _Writer(transaction)
+                total = self._sum(transaction, transaction.id() - 1)
+                writer = _Writer(transaction, self._is_summed)
                 yield writer
                 if writer.is_changed:
-                    writer.put(COMMIT, seal(COMMIT, _COMMIT.pack(transaction.id())))
+                    total = (total + writer.grown) % _SUM_END
+                    writer.put(COMMIT, seal(COMMIT, _COMMIT.pack(transaction.id(), total)))
 
     @property
     def free_bytes(self) -> int:
@@ -182,16 +221,22 @@ class LmdbEnvironment:
         self._env.close()
 
 
+def _mark(key: bytes, value: Buffer) -> int:
+    """Stands for a key and its value, which begins with a checksum of all of it."""
+    mark = crc32(len(value).to_bytes(8), crc32(key))
+    return mark if len(value) > _MARKED_BYTES_MAX else crc32(value[:16], mark)
+
+
 class _Reader:
     def __init__(self, transaction: lmdb.Transaction) -> None:
-        self._transaction = transaction
+        self.transaction = transaction
 
     def get(self, key: bytes) -> Buffer | None:
-        value: Buffer | None = self._transaction.get(key)
+        value: Buffer | None = self.transaction.get(key)
         return value
 
     def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
-        with self._transaction.cursor() as cursor:
+        with self.transaction.cursor() as cursor:
             if not cursor.set_range(first):
                 return
             for key, value in cursor.iternext():
@@ -201,7 +246,7 @@ class _Reader:
                 yield key, value
 
     def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
-        with self._transaction.cursor() as cursor:
+        with self.transaction.cursor() as cursor:
             if not cursor.set_range(last):
                 found = cursor.last()
             else:
@@ -212,21 +257,37 @@ class _Reader:
 
 
 class _Writer(_Reader):
-    def __init__(self, transaction: lmdb.Transaction) -> None:
+    def __init__(self, transaction: lmdb.Transaction, is_summed: bool) -> None:
         super().__init__(transaction)
         self.is_changed = False
+        self.grown = 0
+        self._is_summed = is_summed
+
+    def _replaces(self, key: bytes, value: Buffer | None) -> None:
+        self.is_changed = True
+        if self._is_summed and key != COMMIT:
+            old = self.transaction.get(key)
+            if old is not None:
+                self.grown -= _mark(key, old)
+            if value is not None:
+                self.grown += _mark(key, value)
 
     def put(self, key: bytes, value: Buffer) -> None:
-        self.is_changed = True
-        self._transaction.put(key, value)
+        self._replaces(key, value)
+        self.transaction.put(key, value)
 
     def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
+        if self._is_summed:
+            for key, value in items:
+                self.put(key, value)
+            return
         self.is_changed = True
-        with self._transaction.cursor() as cursor:
+        with self.transaction.cursor() as cursor:
             cursor.putmulti(items)
 
     def delete(self, key: bytes) -> None:
-        self.is_changed |= self._transaction.delete(key)
+        self._replaces(key, None)
+        self.transaction.delete(key)
 
 
 @contextmanager

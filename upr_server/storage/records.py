@@ -80,7 +80,13 @@ def chunk_key(partition: int, last: int) -> bytes:
 
 
 def parse_chunk_key(key: bytes) -> tuple[int, int]:
-    """Partition and last number."""
+    """Partition and last number.
+
+    Raises:
+        CorruptionError: It is no such key.
+    """
+    if len(key) != _NUMBER.size:
+        raise CorruptionError(f"no chunk stands under {key.hex()}")
     _, partition, last = _NUMBER.unpack(key)
     return partition, last
 
@@ -96,7 +102,13 @@ def token_key(partition: int, writer: bytes, counter: int) -> bytes:
 
 
 def parse_token_key(key: bytes) -> tuple[int, bytes, int]:
-    """Partition, writer, counter."""
+    """Partition, writer, counter.
+
+    Raises:
+        CorruptionError: It is no such key.
+    """
+    if len(key) != _TOKEN.size:
+        raise CorruptionError(f"no answer to a publisher stands under {key.hex()}")
     _, partition, writer, counter = _TOKEN.unpack(key)
     return partition, writer, counter
 
@@ -107,7 +119,13 @@ def expiry_key(expiry: int, partition: int, number: int) -> bytes:
 
 
 def parse_expiry_key(key: bytes) -> tuple[int, int, int]:
-    """Expiry time, partition, number."""
+    """Expiry time, partition, number.
+
+    Raises:
+        CorruptionError: It is no such key.
+    """
+    if len(key) != _EXPIRY.size:
+        raise CorruptionError(f"nothing expires under {key.hex()}")
     _, expiry, partition, number = _EXPIRY.unpack(key)
     return expiry, partition, number
 
