@@ -29,6 +29,7 @@ class Status(IntEnum):
     HISTORY_CHANGED = 11
     TIMED_OUT = 12
     LIMIT_REACHED = 13
+    DAMAGED = 14
 
     # An answer about one mutation of a batch.
     EXISTS = 32
@@ -77,6 +78,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.HISTORY_CHANGED: "a failover came between; read the keys to see what was kept",
     Status.TIMED_OUT: "ask again, or give it longer",
     Status.LIMIT_REACHED: "free some of what is held before asking for more",
+    Status.DAMAGED: "what the disk holds is damaged; run upr-server check, and restore from a copy",
     Status.EXISTS: "use set or replace if the key may exist",
     Status.NOT_FOUND: "use set or add if the key may be missing",
     Status.CAS_MISMATCH: "read the item again and repeat the change with its new CAS",

@@ -65,3 +65,12 @@ SEND_TIMEOUT_S: Final = 60.0
 
 REQUESTS_OPEN_MAX: Final = 4096
 """Requests of one connection that wait for their answers."""
+
+LEASES_MAX: Final = 1024
+"""Leases that clients may hold on one bucket: each is looked at in every step of a compaction."""
+
+LEASE_RANGES_MAX: Final = 1024
+"""Ranges of one lease: one a partition."""
+
+LEASE_TIME_TO_LIVE_S_MAX: Final = 24 * 3600
+"""Who wants a range for longer renews: what is held costs disk, and its holder may be dead."""

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import structlog
@@ -17,6 +17,9 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId
 from upr_server.config import Config
 from upr_server.net import Service
+from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.port import Store
+from upr_server.storage.process_store import open_store
 
 log = structlog.get_logger(__name__)
 
@@ -50,27 +53,62 @@ class Server:
 
 
 @asynccontextmanager
-async def running_server(config: Config) -> AsyncIterator[Server]:
+async def running_server(config: Config, store: Store | None = None) -> AsyncIterator[Server]:
     """A server that runs for as long as the context.
 
-    On leaving it, the server stops listening, ends every stream with a reason, and gives its peers
-    `shutdown_deadline_s` to take what is queued. Cancelled, it drops them at once.
+    On leaving it, the server stops listening, ends every stream with a reason, gives its peers
+    `shutdown_deadline_s` to take what is queued, and brings everything to disk. Cancelled, it drops
+    them at once, and what is in memory only.
+
+    Args:
+        config: What it is told.
+        store: Its disk; by default that of the data directory.
 
     Raises:
         ListenError: The address cannot be listened on.
+        StorageError: The data directory cannot be used, or the disk failed.
     """
+    async with AsyncExitStack() as stack:
+        if store is None:
+            store = await stack.enter_async_context(
+                open_store(config.data_path(), bytes_max=config.disk_bytes_max)
+            )
+        yield await stack.enter_async_context(_serving(config, store))
+
+
+@asynccontextmanager
+async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
     service = Service(
+        store,
         identity=config.identity or socket.gethostname(),
         quota_bytes_default=config.quota_bytes,
         time=time.time,
         new_history_id=_new_history_id,
         connections_max=config.connections_max,
         send_timeout_s=config.send_timeout_s,
+        purge_age_s=config.purge_age_s,
     )
-    for bucket in config.buckets:
-        service.buckets.create(
-            bucket.name, bucket.partitions, bucket.quota_bytes or config.quota_bytes
-        )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_watch, store)
+        async with service.recovered():
+            for bucket in config.buckets:
+                if bucket.name not in service.buckets:
+                    quota_bytes = bucket.quota_bytes or config.quota_bytes
+                    await service.create_bucket(bucket.name, bucket.partitions, quota_bytes)
+            async with _listening(config, service) as server:
+                yield server
+        # Everything is on disk.
+        nursery.cancel_scope.cancel()
+
+
+async def _watch(store: Store) -> None:
+    """Ends the server when its disk has failed: nothing may be acknowledged any more."""
+    await store.failed.wait()
+    raise StoreFailedError(f"{store.failure}; the server stops, so as to promise nothing more")
+
+
+@asynccontextmanager
+async def _listening(config: Config, service: Service) -> AsyncIterator[Server]:
     host, port = config.address()
     try:
         listeners = list(await trio.open_tcp_listeners(port, host=host))
@@ -89,6 +127,7 @@ async def running_server(config: Config) -> AsyncIterator[Server]:
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(service.collapse)
+            nursery.start_soon(service.free_memory)
             nursery.start_soon(service.expire)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)

@@ -27,6 +27,11 @@ _options = (
         help="A TOML file with settings; `upr-server config` prints one.",
     ),
     click.option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one."),
+    click.option(
+        "--data-dir",
+        metavar="DIR",
+        help="Where buckets are kept; made when missing.  [default: the platform's data directory]",
+    ),
     click.option("--quota-bytes", type=int, help="Memory of a bucket that is created without one."),
     click.option("--log-level", help="debug, info, warning or error."),
     click.option("--log-format", help="console for people, json for machines."),

@@ -21,6 +21,7 @@ from upr_protocol.limits import (
     SEND_TIMEOUT_S,
 )
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
+from upr_server.storage.data_directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
 
@@ -55,6 +56,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: Connections at a time.
         send_timeout_s: How long a peer may take nothing of what waits for it.
+        data_dir: Where buckets are kept; empty for the platform's data directory.
+        disk_bytes_max: How large each file there may become; 0 for as large as the disk is.
+        purge_age_s: How old a deletion must be to be forgotten; a consumer that was away for
+            longer may have to begin again.
         shutdown_deadline_s: How long peers have to take what is queued when the server stops.
         log_level: The least severe event that is logged.
         log_format: `console` for people, `json` for machines.
@@ -66,6 +71,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quota_bytes: Annotated[int, msgspec.Meta(ge=QUOTA_BYTES_MIN)] = 1024 * 1024 * 1024
     connections_max: _Count = 10_000
     send_timeout_s: _Seconds = SEND_TIMEOUT_S
+    data_dir: str = ""
+    disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    purge_age_s: _Seconds = 3 * 24 * 3600.0
     shutdown_deadline_s: _Seconds = 5.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -83,6 +91,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"listen is {self.listen!r}; write HOST:PORT with a port from 0 to 65535"
             )
         return host.strip("[]") or "0.0.0.0", int(port)
+
+    def data_path(self) -> Path:
+        """The data directory."""
+        return Path(self.data_dir) if self.data_dir else default_data_dir()
 
     def check(self) -> None:
         """Looks at what the types of the fields do not tell.

@@ -15,8 +15,9 @@ from upr_server.engine.cursor import (
 )
 from upr_server.engine.manager import MutationManager, NotInMemory, Registration
 from upr_server.engine.memory import Memory
-from upr_server.engine.partition import Item, MutateResult, Partition
+from upr_server.engine.partition import Item, MutateResult, Partition, PartitionImage
 from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
+from upr_server.engine.wants import FetchNeeded, Found, Want
 from upr_server.engine.writers import WriterToken
 
 __all__ = [
@@ -27,18 +28,22 @@ __all__ = [
     "Buckets",
     "Cursor",
     "CursorItem",
+    "FetchNeeded",
+    "Found",
     "Item",
     "Memory",
     "MutateResult",
     "MutationManager",
     "NotInMemory",
     "Partition",
+    "PartitionImage",
     "PersistenceCursor",
     "Quota",
     "Registration",
     "Relief",
     "SnapshotEnd",
     "SnapshotStart",
+    "Want",
     "WriterToken",
     "check_bucket",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -11,7 +11,7 @@ from upr_protocol.errors import Status, UprError
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, PARTITIONS_DEFAULT, PARTITIONS_MAX
 from upr_server.engine.memory import Memory
-from upr_server.engine.partition import Partition
+from upr_server.engine.partition import Partition, PartitionImage
 from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
 
 QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
@@ -68,6 +68,7 @@ class Bucket:
         new_history_id: Draws a fresh non-zero random ID.
         state: What this node is for its partitions.
         on_collapsible: Called when `collapse_wanted` becomes true.
+        images: Its partitions as the disk has them; None for a new bucket.
 
     Attributes:
         name: The name.
@@ -79,7 +80,16 @@ class Bucket:
         BucketError: An argument is out of its range.
     """
 
-    __slots__ = ("_collapsible", "_on_collapsible", "memory", "name", "partitions", "quota")
+    __slots__ = (
+        "_collapsible",
+        "_is_exhausted",
+        "_next_to_relieve",
+        "_on_collapsible",
+        "memory",
+        "name",
+        "partitions",
+        "quota",
+    )
 
     def __init__(
         self,
@@ -90,6 +100,7 @@ class Bucket:
         quota_bytes: int = QUOTA_BYTES_DEFAULT,
         state: PartitionState = PartitionState.ACTIVE,
         on_collapsible: Callable[[], None] | None = None,
+        images: Sequence[PartitionImage] | None = None,
     ) -> None:
         check_bucket(name, partition_count, quota_bytes)
         self.name = name
@@ -98,6 +109,9 @@ class Bucket:
         self._on_collapsible = on_collapsible
         # Partitions with something to collapse, so that nobody has to look for them.
         self._collapsible: dict[int, None] = {}
+        self._is_exhausted = False
+        # Where freeing goes on, so that all partitions have their turn.
+        self._next_to_relieve = 0
         self.partitions = tuple(
             Partition(
                 PartitionId(number),
@@ -105,6 +119,7 @@ class Bucket:
                 state=state,
                 memory=self.memory,
                 on_collapsible=partial(self._is_collapsible, number),
+                image=images[number] if images is not None else None,
             )
             for number in range(partition_count)
         )
@@ -147,8 +162,65 @@ class Bucket:
             self._on_collapsible()
 
     def relief(self) -> Relief:
-        """What to do about its memory. O(1)."""
-        return self.quota.decide(self.memory, self.collapse_wanted)
+        """What its memory allows: `NOTHING` has to be done, it is being freed (`FREE`), or it is so
+        short that publishers wait (`REFUSE_CREDIT`). O(1)."""
+        if not self.quota.is_short(self.memory):
+            self._is_exhausted = False
+            return Relief.NOTHING
+        if self._is_exhausted or self.quota.is_full(self.memory):
+            return Relief.REFUSE_CREDIT
+        return Relief.FREE
+
+    def relieve(self, budget_mutations: int = COLLAPSE_MUTATIONS) -> Relief:
+        """Frees some memory, if it is short, by the first means that helps; in steps of about as
+        many mutations or keys.
+
+        Returns:
+            What was done; `REFUSE_CREDIT` when nothing could be.
+        """
+        self._is_exhausted = False
+        if not self.quota.is_short(self.memory):
+            return Relief.NOTHING
+        # Once over the quota, freeing what the disk has is quicker.
+        if self._collapsible and not self.quota.is_full(self.memory):
+            self.collapse_step(budget_mutations)
+            return Relief.COLLAPSE
+        for relief, means in (
+            (Relief.FREE, self._free_snapshots),
+            (Relief.FREE, self._evict_keys),
+            (Relief.DROP, self._drop_cursors),
+        ):
+            if means(budget_mutations):
+                return relief
+        self._is_exhausted = True
+        return Relief.REFUSE_CREDIT
+
+    def _from_next(self) -> Iterator[Partition]:
+        """Every partition once, beginning where the last time ended."""
+        count = len(self.partitions)
+        for _ in range(count):
+            self._next_to_relieve = (self._next_to_relieve + 1) % count
+            yield self.partitions[self._next_to_relieve]
+
+    def _free_snapshots(self, _budget: int) -> bool:
+        freed = False
+        for partition in self._from_next():
+            freed |= partition.manager.free_oldest()
+            if freed and not self.quota.is_short(self.memory):
+                break
+        return freed
+
+    def _evict_keys(self, budget: int) -> bool:
+        return any(partition.evict(budget) for partition in self._from_next())
+
+    def _drop_cursors(self, _budget: int) -> bool:
+        for partition in self._from_next():
+            dropped = partition.manager.droppable()
+            for cursor in dropped:
+                partition.manager.drop(cursor)
+            if dropped:
+                return True
+        return False
 
     # Figures and checks.
 
@@ -156,8 +228,9 @@ class Bucket:
         """Figures of the bucket. O(partitions)."""
         return {
             "partitions": len(self.partitions),
-            "items": sum(partition.table.items for partition in self.partitions),
+            "items": sum(partition.items for partition in self.partitions),
             "keys": sum(len(partition.table) for partition in self.partitions),
+            "cursors_dropped": sum(partition.manager.dropped for partition in self.partitions),
             "cursors": sum(partition.manager.cursor_count for partition in self.partitions),
             "snapshots": sum(len(partition.manager) for partition in self.partitions),
             "memory": self.memory.statistics(),
@@ -173,6 +246,7 @@ class Bucket:
             partition.recount(recount)
             # What was to be collapsed may have been freed since; the next step finds that out.
             assert not partition.manager.collapse_wanted or number in self._collapsible
+        recount.backfills = self.memory.backfills  # these are held elsewhere
         assert recount == self.memory, (recount, self.memory)
 
 
@@ -210,23 +284,35 @@ class Buckets:
         name: str,
         partition_count: int = PARTITIONS_DEFAULT,
         quota_bytes: int = QUOTA_BYTES_DEFAULT,
+        images: Sequence[PartitionImage] | None = None,
     ) -> Bucket:
         """Makes a bucket. O(partitions), about 10 µs each.
+
+        Args:
+            name: Its name.
+            partition_count: How many partitions it has.
+            quota_bytes: The memory it may take.
+            images: Its partitions as the disk has them; None for a new bucket.
 
         Raises:
             BucketError: It exists, or an argument is out of its range.
         """
-        if name in self._buckets:
-            raise BucketError(f"bucket {name!r} exists", Status.BUCKET_EXISTS)
+        self.check_absent(name)
         bucket = Bucket(
             name,
             new_history_id=self._new_history_id,
             partition_count=partition_count,
             quota_bytes=quota_bytes,
             on_collapsible=partial(self._is_collapsible, name),
+            images=images,
         )
         self._buckets[name] = bucket
         return bucket
+
+    def check_absent(self, name: str) -> None:
+        """Raises `BucketError` when there is a bucket of this name."""
+        if name in self._buckets:
+            raise BucketError(f"bucket {name!r} exists", Status.BUCKET_EXISTS)
 
     def get(self, name: str) -> Bucket | None:
         """The bucket of this name."""

@@ -234,7 +234,7 @@ class Cursor:
     def _say_gone(self) -> BackfillNeeded:
         if self._gone == "closed":
             raise ValueError(f"cursor {self.name!r} is closed")
-        return BackfillNeeded(self.seq, max(self.seq, self._manager.oldest))
+        return BackfillNeeded(self.seq, max(self.seq, self._manager.persistence.committed))
 
     # Standing somewhere.
 

@@ -8,7 +8,7 @@ second index for the open snapshot: docs/adr/0003-one-hash-table.md.
 
 from __future__ import annotations
 
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from typing import Final
 
 from upr_server.engine.memory import Memory
@@ -22,7 +22,8 @@ class HashTable:
     """Key to the number of its newest mutation; negative when that is a tombstone.
 
     The sign tells existence without a look at the mutation. Tombstones stay: until they are
-    persisted, the table is what knows of them (seed 002).
+    persisted, the table is what knows of them (seed 002). What the disk's index knows may be
+    evicted.
 
     Attributes:
         numbers: The table itself. The hot loops of this module read and write it; everybody else
@@ -106,6 +107,32 @@ class HashTable:
             self._grew(len(new), sum(map(len, new)))
         self.items += len(deleted) + len(new)
         return superseded, fresh
+
+    def evict(self, through: int, budget: int) -> int:
+        """Looks at the `budget` keys that stand first, and forgets those that the disk knows.
+
+        O(budget). The others are put at the end, so that the next call looks at others.
+
+        Args:
+            through: The disk knows the newest mutation of every key up to this number.
+            budget: How many keys to look at.
+
+        Returns:
+            How many were forgotten.
+        """
+        numbers = self.numbers
+        evicted = key_bytes = items = 0
+        for key, number in list(islice(numbers.items(), budget)):
+            del numbers[key]
+            if -through <= number <= through:
+                evicted += 1
+                key_bytes += len(key)
+                items += number > 0
+            else:
+                numbers[key] = number
+        self.items -= items
+        self._grew(-evicted, -key_bytes)
+        return evicted
 
     def _grew(self, keys: int, key_bytes: int) -> None:
         self._key_bytes += key_bytes

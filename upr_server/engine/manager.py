@@ -1,8 +1,10 @@
 """The mutation manager: one partition's snapshots and the cursors that read them (seed 001).
 
 A list of snapshots, oldest first; the last is open and takes mutations in. A cursor that enters the
-open snapshot closes it, and a new one is opened behind it. A closed snapshot that is the oldest is
-freed when nobody stands in it or before it; neighbours among which nobody stands are collapsed.
+open snapshot closes it, and a new one is opened behind it. Neighbours among which nobody stands are
+collapsed. A closed snapshot that is the oldest may be freed when nobody stands in it or before it:
+the disk has it, as the disk's own cursor has passed. It is freed when memory runs short, and until
+then serves those who read.
 
 Whoever is at the end of everything waits. The first mutation wakes all who wait, once; the snapshot
 stays open until one of them comes to read, so that what arrives in between is still deduplicated.
@@ -110,6 +112,11 @@ class MutationManager:
         return len(self._places)
 
     @property
+    def dropped(self) -> int:
+        """Cursors dropped, ever."""
+        return self._dropped
+
+    @property
     def cursor_count(self) -> int:
         """Cursors, with that for the disk."""
         return len(self._cursors)
@@ -139,7 +146,7 @@ class MutationManager:
 
         Returns:
             The cursor; and if `start` is no longer in memory, what to read from disk before it: the
-            cursor then stands at the oldest snapshot.
+            cursor then stands where the disk ends.
 
         Raises:
             ValueError: `start` or `end_at_least` is above the highest number.
@@ -148,8 +155,9 @@ class MutationManager:
             raise ValueError(f"{max(start, end_at_least)} is above the high number {self.high}")
         backfill = None
         if start < self.oldest:
-            backfill = BackfillNeeded(start, self.oldest)
-            start = self.oldest
+            # A state on disk is that at the persisted end, and at no number before it.
+            backfill = BackfillNeeded(start, self.persistence.committed)
+            start = self.persistence.committed
         place = self._places[bisect_right(self._places, start, key=_START) - 1]
         cursor = Cursor(
             self,
@@ -170,6 +178,12 @@ class MutationManager:
         older than any that the disk still needs."""
         older = cursor.oldest_place.start < self.persistence.oldest_place.start
         return cursor.droppable and cursor in self._cursors and older
+
+    def droppable(self) -> list[Cursor]:
+        """The cursors that may be dropped and stand furthest back. O(cursors)."""
+        found = [cursor for cursor in self._cursors if self.may_drop(cursor)]
+        oldest = min((cursor.oldest_place.start for cursor in found), default=0)
+        return [cursor for cursor in found if cursor.oldest_place.start == oldest]
 
     def drop(self, cursor: Cursor) -> None:
         """Takes a slow cursor out, so that what it held can be freed; it must backfill (seed 001).
@@ -236,14 +250,30 @@ class MutationManager:
         self._inside_open.pop(cursor, None)
 
     def left(self, places: Iterable[Place]) -> None:
-        """Cursors have left these places: some may now be freed or collapsed."""
-        while len(self._places) > 1 and self._places[0].is_free:
-            place = self._places.pop(0)
-            self.close(place).free()
-            self._candidates.pop(place, None)
-            self._freed += 1
+        """Cursors have left these places: some may now be collapsed."""
         for place in places:
             self._consider(place)
+
+    # Freeing what the disk has.
+
+    @property
+    def can_free(self) -> bool:
+        """Whether `free_oldest` would free something. O(1)."""
+        return len(self._places) > 1 and self._places[0].is_free
+
+    def free_oldest(self) -> bool:
+        """Frees the oldest snapshot, if it is closed and nobody stands there. O(its segments).
+
+        Returns:
+            Whether it did.
+        """
+        if not self.can_free:
+            return False
+        place = self._places.pop(0)
+        self.close(place).free()
+        self._candidates.pop(place, None)
+        self._freed += 1
+        return True
 
     # Collapsing.
 
@@ -275,7 +305,11 @@ class MutationManager:
         return self.collapse_wanted
 
     def _consider(self, place: Place) -> None:
-        if place in self._candidates or run_to_collapse(self._places, place) is None:
+        if (
+            place in self._candidates
+            or place.start < self.oldest
+            or run_to_collapse(self._places, place) is None
+        ):
             return
         wanted = self.collapse_wanted
         self._candidates[place] = None
@@ -347,7 +381,8 @@ class MutationManager:
             inside = sum(c.held.count(place) for c in self._cursors)
             assert place.at_front == fronts, (place.at_front, fronts)
             assert place.inside == inside, (place.inside, inside)
-        assert len(places) == 1 or not places[0].is_free, "the oldest is held by somebody"
+        committed = self.persistence.committed
+        assert any(place.start == committed for place in places), "the disk's end is a boundary"
         for cursor in self._cursors:
             assert cursor.place in places, cursor
             assert all(place in places for place in cursor.held), cursor

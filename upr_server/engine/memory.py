@@ -16,9 +16,10 @@ class Memory:
         table: Hash tables: an estimate a key, see `hash_table.ENTRY_BYTES`.
         expiries: The indexes of items by expiry time, an estimate too.
         writers: Remembered answers to publishers, an estimate too.
+        backfills: What was read from disk and is not sent yet.
     """
 
-    __slots__ = ("arrays", "counters", "encoded", "expiries", "table", "writers")
+    __slots__ = ("arrays", "backfills", "counters", "encoded", "expiries", "table", "writers")
 
     def __init__(self) -> None:
         self.arrays = 0
@@ -27,12 +28,19 @@ class Memory:
         self.table = 0
         self.expiries = 0
         self.writers = 0
+        self.backfills = 0
 
     @property
     def total(self) -> int:
         """All kinds together."""
         return (
-            self.arrays + self.encoded + self.counters + self.table + self.expiries + self.writers
+            self.arrays
+            + self.encoded
+            + self.counters
+            + self.table
+            + self.expiries
+            + self.writers
+            + self.backfills
         )
 
     def __iadd__(self, other: Memory) -> Memory:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Final
 
 import msgspec
@@ -17,6 +18,7 @@ from upr_server.engine.hash_table import HashTable
 from upr_server.engine.manager import MutationManager
 from upr_server.engine.memory import Memory
 from upr_server.engine.operations import COUNTS, READS, outcome
+from upr_server.engine.wants import FetchNeeded, Found, Want
 from upr_server.engine.writers import Writers, WriterToken
 
 EXPIRE_MAX: Final = 512
@@ -30,6 +32,8 @@ RESULT_ITEM_BYTES: Final = 120
 """What a remembered result takes, about, and each failure and counter in it."""
 
 _NANOSECONDS: Final = 1_000_000_000
+
+NOTHING_FOUND: Final[Found] = {}
 
 
 class MutateResult(msgspec.Struct, frozen=True):
@@ -60,6 +64,28 @@ class MutateResult(msgspec.Struct, frozen=True):
     status: Status = Status.OK
 
 
+class PartitionImage(msgspec.Struct, frozen=True):
+    """A partition as the disk has it.
+
+    Attributes:
+        state: What this node is for it.
+        failover_log: The branches that led here.
+        high: The persisted snapshot end.
+        last_cas: No CAS up to here is given again.
+        indexed: The disk knows the newest mutation up to here of every key.
+        purge_seq: Tombstones at or below it may be gone.
+        answers: What publishers were answered, by token, oldest first.
+    """
+
+    state: PartitionState
+    failover_log: FailoverLog
+    high: SeqNo = SeqNo(0)
+    last_cas: Cas = Cas(0)
+    indexed: SeqNo = SeqNo(0)
+    purge_seq: SeqNo = SeqNo(0)
+    answers: Mapping[WriterToken, MutateResult] = {}
+
+
 class Item(msgspec.Struct, frozen=True):
     """What a key holds."""
 
@@ -79,6 +105,7 @@ class Partition:
         state: What this node is for it.
         memory: What the bucket holds.
         on_collapsible: Called when `manager.collapse_wanted` becomes true.
+        image: What the disk has of it; None for a new one.
 
     Attributes:
         id: Its number.
@@ -86,17 +113,31 @@ class Partition:
         failover_log: The branches that led here.
         table: Key to number.
         manager: The snapshots, and the cursors that read them.
+        purge_seq: Tombstones at or below it may be gone.
+        indexed: The disk knows the newest mutation up to here of every key.
+        restored: The number with which it began, here and now: until `indexed` has come to it,
+            the disk cannot be asked for a key.
+        stored_items: Keys that exist, as of `indexed`.
     """
 
     __slots__ = (
         "_expiries",
+        "_has_forgotten",
         "_last_cas",
         "_memory",
+        "_pins",
+        "_pins_given",
+        "_sweep_left",
+        "_swept_through",
         "_writers",
         "failover_log",
         "id",
+        "indexed",
         "manager",
+        "purge_seq",
+        "restored",
         "state",
+        "stored_items",
         "table",
     )
 
@@ -108,17 +149,33 @@ class Partition:
         state: PartitionState = PartitionState.ACTIVE,
         memory: Memory | None = None,
         on_collapsible: Callable[[], None] | None = None,
+        image: PartitionImage | None = None,
     ) -> None:
         memory = Memory() if memory is None else memory
+        if image is None:
+            image = PartitionImage(state, FailoverLog().branch(new_history_id(), SeqNo(0)))
         self._memory = memory
-        self._last_cas = 0
+        self._last_cas: int = image.last_cas
         self._writers: Writers[MutateResult] = Writers(memory)
         self.id = partition_id
-        self.state = state
-        self.failover_log = FailoverLog().branch(new_history_id(), SeqNo(0))
+        self.state = image.state
+        self.failover_log = image.failover_log
         self.table = HashTable(memory)
-        self.manager = MutationManager(SeqNo(0), memory, on_collapsible)
+        self.manager = MutationManager(image.high, memory, on_collapsible)
         self._expiries = ExpiryIndex(self.table, memory)
+        self.purge_seq = image.purge_seq
+        self.indexed = image.indexed
+        self.restored = image.high
+        self.stored_items = 0
+        # Whether the disk may know keys that the table does not.
+        self._has_forgotten = image.high > 0
+        self._sweep_left = 0
+        self._swept_through = SeqNo(0)
+        # Fetches under way: what `indexed` was when each began.
+        self._pins: dict[int, SeqNo] = {}
+        self._pins_given = count()
+        for token, answer in image.answers.items():
+            self._remember(token, answer)
 
     def __repr__(self) -> str:
         return f"<Partition {self.id}, {self.state.name.lower()}, at {self.high_seq}>"
@@ -134,6 +191,11 @@ class Partition:
         return self.manager.open.start
 
     @property
+    def items(self) -> int:
+        """Keys that exist. Once the table has forgotten some, as of `indexed`."""
+        return self.stored_items if self._has_forgotten else self.table.items
+
+    @property
     def last_cas(self) -> Cas:
         """The highest CAS ever given here."""
         return Cas(self._last_cas)
@@ -141,7 +203,12 @@ class Partition:
     # Writing.
 
     def mutate(
-        self, chunk: Chunk, *, now: float, writer: WriterToken | None = None
+        self,
+        chunk: Chunk,
+        *,
+        now: float,
+        writer: WriterToken | None = None,
+        found: Found = NOTHING_FOUND,
     ) -> MutateResult:
         """Takes in a batch of a publisher. O(mutations), O(log mutations) for those that read.
 
@@ -149,9 +216,11 @@ class Partition:
             chunk: A published chunk; the engine keeps it, or parts of it.
             now: Seconds since 1970.
             writer: The batch's name. The answer to a batch that was here before is given again.
+            found: What `FetchNeeded` asked for.
 
         Raises:
             ChunkError: The chunk breaks a rule of chunks; it had no effect.
+            FetchNeeded: Items must be read from disk first; it had no effect.
         """
         keys = chunk.check_published()
         unconditional = chunk.is_unconditional
@@ -164,18 +233,24 @@ class Partition:
                 return msgspec.structs.replace(answer, repeated=True)
             if too_old:
                 return self._refusal(Status.TOKEN_TOO_OLD)
+        if rows is not None:
+            self._check_found(rows, found, now)
         before = self.manager.high
         # What has expired becomes a deletion before anything is written to it. (There may be more
         # than one call's worth: the rest reads as missing, and has its deletion later.)
         if self._expiries.is_due(now):
             self._expire_due(now)
-        result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now)
+        result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now, found)
         if writer is not None:
-            items = len(result.failures) + len(result.counters)
-            self._writers.remember(writer, result, RESULT_BYTES + RESULT_ITEM_BYTES * items)
+            self._remember(writer, result)
         if self.manager.high > before:
             self.manager.wake()
         return result
+
+    def _remember(self, writer: WriterToken, result: MutateResult) -> None:
+        items = len(result.failures) + len(result.counters)
+        nbytes = RESULT_BYTES + RESULT_ITEM_BYTES * items
+        self._writers.remember(writer, result, nbytes, self.manager.high)
 
     def _refusal(self, status: Status) -> MutateResult:
         high = self.high_seq
@@ -198,13 +273,13 @@ class Partition:
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
 
-    def _apply(self, rows: list[Mutation], now: float) -> MutateResult:
+    def _apply(self, rows: list[Mutation], now: float, found: Found) -> MutateResult:
         first_seq, first_cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
         seq, cas = first_seq, first_cas
         failures: list[tuple[int, Status]] = []
         counters: list[tuple[int, int]] = []
         for index, request in enumerate(rows):
-            stored = outcome(request, self._item_for(request, now))
+            stored = outcome(request, self._item_for(request, now, found))
             if isinstance(stored, Status):
                 failures.append((index, stored))
                 continue
@@ -220,15 +295,51 @@ class Partition:
         history_id = self.failover_log.current
         return MutateResult(history_id, first_seq, SeqNo(seq - 1), first_cas, failures, counters)
 
-    def _item_for(self, request: Mutation, now: float) -> Mutation | None:
+    def _check_found(self, rows: list[Mutation], found: Found, now: float) -> None:
+        """Whether all is there that `rows` need to know: raises `FetchNeeded`."""
+        wants: dict[bytes, Want] = {}
+        for row in rows:
+            if row.op == Operation.SET and not row.cas:
+                continue
+            value = bool(row.cas) or row.op in READS
+            want = self._want(row.key, found, value=value, now=now)
+            if want is not None and (value or row.key not in wants):
+                wants[row.key] = want
+        if wants:
+            raise FetchNeeded(list(wants.values()))
+
+    def _want(self, key: bytes, found: Found, *, value: bool, now: float) -> Want | None:
+        """What must be read from disk to know what the key holds; None when all is known."""
+        number = self.table.newest(key)
+        if number < 0 or number > self.manager.oldest:
+            return None
+        if not number:
+            if not self._has_forgotten:
+                return None
+            if key in found:
+                item = found[key]
+                if item is None or item.cas or not value:
+                    return None
+            return Want(key, 0, value)
+        if not value and not self._expiries.is_due(now):
+            return None
+        item = found.get(key)
+        return None if item is not None and item.seq == number else Want(key, number, True)
+
+    def _item_for(self, request: Mutation, now: float, found: Found) -> Mutation | None:
         """What the key holds, as far as the operation needs to know."""
         number = self.table.newest(request.key)
-        if number <= 0:
+        if number < 0:
             return None
-        if request.cas or request.op in READS or self._expiries.is_due(now):
-            item = self.manager.find(number)
-            return None if 0 < item.expiry <= now else item
-        return _SOME_ITEM
+        value = bool(request.cas) or request.op in READS or self._expiries.is_due(now)
+        if number > self.manager.oldest:
+            item: Mutation | None = self.manager.find(number) if value else _SOME_ITEM
+        elif number and not value:
+            item = _SOME_ITEM
+        else:
+            # Whatever of the batch needs it was looked for before any of it had an effect.
+            item = found.get(request.key)
+        return None if item is None or 0 < item.expiry <= now else item
 
     def _store(self, row: Mutation, *, is_counter: bool = False) -> None:
         table = self.table
@@ -270,14 +381,106 @@ class Partition:
             self._last_cas = cas
         return EXPIRE_MAX
 
+    def expire_stored(self, key: bytes, number: SeqNo, now: float) -> bool:
+        """Makes a deletion of an item that the disk says has expired, unless the key has changed
+        since.
+
+        The partition must have been pinned since before the disk was asked.
+
+        Args:
+            key: The key.
+            number: The item's number, on disk.
+            now: Seconds since 1970.
+
+        Returns:
+            Whether it did.
+        """
+        if self.state is not PartitionState.ACTIVE or self.table.newest(key) not in (0, number):
+            return False
+        seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
+        self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
+        self._last_cas = cas
+        self.manager.wake()
+        return True
+
+    # The disk.
+
+    def keep_news(self) -> None:
+        """A disk is there: from now on answers to publishers are noted for it."""
+        self._writers.keep_news()
+
+    def take_news(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
+        """Answers to keep on disk with everything up to `through`, and None for those to forget."""
+        return self._writers.take_news(through)
+
+    def is_indexed(self, indexed: SeqNo, items: int) -> None:
+        """The disk knows the newest mutation of every key up to `indexed`; `items` of them exist
+        there."""
+        self.indexed = indexed
+        self.stored_items = items
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether the disk knows every key that the table does not."""
+        return self.indexed >= self.restored
+
+    def pin(self) -> int:
+        """The disk is about to be asked for keys: none is forgotten that may be newer there then.
+
+        Returns:
+            What to say to `unpin`.
+        """
+        pin = next(self._pins_given)
+        self._pins[pin] = self.indexed
+        return pin
+
+    def unpin(self, pin: int) -> None:
+        """The fetch is over, and what it found was used."""
+        del self._pins[pin]
+
+    def evict(self, budget: int) -> int:
+        """Forgets keys that the disk knows: looks at `budget` of them.
+
+        Returns:
+            How many were looked at; 0 when there are none to be forgotten until more is indexed.
+        """
+        if not self._sweep_left:
+            through = min(self._pins.values(), default=self.indexed)
+            if through == self._swept_through:
+                return 0
+            self._swept_through = through
+            self._sweep_left = len(self.table)
+        looked = min(budget, self._sweep_left, len(self.table))
+        self._sweep_left -= looked
+        if looked:
+            # Pins given since the sweep began hold back no more than those that were there then.
+            if self.table.evict(self._swept_through, looked):
+                self._has_forgotten = True
+        else:
+            self._sweep_left = 0
+        return looked
+
     # Reading.
 
-    def get(self, key: bytes, now: float) -> Item | None:
-        """What the key holds; None when it is missing, or has expired. O(log mutations)."""
-        row = self._find(key, now)
+    def get(self, key: bytes, now: float, found: Found = NOTHING_FOUND) -> Item | None:
+        """What the key holds; None when it is missing, or has expired. O(log mutations).
+
+        Raises:
+            FetchNeeded: It must be read from disk first.
+        """
+        want = self._want(key, found, value=True, now=now)
+        if want is not None:
+            raise FetchNeeded([want])
+        row = self._find(key, now, found)
         return None if row is None else Item(row.value, row.cas, row.flags, row.expiry, row.seq)
 
-    def get_many(self, keys: Sequence[bytes], now: float, bytes_max: int = GET_BYTES_MAX) -> Chunk:
+    def get_many(
+        self,
+        keys: Sequence[bytes],
+        now: float,
+        bytes_max: int = GET_BYTES_MAX,
+        found: Found = NOTHING_FOUND,
+    ) -> Chunk:
         """What the keys hold, one row a key in the order asked, as a reply to a `GET`.
 
         Args:
@@ -285,15 +488,24 @@ class Partition:
             now: Seconds since 1970.
             bytes_max: The reply ends before it exceeds this, but not before its first row: ask
                 again for `keys[chunk.count:]`.
+            found: What `FetchNeeded` asked for. The reply ends before the first key that should be
+                in it and is not.
 
         Returns:
             A `SET` with its number for what was found, a `DELETE` with number 0 for what is
             missing. Its range is (0, high number]; its numbers are in no order.
+
+        Raises:
+            FetchNeeded: The first key, and perhaps others, must be read from disk first.
         """
         builder = ChunkBuilder()
         room = bytes_max
-        for key in keys:
-            row = self._find(key, now)
+        for index, key in enumerate(keys):
+            if self._want(key, found, value=True, now=now) is not None:
+                if found and index:
+                    break
+                raise FetchNeeded(list(self._wants(keys[index:], now)))
+            row = self._find(key, now, found)
             room -= ROW_BYTES_MAX + len(key) + (len(row.value) if row is not None else 0)
             if room < 0 and len(builder):
                 break
@@ -303,12 +515,19 @@ class Partition:
                 builder.append(row.op, key, row.value, row.seq, row.cas, row.flags, row.expiry)
         return builder.build(SeqNo(0), self.high_seq)
 
-    def _find(self, key: bytes, now: float) -> Mutation | None:
+    def _wants(self, keys: Iterable[bytes], now: float) -> Iterable[Want]:
+        for key in dict.fromkeys(keys):
+            want = self._want(key, NOTHING_FOUND, value=True, now=now)
+            if want is not None:
+                yield want
+
+    def _find(self, key: bytes, now: float, found: Found) -> Mutation | None:
         number = self.table.newest(key)
-        if number <= 0:
+        if number < 0:
             return None
-        row = self.manager.find(number)
-        return None if 0 < row.expiry <= now else row
+        in_memory = number > self.manager.oldest
+        row = self.manager.find(number) if in_memory else found.get(key)
+        return None if row is None or 0 < row.expiry <= now else row
 
     # Figures and checks.
 
@@ -324,8 +543,9 @@ class Partition:
         return {
             **self.manager.statistics(),
             "state": self.state,
-            "items": self.table.items,
+            "items": self.items,
             "keys": len(self.table),
+            "indexed": self.indexed,
             "expiring": len(self._expiries),
             "writers": len(self._writers),
         }

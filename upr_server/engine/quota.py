@@ -21,13 +21,12 @@ QUOTA_BYTES_MIN: Final = 1024 * 1024
 
 @unique
 class Relief(Enum):
-    """What to do about a bucket's memory; each is tried before the next (`3-engine.md`).
-
-    Evicting clean values and dropping slow cursors come between, once there is a disk to read from.
-    """
+    """What to do about a bucket's memory; each is tried before the next."""
 
     NOTHING = "there is room"
     COLLAPSE = "collapse snapshots"
+    FREE = "free what the disk has"
+    DROP = "drop slow cursors"
     REFUSE_CREDIT = "grant publishers no credit"
 
 
@@ -52,20 +51,15 @@ class Quota:
         """Until it has come down to this."""
         return int(self.limit_bytes * LOW_MARK)
 
-    def decide(self, memory: Memory, collapse_wanted: bool) -> Relief:
-        """What to do now. O(1); to be asked after memory has changed.
+    def is_short(self, memory: Memory) -> bool:
+        """Whether memory is to be freed now: from the high mark down to the low one. O(1); to be
+        asked after memory has changed."""
+        self._is_short = memory.total > (self.low_bytes if self._is_short else self.high_bytes)
+        return self._is_short
 
-        Args:
-            memory: What the bucket holds.
-            collapse_wanted: Whether there is anything to collapse.
-        """
-        used = memory.total
-        self._is_short = used > (self.low_bytes if self._is_short else self.high_bytes)
-        if not self._is_short:
-            return Relief.NOTHING
-        if collapse_wanted and used <= self.limit_bytes:
-            return Relief.COLLAPSE
-        return Relief.REFUSE_CREDIT
+    def is_full(self, memory: Memory) -> bool:
+        """Whether nothing more may come in before something was freed. O(1)."""
+        return memory.total > self.limit_bytes
 
     def statistics(self) -> dict[str, int]:
         """The quota and its marks, in bytes."""

@@ -15,7 +15,7 @@ forgotten nothing is known: its batch counts as new.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -55,13 +55,15 @@ class Writers(Generic[Answer]):
         memory: What the bucket holds.
     """
 
-    __slots__ = ("_memory", "_nbytes", "_writers")
+    __slots__ = ("_memory", "_nbytes", "_news", "_writers")
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._nbytes = 0
         # The writer heard from last stands last; its answers by counter, the newest last.
         self._writers: OrderedDict[bytes, dict[int, tuple[Answer, int]]] = OrderedDict()
+        # What the disk does not know yet: the partition's high number then, the token, the answer.
+        self._news: deque[tuple[int, WriterToken, Answer | None]] | None = None
 
     def __len__(self) -> int:
         return len(self._writers)
@@ -76,20 +78,37 @@ class Writers(Generic[Answer]):
             return found[0], False
         return None, token.counter <= next(reversed(answers))
 
-    def remember(self, token: WriterToken, answer: Answer, nbytes: int) -> None:
+    def keep_news(self) -> None:
+        """From now on, notes for `take_news` what changes."""
+        self._news = deque()
+
+    def take_news(self, through: int) -> dict[WriterToken, Answer | None]:
+        """What has changed until the partition's high number was `through`, since this was last
+        asked: answers remembered, and None for those forgotten."""
+        news, taken = self._news, dict[WriterToken, Answer | None]()
+        while news and news[0][0] <= through:
+            _, token, answer = news.popleft()
+            taken[token] = answer
+        return taken
+
+    def remember(self, token: WriterToken, answer: Answer, nbytes: int, high: int = 0) -> None:
         """Keeps the answer to a batch that `recall` did not know. O(1).
 
         Args:
             token: Its token.
             answer: The answer.
             nbytes: What that takes, about.
+            high: The partition's high number with the batch.
         """
+        self._note(high, token, answer)
         answers = self._writers.get(token.writer)
         if answers is None:
             answers = self._writers[token.writer] = {}
             self._count(WRITER_BYTES)
             if len(self._writers) > WRITERS_MAX:
-                _, forgotten = self._writers.popitem(last=False)
+                writer, forgotten = self._writers.popitem(last=False)
+                for counter in forgotten:
+                    self._note(high, WriterToken(writer, counter), None)
                 self._count(-WRITER_BYTES - sum(size for _, size in forgotten.values()))
         else:
             self._writers.move_to_end(token.writer)
@@ -98,6 +117,11 @@ class Writers(Generic[Answer]):
         if len(answers) > BATCHES_MAX:
             oldest = next(iter(answers))
             self._count(-answers.pop(oldest)[1])
+            self._note(high, WriterToken(token.writer, oldest), None)
+
+    def _note(self, high: int, token: WriterToken, answer: Answer | None) -> None:
+        if self._news is not None:
+            self._news.append((high, token, answer))
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -19,10 +20,14 @@ from upr_protocol.wire import (
     Message,
     Refusal,
 )
-from upr_server.engine import Bucket, BucketError, Relief
+from upr_server.engine import Bucket, BucketError, Partition, Relief
 from upr_server.net.budget import LARGE_FRAME_BYTES, frame_timeout_s
+from upr_server.net.line import Line
+from upr_server.net.replies import Replies
 from upr_server.net.requests import HANDLERS
 from upr_server.net.streamer import Streamer
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from upr_server.net.service import Service
@@ -71,7 +76,10 @@ class Connection:
         self.peer = peer
         self.session = ServerSession(service.identity, now=trio.current_time())
         self.streamer = Streamer(self.session, peer, self.wake)
+        self.replies = Replies(self, self._say)
         self.bucket: Bucket | None = None
+        self._disk: BucketDisk | None = None
+        self._nursery: trio.Nursery | None = None
         self._stream = stream
         self._wakeup = trio.Event()
         self._drained = trio.Event()
@@ -108,6 +116,7 @@ class Connection:
     async def _converse(self) -> None:
         try:
             async with trio.open_nursery() as nursery:
+                self._nursery = nursery
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 await self._write()
                 nursery.cancel_scope.cancel()
@@ -201,14 +210,12 @@ class Connection:
         if handler is not None:
             try:
                 handler(self, message)
-            except ServerError as error:
-                self._refuse(message, error.status, error.sentence)
-            except BucketError as error:
-                self._refuse(message, error.status, str(error))
+            except (ServerError, BucketError) as error:
+                self._refuse_for(message, error)
             except Exception:
                 # A fault of ours: the log has it, and the peer hears that there was one.
                 log.exception("a request failed", peer=self.peer, request=type(message).__name__)
-                self.session.fail(Status.INTERNAL, f"{type(message).__name__} met a fault")
+                self.fault(message)
         elif isinstance(message, CloseStream):
             self.streamer.end(message.partition, Status.STREAM_CLOSED)
         elif isinstance(message, Error):
@@ -219,8 +226,38 @@ class Connection:
                 error=message.sentence,
             )
 
-    def _refuse(self, request: Message, status: Status, sentence: str) -> None:
-        self.session.send(
+    def later(self, request: Message, settle: Callable[[], Awaitable[None]]) -> None:
+        """Has `request` answered by a task of its own, which the connection's end cancels."""
+        assert self._nursery is not None
+        self._nursery.start_soon(self._settle, request, settle)
+
+    async def _settle(self, request: Message, settle: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await settle()
+        except (ServerError, BucketError) as error:
+            self._refuse_for(request, error)
+        except StorageError as error:
+            self.refuse(request, Status.TEMPORARY_FAILURE, str(error))
+        except Exception:
+            log.exception("a request failed", peer=self.peer, request=type(request).__name__)
+            self.fault(request)
+        self.wake()
+
+    def _refuse_for(self, request: Message, error: ServerError | BucketError) -> None:
+        sentence = error.sentence if isinstance(error, ServerError) else str(error)
+        self.refuse(request, error.status, sentence)
+
+    def fault(self, request: Message) -> None:
+        """`request` met a fault of ours: the peer hears that, and the connection ends."""
+        self.session.fail(Status.INTERNAL, f"{type(request).__name__} met a fault")
+
+    def _say(self, message: Message) -> None:
+        if self.session.state is not SessionState.CLOSED:
+            self.session.send(message)
+
+    def refuse(self, request: Message, status: Status, sentence: str) -> None:
+        """Says no to `request`, or to what `request` is the answer to."""
+        self._say(
             Refusal(
                 sentence[:_SENTENCE_MAX],
                 partition=request.partition,
@@ -248,6 +285,8 @@ class Connection:
             if outgoing:
                 await write_all(self._stream, outgoing, self.service.send_timeout_s)
                 self._bytes_out += sum(map(len, outgoing))
+                del outgoing
+                self.streamer.sent()
                 self._replies_being_written = 0
                 self._drained.set()
             else:
@@ -286,10 +325,30 @@ class Connection:
 
     # The bucket, and credit to publish to it.
 
+    def open(self, bucket: Bucket) -> None:
+        """The client has chosen its bucket."""
+        self.bucket = bucket
+        self._disk = self.service.disks[bucket]
+
+    @property
+    def disk(self) -> BucketDisk:
+        """The disk of the bucket that was opened.
+
+        Raises:
+            ServerError: The bucket was deleted.
+        """
+        if self._disk is None:
+            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+        return self._disk
+
+    def line(self, partition: Partition) -> Line:
+        """The line before a partition of the bucket that was opened."""
+        return self.service.line(self.disk, partition)
+
     def leave_bucket(self) -> None:
         """The bucket was deleted: its streams end, and what is asked of it is refused."""
         self.streamer.end_all(Status.BUCKET_DELETED)
-        self.bucket = None
+        self.bucket = self._disk = None
         self.wake()
 
     def published(self) -> None:
@@ -308,7 +367,10 @@ class Connection:
         owed = credit - session.credit.left
         if owed * _CREDIT_FRACTION < credit:
             return
-        if bucket.relief() is Relief.REFUSE_CREDIT:
+        relief = bucket.relief()
+        if relief is not Relief.NOTHING:
+            self.service.relieve(bucket)
+        if relief is Relief.REFUSE_CREDIT:
             self.service.wait_for_room(self)
             return
         session.send(Credit(owed))

@@ -1,7 +1,8 @@
 """Answering requests: what a client's message does to the buckets.
 
-Every answer is made at once, between two checkpoints, so that what a request sees and does is one
-moment of the server.
+What a request sees and does is one moment of the server: it is answered at once, between two
+checkpoints, unless it needs something from disk. Then it is answered when that is there, and what
+the same partition is asked meanwhile comes after it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import trio
 
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.failover import FailoverLog
@@ -24,6 +26,8 @@ from upr_protocol.wire import (
     Get,
     GetReply,
     Lease,
+    LeaseAction,
+    LeaseReply,
     ListBuckets,
     ListBucketsReply,
     Message,
@@ -39,8 +43,7 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
-from upr_server.engine import Partition, WriterToken
-from upr_server.net.streamer import NOTHING_PURGED
+from upr_server.engine import Found, MutateResult, Partition, WriterToken
 
 if TYPE_CHECKING:
     from upr_server.net.connection import Connection
@@ -49,9 +52,6 @@ _NO_WRITER: Final = bytes(16)
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
-
-NOTHING_PERSISTED: Final = SeqNo(0)
-"""The persisted snapshot end of a server without a disk."""
 
 MAP_REVISION: Final = 1
 """The partition map of a server without peers never changes."""
@@ -70,9 +70,13 @@ def _owned(connection: Connection, partition: PartitionId) -> Partition:
     return bucket.partitions[partition]
 
 
+def _persisted(partition: Partition) -> SeqNo:
+    return partition.manager.persistence.committed
+
+
 def _open(connection: Connection, request: Open) -> None:
     bucket = connection.service.bucket(request.bucket)
-    connection.bucket = bucket
+    connection.open(bucket)
     send = connection.session.send
     for number in request.partitions or range(len(bucket.partitions)):
         partition = PartitionId(number)
@@ -95,8 +99,8 @@ def _open(connection: Connection, request: Open) -> None:
             PartitionLog(
                 found.state,
                 found.high_seq,
-                NOTHING_PERSISTED,
-                NOTHING_PURGED,
+                _persisted(found),
+                found.purge_seq,
                 found.failover_log,
                 partition=partition,
                 opaque=request.opaque,
@@ -121,56 +125,82 @@ def _stream(connection: Connection, request: Stream) -> None:
             )
         )
         return
-    connection.streamer.open(partition, request)
+    connection.streamer.open(connection.disk, partition, request)
+
+
+def _check_level(level: Durability) -> None:
+    if level not in (Durability.MEMORY, Durability.PERSISTED):
+        raise ServerError(
+            Status.UNSUPPORTED,
+            f"durability {level.name.lower()} is not offered: this server has no replicas",
+        )
 
 
 def _mutate(connection: Connection, request: Mutate) -> None:
     connection.published()
     partition = _owned(connection, request.partition)
-    if request.durability is not Durability.MEMORY:
-        raise ServerError(
-            Status.UNSUPPORTED,
-            f"durability {request.durability.name.lower()} is not offered: this server keeps its "
-            "data in memory only",
-        )
+    _check_level(request.durability)
+    full = connection.disk.flusher.full
+    if full:
+        raise ServerError(Status.TEMPORARY_FAILURE, full)
     writer = None
     if request.writer != _NO_WRITER:
         writer = WriterToken(request.writer, request.counter)
-    try:
-        result = partition.mutate(request.chunk, now=connection.service.time(), writer=writer)
-    except ChunkError as error:
-        raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
+
+    def apply(found: Found) -> None:
+        now = connection.service.time()
+        try:
+            result = partition.mutate(request.chunk, now=now, writer=writer, found=found)
+        except ChunkError as error:
+            raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
+        _answer_mutate(connection, request, partition, result)
+
+    connection.line(partition).do(connection, request, apply)
+
+
+def _answer_mutate(
+    connection: Connection, request: Mutate, partition: Partition, result: MutateResult
+) -> None:
     if result.status is Status.WRONG_STATE:
         raise ServerError(Status.NOT_MY_PARTITION, f"partition {partition.id} is not active here")
     if result.status is not Status.OK:
         raise ServerError(result.status)
     succeeded = result.last_seq >= result.first_seq
-    connection.session.send(
-        MutateReply(
-            result.history_id,
-            result.first_seq if succeeded else SeqNo(0),
-            result.last_seq if succeeded else SeqNo(0),
-            result.first_cas if succeeded else Cas(0),
-            tuple(result.failures),
-            tuple(result.counters),
-            partition=partition.id,
-            opaque=request.opaque,
-        )
+    reply = MutateReply(
+        result.history_id,
+        result.first_seq if succeeded else SeqNo(0),
+        result.last_seq if succeeded else SeqNo(0),
+        result.first_cas if succeeded else Cas(0),
+        tuple(result.failures),
+        tuple(result.counters),
+        partition=partition.id,
+        opaque=request.opaque,
+    )
+    # What failed did so because of what was there: that must be as durable as what succeeded.
+    level = partition.high_seq if not succeeded or result.repeated else result.last_seq
+    connection.replies.add(
+        partition, reply, level if request.durability is Durability.PERSISTED else SeqNo(0)
     )
 
 
 def _get(connection: Connection, request: Get) -> None:
     partition = _owned(connection, request.partition)
-    history_id = partition.failover_log.current
-    if request.history_id not in (0, history_id):
-        raise ServerError(
-            Status.HISTORY_CHANGED,
-            f"partition {partition.id} is in history {history_id:x}, not {request.history_id:x}",
+
+    def apply(found: Found) -> None:
+        history_id = partition.failover_log.current
+        if request.history_id not in (0, history_id):
+            raise ServerError(
+                Status.HISTORY_CHANGED,
+                f"partition {partition.id} is in history {history_id:x}, "
+                f"not {request.history_id:x}",
+            )
+        now = connection.service.time()
+        chunk = partition.get_many(request.keys, now, GET_REPLY_BYTES, found)
+        connection.session.send(
+            GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
         )
-    chunk = partition.get_many(request.keys, connection.service.time(), GET_REPLY_BYTES)
-    connection.session.send(
-        GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
-    )
+
+    connection.line(partition).do(connection, request, apply)
 
 
 def _seqnos(connection: Connection, request: Seqnos) -> None:
@@ -187,7 +217,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
                     partition.id,
                     partition.failover_log.current,
                     partition.high_seq,
-                    NOTHING_PERSISTED,
+                    _persisted(partition),
                     SeqNo(0),
                 )
                 for partition in found
@@ -199,12 +229,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
 
 def _await(connection: Connection, request: Await) -> None:
     partition = _owned(connection, request.partition)
-    if request.durability is not Durability.MEMORY:
-        raise ServerError(
-            Status.UNSUPPORTED,
-            f"durability {request.durability.name.lower()} is not offered: this server keeps its "
-            "data in memory only",
-        )
+    _check_level(request.durability)
     if request.history_id != partition.failover_log.current:
         raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history")
     if request.seq > partition.high_seq:
@@ -212,30 +237,69 @@ def _await(connection: Connection, request: Await) -> None:
             Status.BAD_ARGUMENT,
             f"partition {partition.id} has given no number above {partition.high_seq}",
         )
-    connection.session.send(
-        AwaitReply(partition.high_seq, partition=partition.id, opaque=request.opaque)
-    )
+    if request.durability is Durability.MEMORY or _persisted(partition) >= request.seq:
+        reached = partition.high_seq
+        if request.durability is not Durability.MEMORY:
+            reached = _persisted(partition)
+        connection.session.send(AwaitReply(reached, partition=partition.id, opaque=request.opaque))
+        return
+
+    async def wait() -> None:
+        with trio.move_on_after(request.deadline_ms / 1000) as scope:
+            await connection.disk.flusher.persisted(partition, request.seq)
+        if scope.cancelled_caught:
+            raise ServerError(
+                Status.TIMED_OUT,
+                f"partition {partition.id} is on disk up to {_persisted(partition)}",
+            )
+        connection.session.send(
+            AwaitReply(_persisted(partition), partition=partition.id, opaque=request.opaque)
+        )
+
+    connection.later(request, wait)
 
 
-def _lease(_connection: Connection, _request: Lease) -> None:
-    raise ServerError(
-        Status.UNSUPPORTED, "leases are not offered: this server keeps its data in memory only"
-    )
+def _lease(connection: Connection, request: Lease) -> None:
+    disk = connection.disk
+
+    async def settle() -> None:
+        lease_id, time_to_live_s = request.lease_id, 0
+        if request.action is LeaseAction.ACQUIRE:
+            async with disk.upkeeper.quiet():
+                lease = await disk.leases.acquire(
+                    request.owner, request.ranges, request.time_to_live_s
+                )
+            lease_id, time_to_live_s = lease.lease_id, lease.time_to_live_s
+        elif request.action is LeaseAction.RENEW:
+            lease = await disk.leases.renew(lease_id, request.time_to_live_s)
+            time_to_live_s = lease.time_to_live_s
+        else:
+            await disk.leases.release(lease_id)
+        connection.session.send(LeaseReply(lease_id, time_to_live_s, opaque=request.opaque))
+
+    connection.later(request, settle)
 
 
 def _create_bucket(connection: Connection, request: CreateBucket) -> None:
     service = connection.service
-    service.buckets.create(
-        request.name,
-        request.partition_count or PARTITIONS_DEFAULT,
-        request.quota_bytes or service.quota_bytes_default,
-    )
-    connection.session.send(BucketDone(opaque=request.opaque))
+
+    async def create() -> None:
+        await service.create_bucket(
+            request.name,
+            request.partition_count or PARTITIONS_DEFAULT,
+            request.quota_bytes or service.quota_bytes_default,
+        )
+        connection.session.send(BucketDone(opaque=request.opaque))
+
+    connection.later(request, create)
 
 
 def _delete_bucket(connection: Connection, request: DeleteBucket) -> None:
-    connection.service.delete_bucket(request.name)
-    connection.session.send(BucketDone(opaque=request.opaque))
+    async def delete() -> None:
+        await connection.service.delete_bucket(request.name)
+        connection.session.send(BucketDone(opaque=request.opaque))
+
+    connection.later(request, delete)
 
 
 def _list_buckets(connection: Connection, request: ListBuckets) -> None:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 import structlog
 import trio
 
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import HistoryId
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionState, SeqNo
 from upr_protocol.limits import SEND_TIMEOUT_S
-from upr_server.engine import Bucket, Buckets
+from upr_server.engine import Bucket, Buckets, Partition, PartitionImage, Relief, check_bucket
 from upr_server.net.budget import FrameBudget
 from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
+from upr_server.net.line import Line
+from upr_server.storage.bucket_disk import BucketDisk, recovered
+from upr_server.storage.errors import CorruptionError, StorageError
+from upr_server.storage.port import Store
+from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
 COLLAPSE_MUTATIONS: Final = 2000
 """Mutations that one step of collapsing goes through: about a millisecond of the loop."""
+
+PURGE_AGE_S: Final = 3 * 24 * 3600.0
+"""A consumer that was away for less than this hears of every deletion when it comes back; one that
+was away for longer may have to begin again."""
+
+RELIEF_RETRY_S: Final = 0.05
+"""When nothing could be freed, how soon to look again."""
 
 EXPIRY_INTERVAL_S: Final = 1.0
 """How often expired items are turned into deletions; a read says missing at once in any case."""
@@ -32,16 +47,19 @@ class Service:
     """The buckets of one server and the connections that use them.
 
     Args:
+        store: The disk.
         identity: The server's name for itself, told to clients.
         quota_bytes_default: The memory quota of a bucket that is created without one.
         time: Seconds since 1970.
         new_history_id: Makes a random non-zero 64-bit number.
         connections_max: Connections at a time; one more is refused at once.
         send_timeout_s: How long a peer may take nothing of what waits for it.
+        purge_age_s: How old a tombstone must be to be forgotten.
     """
 
     def __init__(
         self,
+        store: Store,
         *,
         identity: str,
         quota_bytes_default: int,
@@ -49,7 +67,10 @@ class Service:
         new_history_id: Callable[[], HistoryId],
         connections_max: int,
         send_timeout_s: float = SEND_TIMEOUT_S,
+        purge_age_s: float = PURGE_AGE_S,
     ) -> None:
+        self.store = store
+        self.disks: dict[Bucket, BucketDisk] = {}
         self.identity = identity
         self.quota_bytes_default = quota_bytes_default
         self.time = time
@@ -58,13 +79,21 @@ class Service:
         self.frame_budget = FrameBudget()
         self.credit_shares = CreditShares()
         self.send_timeout_s = send_timeout_s
+        self._new_history_id = new_history_id
+        self._purge_age_s = purge_age_s
         self._connections_max = connections_max
+        self._lines: dict[Partition, Line] = {}
+        self._disks_nursery: trio.Nursery
+        # Buckets are made and deleted one after the other.
+        self._turn = trio.Lock()
         self._refused = 0
         self._being_refused = 0
         self._waiting_for_room: set[Connection] = set()
         # Buckets with something to collapse; a dict, so that they take turns.
         self._collapsible: dict[Bucket, None] = {}
         self._collapse_wanted = trio.Event()
+        self._short: dict[Bucket, None] = {}
+        self._relief_wanted = trio.Event()
         self._started_at = trio.current_time()
 
     async def serve(self, stream: trio.SocketStream) -> None:
@@ -115,14 +144,103 @@ class Service:
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {name!r}")
         return bucket
 
-    def delete_bucket(self, name: str) -> None:
-        """Deletes a bucket, and ends the streams of those who have it open."""
-        bucket = self.buckets.delete(name)
-        self._collapsible.pop(bucket, None)
-        self.credit_shares.forget(bucket)
-        for connection in self.connections:
-            if connection.bucket is bucket:
-                connection.leave_bucket()
+    # The disk.
+
+    @asynccontextmanager
+    async def recovered(self) -> AsyncIterator[None]:
+        """The buckets that are on disk, for as long as the context; what changes meanwhile is on
+        disk when it ends, and the mark of a clean stop with it.
+
+        Raises:
+            StorageError: What is on disk cannot be read.
+        """
+        async with trio.open_nursery() as nursery:
+            self._disks_nursery = nursery
+            for stored in await self.store.load():
+                record = stored.record
+                images, changed = recovered(stored, self._new_history_id)
+                await self.store.begin(record.name, changed)
+                log.info(
+                    "bucket recovered",
+                    bucket=record.name,
+                    partitions=record.partition_count,
+                    mutations=sum(image.high for image in images),
+                    after="a clean stop" if stored.is_clean else "an unclean stop: new histories",
+                )
+                bucket = self.buckets.create(
+                    record.name, record.partition_count, record.quota_bytes, images
+                )
+                await self._attach(bucket, stored.leases)
+            yield
+            for bucket, disk in self.disks.items():
+                await disk.stop()
+                await self.store.finish(bucket.name)
+            nursery.cancel_scope.cancel()
+
+    async def _attach(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> None:
+        disk = BucketDisk(
+            self.store,
+            bucket,
+            time=self.time,
+            new_id=self._new_history_id,
+            purge_age_s=self._purge_age_s,
+            leases=leases,
+            on_room=self._there_is_room,
+        )
+        await self._disks_nursery.start(disk.run)
+        self.disks[bucket] = disk
+
+    async def create_bucket(self, name: str, partition_count: int, quota_bytes: int) -> None:
+        """Makes a bucket; it is on disk when this returns.
+
+        Raises:
+            BucketError: It exists, or an argument is out of its range.
+            StorageError: It could not be put on disk.
+        """
+        check_bucket(name, partition_count, quota_bytes)
+        async with self._turn:
+            self.buckets.check_absent(name)
+            images = [
+                PartitionImage(
+                    PartitionState.ACTIVE, FailoverLog().branch(self._new_history_id(), SeqNo(0))
+                )
+                for _ in range(partition_count)
+            ]
+            await self.store.create(
+                BucketRecord(name, partition_count, quota_bytes),
+                [
+                    PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
+                    for image in images
+                ],
+            )
+            await self._attach(self.buckets.create(name, partition_count, quota_bytes, images))
+
+    async def delete_bucket(self, name: str) -> None:
+        """Deletes a bucket, and ends the streams of those who have it open.
+
+        Raises:
+            BucketError: There is none.
+            StorageError: It could not be deleted.
+        """
+        async with self._turn:
+            bucket = self.buckets.delete(name)
+            self._collapsible.pop(bucket, None)
+            self._short.pop(bucket, None)
+            self.credit_shares.forget(bucket)
+            for connection in self.connections:
+                if connection.bucket is bucket:
+                    connection.leave_bucket()
+            for partition in bucket.partitions:
+                self._lines.pop(partition, None)
+            await self.disks.pop(bucket).stop()
+            await self.store.delete(name)
+
+    def line(self, disk: BucketDisk, partition: Partition) -> Line:
+        """The line before a partition."""
+        line = self._lines.get(partition)
+        if line is None:
+            line = self._lines[partition] = Line(disk, partition)
+        return line
 
     def wait_for_room(self, connection: Connection) -> None:
         """`connection` is to be paid its credit once its bucket has room."""
@@ -151,6 +269,33 @@ class Service:
         self._collapsible[bucket] = None
         self._collapse_wanted.set()
 
+    def relieve(self, bucket: Bucket) -> None:
+        """`bucket` is short of memory: some is to be freed."""
+        self._short[bucket] = None
+        self._relief_wanted.set()
+
+    def _there_is_room(self) -> None:
+        """The disk has come further, so that memory may be freed."""
+        self._relief_wanted.set()
+
+    async def free_memory(self) -> None:
+        """Frees memory of buckets that are short of it, in bounded steps, for ever."""
+        while True:
+            self._relief_wanted = trio.Event()
+            with trio.move_on_after(RELIEF_RETRY_S if self._short else math.inf):
+                await self._relief_wanted.wait()
+            for bucket in list(self._short):
+                relief = Relief.FREE
+                while relief not in (Relief.NOTHING, Relief.REFUSE_CREDIT):
+                    relief = bucket.relieve(COLLAPSE_MUTATIONS)
+                    self._pay_credit()
+                    await trio.lowlevel.checkpoint()
+                if relief is Relief.NOTHING:
+                    self._short.pop(bucket, None)
+                elif bucket in self.disks:
+                    self.disks[bucket].upkeeper.wake()
+            self._pay_credit()
+
     def _pay_credit(self) -> None:
         waiting, self._waiting_for_room = self._waiting_for_room, set()
         for connection in waiting:
@@ -168,6 +313,14 @@ class Service:
                         partition.expire(now)
                         due = partition.next_expiry()
                         await trio.lowlevel.checkpoint()
+            for disk in list(self.disks.values()):
+                try:
+                    await disk.expire(now)
+                except CorruptionError as error:
+                    log.error("a damaged record", bucket=disk.bucket.name, error=str(error))
+                except StorageError:
+                    # The bucket was deleted meanwhile, or the store fails, and all of it ends.
+                    pass
             self._pay_credit()
 
     def statistics(self, bucket: str = "") -> dict[str, object]:
@@ -177,7 +330,12 @@ class Service:
             ServerError: There is no such bucket.
         """
         if bucket:
-            return {"bucket": bucket, **self.bucket(bucket).statistics()}
+            found = self.bucket(bucket)
+            return {
+                "bucket": bucket,
+                **found.statistics(),
+                **self.disks[found].statistics(),
+            }
         return {
             "server": {
                 "identity": self.identity,
@@ -186,7 +344,11 @@ class Service:
                 "connections_refused": self._refused,
                 "frame_bytes_under_way": self.frame_budget.used,
             },
-            "buckets": {found.name: found.statistics() for found in self.buckets},
+            "buckets": {
+                found.name: {**found.statistics(), **self.disks[found].statistics()}
+                for found in self.buckets
+                if found in self.disks
+            },
             "connections": [connection.statistics() for connection in self.connections],
         }
 

@@ -1,4 +1,4 @@
-"""The streams of one connection: cursors, read in the order of the partition cycle."""
+"""The streams of one connection, read in the order of the partition cycle."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from upr_protocol.wire import (
     StreamEnd,
     StreamReply,
 )
-from upr_server.engine import Cursor, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import Partition, SnapshotEnd, SnapshotStart
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.stream_reader import StreamBrokenError, StreamReader
 
 BATCH_BYTES: Final = 1024 * 1024
 """How much is handed to the socket at a time: large enough that its cost a call is small, small
 enough that answers to requests do not wait behind it."""
 
 
-NOTHING_PURGED: Final = SeqNo(0)
-"""The purge number of a server that keeps every tombstone."""
+DISK_BATCH_BYTES: Final = 256 * 1024
+"""The same of what was read from disk, which is nobody else's: so much memory a connection."""
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Stream:
     partition: Partition
-    cursor: Cursor
+    reader: StreamReader
     opaque: int
     end_seq: SeqNo
     snapshot_end: SeqNo = SeqNo(0)
@@ -44,11 +46,11 @@ class _Stream:
     @property
     def only_end_is_missing(self) -> bool:
         """Whether all of the snapshot that has begun was sent."""
-        return self.cursor.is_reading and self.cursor.seq == self.snapshot_end
+        return self.reader.is_reading and self.reader.seq == self.snapshot_end
 
 
 class Streamer:
-    """Reads the cursors of one connection into its session.
+    """Reads the partitions that one connection streams into its session.
 
     Args:
         session: The connection's session.
@@ -56,17 +58,19 @@ class Streamer:
         wake: Called when a partition that had nothing to send has something again.
     """
 
-    __slots__ = ("_name", "_session", "_streams", "_turn", "_wake")
+    __slots__ = ("_disk_streams", "_name", "_session", "_streams", "_turn", "_wake")
 
     def __init__(self, session: ServerSession, name: str, wake: Callable[[], None]) -> None:
         self._session = session
         self._name = name
         self._wake = wake
         self._streams: dict[PartitionId, _Stream] = {}
+        self._disk_streams: dict[_Stream, None] = {}
+        """Streams of which something that was read from disk is being sent."""
         self._turn: _Stream | None = None
         """The stream whose snapshot is being sent."""
 
-    def open(self, partition: Partition, request: Stream) -> None:
+    def open(self, disk: BucketDisk, partition: Partition, request: Stream) -> None:
         """Answers `request` for `partition`: opens a stream, or says why not."""
         if partition.state is not request.state:
             self._answer(
@@ -78,7 +82,7 @@ class Streamer:
             )
             return
         decision = decide_start(
-            partition.failover_log, partition.high_seq, NOTHING_PURGED, request.position
+            partition.failover_log, partition.high_seq, partition.purge_seq, request.position
         )
         reason = decision.reason.value
         if isinstance(decision, Retry):
@@ -99,11 +103,17 @@ class Streamer:
             self._session.ready(partition_id)
             self._wake()
 
-        cursor = partition.manager.register(
-            self._name, decision.seq, end_at_least=decision.end_at_least, on_ready=on_ready
-        ).cursor
-        self._streams[partition_id] = _Stream(partition, cursor, request.opaque, request.end_seq)
-        if cursor.poll():
+        reader = StreamReader(
+            disk,
+            partition,
+            self._name,
+            decision.seq,
+            end_at_least=decision.end_at_least,
+            on_ready=on_ready,
+            on_disk=self._wake,
+        )
+        self._streams[partition_id] = _Stream(partition, reader, request.opaque, request.end_seq)
+        if reader.poll():
             self._session.ready(partition_id)
 
     def _answer(
@@ -124,7 +134,7 @@ class Streamer:
         """Ends one stream and says why. Nothing happens when there is none."""
         stream = self._streams.pop(partition, None)
         if stream is not None:
-            stream.cursor.close()
+            stream.reader.close()
             if self._turn is stream:
                 self._turn = None
             if self._session.state is not SessionState.CLOSED:
@@ -138,9 +148,9 @@ class Streamer:
             self.end(partition, status)
 
     def close(self) -> None:
-        """Gives up every cursor: the connection is gone."""
+        """Gives up every reader: the connection is gone."""
         for stream in self._streams.values():
-            stream.cursor.close()
+            stream.reader.close()
         self._streams.clear()
         self._turn = None
 
@@ -162,11 +172,27 @@ class Streamer:
                 stream.turn_end = stream.partition.high_seq
             if not session.window.open and not stream.only_end_is_missing:
                 return
-            self._advance(stream)
+            if not self._advance(stream):
+                return
+            if stream.reader.reads_disk and session.outgoing_bytes >= DISK_BATCH_BYTES:
+                return
 
-    def _advance(self, stream: _Stream) -> None:
+    def sent(self) -> None:
+        """Everything that was put into the session so far has left this process."""
+        for stream in self._disk_streams:
+            stream.reader.sent()
+        self._disk_streams.clear()
+
+    def _advance(self, stream: _Stream) -> bool:
+        """Puts the next item into the session; False when it has yet to be read from disk."""
         session, partition = self._session, stream.partition
-        item = stream.cursor.next()
+        try:
+            item = stream.reader.next()
+        except StreamBrokenError as error:
+            self.end(partition.id, error.status)
+            return True
+        if stream.reader.reads_disk:
+            self._disk_streams[stream] = None
         if isinstance(item, Chunk):
             session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
         elif isinstance(item, SnapshotStart):
@@ -176,7 +202,7 @@ class Streamer:
                     partition.failover_log.current,
                     item.start,
                     item.end,
-                    NOTHING_PURGED,
+                    partition.purge_seq,
                     item.kind,
                     item.may_repeat,
                     partition=partition.id,
@@ -190,11 +216,14 @@ class Streamer:
             elif item.end >= stream.turn_end:
                 # Snapshots that other cursors closed are behind it: the turn led to the newest.
                 self._end_turn(stream)
+        elif stream.reader.waits_for_disk:
+            return False
         else:
             self._end_turn(stream)
+        return True
 
     def _end_turn(self, stream: _Stream) -> None:
         self._turn = None
         self._session.end_turn()
-        if stream.cursor.poll():
+        if stream.reader.poll():
             self._session.ready(stream.partition.id)

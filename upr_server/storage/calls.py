@@ -10,6 +10,7 @@ import msgspec
 
 from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.ids import SeqNo
+from upr_server.engine import Want
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.errors import (
     CorruptionError,
@@ -18,7 +19,7 @@ from upr_server.storage.errors import (
     StorageError,
     StoreFailedError,
 )
-from upr_server.storage.key_index import Due, Want
+from upr_server.storage.key_index import Due
 from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 

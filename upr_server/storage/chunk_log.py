@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, cast
 
 import msgspec
+from sortedcontainers import SortedDict
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
@@ -85,11 +86,15 @@ class StoredPartition(msgspec.Struct, frozen=True):
         record: Its record.
         purge_seq: Its purge number.
         tokens: Remembered answers, by writer and rising counter.
+        indexed: How far the index knows it.
+        items: Keys that exist, as of there.
     """
 
     record: PartitionRecord
     purge_seq: SeqNo
     tokens: Sequence[Token]
+    indexed: SeqNo = SeqNo(0)
+    items: int = 0
 
 
 class StoredBucket(msgspec.Struct, frozen=True):
@@ -280,24 +285,36 @@ class ChunkLog:
                     return chunks
         raise CorruptionError(f"the log of partition {partition} has nothing behind {after}")
 
-    def find(self, partition: int, numbers: Iterable[int]) -> dict[int, Mutation]:
-        """The mutations with these numbers. Neighbours cost one look at their chunk.
+    def find(self, partition: int, numbers: Sequence[int], bytes_max: int) -> list[Mutation]:
+        """The mutations with these numbers, in their order. Each chunk is checked once.
+
+        Args:
+            partition: The partition.
+            numbers: The numbers, in any order.
+            bytes_max: The answer ends with the mutation that comes to this.
 
         Raises:
             CorruptionError: A chunk is damaged, or a mutation missing.
         """
-        found: dict[int, Mutation] = {}
-        chunk: Chunk | None = None
-        seqs: Sequence[int] = ()
+        found: list[Mutation] = []
+        # By last number; views of what the transaction sees.
+        chunks: SortedDict[int, Chunk] = SortedDict()
         with self.environment.read() as reader:
-            for number in sorted(numbers):
-                if chunk is None or number > chunk.end:
+            for number in numbers:
+                at = chunks.bisect_left(number)
+                chunk = chunks.peekitem(at)[1] if at < len(chunks) else None
+                if chunk is None or chunk.start >= number:
                     chunk = self._chunk_of(reader, partition, number)
-                    seqs = cast("Sequence[int]", chunk.seqs)
-                at = bisect_left(seqs, number)
-                if at == len(seqs) or seqs[at] != number:
+                    chunks[chunk.end] = chunk
+                seqs = cast("Sequence[int]", chunk.seqs)
+                index = bisect_left(seqs, number)
+                if index == chunk.count or seqs[index] != number:
                     raise CorruptionError(f"number {number} of partition {partition} is missing")
-                found[number] = chunk.mutation(at)
+                row = chunk.mutation(index)
+                found.append(row)
+                bytes_max -= len(row.key) + len(row.value)
+                if bytes_max <= 0:
+                    break
         return found
 
     def _chunk_of(self, reader: Reader, partition: int, number: int) -> Chunk:

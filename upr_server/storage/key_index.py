@@ -14,6 +14,7 @@ import msgspec
 
 from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_server.engine import Want
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.environment import Environment, Reader
 from upr_server.storage.errors import CorruptionError
@@ -38,18 +39,8 @@ READ_BYTES_MAX: Final = 8 * 1024 * 1024
 """What one step reads of the log at most."""
 
 
-class Want(msgspec.Struct, frozen=True):
-    """A key whose item is to be read from disk.
-
-    Attributes:
-        key: The key.
-        number: The number of its newest mutation, where that is known; else 0.
-        value: Whether more is needed than that it exists and when it expires.
-    """
-
-    key: bytes
-    number: int
-    value: bool
+FIND_BYTES_MAX: Final = 32 * 1024 * 1024
+"""What one answer of `find` comes to, about."""
 
 
 class Due(msgspec.Struct, frozen=True):
@@ -146,40 +137,55 @@ class KeyIndex:
 
     # Reading.
 
-    def find(self, partition: int, wants: Sequence[Want]) -> list[Mutation | None]:
+    def find(
+        self, partition: int, wants: Sequence[Want], bytes_max: int = FIND_BYTES_MAX
+    ) -> list[Mutation | None]:
         """The items of these keys, as of the watermark; None for what is missing or deleted.
 
         Where no value is wanted, only number and expiry are those of the item.
 
+        Args:
+            partition: The partition.
+            wants: The keys.
+            bytes_max: The answer ends with the item that comes to this: ask again for the others.
+
         Raises:
             CorruptionError: What there is of one is damaged.
         """
-        numbers: dict[bytes, int] = {}
-        found: dict[bytes, Mutation | None] = {}
+        entries: list[IndexEntry | None] = []
         with self.environment.read() as reader:
             for want in wants:
-                number = want.number
-                if not number:
-                    indexed = index_key(partition, want.key)
-                    value = reader.get(indexed)
-                    entry = None if value is None else IndexEntry.parse(indexed, value)
-                    if entry is None or entry.number < 0:
-                        found[want.key] = None
-                        continue
-                    number = entry.number
-                    if not want.value:
-                        found[want.key] = Mutation(
-                            Operation.SET, want.key, seq=SeqNo(number), expiry=entry.expiry
-                        )
-                        continue
-                numbers[want.key] = number
-        rows = self._log.find(partition, numbers.values()) if numbers else {}
-        for key, number in numbers.items():
-            row = rows[number]
-            if row.key != key or row.op != Operation.SET:
-                raise CorruptionError(f"number {number} of partition {partition} is {row.key!r}")
-            found[key] = row
-        return [found[want.key] for want in wants]
+                if want.number:
+                    entries.append(IndexEntry(want.number, 0))
+                    continue
+                indexed = index_key(partition, want.key)
+                value = reader.get(indexed)
+                entry = None if value is None else IndexEntry.parse(indexed, value)
+                entries.append(None if entry is None or entry.number < 0 else entry)
+        needed = [
+            entry.number
+            for want, entry in zip(wants, entries, strict=True)
+            if entry is not None and want.value
+        ]
+        rows = iter(self._log.find(partition, needed, bytes_max) if needed else ())
+        found: list[Mutation | None] = []
+        for want, entry in zip(wants, entries, strict=True):
+            if entry is None:
+                found.append(None)
+            elif want.value:
+                row = next(rows, None)
+                if row is None:
+                    break
+                if row.key != want.key or row.op != Operation.SET:
+                    raise CorruptionError(
+                        f"number {entry.number} of partition {partition} is {row.key!r}"
+                    )
+                found.append(row)
+            else:
+                found.append(
+                    Mutation(Operation.SET, want.key, seq=SeqNo(entry.number), expiry=entry.expiry)
+                )
+        return found
 
     def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[IndexEntry | None]:
         """What is known of each of these keys."""

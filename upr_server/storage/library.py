@@ -78,12 +78,7 @@ class Library:
         return shelf
 
     def _load(self, _call: Load) -> list[StoredBucket]:
-        stored = []
-        for name in self._room.names():
-            shelf = self._shelf(name)
-            shelf.open()
-            stored.append(shelf.log.load())
-        return stored
+        return [self._shelf(name).open() for name in self._room.names()]
 
     def _create(self, call: Create) -> None:
         def fill(log: Environment, index: Environment) -> None:

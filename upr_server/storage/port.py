@@ -15,8 +15,9 @@ import trio
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
+from upr_server.engine import Want
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
-from upr_server.storage.key_index import Due, Want
+from upr_server.storage.key_index import Due
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
 

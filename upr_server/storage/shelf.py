@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from upr_protocol.ids import SeqNo
-from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog, PartitionWrite
+from upr_server.storage.chunk_log import (
+    STORED_OVERHEAD_BYTES,
+    ChunkLog,
+    PartitionWrite,
+    StoredBucket,
+)
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.environment import Environment
 from upr_server.storage.key_index import KeyIndex
@@ -52,8 +59,12 @@ class Shelf:
         self._commits = 0
         self._sweeps = 0
 
-    def open(self) -> None:
-        """Takes stock of what is there. O(chunks)."""
+    def open(self) -> StoredBucket:
+        """Takes stock of what is there. O(chunks).
+
+        Returns:
+            It.
+        """
         stored = self.log.load()
         self._count = count = stored.record.partition_count
         sizes = self.log.sizes()
@@ -64,6 +75,13 @@ class Shelf:
         self._items = [mark.items for mark in marks]
         self._bases = [mark.base_bytes for mark in marks]
         self._bytes = [sizes.get(number, 0) for number in range(count)]
+        return msgspec.structs.replace(
+            stored,
+            partitions=[
+                msgspec.structs.replace(partition, indexed=mark.seq, items=mark.items)
+                for partition, mark in zip(stored.partitions, marks, strict=True)
+            ],
+        )
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:
         """See `ChunkLog.commit`."""

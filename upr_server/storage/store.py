@@ -10,6 +10,7 @@ import trio
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
+from upr_server.engine import Want
 from upr_server.storage.calls import (
     AnyCall,
     Begin,
@@ -28,7 +29,7 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.errors import StoreFailedError
-from upr_server.storage.key_index import Due, Want
+from upr_server.storage.key_index import Due
 from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 

@@ -1,0 +1,195 @@
+"""One bucket and its disk: what carries mutations down, and what brings them up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import structlog
+import trio
+
+from upr_protocol.chunk import Mutation
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import Cas, HistoryId, PartitionState
+from upr_server.engine import Bucket, MutateResult, Partition, PartitionImage, Want, WriterToken
+from upr_server.storage.chunk_log import StoredBucket, StoredPartition
+from upr_server.storage.flusher import Flusher
+from upr_server.storage.leases import LeaseBook
+from upr_server.storage.port import Store
+from upr_server.storage.records import LeaseRecord, PartitionRecord
+from upr_server.storage.upkeeper import Upkeeper
+
+DUE_MAX: Final = 512
+"""Expired items that are taken from disk at a time."""
+
+log = structlog.get_logger(__name__)
+
+
+class BucketDisk:
+    """See the module.
+
+    Args:
+        store: The disk.
+        bucket: The bucket.
+        time: Seconds since 1970.
+        new_id: Draws a fresh non-zero random number.
+        purge_age_s: How old a tombstone must be to go.
+        leases: Those that were there.
+        on_room: Called when memory may have become free.
+
+    Attributes:
+        store: The disk.
+        bucket: The bucket.
+        memory: What the bucket holds.
+        flusher: Carries mutations to disk.
+        leases: What must be left readable.
+        upkeeper: Has the log indexed and compacted.
+        nursery: Where backfills run, while `run` does.
+        backfills: Backfills that were begun, ever.
+        backfill_bytes: What they have read, ever.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bucket: Bucket,
+        *,
+        time: Callable[[], float],
+        new_id: Callable[[], int],
+        purge_age_s: float,
+        leases: Sequence[LeaseRecord] = (),
+        on_room: Callable[[], None],
+    ) -> None:
+        self.store = store
+        self.bucket = bucket
+        self.memory = bucket.memory
+        self._on_room = on_room
+        self.flusher = Flusher(store, bucket, self._committed)
+        self.leases = LeaseBook(store, bucket, time, new_id, leases)
+        self.upkeeper = Upkeeper(
+            store, bucket, self.flusher, self.leases, time, purge_age_s, on_room
+        )
+        self.nursery: trio.Nursery
+        self.backfills = 0
+        self.backfill_bytes = 0
+        self._fetches = self._fetched = 0
+        self._ended = trio.Event()
+
+    def _committed(self) -> None:
+        self.upkeeper.wake()
+        self._on_room()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carries mutations to disk until `stop`, and what is left then. Backfills end with it."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self.nursery = nursery
+                nursery.start_soon(self.upkeeper.run)
+                task_status.started()
+                await self.flusher.run()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.flusher.refuse_all()
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Brings what there is to disk, and ends; no more mutations may come."""
+        self.flusher.stop()
+        await self._ended.wait()
+
+    # Reading.
+
+    async def find(
+        self, partition: Partition, wants: Sequence[Want]
+    ) -> dict[bytes, Mutation | None]:
+        """Items from disk: as many of those wanted as come to a bounded number of bytes, and at
+        least one. The partition must be pinned.
+
+        Raises:
+            StorageError: The disk cannot tell.
+        """
+        await self.upkeeper.until_it_can_be_asked(partition)
+        self._fetches += 1
+        self._fetched += len(wants)
+        rows = await self.store.find(self.bucket.name, partition.id, wants)
+        return {want.key: row for want, row in zip(wants, rows, strict=False)}
+
+    async def expire(self, now: float) -> None:
+        """Makes deletions of items that the disk says have expired."""
+        pins = {partition.id: partition.pin() for partition in self.bucket.partitions}
+        try:
+            after, more = b"", True
+            while more:
+                due, after = await self.store.due(self.bucket.name, int(now), after, DUE_MAX)
+                for item in due:
+                    partition = self.bucket.partitions[item.partition]
+                    if partition.can_be_asked:
+                        partition.expire_stored(item.key, item.number, now)
+                more = bool(after)
+        finally:
+            for number, pin in pins.items():
+                self.bucket.partitions[number].unpin(pin)
+
+    def statistics(self) -> dict[str, object]:
+        """Figures; sizes in bytes, times in seconds."""
+        return {
+            "flusher": self.flusher.statistics(),
+            "disk": {**self.store.statistics(self.bucket.name), **self.upkeeper.statistics()},
+            "backfill": {"begun": self.backfills, "bytes": self.backfill_bytes},
+            "fetch": {"batches": self._fetches, "items": self._fetched},
+            "leases": self.leases.statistics(),
+        }
+
+
+# What is on disk, as the engine takes it.
+
+
+def recovered(
+    stored: StoredBucket, new_history_id: Callable[[], HistoryId]
+) -> tuple[list[PartitionImage], list[tuple[int, PartitionRecord]]]:
+    """The partitions of a bucket, as they are to be served.
+
+    After anything but a clean stop each active partition begins a new history, at its persisted
+    snapshot end: what it had above may have been seen, and is gone.
+
+    Args:
+        stored: What was found.
+        new_history_id: Draws a fresh non-zero random ID.
+
+    Returns:
+        Their images, and the records that must be on disk before anything is served.
+    """
+    images: list[PartitionImage] = []
+    changed: list[tuple[int, PartitionRecord]] = []
+    for number, partition in enumerate(stored.partitions):
+        record = partition.record
+        failover_log = FailoverLog.of(record.failover_log)
+        if not stored.is_clean and record.state == PartitionState.ACTIVE:
+            failover_log = failover_log.branch(new_history_id(), record.high)
+            pairs = tuple(failover_log.pairs())
+            changed.append((number, msgspec.structs.replace(record, failover_log=pairs)))
+        images.append(_image(partition, failover_log))
+    return images, changed
+
+
+def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionImage:
+    record = partition.record
+    answers = {
+        WriterToken(token.writer, token.counter): decode_answer(token.answer)
+        for token in partition.tokens
+    }
+    # The order of the map is by writer; that of the numbers tells who was heard of last.
+    by_age = dict(sorted(answers.items(), key=lambda item: (item[1].last_seq, item[0].counter)))
+    return PartitionImage(
+        PartitionState(record.state),
+        failover_log,
+        record.high,
+        Cas(record.last_cas),
+        partition.indexed,
+        partition.purge_seq,
+        by_age,
+    )
+
+
+decode_answer: Final = msgspec.msgpack.Decoder(MutateResult).decode

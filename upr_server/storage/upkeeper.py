@@ -1,0 +1,140 @@
+"""The upkeeper: has a bucket's log indexed and compacted, step by step, beside everything else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import structlog
+import trio
+
+from upr_server.engine import Bucket, Partition
+from upr_server.storage.errors import CorruptionError, DiskFullError
+from upr_server.storage.flusher import Flusher
+from upr_server.storage.leases import LeaseBook
+from upr_server.storage.port import Store
+
+IDLE_S: Final = 0.5
+"""With no commit for so long the index takes in whatever there is."""
+
+RETRY_S: Final = 1.0
+
+_NANOSECONDS: Final = 1_000_000_000
+
+log = structlog.get_logger(__name__)
+
+
+class Upkeeper:
+    """See the module.
+
+    Args:
+        store: The disk.
+        bucket: The bucket.
+        flusher: Tells when something was committed.
+        leases: What must be left readable.
+        time: Seconds since 1970.
+        purge_age_s: How old a tombstone must be to go.
+        on_progress: Called when the index or a compaction has come further.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bucket: Bucket,
+        flusher: Flusher,
+        leases: LeaseBook,
+        time: Callable[[], float],
+        purge_age_s: float,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._bucket = bucket
+        self._flusher = flusher
+        self._leases = leases
+        self._time = time
+        self._purge_age_s = purge_age_s
+        self._on_progress = on_progress
+        self._turn = trio.Lock()
+        self._wakeup = trio.Event()
+        self._progress = trio.Event()
+        self._asked = 0
+        self._corrupted = ""
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wakeup.set()
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """No step is under way for as long as the context: what is persisted now, and the purge
+        numbers, are what the next step will respect."""
+        async with self._turn:
+            yield
+
+    async def until_it_can_be_asked(self, partition: Partition) -> None:
+        """Waits until the index knows all that was on disk when the server started."""
+        self._asked += 1
+        try:
+            while not partition.can_be_asked:
+                if self._corrupted:
+                    raise CorruptionError(self._corrupted)
+                self._progress = trio.Event()
+                self.wake()
+                await self._progress.wait()
+        finally:
+            self._asked -= 1
+
+    async def run(self) -> None:
+        """Does what there is to do, for ever."""
+        while True:
+            more = False
+            try:
+                async with self._turn:
+                    more = await self._step()
+            except DiskFullError:
+                # Indexing can wait, and compaction cannot make room without some.
+                await trio.sleep(RETRY_S)
+            except CorruptionError as error:
+                if not self._corrupted:
+                    log.error(
+                        "a damaged record: indexing and compaction stop; run upr-server check",
+                        bucket=self._bucket.name,
+                        error=str(error),
+                    )
+                self._corrupted = str(error)
+                self._progress.set()
+                await trio.sleep_forever()
+            if not more:
+                self._wakeup = trio.Event()
+                with trio.move_on_after(IDLE_S):
+                    await self._wakeup.wait()
+
+    async def _step(self) -> bool:
+        idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
+        short = self._bucket.quota.is_short(self._bucket.memory)
+        await self._leases.expire()
+        done = await self._store.upkeep(
+            self._bucket.name,
+            urgent=idle or short or bool(self._asked),
+            leases=self._leases.ranges(),
+            purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
+        )
+        if done.partition < 0:
+            return False
+        partition = self._bucket.partitions[done.partition]
+        partition.is_indexed(done.indexed, done.items)
+        partition.purge_seq = max(partition.purge_seq, done.purge_seq)
+        self._progress.set()
+        self._on_progress()
+        return done.more
+
+    def statistics(self) -> dict[str, object]:
+        """Figures."""
+        return {
+            "unindexed_mutations": sum(
+                partition.manager.persistence.committed - partition.indexed
+                for partition in self._bucket.partitions
+            ),
+            "damaged": self._corrupted,
+        }
