@@ -57,7 +57,9 @@ class SimulatedDisk:
                 self.fault()
         except StoreFailedError:
             self._failed = True
-            if not self.keep_on_fault:
+            if self.keep_on_fault:
+                self._bytes += writer.grown_bytes
+            else:
                 writer.undo()
             raise
         except BaseException:
