@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,16 @@ from upr_protocol.errors import UprError
 from upr_server.app import Server, serve
 from upr_server.config import Config, ConfigError, load_config
 from upr_server.log import set_up_logging
+from upr_server.storage.check import Checked, Problem
+from upr_server.storage.data_directory import default_data_dir, quiet
+from upr_server.storage.dump import DumpOptions
+from upr_server.storage.errors import DataDirectoryError
+from upr_server.storage.inspection import OutputClosedError, Task, bucket_names, inspect
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 _options = (
     click.option(
@@ -88,3 +97,131 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
 def config_command(config_path: Path | None, **options: Any) -> None:
     """Print the settings that `serve` would run with, as a TOML file."""
     click.echo(_config(config_path, **options).to_toml(), nl=False)
+
+
+_PROGRESS_S = 0.2
+
+_CHECK_EXITS = """\b
+Exit codes:
+  0    all is well
+  1    there are problems, a line each on standard output
+  2    the command line is wrong
+  130  ended by Ctrl-C
+"""
+
+_DUMP_EXITS = """\b
+Exit codes:
+  0    all was printed
+  1    something was left out
+  2    the command line is wrong
+  130  ended by Ctrl-C
+"""
+
+_data_dir = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    envvar="UPR_SERVER_DATA_DIR",
+    default=default_data_dir,
+    help="The data directory; by default, where `serve` keeps a user's data.",
+)
+
+
+@main.command("check", epilog=_CHECK_EXITS)
+@_data_dir
+def check_command(data_dir: Path) -> None:
+    """Check that a data directory holds what was put there; change nothing.
+
+    Every record, chunk and index entry is read and compared with its checksum and with each other.
+    The server that uses the directory must be stopped.
+    """
+    inspected = _inspect(data_dir, None, "check", DumpOptions())
+    for problem in inspected.problems:
+        click.echo(str(problem))
+    if inspected.problems:
+        _say(f"{data_dir} has problems: {len(inspected.problems)}")
+        sys.exit(EXIT_FAILED)
+    click.echo(f"{data_dir} is well: {inspected.summary()}")
+
+
+@main.command("dump", epilog=_DUMP_EXITS)
+@_data_dir
+@click.option("--bucket", help="Only this bucket; by default all of them.")
+@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
+@click.option("--keys-only", is_flag=True, help="Leave the values out.")
+@click.option("--history", is_flag=True, help="Every mutation that is still there, oldest first.")
+def dump_command(
+    data_dir: Path, bucket: str | None, partition: int | None, keys_only: bool, history: bool
+) -> None:
+    """Print what a data directory holds, a JSON object a line; change nothing.
+
+    That is the newest mutation of each key, deletions too, in the order in which they were made.
+    Keys and values are text where they are UTF-8; otherwise they are base64, and a field beside
+    them (key_encoding, value_encoding) says so. What is damaged is left out, and standard error
+    says what that was. The server that uses the directory must be stopped.
+    """
+    options = DumpOptions(-1 if partition is None else partition, keys_only, history)
+    inspected = _inspect(data_dir, bucket, "dump", options)
+    for problem in inspected.problems:
+        _say(str(problem))
+    if inspected.problems:
+        sys.exit(EXIT_FAILED)
+
+
+class _Inspected:
+    """What an inspection found so far."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.buckets = self.chunks = self.chunk_bytes = self.keys = 0
+        self._shown_at = time.monotonic()
+        self._on_terminal = sys.stderr.isatty()
+
+    def summary(self) -> str:
+        """How much it was."""
+        return (
+            f"{self.buckets:,} buckets, {self.chunks:,} chunks of {self.chunk_bytes:,} bytes, "
+            f"{self.keys:,} keys"
+        )
+
+    def take(self, checked: Checked) -> None:
+        """Counts, and shows the counts on a terminal."""
+        self.chunks += checked.chunks
+        self.chunk_bytes += checked.chunk_bytes
+        self.keys += checked.keys
+        if self._on_terminal and time.monotonic() - self._shown_at > _PROGRESS_S:
+            self._shown_at = time.monotonic()
+            click.echo(f"\r{self.summary()}", nl=False, err=True)
+
+    def clear(self) -> None:
+        """Leaves the terminal's line empty."""
+        if self._on_terminal:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOptions) -> _Inspected:
+    inspected = _Inspected()
+    try:
+        with quiet(data_dir):
+            names = bucket_names(data_dir)
+            if bucket is not None and bucket not in names:
+                raise click.UsageError(f"{data_dir} has no bucket {bucket!r}, but {names}")
+            names = names if bucket is None else [bucket]
+            inspected.buckets = len(names)
+            for found in inspect(data_dir, names, task, options):
+                if isinstance(found, Problem):
+                    inspected.problems.append(found)
+                elif isinstance(found, Checked):
+                    inspected.take(found)
+        inspected.clear()
+    except DataDirectoryError as error:
+        _say(str(error))
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except OutputClosedError:
+        sys.exit(EXIT_BROKEN_PIPE)
+    return inspected
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"upr-server: {sentence}", err=True)

@@ -125,15 +125,20 @@ _Wrong = tuple[int, str, bool]
 """Partition, what is wrong, whether only in the index."""
 
 
-def open_bucket(path: Path) -> tuple[LmdbEnvironment, LmdbEnvironment]:
-    """Log and index of a bucket's folder, to be read while nobody else has them.
+def open_map(path: Path) -> LmdbEnvironment:
+    """The folder `log` or `index` of a bucket, to be read while nobody else has it.
 
     Raises:
-        StorageError: They cannot be opened.
+        StorageError: It cannot be opened.
     """
-    log = LmdbEnvironment(path / "log", readonly=True, is_alone=True, is_summed=True)
+    return LmdbEnvironment(path, readonly=True, is_alone=True, is_summed=path.name == "log")
+
+
+def open_bucket(path: Path) -> tuple[LmdbEnvironment, LmdbEnvironment]:
+    """Log and index of a bucket's folder; see `open_map`."""
+    log = open_map(path / "log")
     try:
-        return log, LmdbEnvironment(path / "index", readonly=True, is_alone=True)
+        return log, open_map(path / "index")
     except BaseException:
         log.close()
         raise

@@ -1,0 +1,132 @@
+"""A small data directory with something of everything in it, and what reading it should answer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
+from upr_server.engine import Want
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
+from upr_server.storage.compaction import Sweep
+from upr_server.storage.data_directory import DataRoom, prepare
+from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
+from upr_server.storage.shelf import Shelf
+
+BUCKET: Final = "planes"
+PARTITIONS: Final = 3
+KEYS: Final = 90
+EXPIRY: Final = 2_000_000_000
+PLENTY: Final = 1 << 40
+
+
+def key_of(number: int) -> bytes:
+    return b"key %d %s" % (number, b"k" * (number % 40))
+
+
+ABSENT: Final = [key_of(number) for number in range(1000, 1020)]
+
+
+def make(path: Path) -> None:
+    """Makes the directory: a bucket whose log has many versions, chunks of all sizes, tombstones,
+    expiry times, answers to publishers, a lease, and a partition that was compacted."""
+    prepare(path)
+    room = DataRoom(path, bytes_max=1 << 30)
+    record = BucketRecord(BUCKET, PARTITIONS, 1 << 26)
+    start = PartitionRecord(PartitionState.ACTIVE, ((7, 0),), SeqNo(0), 0)
+
+    def fill(log: object, index: object) -> None:
+        shelf = Shelf(log, index)  # type: ignore[arg-type]
+        shelf.log.create(record, [start] * PARTITIONS)
+
+    room.create(BUCKET, fill)
+    shelf = Shelf(*room.open(BUCKET))
+    shelf.open()
+    chance = random.Random(4)
+    for turn in range(24):
+        shelf.commit([_write(shelf, number, turn, chance) for number in range(PARTITIONS)])
+        if turn % 4 == 2:
+            for number in range(PARTITIONS):
+                shelf.index.step(number, 1 << 20)
+        if turn == 15:
+            _compact(shelf, 0, purge_before_cas=0)
+            _compact(shelf, 1, purge_before_cas=400)
+    lease = LeaseRecord(5, "a consumer", ((1, 0, shelf.log.high(1)),), 60, EXPIRY)
+    shelf.log.put_lease(lease)
+    for number in range(PARTITIONS):
+        shelf.index.step(number, 1 << 20)
+    shelf.log.finish()
+    shelf.close()
+
+
+def _write(shelf: Shelf, partition: int, turn: int, chance: random.Random) -> PartitionWrite:
+    high = shelf.log.high(partition)
+    count = chance.choice([1, 3, 20, 40])
+    rows = []
+    for at in range(count):
+        seq = high + 1 + at
+        operation = chance.choice([Operation.SET, Operation.SET, Operation.SET, Operation.DELETE])
+        value, expiry = b"", 0
+        if operation == Operation.SET:
+            value = chance.randbytes(chance.choice([0, 8, 60, 200, 300 if turn % 5 else 3000]))
+            expiry = chance.choice([0, 0, EXPIRY + seq])
+        key = key_of(chance.randrange(KEYS))
+        rows.append(Mutation(operation, key, value, SeqNo(seq), Cas(seq * 2), at, expiry))
+    chunk = Chunk.build(rows, high, SeqNo(high + count))
+    log = ((7, 0),) if turn < 10 else ((9, 1), (7, 0))
+    record = PartitionRecord(PartitionState.ACTIVE, log, chunk.end, chunk.end * 2)
+    tokens = [Token(b"writer of %d......" % partition, turn, b"answer %d" % turn)]
+    if turn > 3:
+        tokens.append(msgspec.structs.replace(tokens[0], counter=turn - 3, answer=b""))
+    return PartitionWrite(partition, record, [chunk], tokens)
+
+
+def _compact(shelf: Shelf, partition: int, purge_before_cas: int) -> None:
+    sweep = Sweep(shelf.log, shelf.index, partition, shelf.index.watermark(partition).seq)
+    is_done = False
+    while not is_done:
+        swept = sweep.step(20_000, (), purge_before_cas)
+        shelf.index.compacted(partition, swept.purged, 1 if swept.is_done else -1)
+        is_done = swept.is_done
+
+
+Item = Mutation | None
+
+
+class Answers(msgspec.Struct):
+    """What reading answers.
+
+    Attributes:
+        stored: The records.
+        streams: The chunks of each partition, from 0 to its end.
+        items: The item of every key, by partition.
+    """
+
+    stored: StoredBucket
+    streams: list[list[bytes]]
+    items: list[dict[bytes, Item]]
+
+
+def wants() -> list[Want]:
+    """Every key, and some that never were."""
+    keys = [*(key_of(number) for number in range(KEYS)), *ABSENT]
+    return [Want(key, 0, True) for key in keys]
+
+
+def answers(shelf: Shelf) -> Answers:
+    """What an undamaged directory answers."""
+    stored = shelf.log.load()
+    streams = [
+        [bytes(chunk) for chunk in shelf.log.read(number, 0, found.record.high, bytes_max=PLENTY)]
+        for number, found in enumerate(stored.partitions)
+    ]
+    keys = [want.key for want in wants()]
+    items = [
+        dict(zip(keys, shelf.index.find(number, wants()), strict=True))
+        for number in range(PARTITIONS)
+    ]
+    return Answers(stored, streams, items)

@@ -1,0 +1,247 @@
+"""Ten thousand flipped bits in the data files: what is read then, and whether `check` sees it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import resource
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.storage.small_directory import BUCKET, PLENTY, Answers, answers, make, wants
+from upr_server.storage.check import Check, Problem, open_bucket
+from upr_server.storage.errors import StorageError
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.shelf import Shelf
+
+FLIPS: Final = 10_000
+PAGE_BYTES: Final = 4096
+HANGS_S: Final = 20
+"""A reader that takes longer does not end at all."""
+
+EQUAL: Final = b"="
+REFUSED: Final = b"e"
+MISSING: Final = b"m"
+NEW_HISTORY: Final = b"h"
+WRONG: Final = b"w"
+FAULT: Final = b"f"
+DIED: Final = b"d"
+
+Flip = tuple[str, int, int]
+"""Which file, which byte, which bit."""
+
+
+def _flips(folder: Path, chance: random.Random) -> list[Flip]:
+    """Mostly in pages that hold the tree together: chunks fill most of a file, and are alike."""
+    structural: list[tuple[str, int]] = []
+    sizes = {}
+    for part in ("log", "index"):
+        data = (folder / part / "data.mdb").read_bytes()
+        sizes[part] = len(data)
+        for page in range(len(data) // PAGE_BYTES):
+            at = page * PAGE_BYTES
+            number, flags = int.from_bytes(data[at : at + 8], "little"), data[at + 10]
+            # A branch, a leaf or a meta page; of what is left of others, the number is another.
+            if number == page and flags & 0b1011:
+                structural.append((part, page))
+    flips = []
+    for _ in range(FLIPS):
+        if chance.random() < 0.7:
+            part, page = chance.choice(structural)
+            # The head of a page, its table of places, and for the rest wherever it may be.
+            at = chance.randrange(chance.choice([16, 160, PAGE_BYTES, PAGE_BYTES]))
+            at += page * PAGE_BYTES
+        else:
+            part = chance.choice(["log", "log", "index"])
+            at = chance.randrange(sizes[part])
+        flips.append((part, at, chance.randrange(8)))
+    return flips
+
+
+def _flip(folder: Path, flip: Flip) -> None:
+    part, at, bit = flip
+    with open(folder / part / "data.mdb", "r+b", buffering=0) as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def _read(folder: Path, good: Answers) -> bytes:
+    """Reads everything that a server reads, and says how it compares."""
+    kinds: set[bytes] = set()
+    try:
+        log, index = open_bucket(folder)
+    except StorageError:
+        return REFUSED
+    shelf = Shelf(log, index)
+    try:
+        # A server that is running serves its readers whatever happens to the files; one that
+        # starts looks first.
+        kinds.add(_read_records(shelf, log, good))
+        for partition in range(len(good.streams)):
+            kinds.add(_read_stream(shelf, good, partition))
+            kinds.add(_read_items(shelf, good, partition))
+    finally:
+        shelf.close()
+    for kind in (FAULT, WRONG, MISSING, NEW_HISTORY, REFUSED):
+        if kind in kinds:
+            return kind
+    return EQUAL
+
+
+def _read_records(shelf: Shelf, log: LmdbEnvironment, good: Answers) -> bytes:
+    try:
+        log.verify()
+        shelf.open()
+        found = shelf.log.load()
+    except StorageError:
+        return REFUSED
+    except Exception:  # noqa: BLE001  # the test tells of it
+        return FAULT
+    if found == good.stored:
+        return EQUAL
+    same_but_mark = (found.record, found.partitions, found.leases) == (
+        good.stored.record,
+        good.stored.partitions,
+        good.stored.leases,
+    )
+    # Without the mark of a clean stop the server begins a new history: safe, if not free.
+    return NEW_HISTORY if same_but_mark and not found.is_clean else WRONG
+
+
+def _read_stream(shelf: Shelf, good: Answers, partition: int) -> bytes:
+    high = good.stored.partitions[partition].record.high
+    try:
+        found = shelf.log.read(partition, 0, high, bytes_max=PLENTY)
+    except StorageError:
+        return REFUSED
+    except Exception:  # noqa: BLE001  # the test tells of it
+        return FAULT
+    return EQUAL if [bytes(chunk) for chunk in found] == good.streams[partition] else WRONG
+
+
+def _read_items(shelf: Shelf, good: Answers, partition: int) -> bytes:
+    expected = good.items[partition]
+    try:
+        found = shelf.index.find(partition, wants())
+        return EQUAL if found == list(expected.values()) else _compare(found, expected)
+    except StorageError:
+        pass
+    except Exception:  # noqa: BLE001  # the test tells of it
+        return FAULT
+    kinds = {REFUSED}
+    for want in wants():
+        try:
+            item = shelf.index.find(partition, [want])[0]
+        except StorageError:
+            continue
+        except Exception:  # noqa: BLE001  # the test tells of it
+            return FAULT
+        kinds.add(_compare([item], {want.key: expected[want.key]}))
+    return next(kind for kind in (WRONG, MISSING, REFUSED) if kind in kinds)
+
+
+def _compare(found: Sequence[object], expected: Mapping[bytes, object]) -> bytes:
+    differing = [
+        item
+        for item, good in zip(found, expected.values(), strict=True)
+        if item is not None and item != good
+    ]
+    if differing:
+        return WRONG
+    return EQUAL if list(found) == list(expected.values()) else MISSING
+
+
+def _is_noticed(folder: Path, name: str) -> bool:
+    try:
+        log, index = open_bucket(folder)
+    except StorageError:
+        return True
+    try:
+        return any(isinstance(found, Problem) for found in Check(name, log, index).run())
+    finally:
+        log.close()
+        index.close()
+
+
+def _child(folder: Path, good: Answers, flips: Sequence[Flip], pipe: int) -> None:
+    """Writes two bytes a flip: what was read, and whether it is noticed."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.disable()
+    for flip in flips:
+        signal.alarm(HANGS_S)
+        _flip(folder, flip)
+        os.write(pipe, _read(folder, good))
+        os.write(pipe, b"n" if _is_noticed(folder, BUCKET) else b"u")
+        _flip(folder, flip)
+
+
+def _outcomes(folder: Path, good: Answers, flips: Sequence[Flip]) -> Iterator[tuple[bytes, bytes]]:
+    """What was read, and whether it was noticed: by a process that is replaced when it dies."""
+    intact = {part: (folder / part / "data.mdb").read_bytes() for part in ("log", "index")}
+    done = 0
+    while done < len(flips):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                os.close(reading)
+                _child(folder, good, flips[done:], writing)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            while len(outcome := pipe.read(2)) == 2:
+                done += 1
+                yield outcome[:1], outcome[1:]
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) in {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT}, flips[
+                done
+            ]
+            # A check that dies is one that has noticed.
+            yield outcome or DIED, b"n"
+            done += 1
+            for part, data in intact.items():
+                with open(folder / part / "data.mdb", "r+b", buffering=0) as file:
+                    file.write(data)
+        else:
+            assert os.WEXITSTATUS(status) == 0, flips[done]
+
+
+@pytest.mark.timeout(400)
+def test_flipped_bits_are_never_served_and_always_noticed(tmp_path: Path) -> None:
+    make(tmp_path / "made")
+    folder = tmp_path / "made" / "buckets" / BUCKET
+    copy = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
+    copy = copy / f"bit flips {os.getpid()}"
+    shutil.copytree(folder, copy)
+    try:
+        log, index = open_bucket(copy)
+        good = answers(Shelf(log, index))
+        log.close()
+        index.close()
+        flips = _flips(copy, random.Random(20))
+        outcomes = list(zip(flips, _outcomes(copy, good, flips), strict=True))
+    finally:
+        shutil.rmtree(copy)
+    counts = Counter(kind for _, (kind, _) in outcomes)
+    wrong = [(*flip, kind) for flip, (kind, _) in outcomes if kind in (WRONG, FAULT)]
+    assert not wrong, f"{wrong}"
+    unnoticed = [(*flip, kind) for flip, (kind, seen) in outcomes if kind != EQUAL and seen != b"n"]
+    assert not [found for found in unnoticed if found[3] != NEW_HISTORY], f"{unnoticed}"
+    # What the test is worth: so many flips did change what was read, in each of the ways.
+    assert sum(counts.values()) == FLIPS
+    assert counts[REFUSED] > FLIPS // 20, counts
+    assert counts[MISSING] > FLIPS // 200, counts
+    assert counts[DIED] > 0, counts
