@@ -96,10 +96,12 @@ class UprServer(Process):
     BUCKET: Final = "bench"
 
     def __init__(self, *, partitions: int, quota_bytes: int = 16 << 30) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.data_dir = Path(self._folder.name) / "data"
         config = Path(self._folder.name) / "server.toml"
         config.write_text(
-            f'listen = "{HOST}:0"\nlog_level = "warning"\n[[buckets]]\nname = "{self.BUCKET}"\n'
+            f'listen = "{HOST}:0"\nlog_level = "warning"\ndata_dir = "{self.data_dir}"\n'
+            f'[[buckets]]\nname = "{self.BUCKET}"\n'
             f"partitions = {partitions}\nquota_bytes = {quota_bytes}\n"
         )
         command = "import sys; from upr_server.cli import main; sys.exit(main())"

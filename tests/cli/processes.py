@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, Final
@@ -39,23 +40,34 @@ class Server:
 
 @contextmanager
 def start_server(address: str = "127.0.0.1:0", *options: str) -> Iterator[Server]:
-    """A server that runs for as long as the context."""
-    process = subprocess.Popen(
-        [*UPR_SERVER, "serve", "--listen", address, "--log-level", "warning", *options],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("listening on "), line
-        server = Server(f"upr://{line.split()[-1]}/", process)
-        try:
-            yield server
-        finally:
-            process.kill()
+    """A server that runs for as long as the context, in a data directory that goes with it unless
+    `options` name another."""
+    # Its processes for the disk may be at their last work when it was killed.
+    folder = tempfile.TemporaryDirectory(prefix="upr-server-", ignore_cleanup_errors=True)
+    with folder as data:
+        process = subprocess.Popen(
+            [
+                *(*UPR_SERVER, "serve", "--listen", address, "--log-level", "warning"),
+                *("--data-dir", data, *options),
+            ],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment(),
+            text=True,
+        )
+        with process:
+            yield from _serving(process)
+
+
+def _serving(process: subprocess.Popen[str]) -> Iterator[Server]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("listening on "), line
+    server = Server(f"upr://{line.split()[-1]}/", process)
+    try:
+        yield server
+    finally:
+        process.kill()
 
 
 class Upr(subprocess.Popen[bytes]):

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from tests.kit.fake_net import ENDLESS, CuttableStream
+from tests.kit.held_store import HeldStore
 from tests.kit.mirror import Mirror
 from tests.kit.threaded import trio_thread
 from upr_protocol.chunk import CounterDelta, Mutation, plain_chunk
@@ -30,6 +31,7 @@ from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
+from upr_server.storage.simulated_store import SimulatedStore
 
 PARTITIONS = 8
 CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
@@ -37,7 +39,7 @@ CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    async with running_server(CONFIG) as server:
+    async with running_server(CONFIG, SimulatedStore()) as server:
         yield server
 
 
@@ -236,7 +238,7 @@ async def test_a_server_that_stops_is_looked_for_and_given_up(server: Server) ->
     async with trio.open_nursery() as nursery:
 
         async def serve(*, task_status: trio.TaskStatus[Server]) -> None:
-            async with running_server(CONFIG) as started:
+            async with running_server(CONFIG, SimulatedStore()) as started:
                 task_status.started(started)
                 await stop.wait()
 
@@ -250,15 +252,19 @@ async def test_a_server_that_stops_is_looked_for_and_given_up(server: Server) ->
                     pass
 
 
-async def test_over_quota_is_said(server: Server) -> None:
-    async with connect(server.url()) as admin:
-        await admin.create_bucket("small", 1, 1024 * 1024)
-    with pytest.raises(ServerError, match="over its memory quota") as caught:  # noqa: PT012
-        async with publisher(server.url("small"), credit_timeout_s=0.2) as sink:
-            for number in range(1000):
-                chunk = plain_chunk([b"%d" % number], [bytes(100_000)])
-                await sink.publish_and_wait(PartitionId(0), chunk)
-    assert caught.value.status is Status.TEMPORARY_FAILURE
+async def test_over_quota_is_said() -> None:
+    # A disk that does not come through: nothing can leave memory.
+    store = HeldStore()
+    async with running_server(CONFIG, store) as server:
+        async with connect(server.url()) as admin:
+            await admin.create_bucket("small", 1, 1024 * 1024)
+        with pytest.raises(ServerError, match="over its memory quota") as caught:  # noqa: PT012
+            async with publisher(server.url("small"), credit_timeout_s=0.2) as sink:
+                for number in range(1000):
+                    chunk = plain_chunk([b"%d" % number], [bytes(100_000)])
+                    await sink.publish_and_wait(PartitionId(0), chunk)
+        assert caught.value.status is Status.TEMPORARY_FAILURE
+        store.released.set()
 
 
 def test_the_blocking_client() -> None:
@@ -266,7 +272,7 @@ def test_the_blocking_client() -> None:
         stop = trio.Event()
 
         async def serve(*, task_status: trio.TaskStatus[Server]) -> None:
-            async with running_server(CONFIG) as started:
+            async with running_server(CONFIG, SimulatedStore()) as started:
                 task_status.started(started)
                 await stop.wait()
 

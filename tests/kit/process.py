@@ -141,6 +141,7 @@ class ServerProcess:
 async def server_process(
     *options: str,
     listen: str = "127.0.0.1:0",
+    data_dir: Path | None = None,
     descriptors_max: int | None = None,
     variables: Mapping[str, str] | None = None,
     program: Sequence[str] = UPR_SERVER,
@@ -154,15 +155,20 @@ async def server_process(
     Args:
         *options: More for its command line.
         listen: Where it listens.
+        data_dir: Its data directory; None for one that goes with it.
         descriptors_max: How many descriptors it may have; None for as many as this process.
         variables: More for its environment.
         program: What is started.
         cwd: In which folder.
     """
-    command = (*program, "serve", "--listen", listen, "--log-format", "json", *options)
-    if descriptors_max is not None:
-        command = ("sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors_max), *command)
-    with tempfile.TemporaryDirectory(prefix="upr-server-") as folder:
+    # Its processes for the disk may be at their last work when it was killed.
+    temporary = tempfile.TemporaryDirectory(prefix="upr-server-", ignore_cleanup_errors=True)
+    with temporary as folder:
+        data = data_dir or Path(folder, "data")
+        options = ("--log-format", "json", "--data-dir", str(data), *options)
+        command = (*program, "serve", "--listen", listen, *options)
+        if descriptors_max is not None:
+            command = ("sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors_max), *command)
         log_path = Path(folder, "log")
         with log_path.open("wb") as log:  # noqa: ASYNC230  it is a moment's work
             process = await trio.lowlevel.open_process(

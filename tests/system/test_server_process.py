@@ -99,7 +99,10 @@ async def test_all_it_says_on_standard_output_is_where_it_listens(
     out, log = tmp_path / "out", tmp_path / "log"
     with out.open("wb") as to_out, log.open("wb") as to_log:
         process = await trio.lowlevel.open_process(
-            (*UPR_SERVER, "serve", "--listen", "127.0.0.1:0", "--log-level", "debug"),
+            (
+                *(*UPR_SERVER, "serve", "--listen", "127.0.0.1:0", "--log-level", "debug"),
+                *("--data-dir", str(tmp_path / "data")),
+            ),
             stdin=subprocess.DEVNULL,
             stdout=to_out,
             stderr=to_log,
@@ -136,10 +139,10 @@ async def test_an_address_of_ipv6() -> None:
             assert await client.list_buckets() == []
 
 
-async def test_a_port_that_is_taken() -> None:
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
     async with server_process() as server:
         address = f"127.0.0.1:{server.port}"
-        done = await upr_server("serve", "--listen", address)
+        done = await upr_server("serve", "--listen", address, "--data-dir", str(tmp_path))
         assert (done.code, done.out) == (1, "")
         assert done.err == f"upr-server: cannot listen on {address}: Address already in use\n"
         async with connect(server.url()) as client:
@@ -153,8 +156,8 @@ async def test_a_port_that_is_taken() -> None:
         ("a..b:1", "'a..b' is no host name"),
     ],
 )
-async def test_an_address_that_is_not_ours(listen: str, said: str) -> None:
-    done = await upr_server("serve", "--listen", listen)
+async def test_an_address_that_is_not_ours(listen: str, said: str, tmp_path: Path) -> None:
+    done = await upr_server("serve", "--listen", listen, "--data-dir", str(tmp_path))
     assert (done.code, done.out) == (1, "")
     assert done.err == f"upr-server: cannot listen on {listen}: {said}\n"
 

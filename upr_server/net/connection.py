@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
@@ -80,6 +81,7 @@ class Connection:
         self.bucket: Bucket | None = None
         self._disk: BucketDisk | None = None
         self._nursery: trio.Nursery | None = None
+        self._errands: deque[tuple[Message, Callable[[], Awaitable[None]]]] = deque()
         self._stream = stream
         self._wakeup = trio.Event()
         self._drained = trio.Event()
@@ -230,6 +232,18 @@ class Connection:
         """Has `request` answered by a task of its own, which the connection's end cancels."""
         assert self._nursery is not None
         self._nursery.start_soon(self._settle, request, settle)
+
+    def in_turn(self, request: Message, settle: Callable[[], Awaitable[None]]) -> None:
+        """The same, behind those before it that were to be answered in turn."""
+        self._errands.append((request, settle))
+        if len(self._errands) == 1:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._run_errands)
+
+    async def _run_errands(self) -> None:
+        while self._errands:
+            await self._settle(*self._errands[0])
+            self._errands.popleft()
 
     async def _settle(self, request: Message, settle: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -291,7 +291,7 @@ def _create_bucket(connection: Connection, request: CreateBucket) -> None:
         )
         connection.session.send(BucketDone(opaque=request.opaque))
 
-    connection.later(request, create)
+    connection.in_turn(request, create)
 
 
 def _delete_bucket(connection: Connection, request: DeleteBucket) -> None:
@@ -299,20 +299,20 @@ def _delete_bucket(connection: Connection, request: DeleteBucket) -> None:
         await connection.service.delete_bucket(request.name)
         connection.session.send(BucketDone(opaque=request.opaque))
 
-    connection.later(request, delete)
+    connection.in_turn(request, delete)
 
 
 def _list_buckets(connection: Connection, request: ListBuckets) -> None:
     buckets = connection.service.buckets
-    connection.session.send(
-        ListBucketsReply(
-            tuple(
-                (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes)
-                for bucket in buckets
-            ),
-            opaque=request.opaque,
-        )
-    )
+
+    async def answer() -> None:
+        rows = [
+            (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes) for bucket in buckets
+        ]
+        connection.session.send(ListBucketsReply(tuple(rows), opaque=request.opaque))
+
+    # Behind what the same client has asked to be made or deleted.
+    connection.in_turn(request, answer)
 
 
 def _stats(connection: Connection, request: Stats) -> None:

@@ -170,14 +170,14 @@ class Service:
                 bucket = self.buckets.create(
                     record.name, record.partition_count, record.quota_bytes, images
                 )
-                await self._attach(bucket, stored.leases)
+                self._attach(bucket, stored.leases)
             yield
             for bucket, disk in self.disks.items():
                 await disk.stop()
                 await self.store.finish(bucket.name)
             nursery.cancel_scope.cancel()
 
-    async def _attach(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> None:
+    def _attach(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> None:
         disk = BucketDisk(
             self.store,
             bucket,
@@ -186,8 +186,9 @@ class Service:
             purge_age_s=self._purge_age_s,
             leases=leases,
             on_room=self._there_is_room,
+            nursery=self._disks_nursery,
         )
-        await self._disks_nursery.start(disk.run)
+        self._disks_nursery.start_soon(disk.run)
         self.disks[bucket] = disk
 
     async def create_bucket(self, name: str, partition_count: int, quota_bytes: int) -> None:
@@ -213,7 +214,7 @@ class Service:
                     for image in images
                 ],
             )
-            await self._attach(self.buckets.create(name, partition_count, quota_bytes, images))
+            self._attach(self.buckets.create(name, partition_count, quota_bytes, images))
 
     async def delete_bucket(self, name: str) -> None:
         """Deletes a bucket, and ends the streams of those who have it open.
@@ -232,7 +233,7 @@ class Service:
                     connection.leave_bucket()
             for partition in bucket.partitions:
                 self._lines.pop(partition, None)
-            await self.disks.pop(bucket).stop()
+            await self.disks.pop(bucket).abandon()
             await self.store.delete(name)
 
     def line(self, disk: BucketDisk, partition: Partition) -> Line:

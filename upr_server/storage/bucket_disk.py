@@ -35,6 +35,7 @@ class BucketDisk:
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number.
         purge_age_s: How old a tombstone must be to go.
+        nursery: Where backfills run; it must outlive `run`.
         leases: Those that were there.
         on_room: Called when memory may have become free.
 
@@ -45,7 +46,7 @@ class BucketDisk:
         flusher: Carries mutations to disk.
         leases: What must be left readable.
         upkeeper: Has the log indexed and compacted.
-        nursery: Where backfills run, while `run` does.
+        nursery: Where backfills run.
         backfills: Backfills that were begun, ever.
         backfill_bytes: What they have read, ever.
     """
@@ -58,6 +59,7 @@ class BucketDisk:
         time: Callable[[], float],
         new_id: Callable[[], int],
         purge_age_s: float,
+        nursery: trio.Nursery,
         leases: Sequence[LeaseRecord] = (),
         on_room: Callable[[], None],
     ) -> None:
@@ -70,7 +72,8 @@ class BucketDisk:
         self.upkeeper = Upkeeper(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_room
         )
-        self.nursery: trio.Nursery
+        self.nursery = nursery
+        self._scope = trio.CancelScope()
         self.backfills = 0
         self.backfill_bytes = 0
         self._fetches = self._fetched = 0
@@ -80,15 +83,14 @@ class BucketDisk:
         self.upkeeper.wake()
         self._on_room()
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Carries mutations to disk until `stop`, and what is left then. Backfills end with it."""
+    async def run(self) -> None:
+        """Carries mutations to disk until `stop`, and what is left then."""
         try:
-            async with trio.open_nursery() as nursery:
-                self.nursery = nursery
-                nursery.start_soon(self.upkeeper.run)
-                task_status.started()
-                await self.flusher.run()
-                nursery.cancel_scope.cancel()
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.upkeeper.run)
+                    await self.flusher.run()
+                    nursery.cancel_scope.cancel()
         finally:
             self.flusher.refuse_all()
             self._ended.set()
@@ -96,6 +98,11 @@ class BucketDisk:
     async def stop(self) -> None:
         """Brings what there is to disk, and ends; no more mutations may come."""
         self.flusher.stop()
+        await self._ended.wait()
+
+    async def abandon(self) -> None:
+        """Ends, and leaves what is not on disk: the bucket was deleted."""
+        self._scope.cancel()
         await self._ended.wait()
 
     # Reading.
