@@ -1,0 +1,454 @@
+"""`upr-server check` and `upr-server dump`, on directories that are well and that are not."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
+from upr_protocol.ids import SeqNo
+from upr_server.storage.check import Check, open_bucket, problems
+from upr_server.storage.data_directory import default_data_dir, lock, quiet
+from upr_server.storage.environment import Writer
+from upr_server.storage.errors import DataDirectoryError
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.records import (
+    CHUNK,
+    EXPIRY,
+    KEY,
+    LEASE,
+    NUMBERS_END,
+    PARTITION,
+    PURGE,
+    WATERMARK,
+    LeaseRecord,
+    PartitionRecord,
+    Watermark,
+    chunk_key,
+    index_key,
+    lease_key,
+    pack_entry,
+    pack_record,
+    parse_record,
+    partition_key,
+)
+from upr_server.storage.shelf import Shelf
+
+COMMAND = (sys.executable, "-c", "from upr_server.cli import main; main()")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("made") / "data"
+    make(path)
+    return path
+
+
+@pytest.fixture
+def data(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "data"))
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def hashes(path: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(found): (hashlib.sha256(found.read_bytes()).hexdigest(), found.stat().st_mtime_ns)
+        for found in sorted(path.rglob("*"))
+        if found.is_file()
+    }
+
+
+def file_of(data: Path, part: str) -> Path:
+    return data / "buckets" / BUCKET / part / "data.mdb"
+
+
+def change(data: Path, part: str, do: Callable[[Writer], None]) -> None:
+    environment = LmdbEnvironment(
+        data / "buckets" / BUCKET / part, bytes_max=1 << 30, is_summed=part == "log"
+    )
+    with environment.write() as writer:
+        do(writer)
+    environment.close()
+
+
+def found_in(data: Path) -> list[tuple[int, str]]:
+    log, index = open_bucket(data / "buckets" / BUCKET)
+    try:
+        return [
+            (found.partition, found.what) for found in problems(Check(BUCKET, log, index).run())
+        ]
+    finally:
+        log.close()
+        index.close()
+
+
+def first(writer: Writer, kind: bytes) -> tuple[bytes, bytes]:
+    key, value = next(writer.scan(kind, kind + b"\xff" * 30))
+    return key, bytes(value)
+
+
+# What is well.
+
+
+def test_what_is_well_is_said_in_one_sentence(data: Path) -> None:
+    before = hashes(data)
+    checked = run("check", "--data-dir", data)
+    assert checked.returncode == 0, checked
+    assert checked.stdout.count("\n") == 1
+    assert " is well: 1 buckets, " in checked.stdout
+    assert not checked.stderr
+    assert hashes(data) == before
+
+
+def test_a_directory_without_buckets_is_well(tmp_path: Path) -> None:
+    (tmp_path / "buckets").mkdir()
+    (tmp_path / "format").write_text("upr 1\n")
+    assert run("check", "--data-dir", tmp_path).returncode == 0
+
+
+def test_what_a_crash_left_half_made_is_no_bucket(data: Path) -> None:
+    (data / "buckets" / ".new-other").mkdir()
+    assert run("check", "--data-dir", data).returncode == 0
+
+
+def test_an_index_that_is_gone_is_well_once_it_was_opened_again(data: Path) -> None:
+    # The advice that `check` gives.
+    file_of(data, "index").unlink()
+    assert "is made anew" in run("check", "--data-dir", data).stdout
+    environment = LmdbEnvironment(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
+    environment.close()
+    checked = run("check", "--data-dir", data)
+    assert checked.returncode == 0, checked
+
+
+def test_the_default_directory_is_the_users_own() -> None:
+    assert default_data_dir().name == "upr"
+
+
+# Directories that cannot be read.
+
+
+def test_a_directory_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
+    for command in ("check", "dump"):
+        checked = run(command, "--data-dir", tmp_path)
+        assert checked.returncode == 1
+        assert "is no data directory" in checked.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_version_is_refused(data: Path) -> None:
+    (data / "format").write_text("upr 2\n")
+    checked = run("check", "--data-dir", data)
+    assert checked.returncode == 1
+    assert "another version ('upr 2'" in checked.stderr
+
+
+def test_a_directory_that_a_server_uses_is_refused(data: Path) -> None:
+    descriptor = lock(data)
+    assert descriptor is not None
+    try:
+        checked = run("check", "--data-dir", data)
+    finally:
+        os.close(descriptor)
+    assert checked.returncode == 1
+    assert "is used by a server" in checked.stderr
+
+
+def test_two_may_check_at_a_time(data: Path) -> None:
+    descriptor = os.open(data / "lock", os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    try:
+        assert run("check", "--data-dir", data).returncode == 0
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_directory_that_may_only_be_read_is_checked(made: Path) -> None:
+    # Its parents must let another user pass, which pytest's do not.
+    with tempfile.TemporaryDirectory() as parent:
+        Path(parent).chmod(0o755)
+        data = Path(shutil.copytree(made, Path(parent) / "data"))
+        before = hashes(data)
+        assert checked_as_nobody(data) == 0
+        (data / "format").chmod(0)
+        assert checked_as_nobody(data) == 3
+        assert hashes(data) == before
+
+
+def checked_as_nobody(data: Path) -> int:
+    """How many problems a user without any rights finds, or 3 when it is not let in. Python itself
+    may lie where that user cannot start it, so it is this process that becomes it."""
+    child = os.fork()
+    if not child:
+        code = 4
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            with quiet(data):
+                code = len(found_in(data))
+        except DataDirectoryError:
+            code = 3
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_an_unknown_bucket_is_a_wrong_command_line(data: Path) -> None:
+    assert run("dump", "--data-dir", data, "--bucket", "other").returncode == 2
+    assert run("dump", "--data-dir", data, "--partition", "x").returncode == 2
+
+
+# Files that were cut.
+
+
+@pytest.mark.parametrize(
+    ("part", "share"),
+    [(part, share) for part in ("log", "index") for share in (0, 0.01, 0.03, 0.1, 0.3, 0.6)],
+)
+def test_a_file_that_was_cut_is_noticed(data: Path, part: str, share: float) -> None:
+    path = file_of(data, part)
+    os.truncate(path, int(path.stat().st_size * share))
+    before = hashes(data)
+    checked = run("check", "--data-dir", data)
+    assert checked.returncode == 1, checked
+    assert "Traceback" not in checked.stderr
+    assert checked.stdout.startswith(f"bucket {BUCKET}")
+    assert "restore" in checked.stdout or "made anew" in checked.stdout
+    assert hashes(data) == before
+
+
+def test_a_dump_goes_on_behind_what_was_cut(data: Path) -> None:
+    whole = run("dump", "--data-dir", data).stdout.splitlines()
+    path = file_of(data, "log")
+    os.truncate(path, int(path.stat().st_size * 0.9))
+    dumped = run("dump", "--data-dir", data)
+    assert dumped.returncode == 1
+    assert "cannot be read to the end" in dumped.stderr
+    # Whatever is printed is whole, and of what is there.
+    assert {json.loads(line)["bucket"] for line in dumped.stdout.splitlines()} <= {BUCKET}
+    assert len(dumped.stdout.splitlines()) < len(whole)
+
+
+# Records that are wrong, though the file is whole.
+
+
+def test_a_chunk_that_is_missing_is_noticed(data: Path) -> None:
+    change(data, "log", lambda writer: writer.delete(first(writer, CHUNK)[0]))
+    assert (0, "the log has nothing from 0 to ") in [(p, w[:30]) for p, w in found_in(data)]
+
+
+def test_the_last_chunk_missing_is_noticed(data: Path) -> None:
+    def take(writer: Writer) -> None:
+        found = writer.last(chunk_key(1, 0), chunk_key(1, NUMBERS_END))
+        assert found is not None
+        writer.delete(found[0])
+
+    change(data, "log", take)
+    assert any(p == 1 and w.startswith("the log ends at ") for p, w in found_in(data))
+
+
+def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
+    def spoil(writer: Writer) -> None:
+        key, value = first(writer, CHUNK)
+        writer.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
+
+    change(data, "log", spoil)
+    assert any(p == 0 and "does not have its checksum" in w for p, w in found_in(data))
+    dumped = run("dump", "--data-dir", data)
+    assert dumped.returncode == 1
+    assert "left out" in dumped.stderr
+    assert {json.loads(line)["partition"] for line in dumped.stdout.splitlines()} == {0, 1, 2}
+
+
+def test_a_partition_record_that_says_less_is_noticed(data: Path) -> None:
+    def lower(writer: Writer) -> None:
+        key = partition_key(PARTITION, 2)
+        value = writer.get(key)
+        assert value is not None
+        record = parse_record(key, value, PartitionRecord)
+        older = PartitionRecord(record.state, record.failover_log, SeqNo(record.high - 1), 0)
+        writer.put(key, pack_record(key, older))
+
+    change(data, "log", lower)
+    found = found_in(data)
+    assert any(p == 2 and w.startswith("the log ends at ") for p, w in found)
+    assert any(p == 2 and w.startswith("the index knows number ") for p, w in found)
+
+
+@pytest.mark.parametrize("kind", [PARTITION, b"b"])
+def test_a_record_that_is_missing_is_noticed(data: Path, kind: bytes) -> None:
+    change(data, "log", lambda writer: writer.delete(first(writer, kind)[0]))
+    assert any("has no record of" in what for _, what in found_in(data))
+
+
+def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> None:
+    def raise_them(writer: Writer) -> None:
+        writer.put(partition_key(PURGE, 0), pack_record(partition_key(PURGE, 0), SeqNo(1 << 40)))
+        lease = LeaseRecord(9, "nobody", ((0, 5, 1 << 40),), 60, 0)
+        writer.put(lease_key(9), pack_record(lease_key(9), lease))
+
+    change(data, "log", raise_them)
+    found = " ".join(what for _, what in found_in(data))
+    assert "above the last number" in found
+    assert "it leases (5, " in found
+
+
+def test_a_record_of_no_kind_is_noticed(data: Path) -> None:
+    for part in ("log", "index"):
+        change(data, part, lambda writer: writer.put(b"?", b"?"))
+    assert sum("nothing of the kind" in what for _, what in found_in(data)) == 2
+
+
+def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
+    def move(writer: Writer) -> None:
+        _, value = first(writer, LEASE)
+        writer.put(lease_key(77), value)
+
+    change(data, "log", move)
+    assert any("does not have its checksum" in what for _, what in found_in(data))
+
+
+# The index.
+
+
+def test_an_index_entry_that_is_missing_is_noticed(data: Path) -> None:
+    change(data, "index", lambda writer: writer.delete(first(writer, KEY)[0]))
+    found = [what for _, what in found_in(data)]
+    assert any(what.startswith("the index does not find the key") for what in found)
+
+
+def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
+    def older(writer: Writer) -> None:
+        key, _ = first(writer, KEY)
+        writer.put(key, pack_entry(key, 1, 0))
+
+    change(data, "index", older)
+    assert any(w.startswith("the newest number of the key") for _, w in found_in(data))
+
+
+def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
+    key = index_key(0, b"never written")
+    change(data, "index", lambda writer: writer.put(key, pack_entry(key, 5, 0)))
+    found = [what for _, what in found_in(data)]
+    assert any(what.startswith("the log has nothing of the key 'never written'") for what in found)
+    assert any("items, and should have" in what for what in found)
+
+
+def test_an_expiry_that_is_missing_is_noticed(data: Path) -> None:
+    change(data, "index", lambda writer: writer.delete(first(writer, EXPIRY)[0]))
+    assert any("nothing says when" in what for _, what in found_in(data))
+
+
+def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
+    key = partition_key(WATERMARK, 1)
+    mark = Watermark(SeqNo(1 << 40), 0, 0)
+    change(data, "index", lambda writer: writer.put(key, pack_record(key, mark)))
+    assert (1, "the index knows number ") in [(p, w[:23]) for p, w in found_in(data)]
+
+
+def test_of_very_many_problems_the_first_are_told(data: Path) -> None:
+    def many(writer: Writer) -> None:
+        for number in range(100):
+            writer.put(b"? %d" % number, b"")
+
+    change(data, "index", many)
+    assert any("80 problems more" in what for _, what in found_in(data))
+
+
+# What is dumped.
+
+
+def test_a_dump_is_the_newest_of_each_key(data: Path) -> None:
+    before = hashes(data)
+    dumped = run("dump", "--data-dir", data)
+    assert dumped.returncode == 0, dumped
+    assert not dumped.stderr
+    assert hashes(data) == before
+    rows = [json.loads(line) for line in dumped.stdout.splitlines()]
+    log, index = open_bucket(data / "buckets" / BUCKET)
+    good = answers(Shelf(log, index))
+    log.close()
+    index.close()
+    for partition in range(PARTITIONS):
+        items = {
+            key: (item.seq, item.value, item.flags, item.expiry)
+            for key, item in good.items[partition].items()
+            if item is not None
+        }
+        assert items == {
+            row["key"].encode(): (row["seq"], value_of(row), row["flags"], row["expiry"])
+            for row in rows
+            if row["partition"] == partition and row["op"] == "set"
+        }
+    gone = [row for row in rows if row["op"] == "delete"]
+    assert gone
+    assert not any("value" in row for row in gone)
+
+
+def value_of(row: dict[str, str]) -> bytes:
+    if row.get("value_encoding") == "base64":
+        return base64.b64decode(row["value"])
+    return row["value"].encode()
+
+
+def test_a_dump_may_be_of_one_partition_its_keys_or_its_history(data: Path) -> None:
+    def rows(*options: object) -> list[dict[str, object]]:
+        dumped = run("dump", "--data-dir", data, "--bucket", BUCKET, *options)
+        assert dumped.returncode == 0
+        return [json.loads(line) for line in dumped.stdout.splitlines()]
+
+    one = rows("--partition", 1)
+    assert {row["partition"] for row in one} == {1}
+    assert {row["key"] for row in one} <= {key_of(number).decode() for number in range(KEYS)}
+    assert not any("value" in row for row in rows("--keys-only"))
+    history = rows("--history", "--partition", 1)
+    assert len(history) > len(one)
+    assert [row["seq"] for row in history] == sorted({int(str(row["seq"])) for row in history})
+    assert rows("--partition", 900) == []
+
+
+def test_a_closed_pipe_ends_a_dump_without_a_word(data: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "dump", "--data-dir", str(data)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_ctrl_c_ends_a_dump_quietly(data: Path) -> None:
+    # Nobody reads, so that the dump stands still with its pipe full.
+    process = subprocess.Popen(
+        [*COMMAND, "dump", "--history", "--data-dir", str(data)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.read(1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, told) == (130, b"")
