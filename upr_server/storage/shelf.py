@@ -104,7 +104,8 @@ class Shelf:
         sweep = self._sweep_due()
         if sweep is not None and (behind is None or not self._compacted_last):
             self._compacted_last = True
-            return self._compact(sweep, leases, purge_before_cas)
+            number = self._compact(sweep, leases, purge_before_cas)
+            return self._report(number, compacted=True, urgent=urgent)
         self._compacted_last = False
         if behind is None:
             return Upkeep()
@@ -130,7 +131,7 @@ class Shelf:
 
     def _compact(
         self, sweep: Sweep, leases: Sequence[tuple[int, int, int]], purge_before_cas: int
-    ) -> Upkeep:
+    ) -> int:
         number = sweep.partition
         held = [(start, end) for partition, start, end in leases if partition == number]
         swept = sweep.step(SWEEP_BYTES, held, purge_before_cas)
@@ -144,7 +145,7 @@ class Shelf:
         if swept.is_done or swept.purged:
             base = self._bases[number] if swept.is_done else -1
             self.index.compacted(number, swept.purged, base)
-        return self._report(number, compacted=True, urgent=False)
+        return number
 
     def _report(self, number: int, *, compacted: bool, urgent: bool) -> Upkeep:
         more = self._furthest_behind(urgent) is not None or self._sweep_due() is not None

@@ -1,0 +1,97 @@
+"""What a bucket's log should hold: every mutation that was ever committed, in a plain list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.records import PartitionRecord
+
+Contents = dict[bytes, Mutation]
+"""The items that exist, by key."""
+
+READ_BYTES: Final = 300
+"""So little that most reads take several transactions."""
+
+
+def record_of(high: int) -> PartitionRecord:
+    return PartitionRecord(PartitionState.ACTIVE, ((1, 0),), SeqNo(high), high)
+
+
+def row(op: Operation, key: bytes, seq: int, cas: int, expiry: int = 0, size: int = 8) -> Mutation:
+    """A mutation as it is stored, with a value that no other has."""
+    value = (b"%d of " % seq + key).ljust(size, b".") if op is Operation.SET else b""
+    return Mutation(op, key, value, SeqNo(seq), Cas(cas), seq % 3, expiry)
+
+
+def chunk_of(rows: Iterable[Mutation], start: int, end: int) -> Chunk:
+    builder = ChunkBuilder()
+    for row in rows:
+        builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+    return builder.build(SeqNo(start), SeqNo(end))
+
+
+def apply(contents: Contents, rows: Iterable[Mutation]) -> Contents:
+    """`contents` with `rows` applied, as a consumer does."""
+    changed = dict(contents)
+    for row in rows:
+        if row.op is Operation.SET:
+            changed[row.key] = row
+        else:
+            changed.pop(row.key, None)
+    return changed
+
+
+def read(
+    log: ChunkLog, partition: int, start: int, end: int, bytes_max: int = READ_BYTES
+) -> list[Mutation]:
+    """What the log has of (start, end], in its order; its chunks touch."""
+    rows: list[Mutation] = []
+    after = start
+    while after < end:
+        chunks = log.read(partition, after, end, bytes_max=bytes_max)
+        assert chunks
+        for chunk in chunks:
+            assert chunk.start == after, f"{chunk!r} does not touch {after}"
+            assert after < chunk.end <= end
+            chunk.check()
+            after = chunk.end
+            rows += chunk
+    return rows
+
+
+class Model:
+    """All partitions of one bucket.
+
+    Attributes:
+        histories: Every mutation of each partition.
+        highs: The high number of each.
+        ends: The snapshots' ends of each, 0 first.
+    """
+
+    def __init__(self, partitions: int) -> None:
+        self.histories: list[list[Mutation]] = [[] for _ in range(partitions)]
+        self.highs = [0] * partitions
+        self.ends = [[0] for _ in range(partitions)]
+
+    def contents(self, partition: int, at: int) -> Contents:
+        """What existed when `at` was the newest number."""
+        return apply({}, (row for row in self.histories[partition] if row.seq <= at))
+
+    def take(self, writes: Sequence[PartitionWrite]) -> None:
+        """They were committed."""
+        for write in writes:
+            number = write.partition
+            for chunk in write.chunks:
+                self.histories[number] += chunk
+            self.highs[number] = write.record.high
+            self.ends[number].append(write.record.high)
+
+    def check_read(self, log: ChunkLog, partition: int, start: int, end: int) -> None:
+        """A consumer at `start` that reads up to `end` has what existed there."""
+        rows = read(log, partition, start, end)
+        found = apply(self.contents(partition, start), rows)
+        assert found == self.contents(partition, end)

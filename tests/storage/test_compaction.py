@@ -1,0 +1,299 @@
+"""Log, index and compaction against the naive model, for any interleaving, crashes among it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.storage.log_model import Model, chunk_of, read, record_of, row
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import Operation
+from upr_server.engine import Want
+from upr_server.storage import compaction, shelf
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.compaction import Sweep
+from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.port import Upkeep
+from upr_server.storage.records import BucketRecord
+from upr_server.storage.shelf import Shelf
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+PROFILE: Final = settings(
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,
+    phases=set(Phase) - {Phase.explain},
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+PARTITIONS: Final = 3
+KEYS: Final = [b"key %d" % number for number in range(8)]
+OPERATIONS: Final = [Operation.SET, Operation.SET, Operation.DELETE, Operation.EXPIRE]
+
+# Of a mutation: its partition, key, operation, expiry time, numbers skipped before it, and whether
+# a chunk ends with it.
+ROWS: Final = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 1, 2]),
+        st.sampled_from(KEYS),
+        st.sampled_from(OPERATIONS),
+        st.sampled_from([0, 0, 10, 20, 30]),
+        st.sampled_from([0, 0, 0, 1, 5]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=15,
+)
+SomeRows = list[tuple[int, bytes, Operation, int, int, bool]]
+AGES: Final = st.sampled_from([0.0, 0.5, 0.9, 1.0])
+"""Which share of all tombstones is old enough to go."""
+
+
+class Life(RuleBasedStateMachine):
+    """A shelf that is written to, tidied, read, and interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(shelf, "SWEEP_BYTES", 500)
+        self.patch.setattr(shelf, "INDEX_MUTATIONS", 6)
+        self.patch.setattr(shelf, "INDEX_LAG_MUTATIONS", 12)
+        self.patch.setattr(shelf, "GARBAGE_BYTES", 900)
+        self.patch.setattr(compaction, "CHUNK_BYTES", 600)
+        self.patch.setattr(compaction, "WHOLE_BYTES_MIN", 250)
+        self.log_disk, self.index_disk = SimulatedDisk(), SimulatedDisk()
+        ChunkLog(self.log_disk).create(
+            BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS
+        )
+        self.model = Model(PARTITIONS)
+        self.leases: list[tuple[int, int, int]] = []
+        self.cas = 0
+        # Up to where an index that was lost knew the log, which was compacted accordingly.
+        self.known = [0] * PARTITIONS
+        self.open()
+
+    def open(self) -> None:
+        self.shelf = Shelf(self.log_disk, self.index_disk)
+        self.shelf.open()
+
+    @property
+    def log(self) -> ChunkLog:
+        return self.shelf.log
+
+    @property
+    def index(self) -> KeyIndex:
+        return self.shelf.index
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    # Writing.
+
+    def writes_of(self, rows: SomeRows) -> list[PartitionWrite]:
+        writes = []
+        for number, group in groupby(sorted(rows, key=lambda some: some[0]), lambda some: some[0]):
+            seq = start = self.model.highs[number]
+            chunks = []
+            mutations: list[Mutation] = []
+            for _, key, operation, expiry, skipped, is_last in group:
+                self.cas += 1
+                seq += 1 + skipped
+                expires = expiry if operation is Operation.SET else 0
+                mutations.append(row(operation, key, seq, self.cas, expires, 30))
+                if is_last:
+                    chunks.append(chunk_of(mutations, start, seq))
+                    start, mutations = seq, []
+            if mutations:
+                chunks.append(chunk_of(mutations, start, seq))
+            writes.append(PartitionWrite(number, record_of(seq), chunks))
+        return writes
+
+    @rule(rows=ROWS)
+    def commit(self, rows: SomeRows) -> None:
+        writes = self.writes_of(rows)
+        self.shelf.commit(writes)
+        self.model.take(writes)
+
+    def purge_before(self, age: float) -> int:
+        return round((self.cas + 1) * age)
+
+    def upkeep(self, *, urgent: bool, age: float) -> Upkeep:
+        before = [stored.purge_seq for stored in self.log.load().partitions]
+        done = self.shelf.upkeep(
+            urgent=urgent, leases=self.leases, purge_before_cas=self.purge_before(age)
+        )
+        if done.partition >= 0:
+            number = done.partition
+            assert before[number] <= done.purge_seq <= self.model.highs[number]
+            assert done.purge_seq == self.log.load().partitions[number].purge_seq
+            mark = self.index.watermark(number)
+            assert (done.indexed, done.items) == (mark.seq, mark.items)
+        return done
+
+    @rule(urgent=st.booleans(), age=AGES)
+    def tidy(self, urgent: bool, age: float) -> None:
+        self.upkeep(urgent=urgent, age=age)
+
+    @rule(age=AGES)
+    def tidy_all(self, age: float) -> None:
+        for _ in range(10_000):
+            if not self.upkeep(urgent=True, age=age).more:
+                break
+        else:
+            raise AssertionError("there is always more to do")
+        for number, high in enumerate(self.model.highs):
+            assert self.index.watermark(number).seq == high
+
+    @rule(number=st.integers(0, PARTITIONS - 1), age=AGES, steps=st.integers(1, 30))
+    def sweep(self, number: int, age: float, steps: int) -> None:
+        """Begins a sweep though not much is wasted."""
+        mark = self.index.watermark(number)
+        if self.shelf._sweep is None and mark.seq:
+            self.shelf._sweep = Sweep(self.log, self.index, number, mark.seq)
+        for _ in range(steps):
+            self.upkeep(urgent=False, age=age)
+
+    # Leases and readers.
+
+    @rule(number=st.integers(0, PARTITIONS - 1), at=st.floats(0, 1))
+    def lease(self, number: int, at: float) -> None:
+        high = self.model.highs[number]
+        purge = self.log.load().partitions[number].purge_seq
+        start = round(at * high)
+        if start < high and len(self.leases) < 3:
+            self.leases.append((number, start if start >= purge else 0, high))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        self.leases.remove(data.draw(st.sampled_from(self.leases)))
+
+    @invariant()
+    def what_is_leased_can_be_read(self) -> None:
+        for number, start, end in self.leases:
+            self.model.check_read(self.log, number, start, end)
+
+    @rule(number=st.integers(0, PARTITIONS - 1), at=st.floats(0, 1))
+    def follow_from_anywhere(self, number: int, at: float) -> None:
+        high = self.model.highs[number]
+        purge = self.log.load().partitions[number].purge_seq
+        self.model.check_read(self.log, number, purge + round(at * (high - purge)), high)
+
+    @invariant()
+    def whole(self) -> None:
+        sizes = self.log.sizes()
+        for number, high in enumerate(self.model.highs):
+            self.model.check_read(self.log, number, 0, high)
+            if high:
+                newest = self.model.histories[number][-1]
+                assert self.log.find(number, [high], 1) == [newest]
+                assert read(self.log, number, high - 1, high) == [newest]
+            assert self.shelf._bytes[number] == sizes.get(number, 0)
+            assert self.log.high(number) == high
+
+    # Point reads.
+
+    def catch_up(self) -> None:
+        """An index that is made anew has first to come to where the one before was: what changed
+        again up to there may be gone from the log."""
+        for number, known in enumerate(self.known):
+            while self.index.watermark(number).seq < known:
+                self.upkeep(urgent=True, age=0.0)
+
+    @rule(now=st.sampled_from([9, 10, 25, 30]), limit=st.integers(1, 4))
+    def look_up(self, now: int, limit: int) -> None:
+        self.catch_up()
+        due = []
+        for number in range(PARTITIONS):
+            mark = self.index.watermark(number)
+            contents = self.model.contents(number, mark.seq)
+            assert mark.items == len(contents)
+            expected = [contents.get(key) for key in KEYS]
+            found = self.index.find(number, [Want(key, 0, value=True) for key in KEYS])
+            assert found == expected
+            found = self.index.find(number, [Want(key, 0, value=False) for key in KEYS])
+            assert [self.bare(item) for item in found] == [self.bare(item) for item in expected]
+            known = [Want(item.key, item.seq, value=True) for item in contents.values()]
+            assert self.index.find(number, known) == list(contents.values())
+            due += [
+                (item.expiry, number, item.seq, key)
+                for key, item in contents.items()
+                if 0 < item.expiry <= now
+            ]
+        found_due = []
+        after = b""
+        while True:
+            items, after = self.index.due(now, after, limit)
+            assert len(items) <= limit
+            found_due += [(item.expiry, item.partition, item.number, item.key) for item in items]
+            if not after:
+                break
+        assert found_due == sorted(due)
+
+    def bare(self, item: Mutation | None) -> tuple[bytes, int, int] | None:
+        return None if item is None else (item.key, item.seq, item.expiry)
+
+    # Interruptions.
+
+    @rule(
+        rows=ROWS,
+        steps=st.integers(0, 6),
+        breaks_index=st.booleans(),
+        commits=st.integers(0, 3),
+        is_kept=st.booleans(),
+        age=AGES,
+    )
+    def crash(
+        self,
+        rows: SomeRows,
+        steps: int,
+        breaks_index: bool,
+        commits: int,
+        is_kept: bool,
+        age: float,
+    ) -> None:
+        """One of the disks fails at one of its next commits, or all is well until the end."""
+        disk = self.index_disk if breaks_index else self.log_disk
+        left = commits
+
+        def fault() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise StoreFailedError("the disk failed")
+
+        disk.fault, disk.keep_on_fault = fault, is_kept
+        writes: Sequence[PartitionWrite] = ()
+        try:
+            for _ in range(steps):
+                self.upkeep(urgent=True, age=age)
+            writes = self.writes_of(rows)
+            self.shelf.commit(writes)
+            self.model.take(writes)
+            writes = ()
+        except StoreFailedError:
+            pass
+        for one in (self.log_disk, self.index_disk):
+            one.crash()
+            one.keep_on_fault = False
+        self.open()
+        if any(self.log.high(write.partition) == write.record.high for write in writes):
+            self.model.take(writes)
+
+    @rule()
+    def lose_the_index(self) -> None:
+        for number in range(PARTITIONS):
+            self.known[number] = max(self.known[number], self.index.watermark(number).seq)
+        self.index_disk = SimulatedDisk()
+        self.open()
+
+
+TestLife = Life.TestCase
+TestLife.settings = PROFILE
