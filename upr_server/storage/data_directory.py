@@ -38,6 +38,8 @@ def default_data_dir() -> Path:
     return platformdirs.user_data_path("upr")
 
 
+_NEW_FORMAT: Final = ".format"
+
 def prepare(path: Path) -> None:
     """Makes the directory, or sees that it is one of ours.
 
@@ -49,13 +51,19 @@ def prepare(path: Path) -> None:
         form = path / "format"
         if form.exists():
             _check_format(path)
-        elif any(path.iterdir()):
+        elif not _is_new(path):
             raise DataDirectoryError(
                 f"{path} is not empty, and no data directory: choose another with --data-dir"
             )
         else:
-            (path / "buckets").mkdir()
-            form.write_text(FORMAT_TEXT)
+            (path / "buckets").mkdir(exist_ok=True)
+            new = path / _NEW_FORMAT
+            with new.open("w") as file:
+                file.write(FORMAT_TEXT)
+                file.flush()
+                os.fsync(file.fileno())
+            # The last thing that is made: whoever sees it sees everything.
+            new.rename(form)
             sync(path)
         if not os.access(path / "buckets", os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -64,6 +72,13 @@ def prepare(path: Path) -> None:
             f"{path} cannot be written: {error.strerror}; give the server's user the right to, or "
             "choose another directory with --data-dir"
         ) from error
+
+
+def _is_new(path: Path) -> bool:
+    """Whether there is nothing, or what a server left that went down while it made it."""
+    buckets = path / "buckets"
+    left = {found.name for found in path.iterdir()} - {_NEW_FORMAT}
+    return not left or (left == {buckets.name} and not any(buckets.iterdir()))
 
 
 def _check_format(path: Path) -> None:
@@ -170,13 +185,20 @@ class DataRoom:
     def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
         """Makes a bucket."""
         new = self._path / f".new-{name}"
-        for part in ("log", "index"):
-            (new / part).mkdir(parents=True)
+        if new.exists():
+            # The disk was full when it was tried before.
+            shutil.rmtree(new)
+        parts = [new / part for part in ("log", "index")]
+        for part in parts:
+            part.mkdir(parents=True)
         log, index = self._open(new)
-        fill(log, index)
-        log.close()
-        index.close()
-        sync(new)
+        try:
+            fill(log, index)
+        finally:
+            log.close()
+            index.close()
+        for made in (*parts, new):
+            sync(made)
         new.rename(self._path / name)
         sync(self._path)
 

@@ -84,7 +84,7 @@ class _Worker:
     async def receive(self) -> None:
         """Takes answers, until the process ends."""
         while True:
-            length, count, failed, _ = HEAD.unpack(await self._exactly(HEAD.size))
+            length, count, failed = HEAD.unpack(await self._exactly(HEAD.size))
             lengths = parse_lengths(await self._exactly(LENGTH_BYTES * count))
             message = await self._exactly(length)
             buffers = [await self._exactly(length) for length in lengths]

@@ -69,6 +69,8 @@ class CallingStore(ABC):
 
     async def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
         """See `Store`."""
+        # A read that raced the deletion of one of the same name may have opened that one again.
+        await self._answer(Forget(record.name))
         await self._change(Create(record, partitions))
 
     async def delete(self, bucket: str) -> None:

@@ -23,18 +23,17 @@ from upr_server.storage.calls import AnyCall, Failure, pack, unpack
 from upr_server.storage.data_directory import DataRoom
 from upr_server.storage.library import Library
 
-HEAD: Final = Struct("<IHB?")
-"""Length of the message, count of buffers, whether it is a failure, padding; then the buffers'
-lengths, the message, the buffers."""
+HEAD: Final = Struct("<II?")
+"""Length of the message, count of buffers, whether it is a failure; then the buffers' lengths, the
+message, the buffers."""
 
-BUFFERS_MAX: Final = (1 << 16) - 1
 _LENGTH: Final = Struct("<I")
 
 
 def head_of(message: bytes, buffers: Sequence[Buffer], *, failed: bool = False) -> bytes:
     """What stands before a message."""
     lengths = b"".join(_LENGTH.pack(len(buffer)) for buffer in buffers)
-    return HEAD.pack(len(message), len(buffers), failed, False) + lengths
+    return HEAD.pack(len(message), len(buffers), failed) + lengths
 
 
 def parse_lengths(data: Buffer) -> list[int]:
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _serve(pipe: socket.socket, library: Library) -> None:
-    length, count, _, _ = HEAD.unpack(_receive(pipe, HEAD.size))
+    length, count, _ = HEAD.unpack(_receive(pipe, HEAD.size))
     lengths = parse_lengths(_receive(pipe, LENGTH_BYTES * count))
     message = _receive(pipe, length)
     buffers = [_receive(pipe, length) for length in lengths]

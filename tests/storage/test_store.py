@@ -1,0 +1,396 @@
+"""The store, as the server uses it: over processes and LMDB, and simulated, alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import pytest
+import trio
+
+from tests.kit.process import ROOT, environment, eventually
+from tests.storage.log_model import Model, apply, chunk_of, record_of, row
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.ids import Operation, SeqNo
+from upr_server.engine import Want
+from upr_server.storage import process_store
+from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.data_directory import FORMAT_TEXT, DataRoom, prepare
+from upr_server.storage.environment import Environment
+from upr_server.storage.errors import DataDirectoryError, DiskFullError, StoreFailedError
+from upr_server.storage.port import Store
+from upr_server.storage.process_store import ProcessStore, open_store
+from upr_server.storage.records import BucketRecord, LeaseRecord
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+
+PARTITIONS: Final = 4
+BUCKET: Final = BucketRecord("planes", PARTITIONS, 1 << 20)
+MAP_BYTES: Final = 1 << 30
+PLENTY: Final = 1 << 24
+
+Opener = Callable[[], AbstractAsyncContextManager[Store]]
+"""Opens the same disk again each time."""
+
+
+@pytest.fixture(params=["processes", "simulated"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    room = SimulatedRoom()
+
+    @asynccontextmanager
+    async def processes() -> AsyncIterator[Store]:
+        async with open_store(tmp_path / "data", bytes_max=MAP_BYTES) as store:
+            yield store
+
+    @asynccontextmanager
+    async def simulated() -> AsyncIterator[Store]:
+        random = Random(3)
+        yield SimulatedStore(room, lambda _call: random.random() / 1_000)
+
+    return processes if request.param == "processes" else simulated
+
+
+async def create(store: Store) -> None:
+    await store.create(BUCKET, [record_of(0)] * PARTITIONS)
+
+
+def some_write(partition: int, high: int, count: int = 3, expiry: int = 0) -> PartitionWrite:
+    rows = [
+        row(Operation.SET, b"key %d" % seq, seq, seq, expiry)
+        for seq in range(high + 1, high + count + 1)
+    ]
+    chunk = chunk_of(rows, high, high + count)
+    return PartitionWrite(partition, record_of(high + count), [chunk])
+
+
+def one_row(seq: int) -> Chunk:
+    return chunk_of([row(Operation.SET, b"k", seq, seq)], seq - 1, seq)
+
+
+async def read_all(store: Store, partition: int, through: int) -> list[Mutation]:
+    rows: list[Mutation] = []
+    after = SeqNo(0)
+    while after < through:
+        chunks = await store.read(BUCKET.name, partition, after, SeqNo(through), 200)
+        assert chunks[0].start == after
+        after = chunks[-1].end
+        for chunk in chunks:
+            rows += chunk
+    return rows
+
+
+async def upkeep_all(store: Store) -> None:
+    while (await store.upkeep(BUCKET.name, urgent=True, leases=(), purge_before_cas=0)).more:
+        pass
+
+
+# What a bucket goes through.
+
+
+async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
+    lease = LeaseRecord(9, "someone", ((0, 0, 3),), 60, 1_234.5)
+    token = Token(b"sixteen bytes id", 4, b"answer")
+    async with opener() as store:
+        assert await store.load() == []
+        await create(store)
+        await store.begin(BUCKET.name, [(1, record_of(0))])
+        write = some_write(0, 0)
+        write = PartitionWrite(0, write.record, write.chunks, [token])
+        await store.commit(BUCKET.name, [write, some_write(2, 0, 5)])
+        await store.put_lease(BUCKET.name, lease)
+        await store.put_lease(BUCKET.name, LeaseRecord(10, "another", (), 60, 1.0))
+        await store.delete_leases(BUCKET.name, [10, 11])
+        await store.finish(BUCKET.name)
+    async with opener() as store:
+        (found,) = await store.load()
+        assert (found.record, found.is_clean, list(found.leases)) == (BUCKET, True, [lease])
+        assert [partition.record.high for partition in found.partitions] == [3, 0, 5, 0]
+        assert list(found.partitions[0].tokens) == [token]
+        assert await read_all(store, 0, 3) == list(write.chunks[0])
+        await store.begin(BUCKET.name, [])
+        (found,) = await store.load()
+        assert not found.is_clean
+        assert not store.failed.is_set()
+
+
+async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
+    async with opener() as store:
+        await create(store)
+        write = some_write(1, 0, 10, expiry=50)
+        await store.commit(BUCKET.name, [write])
+        rows = await read_all(store, 1, 10)
+        assert rows == list(write.chunks[0])
+        known = [Want(row.key, row.seq, value=True) for row in rows]
+        assert await store.find(BUCKET.name, 1, known) == rows
+        by_key = [Want(row.key, 0, value=True) for row in rows]
+        assert await store.find(BUCKET.name, 1, by_key) == [None] * 10
+        await upkeep_all(store)
+        assert await store.find(BUCKET.name, 1, by_key) == rows
+        assert await store.due(BUCKET.name, 49, b"", 100) == ([], b"")
+        found, after = await store.due(BUCKET.name, 50, b"", 4)
+        assert [due.number for due in found] == [1, 2, 3, 4]
+        found, after = await store.due(BUCKET.name, 50, after, 100)
+        assert ([due.number for due in found], after) == ([5, 6, 7, 8, 9, 10], b"")
+        assert store.statistics(BUCKET.name)["commits"] == 1
+
+
+async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> None:
+    async with opener() as store:
+        await create(store)
+        await store.commit(BUCKET.name, [some_write(0, 0)])
+        assert len(await read_all(store, 0, 3)) == 3
+
+        # Somebody still reads while it is deleted.
+        async def read() -> None:
+            for _ in range(20):
+                try:
+                    await read_all(store, 0, 3)
+                except (StoreFailedError, KeyError):
+                    return
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            nursery.start_soon(read)
+            await store.delete(BUCKET.name)
+        assert await store.load() == []
+        await create(store)
+        other = some_write(0, 0, 5)
+        await store.commit(BUCKET.name, [other])
+        assert await read_all(store, 0, 5) == list(other.chunks[0])
+        assert not store.failed.is_set()
+
+
+async def test_an_answer_may_have_any_number_of_chunks(opener: Opener) -> None:
+    count = 70_000
+    small = [one_row(seq) for seq in range(1, count)]
+    async with opener() as store:
+        await create(store)
+        await store.commit(BUCKET.name, [PartitionWrite(0, record_of(count - 1), small)])
+        found = await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(count - 1), PLENTY)
+        assert (len(found), found[-1].end) == (count - 1, count - 1)
+
+
+# Many callers.
+
+
+async def test_many_callers_at_once_each_get_their_own_answer(opener: Opener) -> None:
+    model = Model(PARTITIONS)
+
+    async def write_and_read(store: Store, partition: int) -> None:
+        for turn in range(15):
+            write = some_write(partition, model.highs[partition], 1 + turn % 3)
+            await store.commit(BUCKET.name, [write])
+            model.take([write])
+            high = model.highs[partition]
+            rows = await read_all(store, partition, high)
+            assert apply({}, rows) == model.contents(partition, high)
+            number = 1 + turn % high
+            want = Want(b"key %d" % number, number, value=True)
+            assert await store.find(BUCKET.name, partition, [want]) == [rows[number - 1]]
+
+    async def tidy(store: Store) -> None:
+        for _ in range(20):
+            await store.upkeep(BUCKET.name, urgent=True, leases=(), purge_before_cas=0)
+
+    async with opener() as store:
+        await create(store)
+        async with trio.open_nursery() as nursery:
+            for partition in range(PARTITIONS):
+                nursery.start_soon(write_and_read, store, partition)
+            nursery.start_soon(tidy, store)
+
+
+async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener: Opener) -> None:
+    async with opener() as store:
+        await create(store)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await store.load()
+        for partition in range(PARTITIONS):
+            with trio.move_on_after(0.0001 * partition):
+                await store.commit(BUCKET.name, [some_write(partition, 0)])
+        (found,) = await store.load()
+        # Each is there, whole, or not at all.
+        for partition, stored in enumerate(found.partitions):
+            assert stored.record.high in (0, 3)
+            assert len(await read_all(store, partition, stored.record.high)) in (0, 3)
+
+
+# A disk that is full.
+
+
+async def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
+
+    def find_no_room(_log: Environment, _index: Environment) -> None:
+        raise DiskFullError("no room")
+
+    with pytest.raises(DiskFullError):
+        room.create("b", find_no_room)
+    assert room.names() == []
+    with pytest.raises(DiskFullError):
+        room.create("b", find_no_room)
+    room.create("b", lambda _log, _index: None)
+    assert room.names() == ["b"]
+
+
+# Processes.
+
+
+@pytest.mark.parametrize("role", ["writer", "reader"])
+async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
+    tmp_path: Path, role: str
+) -> None:
+    failures: list[str] = []
+
+    async def call(store: ProcessStore, high: int) -> None:
+        try:
+            while True:
+                if role == "reader":
+                    await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(3), 100)
+                else:
+                    await store.load()
+        except StoreFailedError as error:
+            failures.append(str(error))
+
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        await create(store)
+        await store.commit(BUCKET.name, [some_write(0, 0)])
+        worker = store._reader if role == "reader" else store._writer
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(call, store, number)
+            await trio.sleep(0.05)
+            os.kill(worker.process.pid, signal.SIGKILL)
+            with trio.fail_after(10):
+                await store.failed.wait()
+        sentence = f"the {role} of the store was killed by SIGKILL"
+        assert store.failure == sentence
+        assert failures == [sentence] * 5
+        with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
+            await store.commit(BUCKET.name, [some_write(0, 3)])
+    # The directory is as it was.
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        (found,) = await store.load()
+        assert found.partitions[0].record.high == 3
+
+
+async def test_only_one_server_may_use_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_store, "LOCK_TIMEOUT_S", 0.2)
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        await create(store)
+        with pytest.raises(DataDirectoryError, match="used by another server"):
+            async with open_store(tmp_path, bytes_max=MAP_BYTES):
+                pytest.fail("it was opened twice")
+        (found,) = await store.load()
+        assert found.record == BUCKET
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        assert len(await store.load()) == 1
+
+
+_HOLD: Final = """
+import sys, trio
+from pathlib import Path
+from upr_server.storage.process_store import open_store
+
+async def main():
+    async with open_store(Path(sys.argv[1]), bytes_max=1 << 30) as store:
+        print(store._writer.process.pid, store._reader.process.pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; one that has ended and was not waited for is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    process = await trio.lowlevel.open_process(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
+    )
+    try:
+        assert process.stdout is not None
+        async with process.stdout:
+            told = b""
+            while not told.endswith(b"\n"):
+                told += await process.stdout.receive_some()
+        pids = [int(word) for word in told.split()]
+        assert len(pids) == 2
+        assert all(is_running(pid) for pid in pids)
+    finally:
+        process.kill()
+        await process.wait()
+    await eventually(lambda: not any(map(is_running, pids)), "the processes end", 20)
+    # And the next may begin at once.
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        assert await store.load() == []
+
+
+# Directories that are not ours.
+
+
+def everything_in(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+async def refused(path: Path, match: str) -> None:
+    before = everything_in(path)
+    with pytest.raises(DataDirectoryError, match=match):
+        async with open_store(path):
+            pytest.fail("it was opened")
+    assert everything_in(path) == before
+
+
+async def test_the_directory_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "buckets").mkdir()
+    (tmp_path / "format").write_text("upr 999\n")
+    await refused(tmp_path, "of another version .*upr 999")
+
+
+async def test_a_directory_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letters").write_text("Dear Sir")
+    await refused(tmp_path, "is not empty")
+
+
+async def test_a_folder_of_buckets_that_has_no_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "buckets" / "some").mkdir(parents=True)
+    (tmp_path / "buckets" / "some" / "data").write_text("of somebody")
+    await refused(tmp_path, "is not empty")
+
+
+async def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("text")
+    with pytest.raises(DataDirectoryError, match="cannot be written"):
+        async with open_store(path):
+            pytest.fail("it was opened")
+    assert path.read_text() == "text"
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_directory_whose_making_was_cut_off_is_made_again(
+    tmp_path: Path, is_written: bool
+) -> None:
+    (tmp_path / "buckets").mkdir()
+    if is_written:
+        (tmp_path / ".format").write_text("")
+    prepare(tmp_path)
+    assert (tmp_path / "format").read_text() == FORMAT_TEXT
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["buckets", "format"]
