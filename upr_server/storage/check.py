@@ -172,8 +172,11 @@ class Check:
 
     def run(self, first_stage: int = 0) -> Iterator[Finding]:
         """Goes through the stages from `first_stage` on."""
-        count = partition_count(self._log)
-        last = count + 1
+        try:
+            last = partition_count(self._log) + 1
+        except StorageError as error:
+            yield self._problem(-1, str(error), is_index=False)
+            return
         for number in range(first_stage, last + 1):
             if number == 0:
                 yield Stage(number, "the log's records")
