@@ -135,7 +135,7 @@ def record(folder: Path) -> Recording:
     compaction.CHUNK_BYTES = 16 * 1024  # type: ignore[misc]
     compaction.WHOLE_BYTES_MIN = 8 * 1024  # type: ignore[misc]
     random = Random(4)
-    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES)
+    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES, is_summed=True)
     log = ChunkLog(environment)
     index = KeyIndex(SimulatedDisk(), log)
     log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
@@ -261,10 +261,11 @@ def read_all(log: ChunkLog) -> None:
 
 
 def examine(folder: Path, right: list[bytes], found: Found) -> None:
-    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES)
+    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES, is_summed=True)
     try:
         log = ChunkLog(environment)
         read_all(log)
+        environment.verify()
         digest = digest_of(environment)
         if digest not in right:
             raise AssertionError("what is there was never committed, or is too old")

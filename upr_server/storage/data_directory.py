@@ -40,6 +40,7 @@ def default_data_dir() -> Path:
 
 _NEW_FORMAT: Final = ".format"
 
+
 def prepare(path: Path) -> None:
     """Makes the directory, or sees that it is one of ours.
 

@@ -1,0 +1,191 @@
+"""The upkeep of a shelf: what it takes of the disk, and when it does what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import pytest
+
+from tests.storage.log_model import Model, chunk_of, record_of, row
+from upr_protocol.ids import Operation
+from upr_server.storage import compaction, shelf
+from upr_server.storage.chunk_log import PartitionWrite
+from upr_server.storage.environment import Environment
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.port import Upkeep
+from upr_server.storage.records import BucketRecord
+from upr_server.storage.shelf import Shelf
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+PARTITIONS: Final = 2
+KEYS: Final = 200
+VALUE_BYTES: Final = 500
+GARBAGE_BYTES: Final = 100_000
+SWEEP_BYTES: Final = 40_000
+NEVER: Final = 0
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "INDEX_MUTATIONS", 300)
+    monkeypatch.setattr(shelf, "INDEX_LAG_MUTATIONS", 600)
+    monkeypatch.setattr(shelf, "SWEEP_BYTES", SWEEP_BYTES)
+    monkeypatch.setattr(shelf, "GARBAGE_BYTES", GARBAGE_BYTES)
+    monkeypatch.setattr(compaction, "CHUNK_BYTES", 16_000)
+    monkeypatch.setattr(compaction, "WHOLE_BYTES_MIN", 8_000)
+
+
+def new_shelf(log: Environment, index: Environment) -> Shelf:
+    made = Shelf(log, index)
+    made.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+    made.open()
+    return made
+
+
+@pytest.fixture(params=["lmdb", "simulated"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
+    environments: list[Environment] = []
+    for name in ("log", "index"):
+        if request.param == "lmdb":
+            (tmp_path / name).mkdir()
+            environments.append(LmdbEnvironment(tmp_path / name, bytes_max=1 << 28))
+        else:
+            environments.append(SimulatedDisk())
+    made = new_shelf(*environments)
+    yield made
+    made.close()
+
+
+def overwrite(bucket: Shelf, model: Model, random: Random, count: int = 20) -> None:
+    """One commit, of keys that are mostly there already."""
+    number = random.randrange(PARTITIONS)
+    high = model.highs[number]
+    rows = []
+    for seq in range(high + 1, high + 1 + count):
+        key = b"key %d" % random.randrange(KEYS)
+        operation = random.choice((Operation.SET, Operation.SET, Operation.SET, Operation.DELETE))
+        rows.append(row(operation, key, seq, seq, size=VALUE_BYTES))
+    chunk = chunk_of(rows, high, high + count)
+    write = PartitionWrite(number, record_of(high + count), [chunk])
+    bucket.commit([write])
+    model.take([write])
+
+
+def tidy(bucket: Shelf, *, urgent: bool = False, before_cas: int = NEVER) -> list[Upkeep]:
+    """Upkeep until there is nothing more to do at once."""
+    done: list[Upkeep] = []
+    while not done or done[-1].more:
+        done.append(bucket.upkeep(urgent=urgent, leases=(), purge_before_cas=before_cas))
+    return done
+
+
+def test_disk_use_is_bounded_under_steady_overwrites(bucket: Shelf) -> None:
+    random, model = Random(1), Model(PARTITIONS)
+    live_bytes_max = PARTITIONS * KEYS * (VALUE_BYTES + 100)
+    in_file: list[int] = []
+    for turn in range(1_000):
+        overwrite(bucket, model, random)
+        tidy(bucket, before_cas=max(model.highs) - 500)
+        figures = bucket.statistics()
+        chunk_bytes = figures["chunk_bytes"]
+        assert isinstance(chunk_bytes, int)
+        # What was not indexed yet counts as well: no sweep goes over it.
+        behind = 600 * (VALUE_BYTES + 100)
+        assert chunk_bytes < (1 + shelf.GARBAGE_SHARE) * live_bytes_max + GARBAGE_BYTES + behind
+        if turn % 100 == 99:
+            in_file.append(bucket.log.environment.statistics()["bytes_in_file"])
+    compactions = bucket.statistics()["compactions"]
+    assert isinstance(compactions, int)
+    assert compactions > 20
+    # 10 MB were written; the file does not grow any more, though it is never made smaller.
+    assert in_file[-1] <= in_file[3] * 1.1
+    assert in_file[-1] < 3 * (2 * live_bytes_max + GARBAGE_BYTES)
+    for number, high in enumerate(model.highs):
+        model.check_read(bucket.log, number, 0, high)
+
+
+def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
+    bucket: Shelf,
+) -> None:
+    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
+    random, model = Random(2), Model(PARTITIONS)
+    overwrite(bucket, model, random)
+    assert bucket.upkeep(urgent=False, leases=(), purge_before_cas=NEVER) == Upkeep()
+    done = tidy(bucket, urgent=True)
+    assert [step.compacted for step in done] == [False]
+    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
+
+
+def test_indexing_and_compaction_take_turns(bucket: Shelf) -> None:
+    random, model = Random(3), Model(PARTITIONS)
+    for _ in range(40):
+        overwrite(bucket, model, random)
+    tidy(bucket, urgent=True)
+    for _ in range(100):
+        overwrite(bucket, model, random)
+    kinds = [step.compacted for step in tidy(bucket, urgent=True)]
+    both = kinds[: 2 * min(kinds.count(True), kinds.count(False))]
+    assert len(both) >= 6
+    assert all(one != other for one, other in pairwise(both))
+
+
+def test_a_step_is_bounded(bucket: Shelf) -> None:
+    random, model = Random(4), Model(PARTITIONS)
+    for _ in range(200):
+        overwrite(bucket, model, random)
+    marks = [0] * PARTITIONS
+    for step in tidy(bucket, urgent=True):
+        if not step.compacted:
+            assert 0 < step.indexed - marks[step.partition] <= 300 + 20
+            marks[step.partition] = step.indexed
+    assert marks == model.highs
+
+
+def test_what_a_shelf_knows_it_finds_again(bucket: Shelf) -> None:
+    random, model = Random(5), Model(PARTITIONS)
+    for _ in range(200):
+        overwrite(bucket, model, random)
+        tidy(bucket, before_cas=max(model.highs) - 500)
+    again = Shelf(bucket.log.environment, bucket.index.environment)
+    again.open()
+    for name in ("_highs", "_marks", "_items", "_purges", "_bytes", "_bases"):
+        assert getattr(again, name) == getattr(bucket, name), name
+    assert any(bucket._purges)
+    assert all(bucket._bases)
+
+
+def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
+    log, index = SimulatedDisk(), SimulatedDisk()
+    bucket = new_shelf(log, index)
+    random, model = Random(6), Model(PARTITIONS)
+    for _ in range(200):
+        overwrite(bucket, model, random)
+    refused = 0
+
+    def refuse() -> None:
+        nonlocal refused
+        refused += 1
+        if refused % 3:
+            raise DiskFullError("no room")
+
+    log.fault = index.fault = refuse
+    for _ in range(1_000):
+        try:
+            done = bucket.upkeep(urgent=True, leases=(), purge_before_cas=1 << 40)
+        except DiskFullError:
+            continue
+        if not done.more:
+            break
+    log.fault = index.fault = None
+    tidy(bucket, urgent=True)
+    for number, high in enumerate(model.highs):
+        model.check_read(bucket.log, number, 0, high)
+        mark = bucket.index.watermark(number)
+        assert (mark.seq, mark.items) == (high, len(model.contents(number, high)))
+        assert bucket.log.sizes()[number] == bucket._bytes[number]
+    assert refused > 20
