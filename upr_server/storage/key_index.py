@@ -152,6 +152,20 @@ class KeyIndex:
         Raises:
             CorruptionError: What there is of one is damaged.
         """
+        entries = self._entries_of(partition, wants)
+        while True:
+            try:
+                return self._items_of(partition, wants, entries, bytes_max)
+            except CorruptionError:
+                # The log is read in a transaction of its own: what the index named may have been
+                # superseded, and compacted, in between.
+                again = self._entries_of(partition, wants)
+                if again == entries:
+                    raise
+                entries = again
+
+    def _entries_of(self, partition: int, wants: Sequence[Want]) -> list[IndexEntry | None]:
+        """What is to be read of each, None for what does not exist."""
         entries: list[IndexEntry | None] = []
         with self.environment.read() as reader:
             for want in wants:
@@ -162,6 +176,15 @@ class KeyIndex:
                 value = reader.get(indexed)
                 entry = None if value is None else IndexEntry.parse(indexed, value)
                 entries.append(None if entry is None or entry.number < 0 else entry)
+        return entries
+
+    def _items_of(
+        self,
+        partition: int,
+        wants: Sequence[Want],
+        entries: Sequence[IndexEntry | None],
+        bytes_max: int,
+    ) -> list[Mutation | None]:
         needed = [
             entry.number
             for want, entry in zip(wants, entries, strict=True)
@@ -230,13 +253,19 @@ def _newest(partition: int, chunks: Sequence[Chunk]) -> dict[bytes, tuple[int, i
     prefix = index_key(partition, b"")
     for chunk in chunks:
         numbers = chunk.seqs.tolist()
+        expiries = chunk.expiries.tolist()
         operations = chunk.operations.tobytes()
         if operations != bytes((Operation.SET,)) * chunk.count:
             numbers = [
                 number if operation == Operation.SET else -number
                 for number, operation in zip(numbers, operations, strict=True)
             ]
+            # A tombstone does not expire, whatever another node says of it.
+            expiries = [
+                expiry if number > 0 else 0
+                for number, expiry in zip(numbers, expiries, strict=True)
+            ]
         plain = chunk.keys()
         keys = [prefix + key for key in plain]
-        newest.update(zip(keys, zip(numbers, chunk.expiries.tolist(), strict=True), strict=True))
+        newest.update(zip(keys, zip(numbers, expiries, strict=True), strict=True))
     return newest

@@ -1,0 +1,203 @@
+"""The index of a bucket: what it finds, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.storage.log_model import chunk_of, record_of, row
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import Operation, SeqNo
+from upr_server.engine import Want
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.compaction import Sweep
+from upr_server.storage.environment import Environment
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_key
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+PARTITIONS: Final = 2
+
+
+class Both:
+    """A log, and its index."""
+
+    def __init__(self, log: Environment, index: Environment) -> None:
+        self.log = ChunkLog(log)
+        self.index = KeyIndex(index, self.log)
+        self.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+
+    def commit(self, rows: Sequence[Mutation], partition: int = 0) -> None:
+        """One chunk a mutation."""
+        start = int(self.log.high(partition))
+        chunks = []
+        for mutation in rows:
+            chunks.append(chunk_of([mutation], start, mutation.seq))
+            start = mutation.seq
+        self.log.commit([PartitionWrite(partition, record_of(start), chunks)])
+
+    def follow(self, partition: int = 0) -> None:
+        while self.index.step(partition, 2).seq < self.log.high(partition):
+            pass
+
+    def sweep(self, partition: int = 0) -> None:
+        mark = self.index.watermark(partition)
+        sweep = Sweep(self.log, self.index, partition, mark.seq)
+        while not sweep.step(1, (), 0).is_done:
+            pass
+
+    def find(self, *keys: bytes, partition: int = 0, value: bool = True) -> list[Mutation | None]:
+        return self.index.find(partition, [Want(key, 0, value) for key in keys])
+
+
+def sets(*keys: bytes, first: int = 1, expiry: int = 0) -> list[Mutation]:
+    return [row(Operation.SET, key, seq, seq, expiry) for seq, key in enumerate(keys, first)]
+
+
+@pytest.fixture(params=["lmdb", "simulated"])
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
+    environments: list[Environment] = []
+    for name in ("log", "index"):
+        if request.param == "lmdb":
+            (tmp_path / name).mkdir()
+            environments.append(LmdbEnvironment(tmp_path / name, bytes_max=1 << 28))
+        else:
+            environments.append(SimulatedDisk())
+    made = Both(*environments)
+    yield made
+    for environment in environments:
+        environment.close()
+
+
+@pytest.fixture
+def disks() -> tuple[Both, SimulatedDisk, SimulatedDisk]:
+    log, index = SimulatedDisk(), SimulatedDisk()
+    return Both(log, index), log, index
+
+
+def test_it_finds_the_newest_of_each_key_as_of_its_watermark(both: Both) -> None:
+    rows = sets(b"a", b"b", b"a")
+    both.commit(rows)
+    assert both.find(b"a", b"b") == [None, None]
+    both.follow()
+    assert both.find(b"a", b"never", b"b", b"a") == [rows[2], None, rows[1], rows[2]]
+    both.commit([row(Operation.DELETE, b"b", 4, 4), *sets(b"c", first=5)])
+    assert both.find(b"b", b"c") == [rows[1], None]
+    both.follow()
+    assert both.find(b"b") == [None]
+    assert both.index.watermark(0).items == 2
+
+
+def test_partitions_and_keys_that_begin_alike_are_kept_apart(both: Both) -> None:
+    one, other = sets(b"a", b"ab", b"a\0"), sets(b"a")
+    both.commit(one)
+    both.commit(other, partition=1)
+    both.follow()
+    both.follow(1)
+    assert both.find(b"a", b"ab", b"a\0", b"a\0\0") == [*one, None]
+    assert both.find(b"a", b"ab", partition=1) == [other[0], None]
+
+
+def test_without_values_it_tells_number_and_expiry(both: Both) -> None:
+    both.commit(sets(b"a", b"b", expiry=70))
+    both.follow()
+    (found,) = both.find(b"b", value=False)
+    assert found is not None
+    assert (found.seq, found.expiry, found.value) == (2, 70, b"")
+
+
+def test_an_answer_that_is_too_long_has_the_first_of_it(both: Both) -> None:
+    rows = sets(b"a", b"b", b"c", b"d")
+    both.commit(rows)
+    both.follow()
+    wants = [Want(key, 0, value=True) for key in (b"d", b"none", b"a", b"b")]
+    assert both.index.find(0, wants, 1) == [rows[3], None]
+    assert both.index.find(0, wants[2:], 1) == [rows[0]]
+
+
+def test_an_item_expires_once_and_not_when_it_was_overwritten(both: Both) -> None:
+    both.commit(sets(b"a", b"b", b"c", expiry=70))
+    both.follow()
+    both.commit([row(Operation.SET, b"a", 4, 4, 90), row(Operation.DELETE, b"b", 5, 5)])
+    both.follow()
+    due, _ = both.index.due(100, b"", 10)
+    assert [(item.key, item.expiry) for item in due] == [(b"c", 70), (b"a", 90)]
+
+
+def test_a_tombstone_does_not_expire_whatever_it_says(both: Both) -> None:
+    rows = sets(b"a", expiry=70)
+    both.commit([*rows, Mutation(Operation.DELETE, b"a", seq=SeqNo(2), expiry=80)])
+    both.follow()
+    assert both.index.due(100, b"", 10) == ([], b"")
+    assert both.find(b"a") == [None]
+
+
+def test_what_is_compacted_between_its_two_looks_is_looked_up_again(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both.commit(sets(b"a", b"b"))
+    both.follow()
+    find = both.log.find
+    newer = sets(b"a", first=3)
+
+    def overwritten_first(partition: int, numbers: Sequence[int], bytes_max: int) -> list[Mutation]:
+        monkeypatch.undo()
+        both.commit(newer)
+        both.follow()
+        both.sweep()
+        return find(partition, numbers, bytes_max)
+
+    monkeypatch.setattr(both.log, "find", overwritten_first)
+    assert both.find(b"a", b"b") == [newer[0], sets(b"b", first=2)[0]]
+
+
+# What is damaged.
+
+
+def test_an_item_whose_chunk_is_damaged_is_refused_and_the_others_are_not(
+    disks: tuple[Both, SimulatedDisk, SimulatedDisk],
+) -> None:
+    both, log, _ = disks
+    rows = sets(b"a", b"b")
+    both.commit(rows)
+    both.follow()
+    for bit in range(0, 2_000, 37):
+        log.flip(chunk_key(0, 1), bit)
+        with pytest.raises(CorruptionError):
+            both.find(b"a")
+        assert both.find(b"b") == [rows[1]]
+        log.flip(chunk_key(0, 1), bit)
+    assert both.find(b"a") == [rows[0]]
+
+
+def test_an_entry_that_is_damaged_is_refused(
+    disks: tuple[Both, SimulatedDisk, SimulatedDisk],
+) -> None:
+    both, _, index = disks
+    both.commit(sets(b"a", b"b", expiry=70))
+    both.follow()
+    for bit in range(8 * 16):
+        index.flip(index_key(0, b"a"), bit)
+        with pytest.raises(CorruptionError):
+            both.find(b"a")
+        index.flip(index_key(0, b"a"), bit)
+    index.flip(expiry_key(70, 0, 2), 3)
+    with pytest.raises(CorruptionError):
+        both.index.due(100, b"", 10)
+
+
+def test_an_index_that_knows_more_than_its_log_is_refused(
+    disks: tuple[Both, SimulatedDisk, SimulatedDisk],
+) -> None:
+    both, _, index = disks
+    both.commit(sets(b"a", b"b"))
+    both.follow()
+    older = ChunkLog(SimulatedDisk())
+    older.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+    with pytest.raises(CorruptionError, match="the log only 0"):
+        KeyIndex(index, older).step(0, 10)
