@@ -1,0 +1,247 @@
+"""The log of a bucket: commits of whole snapshots, reads, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.storage.log_model import Model, chunk_of, read, record_of, row
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import Operation
+from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog, PartitionWrite, Token
+from upr_server.storage.environment import Environment
+from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
+from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.records import (
+    BUCKET,
+    PARTITION,
+    BucketRecord,
+    LeaseRecord,
+    chunk_key,
+    partition_key,
+)
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+PARTITIONS: Final = 3
+PLENTY: Final = 1 << 40
+WRITER: Final = b"sixteen bytes id"
+
+# Chunks of a commit, by partition: how many mutations each has, and numbers skipped before each.
+COMMITS: Final = st.lists(
+    st.dictionaries(
+        st.integers(0, PARTITIONS - 1),
+        st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), max_size=4),
+        max_size=PARTITIONS,
+    ),
+    max_size=8,
+)
+
+
+def created(environment: Environment) -> ChunkLog:
+    log = ChunkLog(environment)
+    log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+    return log
+
+
+@pytest.fixture(params=["lmdb", "simulated"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChunkLog]:
+    environment: Environment = SimulatedDisk()
+    if request.param == "lmdb":
+        environment = LmdbEnvironment(tmp_path, bytes_max=1 << 28, is_summed=True)
+    yield created(environment)
+    environment.close()
+
+
+def some_chunk(start: int, count: int, skipped: int = 0) -> Chunk:
+    seqs = [start + (skipped + 1) * (number + 1) for number in range(count)]
+    rows = [row(Operation.SET, b"key %d" % (seq % 5), seq, seq) for seq in seqs]
+    return chunk_of(rows, start, seqs[-1])
+
+
+def write(partition: int, *chunks: Chunk, tokens: tuple[Token, ...] = ()) -> PartitionWrite:
+    high = chunks[-1].end if chunks else 0
+    return PartitionWrite(partition, record_of(high), chunks, tokens)
+
+
+@settings(max_examples=60)
+@given(commits=COMMITS, data=st.data())
+def test_what_was_committed_is_read_from_anywhere_to_anywhere(
+    commits: list[dict[int, list[tuple[int, int]]]], data: st.DataObject
+) -> None:
+    log, model = created(SimulatedDisk()), Model(PARTITIONS)
+    sizes = [0] * PARTITIONS
+    for commit in commits:
+        writes = []
+        for number, shapes in commit.items():
+            high = model.highs[number]
+            chunks = []
+            for count, skipped in shapes:
+                chunks.append(some_chunk(high, count, skipped))
+                high = chunks[-1].end
+                sizes[number] += chunks[-1].nbytes + STORED_OVERHEAD_BYTES
+            writes.append(PartitionWrite(number, record_of(high), chunks))
+        log.commit(writes)
+        model.take(writes)
+    found = log.sizes()
+    assert [found.get(number, 0) for number in range(PARTITIONS)] == sizes
+    for number, history in enumerate(model.histories):
+        high = model.highs[number]
+        assert log.high(number) == high
+        start = data.draw(st.integers(0, high))
+        end = data.draw(st.integers(start, high))
+        bytes_max = data.draw(st.sampled_from([1, 300, PLENTY]))
+        rows = [row for row in history if start < row.seq <= end]
+        assert read(log, number, start, end, bytes_max) == rows
+        picked = data.draw(
+            st.lists(st.sampled_from(history), max_size=6) if history else st.just([])
+        )
+        assert log.find(number, [row.seq for row in picked], PLENTY) == picked
+
+
+def test_a_read_ends_with_the_chunk_that_comes_to_what_it_may_take(log: ChunkLog) -> None:
+    chunks = [some_chunk(start, 5) for start in range(0, 50, 5)]
+    log.commit([write(0, *chunks)])
+    read_of = chunks[0].nbytes * 2 + 1
+    assert log.read(0, 0, 50, bytes_max=read_of) == chunks[:3]
+    assert log.read(0, 0, 50, bytes_max=1) == chunks[:1]
+    assert log.read(0, 0, 50, bytes_max=PLENTY, mutations_max=6) == chunks[:2]
+    first, second = log.read(0, 3, 7, bytes_max=PLENTY)
+    assert [(first.start, first.end), (second.start, second.end)] == [(3, 5), (5, 7)]
+
+
+def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> None:
+    chunk = some_chunk(0, 5)
+    log.commit([write(0, chunk)])
+    (found,) = log.read(0, 0, 5, bytes_max=PLENTY)
+    for start in range(5, 500, 5):
+        log.commit([write(0, some_chunk(start, 5))])
+    assert found == chunk
+    found.check(chunk.crc)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PartitionWrite(1, record_of(8), [some_chunk(3, 5)]),
+        PartitionWrite(1, record_of(6), [some_chunk(0, 5)]),
+        PartitionWrite(1, record_of(10), [some_chunk(0, 5), some_chunk(6, 4)]),
+        PartitionWrite(1, record_of(3)),
+    ],
+)
+def test_a_commit_that_does_not_follow_changes_nothing_at_all(
+    log: ChunkLog, wrong: PartitionWrite
+) -> None:
+    before = log.load()
+    with pytest.raises(ValueError, match="partition 1"):
+        log.commit([write(0, some_chunk(0, 5)), wrong])
+    assert log.load() == before
+    assert log.sizes() == {}
+    log.commit([write(0, some_chunk(0, 5)), write(1, some_chunk(0, 5))])
+
+
+def test_answers_are_kept_in_order_and_forgotten(log: ChunkLog) -> None:
+    tokens = tuple(Token(WRITER, counter, b"answer %d" % counter) for counter in (300, 2, 1))
+    log.commit([write(0, tokens=tokens), write(2, tokens=tokens[:1])])
+    found = log.load().partitions
+    assert list(found[0].tokens) == [tokens[2], tokens[1], tokens[0]]
+    assert (list(found[1].tokens), list(found[2].tokens)) == ([], [tokens[0]])
+    forgotten = (Token(WRITER, 2, b""), Token(WRITER, 7, b""))
+    log.commit([write(0, tokens=forgotten)])
+    assert [token.counter for token in log.load().partitions[0].tokens] == [1, 300]
+
+
+def test_the_mark_of_a_clean_stop_goes_together_with_the_records(log: ChunkLog) -> None:
+    assert not log.load().is_clean
+    log.finish()
+    assert log.load().is_clean
+    log.begin([(1, record_of(0))])
+    assert not log.load().is_clean
+    log.begin([])
+
+
+def test_leases_are_kept_renewed_and_forgotten(log: ChunkLog) -> None:
+    lease = LeaseRecord(1 << 60, "a", ((0, 0, 9),), 60, 10.5)
+    renewed = LeaseRecord(1 << 60, "a", ((0, 0, 9),), 60, 70.5)
+    other = LeaseRecord(2, "b", (), 1, 1.0)
+    log.put_lease(lease)
+    log.put_lease(other)
+    log.put_lease(renewed)
+    assert list(log.load().leases) == [other, renewed]
+    log.delete_leases([2, 3])
+    assert list(log.load().leases) == [renewed]
+
+
+# Disks that are full, fail, or flip bits.
+
+
+def test_a_commit_leaves_room_for_compaction() -> None:
+    disk = SimulatedDisk()
+    log = created(disk)
+    disk.bytes_max = 1_000_000
+    before = log.load()
+    with pytest.raises(DiskFullError, match="compaction"):
+        log.commit([write(0, some_chunk(0, 5))])
+    assert log.load() == before
+    disk.bytes_max = 1 << 40
+    log.commit([write(0, some_chunk(0, 5))])
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_commit_that_fails_is_there_whole_or_not_at_all(is_kept: bool) -> None:
+    disk = SimulatedDisk()
+    log = created(disk)
+
+    def fail() -> None:
+        raise StoreFailedError("the disk failed")
+
+    disk.fault, disk.keep_on_fault = fail, is_kept
+    with pytest.raises(StoreFailedError):
+        log.commit([write(0, some_chunk(0, 5)), write(2, some_chunk(0, 2), some_chunk(2, 2))])
+    disk.crash()
+    highs = [partition.record.high for partition in log.load().partitions]
+    assert highs == ([5, 0, 4] if is_kept else [0, 0, 0])
+    assert set(log.sizes()) == ({0, 2} if is_kept else set())
+
+
+def test_no_bit_of_a_chunk_may_flip_unnoticed() -> None:
+    disk = SimulatedDisk()
+    log = created(disk)
+    log.commit([write(0, some_chunk(0, 5), some_chunk(5, 5))])
+    for bit in range(8 * log.sizes()[0]):
+        disk.flip(chunk_key(0, 5), bit)
+        with pytest.raises(CorruptionError):
+            log.read(0, 0, 10, bytes_max=PLENTY)
+        disk.flip(chunk_key(0, 5), bit)
+    assert len(log.read(0, 0, 10, bytes_max=PLENTY)) == 2
+
+
+def test_no_bit_of_a_record_may_flip_unnoticed() -> None:
+    disk = SimulatedDisk()
+    log = created(disk)
+    for key in (BUCKET, partition_key(PARTITION, 1)):
+        for bit in range(8 * 30):
+            disk.flip(key, bit)
+            with pytest.raises(CorruptionError):
+                log.load()
+            disk.flip(key, bit)
+    log.load()
+
+
+def test_a_chunk_that_is_missing_is_noticed(log: ChunkLog) -> None:
+    log.commit([write(0, *(some_chunk(start, 5) for start in (0, 5, 10)))])
+    with log.environment.write() as writer:
+        writer.delete(chunk_key(0, 10))
+    with pytest.raises(CorruptionError):
+        read(log, 0, 0, 15, PLENTY)
+    with pytest.raises(CorruptionError):
+        log.find(0, [7], PLENTY)
+    with log.environment.write() as writer:
+        writer.delete(chunk_key(0, 15))
+    assert len(read(log, 0, 0, 5, PLENTY)) == 5
+    with pytest.raises(CorruptionError):
+        log.read(0, 5, 15, bytes_max=PLENTY)
