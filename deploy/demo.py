@@ -22,7 +22,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -33,6 +33,7 @@ import trio
 from upr_protocol.client import (
     BarrierReached,
     ChunkReceived,
+    Client,
     SnapshotEnd,
     connect,
     consume,
@@ -168,16 +169,56 @@ async def lines_of(process: trio.Process) -> AsyncGenerator[bytes, None]:
             yield line
 
 
-@asynccontextmanager
-async def server() -> AsyncIterator[str]:
-    """A server on a free port; gives its URL."""
-    main = "from upr_server.cli import main; main()"
-    options = ("serve", "--listen", "127.0.0.1:0", "--log-level", "warning")
-    async with child("-c", main, *options) as process:
+class Server:
+    """The server, which is stopped and started again in mid-stream.
+
+    Args:
+        data: Its data directory.
+
+    Attributes:
+        address: Where it listens.
+        restart_s: How long it was away.
+    """
+
+    def __init__(self, data: Path) -> None:
+        self._data = data
+        self._running = AsyncExitStack()
+        self.address = "127.0.0.1:0"
+        self.restart_s = 0.0
+
+    async def __aenter__(self) -> Server:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._running.aclose()
+
+    async def _start(self) -> None:
+        main = "from upr_server.cli import main; main()"
+        options = ("--data-dir", str(self._data), "--log-level", "warning")
+        process = await self._running.enter_async_context(
+            child("-c", main, "serve", "--listen", self.address, *options)
+        )
         line = await first_line(process)
         if not line.startswith("listening on "):
             raise DemoError("the server did not start; what it says stands above")
-        yield f"upr://{line.removeprefix('listening on ')}"
+        self.address = line.removeprefix("listening on ")
+
+    async def restart(self) -> None:
+        """Stops it, and starts it on the same data and the same port."""
+        began = time.monotonic()
+        await self._running.aclose()
+        await self._start()
+        self.restart_s = time.monotonic() - began
+
+    def disk_bytes(self) -> int:
+        """The size of its files."""
+        return sum(found.stat().st_size for found in self._data.rglob("data.mdb"))
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"upr://{self.address}"
 
 
 async def first_line(process: trio.Process) -> str:
@@ -457,9 +498,9 @@ async def demo() -> None:
     watched = [early, late, slow]
     load = Load(len(flights.keyed))
     with tempfile.TemporaryDirectory(prefix="upr-demo-") as folder:
-        async with server() as address:
-            url = f"{address}/{BUCKET}"
-            async with connect(address, identity="demo:setup") as client:
+        async with Server(Path(folder) / "data") as server:
+            url = f"{server.url}/{BUCKET}"
+            async with connect(server.url, identity="demo:setup") as client:
                 await client.create_bucket(BUCKET, PARTITIONS)
             print(f"\nStreaming them through {url} …", flush=True)
             async with (
@@ -467,17 +508,29 @@ async def demo() -> None:
                 late.started(url, Path(folder)),
                 slow.started(url, Path(folder)),
             ):
-                await stream(url, flights, load, early, late, slow)
+                await stream(server, url, flights, load, early, late, slow)
             numbers, held = await look(url, flights)
+            disk_bytes = server.disk_bytes()
     report(flights, load, watched)
+    print(
+        f"  Half-way the server was stopped, and started again; it was away for "
+        f"{server.restart_s:.1f} s.\n  Its files are now {disk_bytes / 1e6:,.0f} MB."
+    )
     compare(flights.newest, held, watched, numbers)
     print(f"\nAll contents are equal. {time.monotonic() - began:.1f} s in all.")
 
 
 async def stream(
-    url: str, flights: Flights, load: Load, early: Watched, late: Watched, slow: Watched
+    server: Server,
+    url: str,
+    flights: Flights,
+    load: Load,
+    early: Watched,
+    late: Watched,
+    slow: Watched,
 ) -> None:
-    """Publishes, and has the consumers join, and end once everything is acknowledged."""
+    """Publishes, restarts the server, has the consumers join, and end once everything is
+    acknowledged."""
     watched = [early, late, slow]
     half_way = trio.Event()
     screen = Screen(sys.stdout)
@@ -489,6 +542,7 @@ async def stream(
 
         async def join_half_way() -> None:
             await half_way.wait()
+            await server.restart()
             await late.say("join")
 
         nursery.start_soon(join_half_way)
@@ -512,10 +566,21 @@ async def look(url: str, flights: Flights) -> tuple[dict[int, int], Contents]:
     async with connect(url, identity="demo:reader") as client:
         numbers = {int(row.partition): int(row.high_seq) for row in await client.seqnos()}
         items = await client.get_many(keys)
-        there = (await client.stats(BUCKET))["items"]
+        there = await items_of(client)
     if there != len(keys):
         raise DemoError(f"the server has {there:,} items, the file {len(keys):,} aircraft")
     return numbers, {item.key: item.value for item in items if item is not None}
+
+
+async def items_of(client: Client) -> int:
+    """How many items the server counts, once its index knows all that is on disk."""
+    with trio.move_on_after(PATIENCE_S):
+        while True:
+            found = await client.stats(BUCKET)
+            if not found["flusher"]["lag_mutations"] + found["disk"]["unindexed_mutations"]:
+                return int(found["items"])
+            await trio.sleep(REPORT_INTERVAL_S)
+    raise DemoError("the server's index does not catch up")
 
 
 # The outcome.

@@ -102,10 +102,15 @@ def test_touch(bucket: str, run: Run) -> None:
     assert item(run, bucket, "k")["expiry"] > 0
 
 
-@pytest.mark.parametrize("level", ["persisted", "replicated", "replicated-and-persisted"])
+def test_persisted_is_there_when_it_is_said(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v", "--durability", "persisted")
+    assert run("get", bucket, "k").stdout == "v\n"
+
+
+@pytest.mark.parametrize("level", ["replicated", "replicated-and-persisted"])
 def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, level: str) -> None:
     refused = run("set", bucket, "k", "v", "--durability", level, code=3)
-    assert "in memory only" in refused.stderr
+    assert "has no replicas" in refused.stderr
     run("get", bucket, "k", code=1)
 
 

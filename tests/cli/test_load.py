@@ -119,7 +119,7 @@ def test_an_empty_file_is_loaded(bucket: str, run: Run, tmp_path: Path) -> None:
 
 def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, planes: Path) -> None:
     refused = run(
-        "load", bucket, str(planes), "--key", "tailnum", "--durability", "persisted", code=3
+        "load", bucket, str(planes), "--key", "tailnum", "--durability", "replicated", code=3
     )
     assert "this server does not offer it" in refused.stderr
     assert refused.stdout == "stopped after 4 rows; what was loaded stays\n"
