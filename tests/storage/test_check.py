@@ -33,13 +33,13 @@ from upr_server.storage.records import (
     PARTITION,
     PURGE,
     WATERMARK,
+    IndexEntry,
     LeaseRecord,
     PartitionRecord,
     Watermark,
     chunk_key,
     index_key,
     lease_key,
-    pack_entry,
     pack_record,
     parse_record,
     partition_key,
@@ -337,7 +337,7 @@ def test_an_index_entry_that_is_missing_is_noticed(data: Path) -> None:
 def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
     def older(writer: Writer) -> None:
         key, _ = first(writer, KEY)
-        writer.put(key, pack_entry(key, 1, 0))
+        writer.put(key, IndexEntry(1, 0).pack(key))
 
     change(data, "index", older)
     assert any(w.startswith("the newest number of the key") for _, w in found_in(data))
@@ -345,7 +345,7 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
 
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
     key = index_key(0, b"never written")
-    change(data, "index", lambda writer: writer.put(key, pack_entry(key, 5, 0)))
+    change(data, "index", lambda writer: writer.put(key, IndexEntry(5, 0).pack(key)))
     found = [what for _, what in found_in(data)]
     assert any(what.startswith("the log has nothing of the key 'never written'") for what in found)
     assert any("items, and should have" in what for what in found)

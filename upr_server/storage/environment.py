@@ -6,7 +6,7 @@ simulated disk of the tests another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -18,6 +18,9 @@ class Reader(Protocol):
 
     def get(self, key: bytes) -> Buffer | None:
         """The value of `key`, valid until the transaction ends; None when there is none."""
+
+    def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
+        """Those of `keys` that are there, with their values; cheapest by rising key."""
 
     def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
         """Keys from `first` to `last`, both included, and their values, by rising key.

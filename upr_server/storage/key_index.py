@@ -26,7 +26,7 @@ from upr_server.storage.records import (
     Watermark,
     expiry_key,
     index_key,
-    pack_entry,
+    pack_entries,
     pack_record,
     parse_expiry_key,
     parse_record,
@@ -98,24 +98,16 @@ class KeyIndex:
         newest = _newest(partition, chunks)
         items = mark.items
         with self.environment.write() as writer:
-            puts: list[tuple[bytes, Buffer]] = []
-            expiring: list[tuple[bytes, Buffer]] = []
-            get = writer.get
-            for key in sorted(newest):
-                number, expiry = newest[key]
-                old = get(key)
-                if old is not None:
-                    entry = IndexEntry.parse(key, old)
-                    items -= entry.number > 0
-                    if entry.expiry:
-                        writer.delete(expiry_key(entry.expiry, partition, entry.number))
-                items += number > 0
-                puts.append((key, pack_entry(key, number, expiry)))
-                if expiry:
-                    expires = expiry_key(expiry, partition, number)
-                    expiring.append((expires, seal(expires, key[INDEX_KEY_PREFIX:])))
-            writer.put_all(puts)
-            writer.put_all(sorted(expiring))
+            keys = sorted(newest)
+            entries = [newest[key] for key in keys]
+            for key, old in writer.get_all(keys):
+                entry = IndexEntry.parse(key, old)
+                items -= entry.number > 0
+                if entry.expiry:
+                    writer.delete(expiry_key(entry.expiry, partition, entry.number))
+            items += sum(number > 0 for number, _ in entries)
+            writer.put_all(pack_entries(keys, entries))
+            writer.put_all(_expiring(partition, keys, entries))
             mark = msgspec.structs.replace(mark, seq=chunks[-1].end, items=items)
             key = partition_key(WATERMARK, partition)
             writer.put(key, pack_record(key, mark))
@@ -159,22 +151,30 @@ class KeyIndex:
             except CorruptionError:
                 # The log is read in a transaction of its own: what the index named may have been
                 # superseded, and compacted, in between.
-                again = self._entries_of(partition, wants)
+                again = self._entries_of(partition, wants, is_second_look=True)
                 if again == entries:
                     raise
                 entries = again
 
-    def _entries_of(self, partition: int, wants: Sequence[Want]) -> list[IndexEntry | None]:
-        """What is to be read of each, None for what does not exist."""
+    def _entries_of(
+        self, partition: int, wants: Sequence[Want], *, is_second_look: bool = False
+    ) -> list[IndexEntry | None]:
+        """What is to be read of each, None for what does not exist.
+
+        At a second look a number that was given may have been superseded, too.
+        """
         entries: list[IndexEntry | None] = []
         with self.environment.read() as reader:
             for want in wants:
-                if want.number:
+                if want.number and not is_second_look:
                     entries.append(IndexEntry(want.number, 0))
                     continue
                 indexed = index_key(partition, want.key)
                 value = reader.get(indexed)
                 entry = None if value is None else IndexEntry.parse(indexed, value)
+                if want.number and (entry is None or abs(entry.number) < want.number):
+                    # The index has not come so far.
+                    entry = IndexEntry(want.number, 0)
                 entries.append(None if entry is None or entry.number < 0 else entry)
         return entries
 
@@ -245,6 +245,18 @@ def _watermark(reader: Reader, partition: int) -> Watermark:
     key = partition_key(WATERMARK, partition)
     value = reader.get(key)
     return Watermark() if value is None else parse_record(key, value, Watermark)
+
+
+def _expiring(
+    partition: int, keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
+) -> list[tuple[bytes, Buffer]]:
+    """What is to be entered of items that expire."""
+    items: list[tuple[bytes, Buffer]] = []
+    for key, (number, expiry) in zip(keys, entries, strict=True):
+        if expiry:
+            expires = expiry_key(expiry, partition, number)
+            items.append((expires, seal(expires, key[INDEX_KEY_PREFIX:])))
+    return sorted(items)
 
 
 def _newest(partition: int, chunks: Sequence[Chunk]) -> dict[bytes, tuple[int, int]]:

@@ -7,7 +7,7 @@ that says where the new root is: a crash at any moment leaves the last commit or
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
@@ -234,6 +234,10 @@ class _Reader:
     def get(self, key: bytes) -> Buffer | None:
         value: Buffer | None = self.transaction.get(key)
         return value
+
+    def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
+        with self.transaction.cursor() as cursor:
+            return [(bytes(key), value) for key, value in cursor.getmulti(keys)]
 
     def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
         with self.transaction.cursor() as cursor:

@@ -26,6 +26,7 @@ record that is read from the wrong place is as wrong as one with a flipped bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
 from struct import error as StructError
 from typing import Final, TypeVar
@@ -263,7 +264,7 @@ class IndexEntry(msgspec.Struct, frozen=True):
 
     def pack(self, key: bytes) -> bytes:
         """The value that stands under `key`."""
-        return pack_entry(key, self.number, self.expiry)
+        return bytes(pack_entries([key], [(self.number, self.expiry)])[0][1])
 
     @classmethod
     def parse(cls, key: bytes, value: Buffer) -> IndexEntry:
@@ -271,7 +272,7 @@ class IndexEntry(msgspec.Struct, frozen=True):
         if len(value) != _ENTRY.size:
             raise CorruptionError(f"the index entry {key!r} has {len(value)} bytes")
         number, expiry, crc = _ENTRY.unpack(value)
-        if crc != crc32c(value[:12], crc32c(key)):
+        if crc != crc32c(key + bytes(value[:12])):
             raise CorruptionError(f"the index entry {key!r} does not have its checksum")
         return cls(number, expiry)
 
@@ -279,10 +280,16 @@ class IndexEntry(msgspec.Struct, frozen=True):
 _UNSIGNED: Final = Struct("<qI")
 
 
-def pack_entry(key: bytes, number: int, expiry: int) -> bytes:
-    """An `IndexEntry` as it stands under `key`; the index writes millions of them."""
-    body = _UNSIGNED.pack(number, expiry)
-    return body + _CRC.pack(crc32c(body, crc32c(key)))
+def pack_entries(
+    keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
+) -> list[tuple[bytes, Buffer]]:
+    """Entries (number, expiry) as they stand under `keys`; the index writes millions of them."""
+    pack, pack_crc = _UNSIGNED.pack, _CRC.pack
+    packed: list[tuple[bytes, Buffer]] = []
+    for key, (number, expiry) in zip(keys, entries, strict=True):
+        body = pack(number, expiry)
+        packed.append((key, body + pack_crc(crc32c(key + body))))
+    return packed
 
 
 Record = TypeVar("Record")

@@ -6,7 +6,7 @@ happens and is not reported, as with a real one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sortedcontainers import SortedDict
@@ -107,6 +107,9 @@ class _Reader:
     def get(self, key: bytes) -> Buffer | None:
         value: Buffer | None = self._items.get(key)
         return value
+
+    def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
+        return [(key, self._items[key]) for key in keys if key in self._items]
 
     def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
         for key in list(self._items.irange(first, last)):
