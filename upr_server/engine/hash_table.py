@@ -9,13 +9,23 @@ second index for the open snapshot: docs/adr/0003-one-hash-table.md.
 from __future__ import annotations
 
 from itertools import count, islice, repeat
+from sys import getsizeof
 from typing import Final
 
 from upr_server.engine.memory import Memory
 
-ENTRY_BYTES: Final = 105
-"""What a key takes beside its own bytes, about (measured: 90 to 115, as the dict grows): its slot
-in the dict, the number (32), the head of a bytes object (33)."""
+ENTRY_BYTES: Final = 69
+"""What a key takes beside its own bytes and its slots in the dict: the number (32), the head of a
+bytes object (33), and what the allocator rounds up."""
+
+SLOTS_BYTES_MAX: Final = 112
+"""A dict that takes more than this a key after some were forgotten is made anew: it would shrink by
+itself only when it grows."""
+
+SLOTS_BYTES_MIN: Final = 64 * 1024
+"""A dict below this is left alone."""
+
+_EMPTY_BYTES: Final = getsizeof({})
 
 
 class HashTable:
@@ -31,11 +41,12 @@ class HashTable:
         items: Keys that exist: those whose number is positive.
     """
 
-    __slots__ = ("_key_bytes", "_memory", "items", "numbers")
+    __slots__ = ("_key_bytes", "_memory", "_nbytes", "items", "numbers")
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._key_bytes = 0
+        self._nbytes = 0
         self.numbers: dict[bytes, int] = {}
         self.items = 0
 
@@ -58,7 +69,7 @@ class HashTable:
         self.numbers[key] = number
         self.items += (number > 0) - (previous > 0)
         if not previous:
-            self._grew(1, len(key))
+            self._grew(len(key))
 
     def put_all(
         self, keys: list[bytes], first: int, start: int, base: int, flags: bytearray
@@ -104,7 +115,7 @@ class HashTable:
             superseded += inside
             fresh += len(deleted) - len(inside)
         if new:
-            self._grew(len(new), sum(map(len, new)))
+            self._grew(sum(map(len, new)))
         self.items += len(deleted) + len(new)
         return superseded, fresh
 
@@ -131,17 +142,25 @@ class HashTable:
             else:
                 numbers[key] = number
         self.items -= items
-        self._grew(-evicted, -key_bytes)
+        slots = getsizeof(numbers)
+        if slots > SLOTS_BYTES_MIN and slots > SLOTS_BYTES_MAX * len(numbers):
+            self.numbers = dict(numbers)
+        self._grew(-key_bytes)
         return evicted
 
-    def _grew(self, keys: int, key_bytes: int) -> None:
+    def _grew(self, key_bytes: int) -> None:
         self._key_bytes += key_bytes
-        self._memory.table += ENTRY_BYTES * keys + key_bytes
+        before, self._nbytes = self._nbytes, self._measured()
+        self._memory.table += self._nbytes - before
+
+    def _measured(self) -> int:
+        numbers = self.numbers
+        return getsizeof(numbers) - _EMPTY_BYTES + ENTRY_BYTES * len(numbers) + self._key_bytes
 
     @property
     def nbytes(self) -> int:
         """What the table takes, about."""
-        return ENTRY_BYTES * len(self.numbers) + self._key_bytes
+        return self._nbytes
 
     def statistics(self) -> dict[str, int]:
         """Keys, keys that exist, and bytes."""
@@ -152,6 +171,7 @@ class HashTable:
         assert 0 not in self.numbers.values(), "a key without a number"
         assert self.items == sum(number > 0 for number in self.numbers.values()), "items"
         assert self._key_bytes == sum(map(len, self.numbers)), "key bytes"
+        assert self._nbytes == self._measured(), "bytes"
         assert len({abs(number) for number in self.numbers.values()}) == len(self.numbers), (
             "two keys with one number"
         )

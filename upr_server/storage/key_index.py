@@ -43,6 +43,10 @@ FIND_BYTES_MAX: Final = 32 * 1024 * 1024
 """What one answer of `find` comes to, about."""
 
 
+CHUNK_BYTES: Final = 128
+"""What a chunk takes on disk beside its mutations, about: it shows where chunks are small."""
+
+
 class Due(msgspec.Struct, frozen=True):
     """An item whose time has come.
 
@@ -100,7 +104,9 @@ class KeyIndex:
         with self.environment.write() as writer:
             keys = sorted(newest)
             entries = [newest[key] for key in keys]
+            known = 0
             for key, old in writer.get_all(keys):
+                known += 1
                 entry = IndexEntry.parse(key, old)
                 items -= entry.number > 0
                 if entry.expiry:
@@ -108,24 +114,29 @@ class KeyIndex:
             items += sum(number > 0 for number, _ in entries)
             writer.put_all(pack_entries(keys, entries))
             writer.put_all(_expiring(partition, keys, entries))
-            mark = msgspec.structs.replace(mark, seq=chunks[-1].end, items=items)
+            mark = Watermark(
+                chunks[-1].end, items, mark.garbage_bytes + _garbage(chunks, len(keys) - known)
+            )
             key = partition_key(WATERMARK, partition)
             writer.put(key, pack_record(key, mark))
         return mark
 
-    def compacted(self, partition: int, purged: Iterable[tuple[bytes, int]], base: int) -> None:
-        """A compaction has dropped these tombstones (key and number), and ended if `base` is not
-        negative: the log's bytes as it left them."""
+    def compacted(
+        self, partition: int, purged: Iterable[tuple[bytes, int]], garbage_bytes: int
+    ) -> None:
+        """A compaction has dropped these tombstones (key and number), and what is superseded now
+        takes about so many bytes."""
         with self.environment.write() as writer:
             for key, number in purged:
                 indexed = index_key(partition, key)
                 value = writer.get(indexed)
                 if value is not None and IndexEntry.parse(indexed, value).number == -number:
                     writer.delete(indexed)
-            if base >= 0:
-                mark = msgspec.structs.replace(_watermark(writer, partition), base_bytes=base)
-                key = partition_key(WATERMARK, partition)
-                writer.put(key, pack_record(key, mark))
+            mark = msgspec.structs.replace(
+                _watermark(writer, partition), garbage_bytes=garbage_bytes
+            )
+            key = partition_key(WATERMARK, partition)
+            writer.put(key, pack_record(key, mark))
 
     # Reading.
 
@@ -245,6 +256,14 @@ def _watermark(reader: Reader, partition: int) -> Watermark:
     key = partition_key(WATERMARK, partition)
     value = reader.get(key)
     return Watermark() if value is None else parse_record(key, value, Watermark)
+
+
+def _garbage(chunks: Sequence[Chunk], new: int) -> int:
+    """What is superseded when `new` of the mutations in these chunks are of keys that the index did
+    not know, as if all were of one size; and what the chunks take beyond their mutations."""
+    count = sum(chunk.count for chunk in chunks)
+    superseded = sum(chunk.nbytes for chunk in chunks) * (count - new) // max(count, 1)
+    return superseded + CHUNK_BYTES * len(chunks)
 
 
 def _expiring(

@@ -243,12 +243,12 @@ class Watermark(msgspec.Struct, frozen=True):
     Attributes:
         seq: It knows the newest mutation up to here of every key.
         items: Keys that exist, as of there.
-        base_bytes: The log's bytes as the last compaction left them.
+        garbage_bytes: What mutations up to here take in the log that others superseded, about.
     """
 
     seq: SeqNo = SeqNo(0)
     items: int = 0
-    base_bytes: int = 0
+    garbage_bytes: int = 0
 
 
 class IndexEntry(msgspec.Struct, frozen=True):

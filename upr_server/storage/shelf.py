@@ -30,10 +30,15 @@ SWEEP_BYTES: Final = 4 * 1024 * 1024
 """Bytes of chunks that one step of a compaction goes over."""
 
 GARBAGE_SHARE: Final = 0.35
-"""A partition is compacted when its log has grown by this share of what the last compaction left"""
+"""A partition is compacted when what is superseded comes to this share of what is not"""
 
 GARBAGE_BYTES: Final = 192 * 1024 * 1024
-"""and by its part of this: so much a bucket may waste however little it holds."""
+"""and to its part of this: so much a bucket may waste however little it holds."""
+
+INDEX_STEPS: Final = 1
+INDEX_STEPS_URGENT: Final = 3
+"""Steps of indexing for each of compaction, when both have something to do: as memory cannot be
+freed before it is indexed, that goes first when it is urgent."""
 
 
 class Shelf:
@@ -48,14 +53,15 @@ class Shelf:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
         self._sweep: Sweep | None = None
-        self._compacted_last = False
+        self._indexed_since = 0
         self._count = 0
         self._highs: list[int] = []
         self._marks: list[int] = []
         self._items: list[int] = []
         self._purges: list[SeqNo] = []
         self._bytes: list[int] = []
-        self._bases: list[int] = []
+        self._garbage: list[int] = []
+        self._garbage_before = 0
         self._commits = 0
         self._sweeps = 0
 
@@ -73,7 +79,7 @@ class Shelf:
         self._purges = [partition.purge_seq for partition in stored.partitions]
         self._marks = [mark.seq for mark in marks]
         self._items = [mark.items for mark in marks]
-        self._bases = [mark.base_bytes for mark in marks]
+        self._garbage = [mark.garbage_bytes for mark in marks]
         self._bytes = [sizes.get(number, 0) for number in range(count)]
         return msgspec.structs.replace(
             stored,
@@ -102,15 +108,17 @@ class Shelf:
         """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
         behind = self._furthest_behind(urgent)
         sweep = self._sweep_due()
-        if sweep is not None and (behind is None or not self._compacted_last):
-            self._compacted_last = True
+        steps = INDEX_STEPS_URGENT if urgent else INDEX_STEPS
+        if sweep is not None and (behind is None or self._indexed_since >= steps):
+            self._indexed_since = 0
             number = self._compact(sweep, leases, purge_before_cas)
             return self._report(number, compacted=True, urgent=urgent)
-        self._compacted_last = False
         if behind is None:
             return Upkeep()
+        self._indexed_since += 1
         mark = self.index.step(behind, INDEX_MUTATIONS)
         self._marks[behind], self._items[behind] = mark.seq, mark.items
+        self._garbage[behind] = mark.garbage_bytes
         return self._report(behind, compacted=False, urgent=urgent)
 
     def _furthest_behind(self, urgent: bool) -> int | None:
@@ -122,10 +130,13 @@ class Shelf:
     def _sweep_due(self) -> Sweep | None:
         if self._sweep is None:
             allowed = GARBAGE_BYTES // self._count
-            for number, (nbytes, base) in enumerate(zip(self._bytes, self._bases, strict=True)):
-                if nbytes - base > GARBAGE_SHARE * base + allowed and self._marks[number]:
+            for number, (nbytes, garbage) in enumerate(
+                zip(self._bytes, self._garbage, strict=True)
+            ):
+                if garbage > GARBAGE_SHARE * (nbytes - garbage) + allowed:
                     through = SeqNo(self._marks[number])
                     self._sweep = Sweep(self.log, self.index, number, through)
+                    self._garbage_before = garbage
                     break
         return self._sweep
 
@@ -138,13 +149,13 @@ class Shelf:
         self._bytes[number] += swept.grown_bytes
         self._purges[number] = swept.purge_seq
         if swept.is_done:
-            # What came meanwhile is behind the sweep, and counts as grown since.
-            self._bases[number] = self._bytes[number]
+            # What was superseded meanwhile may be left. So may what a lease held: it is looked at
+            # again when as much has come anew.
+            self._garbage[number] = max(0, self._garbage[number] - self._garbage_before)
             self._sweep = None
             self._sweeps += 1
         if swept.is_done or swept.purged:
-            base = self._bases[number] if swept.is_done else -1
-            self.index.compacted(number, swept.purged, base)
+            self.index.compacted(number, swept.purged, self._garbage[number])
         return number
 
     def _report(self, number: int, *, compacted: bool, urgent: bool) -> Upkeep:
