@@ -59,6 +59,23 @@ def items(cursor: Cursor) -> Iterator[CursorItem]:
         yield item
 
 
+def persist(partition: Partition) -> None:
+    """The disk takes all there is, and commits it."""
+    disk = partition.manager.persistence
+    list(items(disk))
+    if disk.seq > disk.committed:
+        disk.commit(disk.seq)
+
+
+def free(partition: Partition) -> int:
+    """Frees all that may be freed; returns how many snapshots."""
+    freed = 0
+    while partition.manager.free_oldest():
+        freed += 1
+        partition.check_invariants()
+    return freed
+
+
 def chunks(partition: Partition) -> list[Chunk]:
     """All chunks, as a new cursor is handed them."""
     cursor = cursor_at(partition)

@@ -168,13 +168,19 @@ class Reader:
         self.waiting = False
 
     def backfill(self, needed: BackfillNeeded) -> None:
-        """Plays the disk: its snapshot ends where memory begins."""
+        """Plays the disk: its snapshot ends where the disk does."""
         assert needed.start == self.seq, (needed, self.seq)
         assert needed.end >= self.seq
-        assert needed.end == max(self.seq, self.partition.manager.oldest)
-        applied(self.state, self.model.log[self.seq : needed.end])
+        assert needed.end == max(self.seq, self.partition.manager.persistence.committed)
+        applied(self.state, self.stored(needed.start, needed.end))
         self.seq = needed.end
-        self.announced = None
+        if self.seq >= self.end_at_least:
+            self.end_at_least = 0
+            assert contents(self.state) == contents(self.model.state(self.seq))
+
+    def stored(self, start: int, end: int) -> Iterable[Mutation]:
+        """What the disk has in (start, end]."""
+        return self.model.log[start:end]
 
     def step(self) -> bool:
         """Reads one item; returns whether there was one."""
@@ -192,8 +198,11 @@ class Reader:
         elif isinstance(item, Chunk):
             self.chunk(item)
         else:
+            end = self.announced.end if self.announced is not None else self.end_at_least
+            self.announced = None
+            self.end_at_least = end
             self.backfill(item)
-            self.register(self.seq, 0)
+            self.register(self.seq, self.end_at_least)
         return True
 
     def start(self, item: SnapshotStart) -> None:
@@ -241,7 +250,7 @@ class Reader:
     def cut(self) -> None:
         """Loses its connection, and resumes from where it is."""
         self.cursor.close()
-        end = self.announced.end if self.announced is not None else 0
+        end = self.announced.end if self.announced is not None else self.end_at_least
         self.announced = None
         self.register(self.seq, end)
 

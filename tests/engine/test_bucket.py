@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 
-from tests.engine.helpers import cursor_at, items, new_bucket, put, read, request, send
+from tests.engine.helpers import cursor_at, items, new_bucket, persist, put, read, request, send
 from upr_protocol.chunk import CounterDelta, plain_chunk
 from upr_protocol.errors import Status
-from upr_protocol.ids import HistoryId, Operation, PartitionId
-from upr_server.engine import Bucket, BucketError, Buckets, Relief, WriterToken
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_server.engine import BackfillNeeded, Bucket, BucketError, Buckets, Relief, WriterToken
 from upr_server.engine.quota import QUOTA_BYTES_MIN
 
 
@@ -59,7 +60,7 @@ def test_names_that_are_allowed(name: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(0,), (1025,), (64, QUOTA_BYTES_MIN - 1)])
-def test_arguments_out_of_range_are_refused(arguments: tuple[int, ...]) -> None:
+def test_arguments_out_of_range_are_refused(arguments: tuple[Any, ...]) -> None:
     buckets = new_buckets()
     with pytest.raises(BucketError) as refused:
         buckets.create("b", *arguments)
@@ -75,8 +76,8 @@ def test_memory_is_counted_by_kind() -> None:
     send(two, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
     one.mutate(plain_chunk([], []), now=0, writer=WriterToken(bytes(16), 1))
     memory = bucket.memory.statistics()
-    assert memory["encoded"] == 0
-    assert all(memory[kind] for kind in memory if kind != "encoded")
+    nothing_yet = {"encoded", "backfills"}
+    assert {kind for kind in memory if not memory[kind]} == nothing_yet
     bucket.check_invariants()
     list(items(cursor_at(one)))
     list(items(cursor_at(two)))
@@ -88,26 +89,96 @@ def test_memory_is_counted_by_kind() -> None:
     assert (figures["items"], figures["cursors"], figures["snapshots"]) == (101, 5, 5)
 
 
-def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
+def small_bucket() -> Bucket:
     ids = count(1)
-    bucket = Bucket(
+    return Bucket(
         "b",
         new_history_id=lambda: HistoryId(next(ids)),
         partition_count=1,
         quota_bytes=QUOTA_BYTES_MIN,
     )
+
+
+def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
+    bucket = small_bucket()
     partition = bucket.partitions[0]
     assert bucket.relief() is Relief.NOTHING
+    assert bucket.relieve() is Relief.NOTHING
     cursor = cursor_at(partition)
     for _ in range(9):
         put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
         list(items(cursor))
-    assert bucket.relief() is Relief.COLLAPSE
+    assert bucket.relief() is Relief.FREE, "some is being freed; publishers need not wait"
     while bucket.collapse_wanted:
-        bucket.collapse_step()
+        assert bucket.relieve() is Relief.COLLAPSE
     assert bucket.relief() is Relief.NOTHING
+    assert bucket.relieve() is Relief.NOTHING
     put(partition, *(b"more %d" % number for number in range(900)), value=bytes(960))
     assert bucket.relief() is Relief.REFUSE_CREDIT
+    assert bucket.relieve() is Relief.REFUSE_CREDIT, "the disk has none of it"
+    bucket.check_invariants()
+
+
+def test_short_of_memory_nothing_that_could_be_freed_is_refused_once_the_disk_has_it() -> None:
+    bucket = small_bucket()
+    partition = bucket.partitions[0]
+    put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
+    assert bucket.relieve() is Relief.REFUSE_CREDIT
+    assert bucket.relief() is Relief.REFUSE_CREDIT, "until something has changed"
+    persist(partition)
+    assert bucket.relieve() is Relief.FREE
+    assert bucket.relieve() is Relief.NOTHING
+    assert bucket.relief() is Relief.NOTHING
+    assert partition.manager.oldest == 900
+
+
+def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
+    bucket = small_bucket()
+    partition = bucket.partitions[0]
+    slow = cursor_at(partition)
+    put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
+    persist(partition)
+    partition.is_indexed(SeqNo(900), 900)
+    assert bucket.relieve() is Relief.FREE, "the keys are evicted"
+    assert len(partition.table) == 0
+    assert bucket.relieve() is Relief.DROP
+    assert bucket.relieve() is Relief.FREE
+    assert bucket.relieve() is Relief.NOTHING
+    assert slow.next() == BackfillNeeded(SeqNo(0), SeqNo(900))
+    bucket.check_invariants()
+
+
+def test_over_its_quota_a_bucket_collapses_before_it_drops_cursors_or_refuses() -> None:
+    bucket = small_bucket()
+    partition = bucket.partitions[0]
+    slow = cursor_at(partition)
+    put(partition, b"old", value=bytes(960))
+    persist(partition)
+    for _ in range(12):
+        put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
+        read(partition, partition.snapshot_end)
+    assert bucket.quota.is_full(bucket.memory)
+    assert bucket.relieve() is Relief.COLLAPSE
+    while bucket.relieve() is not Relief.NOTHING:
+        pass
+    assert slow.next() != BackfillNeeded(SeqNo(0), SeqNo(1))
+    bucket.check_invariants()
+
+
+def test_evicting_items_that_expire_some_time_frees_what_tells_when() -> None:
+    bucket = small_bucket()
+    partition = bucket.partitions[0]
+    keys = [b"%d" % number for number in range(5000)]
+    send(partition, *(request(Operation.SET, key, expiry=5000) for key in keys))
+    persist(partition)
+    partition.is_indexed(SeqNo(5000), 5000)
+    assert bucket.memory.expiries
+    while (relief := bucket.relieve()) is not Relief.NOTHING:
+        assert relief is Relief.FREE
+    while partition.evict(1000):
+        pass
+    assert bucket.memory.expiries == 0
+    bucket.check_invariants()
 
 
 def test_whoever_collapses_is_told_by_bucket() -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.engine.helpers import chunks as all_chunks
 from tests.engine.helpers import (
     cursor_at,
+    free,
     items,
     new_bucket,
     new_partition,
@@ -180,10 +181,26 @@ def test_a_collapse_is_given_up_when_its_snapshots_are_freed() -> None:
     partition.manager.collapse_step(4)
     transcript(items(disk))
     disk.commit(SeqNo(9))
+    assert free(partition) == 3
+    assert partition.manager.oldest == 9
     collapse(partition, 4)
+    assert partition.manager.statistics()["collapses"] == 0
     disk.commit(SeqNo(30))
+    assert free(partition) == 7
     collapse(partition, 4)
     assert len(partition.manager) == 1
+
+
+def test_what_the_disk_has_is_still_collapsed_while_it_is_retained() -> None:
+    partition = new_partition()
+    disk = partition.manager.persistence
+    leave_snapshots(partition, 8, b"a", b"b")
+    transcript(items(disk))
+    disk.commit(SeqNo(16))
+    collapse(partition)
+    assert len(partition.manager) == 2
+    assert read(partition) == "(0,16] a@15 b@16 ."
+    assert free(partition) == 1
 
 
 def test_steps_are_bounded() -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.helpers import cursor_at, items, new_partition, put, read, send, transcript
+from tests.engine.helpers import (
+    cursor_at,
+    free,
+    items,
+    new_partition,
+    put,
+    read,
+    send,
+    transcript,
+)
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.ids import Operation, SeqNo, SnapshotKind
 from upr_server.engine import BackfillNeeded, NotInMemory, SnapshotEnd, SnapshotStart
@@ -228,18 +237,26 @@ def test_nothing_is_freed_before_the_disk_has_it() -> None:
     assert read(partition) == "(0,1] a@1 . (1,2] b@2 ."
 
 
-def test_the_disk_advances_by_commit_only() -> None:
+def test_the_disk_advances_by_commit_only_and_what_it_has_may_be_freed() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     put(partition, b"a")
     assert transcript(items(disk)) == "(0,1] a@1 ."
     put(partition, b"b")
     assert transcript(items(disk)) == "(1,2] b@2 ."
-    assert (manager.oldest, disk.committed) == (0, 0)
+    assert disk.committed == 0
+    assert not manager.can_free
+    assert not manager.free_oldest(), "reading it is not having it on disk"
     disk.commit(SeqNo(1))
+    assert (manager.oldest, disk.committed) == (0, 1)
+    assert read(partition) == "(0,1] a@1 . (1,2] b@2 .", "retained while there is room"
+    assert manager.can_free
+    assert free(partition) == 1
     assert (manager.oldest, disk.committed) == (1, 1)
     disk.commit(SeqNo(2))
+    assert free(partition) == 1
     assert (manager.oldest, disk.committed) == (2, 2)
+    assert not manager.can_free, "the open one stays"
     assert manager.statistics()["freed"] == 2
     partition.check_invariants()
     with pytest.raises(NotInMemory):
@@ -270,8 +287,9 @@ def test_a_reader_holds_what_the_disk_has_already() -> None:
     slow = cursor_at(partition)
     list(items(disk))
     disk.commit(SeqNo(1))
-    assert partition.manager.oldest == 0
+    assert free(partition) == 0
     assert transcript(items(slow)) == "(0,1] a@1 ."
+    assert free(partition) == 1
     assert partition.manager.oldest == 1
 
 
@@ -282,9 +300,49 @@ def test_what_is_freed_must_come_from_disk_first() -> None:
     list(items(disk))
     disk.commit(SeqNo(2))
     put(partition, b"c")
+    assert read(partition, 1) == "(1,2] b@2 . (2,3] c@3 ."
+    free(partition)
     registration = partition.manager.register("late", SeqNo(1))
     assert registration.backfill == BackfillNeeded(SeqNo(1), SeqNo(2))
     assert transcript(items(registration.cursor)) == "(2,3] c@3 ."
+
+
+def test_what_comes_from_disk_reaches_to_its_end_even_if_memory_begins_before() -> None:
+    partition = new_partition()
+    manager, disk = partition.manager, partition.manager.persistence
+    for key in (b"a", b"b", b"c"):
+        put(partition, key)
+        list(items(disk))
+        disk.commit(disk.seq)
+    put(partition, b"d")
+    assert manager.free_oldest()
+    assert manager.oldest == 1
+    registration = manager.register("late", SeqNo(0))
+    assert registration.backfill == BackfillNeeded(SeqNo(0), SeqNo(3))
+    assert transcript(items(registration.cursor)) == "(3,4] d@4 ."
+    assert read(partition, 1) == "(1,2] b@2 . (2,3] c@3 . (3,4] d@4 ."
+    partition.check_invariants()
+
+
+def test_those_furthest_back_are_dropped_first_and_the_disk_never() -> None:
+    partition = new_partition()
+    manager, disk = partition.manager, partition.manager.persistence
+    cursors = [cursor_at(partition)]
+    for key in (b"a", b"b", b"c"):
+        put(partition, key)
+        list(items(disk))
+        cursors += [cursor_at(partition, partition.high_seq) for _ in range(2)]
+    assert manager.droppable() == []
+    disk.commit(SeqNo(2))
+    assert manager.droppable() == cursors[:1]
+    manager.drop(cursors[0])
+    assert manager.droppable() == cursors[1:3]
+    for cursor in cursors[1:3]:
+        manager.drop(cursor)
+    assert manager.droppable() == [], "the others stand where the disk does, or further on"
+    disk.commit(SeqNo(3))
+    assert manager.droppable() == cursors[3:5]
+    partition.check_invariants()
 
 
 def test_a_slow_cursor_is_dropped_and_told_to_backfill() -> None:
@@ -302,6 +360,7 @@ def test_a_slow_cursor_is_dropped_and_told_to_backfill() -> None:
     manager.drop(slow)
     assert not manager.may_drop(slow)
     manager.drop(other)
+    assert free(partition) == 1
     assert manager.oldest == 2
     assert slow.has_next
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))

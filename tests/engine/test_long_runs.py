@@ -142,7 +142,7 @@ def test_collapsing_keeps_what_readers_left_near_what_is_live() -> None:
     assert contents(newcomer.state) == contents(reader.state)
 
 
-def test_a_disk_that_keeps_up_lets_everything_go() -> None:
+def test_a_disk_that_keeps_up_lets_everything_go_that_memory_is_short_of() -> None:
     run = Run(9, 300, counters=False)
     disk = Reader(run.partition, run.model, 0, "disk")
     disk.cursor.close()
@@ -152,7 +152,12 @@ def test_a_disk_that_keeps_up_lets_everything_go() -> None:
         run.write()
         disk.drain()
         run.manager.persistence.commit(SeqNo(disk.seq))
+        while run.bucket.collapse_wanted:
+            run.bucket.collapse_step()
     memory = run.bucket.memory
+    assert memory.encoded, "there was room"
+    while run.manager.free_oldest():
+        run.bucket.check_invariants()
     assert (memory.arrays, memory.encoded, memory.counters) == (0, 0, 0)
     assert len(run.manager) == 1
     run.bucket.check_invariants()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.engine.model import Model, Reader, check_result, contents
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from tests.engine.strategies import EXPIRIES, KEYS, SIZES, SOME_KEYS, VALUES, requests
+from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine import Bucket
 
@@ -20,32 +21,6 @@ PROFILE: Final = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-# Few keys, so that they meet; enough for some to stay alone in old arrays.
-KEYS: Final = [b"key %d" % number for number in range(40)]
-SOME_KEYS: Final = st.sampled_from(KEYS)
-NUMERIC: Final = [str(number).encode() for number in (0, 7, (1 << 64) - 1, 1 << 64)]
-VALUES: Final = st.one_of(
-    st.just(b""), st.sampled_from(NUMERIC), st.binary(max_size=12), st.just(bytes(300))
-)
-SIZES: Final = st.sampled_from([1, 1, 2, 5, 17, 63, 64, 65, 200])
-EXPIRIES: Final = st.sampled_from([0, 0, 0, 1, 90, 105, 120])
-COUNTS: Final = [Operation.INCREMENT, Operation.DECREMENT]
-DELTAS: Final = st.builds(
-    CounterDelta,
-    st.sampled_from([0, 1, 5, (1 << 64) - 1]),
-    st.sampled_from([0, 10]),
-    st.booleans(),
-)
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> Mutation:
-    op = draw(st.sampled_from([op for op in Operation if op is not Operation.EXPIRE]))
-    value = draw(DELTAS).encode() if op in COUNTS else draw(VALUES)
-    cas = Cas(draw(st.sampled_from([0, 0, 0, 1, 12345])))
-    flags, expiry = draw(st.integers(0, 3)), draw(EXPIRIES)
-    return Mutation(op, draw(SOME_KEYS), value, SeqNo(0), cas, flags, expiry)
 
 
 class Engine(RuleBasedStateMachine):
@@ -247,6 +222,23 @@ class Persisted(Engine):
     @rule()
     def begin_at_the_beginning(self) -> None:
         self.readers.append(Reader(self.partition, self.model, 0))
+
+    @rule(times=st.integers(1, 5))
+    def free(self, times: int) -> None:
+        for _ in range(times):
+            oldest, could = self.manager.oldest, self.manager.can_free
+            assert self.manager.free_oldest() == could == (self.manager.oldest > oldest)
+
+    @precondition(lambda self: self.manager.droppable())
+    @rule()
+    def drop_furthest_back(self) -> None:
+        dropped = self.manager.droppable()
+        places = {cursor.oldest_place for cursor in dropped}
+        assert len(places) == 1
+        for cursor in dropped:
+            assert cursor is not self.manager.persistence
+            assert cursor.oldest_place.start < self.manager.persistence.committed
+            self.manager.drop(cursor)
 
     @invariant()
     def nothing_uncommitted_is_freed(self) -> None:

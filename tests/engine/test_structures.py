@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.engine import Memory, Quota, Relief, WriterToken
+from upr_server.engine import Memory, Quota, WriterToken
 from upr_server.engine.counters import Counters
 from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -156,6 +154,35 @@ def test_the_writers_heard_from_last_are_remembered() -> None:
     assert memory.writers == writers.nbytes
 
 
+def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
+    writers: Writers[str] = Writers(Memory())
+    writers.remember(token(1), "before there was a disk", 10, 1)
+    writers.keep_news()
+    writers.remember(token(2), "at 5", 10, 5)
+    writers.remember(token(3), "without effect", 10, 5)
+    writers.remember(token(4), "at 7", 10, 7)
+    assert writers.take_news(4) == {}
+    assert writers.take_news(5) == {token(2): "at 5", token(3): "without effect"}
+    assert writers.take_news(6) == {}
+    assert writers.take_news(9) == {token(4): "at 7"}
+    assert writers.take_news(9) == {}
+
+
+def test_what_is_forgotten_is_news_too() -> None:
+    writers: Writers[str] = Writers(Memory())
+    writers.keep_news()
+    for number in range(1, BATCHES_MAX + 2):
+        writers.remember(token(number), "", 10, number)
+    news = writers.take_news(BATCHES_MAX + 1)
+    assert [key.counter for key, answer in news.items() if answer is None] == [1]
+    assert len(news) == BATCHES_MAX + 1
+    for number in range(1, WRITERS_MAX + 1):
+        writers.remember(token(1, number), "", 10, 100)
+    news = writers.take_news(100)
+    gone = [key for key, answer in news.items() if answer is None]
+    assert gone == [token(number) for number in range(2, BATCHES_MAX + 2)]
+
+
 # Memory and quota.
 
 
@@ -169,19 +196,24 @@ def test_memory_adds_up() -> None:
     assert memory.statistics()["arrays"] == 6
 
 
-@pytest.mark.parametrize("collapse_wanted", [False, True])
-def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark(collapse_wanted: bool) -> None:
+def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark() -> None:
     quota, memory = Quota(1000), Memory()
-    short = Relief.COLLAPSE if collapse_wanted else Relief.REFUSE_CREDIT
-    for used, expected in [
-        (850, Relief.NOTHING),
-        (851, short),
-        (760, short),
-        (1001, Relief.REFUSE_CREDIT),
-        (751, short),
-        (750, Relief.NOTHING),
-        (850, Relief.NOTHING),
+    for used, is_short, is_full in [
+        (850, False, False),
+        (851, True, False),
+        (760, True, False),
+        (1000, True, False),
+        (1001, True, True),
+        (751, True, False),
+        (750, False, False),
+        (850, False, False),
     ]:
         memory.arrays = used
-        assert quota.decide(memory, collapse_wanted) is expected
+        assert (quota.is_short(memory), quota.is_full(memory)) == (is_short, is_full)
     assert quota.statistics() == {"limit": 1000, "high": 850, "low": 750}
+
+
+def test_what_was_read_from_disk_counts_against_the_quota() -> None:
+    quota, memory = Quota(1000), Memory()
+    memory.backfills = 1001
+    assert quota.is_full(memory)

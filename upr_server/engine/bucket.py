@@ -182,12 +182,12 @@ class Bucket:
         if not self.quota.is_short(self.memory):
             return Relief.NOTHING
         # Once over the quota, freeing what the disk has is quicker.
-        if self._collapsible and not self.quota.is_full(self.memory):
-            self.collapse_step(budget_mutations)
+        if not self.quota.is_full(self.memory) and self._collapse(budget_mutations):
             return Relief.COLLAPSE
         for relief, means in (
             (Relief.FREE, self._free_snapshots),
             (Relief.FREE, self._evict_keys),
+            (Relief.COLLAPSE, self._collapse),
             (Relief.DROP, self._drop_cursors),
         ):
             if means(budget_mutations):
@@ -201,6 +201,11 @@ class Bucket:
         for _ in range(count):
             self._next_to_relieve = (self._next_to_relieve + 1) % count
             yield self.partitions[self._next_to_relieve]
+
+    def _collapse(self, budget: int) -> bool:
+        wanted = self.collapse_wanted
+        self.collapse_step(budget)
+        return wanted
 
     def _free_snapshots(self, _budget: int) -> bool:
         freed = False

@@ -49,7 +49,7 @@ class ExpiryIndex:
         heappush(self._heap, (expiry, number, key))
         self._memory.expiries += EXPIRY_BYTES
         if len(self._heap) > self._clean_at:
-            self._clean()
+            self.clean()
 
     def add_all(self, expiries: Sequence[int], first: int, keys: Sequence[bytes]) -> None:
         """Enters a run of items, those with an expiry time of 0 excepted."""
@@ -83,7 +83,9 @@ class ExpiryIndex:
         self._memory.expiries -= EXPIRY_BYTES
         return heappop(self._heap)[2]
 
-    def _clean(self) -> None:
+    def clean(self) -> None:
+        """Takes the stale entries out: `add` does so by itself, but not when the table forgets
+        keys. O(entries)."""
         newest = self._table.newest
         before = len(self._heap)
         self._heap = [entry for entry in self._heap if newest(entry[2]) == entry[1]]

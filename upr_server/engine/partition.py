@@ -122,6 +122,7 @@ class Partition:
 
     __slots__ = (
         "_expiries",
+        "_forgot_lately",
         "_has_forgotten",
         "_last_cas",
         "_memory",
@@ -169,6 +170,8 @@ class Partition:
         self.stored_items = 0
         # Whether the disk may know keys that the table does not.
         self._has_forgotten = image.high > 0
+        # Whether it has forgotten some since the index of expiry times was cleaned.
+        self._forgot_lately = False
         self._sweep_left = 0
         self._swept_through = SeqNo(0)
         # Fetches under way: what `indexed` was when each began.
@@ -324,21 +327,24 @@ class Partition:
         if not value and not self._expiries.is_due(now):
             return None
         item = found.get(key)
-        return None if item is not None and item.seq == number else Want(key, number, True)
+        if item is not None and item.seq == number and (item.cas or not value):
+            return None
+        return Want(key, number, True)
 
     def _item_for(self, request: Mutation, now: float, found: Found) -> Mutation | None:
         """What the key holds, as far as the operation needs to know."""
         number = self.table.newest(request.key)
         if number < 0:
             return None
-        value = bool(request.cas) or request.op in READS or self._expiries.is_due(now)
+        value = bool(request.cas) or request.op in READS
+        # Whatever of the batch needs it from disk was looked for before any of it had an effect.
+        item = found.get(request.key)
         if number > self.manager.oldest:
-            item: Mutation | None = self.manager.find(number) if value else _SOME_ITEM
-        elif number and not value:
+            needed = value or self._expiries.is_due(now)
+            item = self.manager.find(number) if needed else _SOME_ITEM
+        elif number and (item is None or item.seq != number):
+            # Nothing was due then. If something is now, it is what the batch itself has stored.
             item = _SOME_ITEM
-        else:
-            # Whatever of the batch needs it was looked for before any of it had an effect.
-            item = found.get(request.key)
         return None if item is None or 0 < item.expiry <= now else item
 
     def _store(self, row: Mutation, *, is_counter: bool = False) -> None:
@@ -393,9 +399,13 @@ class Partition:
             now: Seconds since 1970.
 
         Returns:
-            Whether it did.
+            Whether it did. It does not before the disk could be asked when the oldest pin that
+            there is was given: see `can_be_asked`.
         """
         if self.state is not PartitionState.ACTIVE or self.table.newest(key) not in (0, number):
+            return False
+        if min(self._pins.values(), default=self.indexed) < self.restored:
+            # When the disk was asked, it may not have known all that the table does not.
             return False
         seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
@@ -455,7 +465,10 @@ class Partition:
         if looked:
             # Pins given since the sweep began hold back no more than those that were there then.
             if self.table.evict(self._swept_through, looked):
-                self._has_forgotten = True
+                self._has_forgotten = self._forgot_lately = True
+            if not self._sweep_left and self._forgot_lately:
+                self._forgot_lately = False
+                self._expiries.clean()
         else:
             self._sweep_left = 0
         return looked
