@@ -142,7 +142,7 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     assert bucket.relieve() is Relief.FREE, "the keys are evicted"
     assert len(partition.table) == 0
     assert bucket.relieve() is Relief.DROP
-    assert bucket.relieve() is Relief.FREE
+    assert partition.manager.oldest == 900, "freed before the reader can come back to it"
     assert bucket.relieve() is Relief.NOTHING
     assert slow.next() == BackfillNeeded(SeqNo(0), SeqNo(900))
     bucket.check_invariants()

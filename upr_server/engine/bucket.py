@@ -224,6 +224,8 @@ class Bucket:
             for cursor in dropped:
                 partition.manager.drop(cursor)
             if dropped:
+                # At once: a reader that is still where it was would enter again before long.
+                partition.manager.free_oldest()
                 return True
         return False
 
