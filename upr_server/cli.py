@@ -13,6 +13,7 @@ import click
 import trio
 
 from upr_protocol.errors import UprError
+from upr_server.allocator import return_freed_memory
 from upr_server.app import Server, serve
 from upr_server.config import Config, ConfigError, load_config
 from upr_server.log import set_up_logging
@@ -80,6 +81,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     config = _config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
 
+    return_freed_memory()
+
     def on_listening(server: Server) -> None:
         host = f"[{server.host}]" if ":" in server.host else server.host
         print(f"listening on {host}:{server.port}", flush=True)
@@ -87,9 +90,16 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     try:
         trio.run(serve, config, on_listening)
     except* UprError as errors:
-        for error in errors.exceptions:
-            click.echo(f"upr-server: {error}", err=True)
+        # What went wrong for several reasons at once did so for the first.
+        _say(str(_leaves(errors)[0]))
         sys.exit(EXIT_FAILED)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group that are no groups, or the exception itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
 
 
 @main.command("config")

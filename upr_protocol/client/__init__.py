@@ -14,7 +14,7 @@ from __future__ import annotations
 from upr_protocol.client.address import Address, AddressError
 from upr_protocol.client.blocking import BlockingClient
 from upr_protocol.client.blocking_consumer import BlockingConsumer
-from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
+from upr_protocol.client.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.client.client import Client, ClientStatistics, connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
 from upr_protocol.client.events import (
@@ -58,6 +58,7 @@ __all__ = [
     "Event",
     "Failure",
     "FileStore",
+    "HeldLease",
     "Item",
     "MemoryStore",
     "PartitionInfo",

@@ -21,7 +21,13 @@ from upr_protocol.client.blocking_link import (
     SocketOptions,
     dial_socket,
 )
-from upr_protocol.client.calls import BucketInfo, Call, PartitionInfo, PartitionNumbers
+from upr_protocol.client.calls import (
+    BucketInfo,
+    Call,
+    HeldLease,
+    PartitionInfo,
+    PartitionNumbers,
+)
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import Batch, Outbox, OutboxLimits
@@ -34,7 +40,7 @@ from upr_protocol.client.writer import Writer
 from upr_protocol.errors import ClosedError, LocalProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
-from upr_protocol.wire import Message, Mutate, MutateReply
+from upr_protocol.wire import LeaseAction, Message, Mutate, MutateReply
 
 T = TypeVar("T")
 
@@ -304,6 +310,40 @@ class BlockingClient:
     def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
         """How far partitions are; all of them when none are named."""
         return self.ask(calls.seqnos(partitions))
+
+    # Leases.
+
+    def acquire_lease(
+        self, ranges: Iterable[tuple[int, int, int]], *, time_to_live_s: int, owner: str
+    ) -> HeldLease:
+        """Keeps ranges of numbers readable: compaction leaves in them whatever a state at their end
+        is made of.
+
+        Args:
+            ranges: (partition, start, end), start exclusive; the end must be persisted.
+            time_to_live_s: How long, without renewal; the lease outlives this connection, and a
+                restart of the server.
+            owner: Who holds it, for those who look at the server's leases.
+
+        Raises:
+            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, or `ROLLBACK_NEEDED` when a range is no
+                longer whole.
+        """
+        return self.ask(
+            calls.lease(
+                LeaseAction.ACQUIRE, time_to_live_s=time_to_live_s, owner=owner, ranges=ranges
+            )
+        )
+
+    def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
+        """A lease goes on for so long from now; `ServerError` with `BAD_ARGUMENT` if it is over."""
+        return self.ask(
+            calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
+        )
+
+    def release_lease(self, lease_id: int) -> None:
+        """Ends a lease; `ServerError` with `BAD_ARGUMENT` if it is over already."""
+        self.ask(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
 
     def await_durable(
         self, written: Written, durability: Durability, copies: int = 0, *, timeout_s: float = 30.0

@@ -29,6 +29,9 @@ from upr_protocol.wire import (
     CreateBucket,
     DeleteBucket,
     GetReply,
+    Lease,
+    LeaseAction,
+    LeaseReply,
     ListBuckets,
     ListBucketsReply,
     Message,
@@ -174,6 +177,37 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
             raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
 
     return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
+
+
+class HeldLease(msgspec.Struct, frozen=True):
+    """A lease that the server has granted.
+
+    Attributes:
+        lease_id: Its number, to renew and release it with.
+        time_to_live_s: How long it holds without renewal.
+    """
+
+    lease_id: int
+    time_to_live_s: int
+
+
+def lease(
+    action: LeaseAction,
+    *,
+    lease_id: int = 0,
+    time_to_live_s: int = 0,
+    owner: str = "",
+    ranges: Iterable[tuple[int, int, int]] = (),
+) -> Call[HeldLease]:
+    """A lease acquired, renewed or released."""
+    held = tuple(ranges)
+
+    def result(reply: LeaseReply) -> HeldLease:
+        return HeldLease(reply.lease_id, reply.time_to_live_s)
+
+    return Call(
+        lambda opaque: Lease(action, lease_id, time_to_live_s, owner, held, opaque=opaque), result
+    )
 
 
 def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:

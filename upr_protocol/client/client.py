@@ -12,7 +12,7 @@ import attrs
 from upr_protocol.client import calls
 from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, Asker
-from upr_protocol.client.calls import BucketInfo, PartitionInfo, PartitionNumbers
+from upr_protocol.client.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
@@ -20,6 +20,7 @@ from upr_protocol.client.outcome import Written
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import Durability, Operation, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.wire import LeaseAction
 
 
 @attrs.frozen
@@ -297,6 +298,40 @@ class Client:
     async def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
         """How far partitions are; all of them when none are named."""
         return await self._asker.ask(calls.seqnos(partitions))
+
+    # Leases.
+
+    async def acquire_lease(
+        self, ranges: Iterable[tuple[int, int, int]], *, time_to_live_s: int, owner: str
+    ) -> HeldLease:
+        """Keeps ranges of numbers readable: compaction leaves in them whatever a state at their end
+        is made of.
+
+        Args:
+            ranges: (partition, start, end), start exclusive; the end must be persisted.
+            time_to_live_s: How long, without renewal; the lease outlives this connection, and a
+                restart of the server.
+            owner: Who holds it, for those who look at the server's leases.
+
+        Raises:
+            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, or `ROLLBACK_NEEDED` when a range is no
+                longer whole.
+        """
+        return await self._asker.ask(
+            calls.lease(
+                LeaseAction.ACQUIRE, time_to_live_s=time_to_live_s, owner=owner, ranges=ranges
+            )
+        )
+
+    async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
+        """A lease goes on for so long from now; `ServerError` with `BAD_ARGUMENT` if it is over."""
+        return await self._asker.ask(
+            calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
+        )
+
+    async def release_lease(self, lease_id: int) -> None:
+        """Ends a lease; `ServerError` with `BAD_ARGUMENT` if it is over already."""
+        await self._asker.ask(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
 
     async def await_durable(
         self,

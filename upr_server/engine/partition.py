@@ -75,6 +75,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
         indexed: The disk knows the newest mutation up to here of every key.
         purge_seq: Tombstones at or below it may be gone.
         answers: What publishers were answered, by token, oldest first.
+        items: Keys that exist, as of `indexed`.
     """
 
     state: PartitionState
@@ -84,6 +85,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
     indexed: SeqNo = SeqNo(0)
     purge_seq: SeqNo = SeqNo(0)
     answers: Mapping[WriterToken, MutateResult] = {}
+    items: int = 0
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -167,7 +169,7 @@ class Partition:
         self.purge_seq = image.purge_seq
         self.indexed = image.indexed
         self.restored = image.high
-        self.stored_items = 0
+        self.stored_items = image.items
         # Whether the disk may know keys that the table does not.
         self._has_forgotten = image.high > 0
         # Whether it has forgotten some since the index of expiry times was cleaned.

@@ -196,6 +196,7 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         partition.indexed,
         partition.purge_seq,
         by_age,
+        partition.items,
     )
 
 

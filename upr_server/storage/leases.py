@@ -139,7 +139,7 @@ class LeaseBook:
         lease = self._leases.get(lease_id)
         if lease is None or lease.expires_at <= self._time():
             raise ServerError(
-                Status.NOT_FOUND, f"there is no lease {lease_id:x}: it was released, or expired"
+                Status.BAD_ARGUMENT, f"there is no lease {lease_id:x}: it was released, or expired"
             )
         return lease
 
