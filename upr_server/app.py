@@ -88,14 +88,14 @@ async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
         send_timeout_s=config.send_timeout_s,
         purge_age_s=config.purge_age_s,
     )
-    async with trio.open_nursery() as nursery:
+    async with _listeners(config) as listeners, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
             for bucket in config.buckets:
                 if bucket.name not in service.buckets:
                     quota_bytes = bucket.quota_bytes or config.quota_bytes
                     await service.create_bucket(bucket.name, bucket.partitions, quota_bytes)
-            async with _listening(config, service) as server:
+            async with _accepting(config, service, listeners) as server:
                 yield server
         # Everything is on disk.
         nursery.cancel_scope.cancel()
@@ -104,11 +104,13 @@ async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
 async def _watch(store: Store) -> None:
     """Ends the server when its disk has failed: nothing may be acknowledged any more."""
     await store.failed.wait()
-    raise StoreFailedError(f"{store.failure}; the server stops, so as to promise nothing more")
+    raise StoreFailedError(store.failure)
 
 
 @asynccontextmanager
-async def _listening(config: Config, service: Service) -> AsyncIterator[Server]:
+async def _listeners(config: Config) -> AsyncIterator[list[trio.SocketListener]]:
+    """What it listens on. An address that is not to be had is noticed before anything on disk is
+    touched; who connects before it is read waits for that."""
     host, port = config.address()
     try:
         listeners = list(await trio.open_tcp_listeners(port, host=host))
@@ -122,6 +124,19 @@ async def _listening(config: Config, service: Service) -> AsyncIterator[Server]:
         for extra in listeners[1:]:
             await extra.aclose()
         del listeners[1:]
+    try:
+        yield listeners
+    finally:
+        with trio.CancelScope(shield=True):
+            for listener in listeners:
+                await listener.aclose()
+
+
+@asynccontextmanager
+async def _accepting(
+    config: Config, service: Service, listeners: list[trio.SocketListener]
+) -> AsyncIterator[Server]:
+    host, _ = config.address()
     port = listeners[0].socket.getsockname()[1]
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
     async with trio.open_nursery() as handlers:

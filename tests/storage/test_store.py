@@ -225,7 +225,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
 # A disk that is full.
 
 
-async def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
+def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
     prepare(tmp_path)
     room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
 
@@ -336,7 +336,8 @@ async def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path) -> 
         assert all(is_running(pid) for pid in pids)
     finally:
         process.kill()
-        await process.wait()
+        with trio.fail_after(10, shield=True):
+            await process.wait()
     await eventually(lambda: not any(map(is_running, pids)), "the processes end", 20)
     # And the next may begin at once.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:

@@ -77,21 +77,16 @@ class Line:
     async def _settle(self, apply: Apply) -> None:
         found: dict[bytes, Mutation | None] = {}
         nbytes = 0
-        while True:
-            try:
-                apply(found)
-            except FetchNeeded as needed:
-                more = await self._fetch(needed)
-                nbytes += sum(len(row.value) for row in more.values() if row is not None)
-                if nbytes > FOUND_BYTES_MAX:
-                    raise ServerError(
-                        Status.LIMIT_REACHED,
-                        f"the request needs more than {FOUND_BYTES_MAX} bytes from disk; ask for "
-                        "less at a time",
-                    ) from None
-                found |= more
-            else:
-                return
+        while (needed := _try(apply, found)) is not None:
+            more = await self._fetch(needed)
+            nbytes += sum(len(row.value) for row in more.values() if row is not None)
+            if nbytes > FOUND_BYTES_MAX:
+                raise ServerError(
+                    Status.LIMIT_REACHED,
+                    f"the request needs more than {FOUND_BYTES_MAX} bytes from disk; ask for "
+                    "less at a time",
+                )
+            found |= more
 
     async def _fetch(self, needed: FetchNeeded) -> dict[bytes, Mutation | None]:
         try:
@@ -101,3 +96,12 @@ class Line:
             raise ServerError(Status.DAMAGED, str(error)) from error
         except StorageError as error:
             raise ServerError(Status.TEMPORARY_FAILURE, str(error)) from error
+
+
+def _try(apply: Apply, found: Found) -> FetchNeeded | None:
+    """Does what a request asks, or gives what that needs from disk."""
+    try:
+        apply(found)
+    except FetchNeeded as needed:
+        return needed
+    return None

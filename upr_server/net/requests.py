@@ -306,6 +306,7 @@ def _list_buckets(connection: Connection, request: ListBuckets) -> None:
     buckets = connection.service.buckets
 
     async def answer() -> None:
+        await trio.lowlevel.checkpoint()
         rows = [
             (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes) for bucket in buckets
         ]

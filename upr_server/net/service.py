@@ -207,14 +207,16 @@ class Service:
                 )
                 for _ in range(partition_count)
             ]
-            await self.store.create(
-                BucketRecord(name, partition_count, quota_bytes),
-                [
-                    PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
-                    for image in images
-                ],
-            )
-            self._attach(self.buckets.create(name, partition_count, quota_bytes, images))
+            # Who asked for it may go meanwhile: what is on disk must be here, and the reverse.
+            with trio.CancelScope(shield=True):
+                await self.store.create(
+                    BucketRecord(name, partition_count, quota_bytes),
+                    [
+                        PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
+                        for image in images
+                    ],
+                )
+                self._attach(self.buckets.create(name, partition_count, quota_bytes, images))
 
     async def delete_bucket(self, name: str) -> None:
         """Deletes a bucket, and ends the streams of those who have it open.
@@ -233,8 +235,10 @@ class Service:
                     connection.leave_bucket()
             for partition in bucket.partitions:
                 self._lines.pop(partition, None)
-            await self.disks.pop(bucket).abandon()
-            await self.store.delete(name)
+            # Who asked for it may go meanwhile.
+            with trio.CancelScope(shield=True):
+                await self.disks.pop(bucket).abandon()
+                await self.store.delete(name)
 
     def line(self, disk: BucketDisk, partition: Partition) -> Line:
         """The line before a partition."""

@@ -141,6 +141,7 @@ class Flusher:
     async def _linger(self) -> None:
         """Lets more come together, unless somebody waits."""
         with trio.move_on_at(self._dirty_since + FLUSH_INTERVAL_S):
+            await trio.lowlevel.checkpoint()
             while not self._waiting and not self._stopping:
                 self._wakeup = trio.Event()
                 await self._wakeup.wait()

@@ -149,6 +149,9 @@ class ProcessStore(CallingStore):
             sentence = f"the {worker.role} of the store {_how_it_ended(worker.process.returncode)}"
             self.has_failed(sentence)
             worker.fail(sentence)
+        finally:
+            # Cancelled: those who wait although they are cancelled too must hear of it.
+            worker.fail("the store is closed")
 
 
 def _how_it_ended(code: int | None) -> str:
