@@ -35,11 +35,11 @@ async def test_one_publisher_has_as_much_as_is_of_use() -> None:
     assert shares.of(bucket, reader) == CREDIT_BYTES_MIN
 
 
-async def test_many_share_what_lies_between_the_high_mark_and_the_quota() -> None:
+async def test_many_share_what_is_left_of_the_quota_when_it_is_full() -> None:
     await trio.lowlevel.checkpoint()  # connections read Trio's clock: this must run in it
     service, shares = make_service(), CreditShares()
     bucket = service.buckets.create("small", 1, 100 * MIB)
-    room = bucket.quota.limit_bytes - bucket.quota.high_bytes
+    room = (bucket.quota.limit_bytes - bucket.quota.full_bytes) // 2
     publishers = connections(service, 1000)
     for count, publisher in enumerate(publishers, 1):
         shares.publishes(bucket, publisher)

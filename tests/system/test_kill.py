@@ -36,6 +36,7 @@ from tests.kit.process import (
     ROOT,
     UPR_SERVER,
     ServerProcess,
+    children_of,
     environment,
     run,
     server_process,
@@ -545,14 +546,6 @@ async def kill(process: trio.Process, *, also_its_own: bool) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     await process.wait()
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process started."""
-    try:
-        return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 async def lived(plan: Plan, data_dir: Path) -> Counter[str]:

@@ -15,6 +15,10 @@ HIGH_MARK: Final = 0.85
 LOW_MARK: Final = 0.75
 """The part of the quota down to which it is then freed."""
 
+FULL_MARK: Final = 0.92
+"""The part of the quota from which publishers are granted nothing more: the rest is for what they
+have on its way by then."""
+
 QUOTA_BYTES_MIN: Final = 1024 * 1024
 """A smaller quota would not hold one batch and its snapshot."""
 
@@ -51,6 +55,11 @@ class Quota:
         """Until it has come down to this."""
         return int(self.limit_bytes * LOW_MARK)
 
+    @property
+    def full_bytes(self) -> int:
+        """Above this, nothing more may come in."""
+        return int(self.limit_bytes * FULL_MARK)
+
     def is_short(self, memory: Memory) -> bool:
         """Whether memory is to be freed now: from the high mark down to the low one. O(1); to be
         asked after memory has changed."""
@@ -59,8 +68,13 @@ class Quota:
 
     def is_full(self, memory: Memory) -> bool:
         """Whether nothing more may come in before something was freed. O(1)."""
-        return memory.total > self.limit_bytes
+        return memory.total > self.full_bytes
 
     def statistics(self) -> dict[str, int]:
         """The quota and its marks, in bytes."""
-        return {"limit": self.limit_bytes, "high": self.high_bytes, "low": self.low_bytes}
+        return {
+            "limit": self.limit_bytes,
+            "full": self.full_bytes,
+            "high": self.high_bytes,
+            "low": self.low_bytes,
+        }

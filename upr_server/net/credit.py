@@ -17,10 +17,15 @@ CREDIT_BYTES_MIN: Final = 64 * 1024
 most who open a bucket only read it, and the first batch brings the rest."""
 
 
+MEMORY_PER_BYTE: Final = 2
+"""What a published byte comes to in memory, about: small mutations take as much again in the hash
+table."""
+
+
 class CreditShares:
-    """Divides what lies between a bucket's high mark and its quota among its publishers, so that it
-    stays near its quota however many they are. What one was granted while there were fewer is not
-    taken back, and the last of a credit may be overshot by a frame."""
+    """Divides what lies between the mark at which a bucket is full and its quota among its
+    publishers, so that it stays within its quota however many they are. What one was granted while
+    there were fewer is not taken back, and the last of a credit may be overshot by a frame."""
 
     def __init__(self) -> None:
         self._publishers: defaultdict[Bucket, set[Connection]] = defaultdict(set)
@@ -30,7 +35,8 @@ class CreditShares:
         publishers = self._publishers[bucket]
         if connection not in publishers:
             return CREDIT_BYTES_MIN
-        share = (bucket.quota.limit_bytes - bucket.quota.high_bytes) // len(publishers)
+        room = (bucket.quota.limit_bytes - bucket.quota.full_bytes) // MEMORY_PER_BYTE
+        share = room // len(publishers)
         return max(CREDIT_BYTES_MIN, min(CREDIT_BYTES_MAX, share))
 
     def publishes(self, bucket: Bucket, connection: Connection) -> None:

@@ -27,7 +27,7 @@ from upr_server.storage.records import PartitionRecord
 FLUSH_INTERVAL_S: Final = 0.1
 """How long what nobody waits for may stay in memory only."""
 
-COMMIT_BYTES: Final = 16 * 1024 * 1024
+COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further snapshot once it has come to this: it stays within 100 ms on a plain
 disk, and what it takes in memory on both sides of the pipe stays small."""
 

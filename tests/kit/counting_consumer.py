@@ -1,0 +1,166 @@
+"""A process that follows a bucket of numbered keys and checks each value: `python -m
+tests.kit.counting_consumer URL COUNT PARTITIONS CONSUMERS STOP`.
+
+Mutation `n` of `COUNT` sets `key_of(n)` to `value_of(key)`, in chunks of `CHUNK_MUTATIONS` that go
+to one partition after the other. One consumer follows all partitions; more of them follow one each.
+With `STOP` the window is the smallest there is, and the process stops itself inside a snapshot.
+What it says, a line of JSON at a time: `{"ready": true}` when all are connected and have what there
+is, `{"inside": true}` before it stops itself, and at the end what it has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Final
+
+import trio
+
+from upr_protocol.client import (
+    ChunkReceived,
+    Completed,
+    Consumer,
+    Event,
+    SnapshotEnd,
+    SnapshotStart,
+    consume,
+)
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.limits import WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MIN
+
+CHUNK_MUTATIONS: Final = 1000
+SILENCE_S: Final = 3600
+"""It is stopped for long, and wants to find its streams again afterwards."""
+
+
+def key_of(number: int) -> bytes:
+    """The key that a mutation sets."""
+    return b"%012d" % number
+
+
+def value_of(key: bytes) -> bytes:
+    """What it is set to."""
+    return key * 8
+
+
+def partition_of_number(number: int, partitions: int) -> PartitionId:
+    """Where a mutation goes."""
+    return PartitionId(number // CHUNK_MUTATIONS % partitions)
+
+
+def say(**what: object) -> None:
+    """Tells the test."""
+    print(json.dumps(what), flush=True)  # noqa: T201  # it is how they speak
+
+
+class Counted:
+    """What one consumer has seen.
+
+    Args:
+        wanted: The numbers of the mutations that it is to see.
+        count: How many mutations there are.
+        partitions: How many partitions they go to.
+
+    Attributes:
+        mutations: Mutations received.
+        keys: Keys of them.
+        wrong: Mutations that nobody made.
+        snapshots: By kind, snapshots that began.
+    """
+
+    def __init__(self, wanted: frozenset[PartitionId], count: int, partitions: int) -> None:
+        self._seen = bytearray(count)
+        self._wanted = wanted
+        self._partitions = partitions
+        self._ends: dict[PartitionId, SeqNo] = {}
+        self._goal = sum(
+            min(CHUNK_MUTATIONS, count - first)
+            for first in range(0, count, CHUNK_MUTATIONS)
+            if partition_of_number(first, partitions) in wanted
+        )
+        self.mutations = self.keys = self.wrong = 0
+        self.snapshots: dict[str, int] = {}
+        self.ready = trio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has every key and is inside no snapshot."""
+        return self.keys == self._goal and not self._ends
+
+    def is_inside(self, event: Event) -> bool:
+        """Whether more of its snapshot comes after this chunk."""
+        return isinstance(event, ChunkReceived) and event.chunk.end < self._ends[event.partition]
+
+    def apply(self, event: Event) -> None:
+        """Takes an event in."""
+        if isinstance(event, SnapshotStart):
+            self._ends[event.partition] = event.end
+            kind = event.kind.name.lower()
+            self.snapshots[kind] = self.snapshots.get(kind, 0) + 1
+        elif isinstance(event, SnapshotEnd):
+            del self._ends[event.partition]
+        elif isinstance(event, Completed):
+            self.ready.set()
+        elif isinstance(event, ChunkReceived):
+            keys = event.chunk.keys()
+            self.mutations += len(keys)
+            if event.chunk.values() != [value_of(key) for key in keys]:
+                self.wrong += 1
+            for number in map(int, keys):
+                if partition_of_number(number, self._partitions) != event.partition:
+                    self.wrong += 1
+                self.keys += not self._seen[number]
+                self._seen[number] = 1
+
+
+async def follow(consumer: Consumer, counted: Counted, stops: bool) -> None:
+    """Follows until everything was seen."""
+    async for event in consumer:
+        counted.apply(event)
+        if stops and counted.is_inside(event):
+            say(inside=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            stops = False
+        if counted.is_complete:
+            return
+
+
+async def main(url: str, count: int, partitions: int, consumers: int, stops: bool) -> None:
+    """Follows with all consumers; says when they are ready and what they saw."""
+    every = [PartitionId(number) for number in range(partitions)]
+    wishes = [every] if consumers == 1 else [[every[n % partitions]] for n in range(consumers)]
+    counts = [Counted(frozenset(wanted), count, partitions) for wanted in wishes]
+
+    async def one(index: int, wanted: list[PartitionId], counted: Counted) -> None:
+        async with consume(
+            url,
+            partitions=wanted,
+            window_bytes=WINDOW_BYTES_MIN if stops else WINDOW_BYTES_DEFAULT,
+            idle_interval_s=SILENCE_S,
+            identity=f"counting:{index}",
+        ) as consumer:
+            await follow(consumer, counted, stops)
+
+    async with trio.open_nursery() as nursery:
+        for index, (wanted, counted) in enumerate(zip(wishes, counts, strict=True)):
+            nursery.start_soon(one, index, wanted, counted)
+        for counted in counts:
+            await counted.ready.wait()
+        say(ready=True)
+    kinds: dict[str, int] = {}
+    for counted in counts:
+        for kind, number in counted.snapshots.items():
+            kinds[kind] = kinds.get(kind, 0) + number
+    say(
+        complete=sum(counted.is_complete for counted in counts),
+        mutations=sum(counted.mutations for counted in counts),
+        wrong=sum(counted.wrong for counted in counts),
+        snapshots=kinds,
+    )
+
+
+if __name__ == "__main__":
+    _, _url, _count, _partitions, _consumers, _how = sys.argv
+    trio.run(main, _url, int(_count), int(_partitions), int(_consumers), _how == "stop")

@@ -1,0 +1,230 @@
+"""Consumers that are stopped while 5,000,000 keys are loaded: memory stays within its bounds, and
+when they wake they end with everything.
+
+Real processes. The consumers stand still as a machine does that swaps or a debugger holds: their
+connections live, nobody reads. What is bounded is the anonymous memory of the server and of its
+processes for the disk together: the bucket's quota, a quarter more, and what an empty server takes.
+
+How fast the publisher was beside each is printed, to be seen with `-s`; it is no test.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import pytest
+import trio
+
+from tests.kit.counting_consumer import (
+    CHUNK_MUTATIONS,
+    key_of,
+    partition_of_number,
+    value_of,
+)
+from tests.kit.process import ROOT, ServerProcess, environment, server_process
+from upr_protocol.chunk import plain_chunk
+from upr_protocol.client import Publisher, connect, publisher
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+
+BUCKET: Final = "slow"
+COUNT: Final = 5_000_000
+PARTITIONS: Final = 64
+QUOTA_BYTES: Final = 256 * 1024 * 1024
+BOUND_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4
+"""What may come on top of the empty server."""
+
+BEFORE: Final = 640_000
+"""Mutations that consumers are sent before they are stopped, or while they stop."""
+
+WATCH_S: Final = 0.02
+LATE_S: Final = 400.0
+
+
+class Watch:
+    """Looks at how much memory a server takes.
+
+    Attributes:
+        empty_bytes: What it took when there was nothing in it.
+        peak_bytes: The most that was seen.
+    """
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self.empty_bytes = self.peak_bytes = server.anonymous_bytes
+
+    async def run(self) -> None:
+        """Looks, again and again."""
+        while True:
+            self.peak_bytes = max(self.peak_bytes, self._server.anonymous_bytes)
+            await trio.sleep(WATCH_S)
+
+    @property
+    def more_bytes(self) -> int:
+        """How much more than the empty server it took at most."""
+        return self.peak_bytes - self.empty_bytes
+
+
+class Consumers:
+    """The process that the consumers are in."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+        self._received = bytearray()
+
+    async def said(self) -> dict[str, Any]:
+        """The next thing it says."""
+        assert self._process.stdout is not None
+        with trio.fail_after(LATE_S):
+            while b"\n" not in self._received:
+                data = await self._process.stdout.receive_some()
+                assert data, "the consumers ended without a word"
+                self._received += data
+        line, _, rest = self._received.partition(b"\n")
+        self._received = rest
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def stop(self) -> None:
+        """They stand still."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """They go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def consumers(url: str, count: int, how: str = "-") -> AsyncIterator[Consumers]:
+    """A process with so many consumers."""
+    numbers = map(str, (COUNT, PARTITIONS, count))
+    process = await trio.lowlevel.open_process(
+        (sys.executable, "-m", "tests.kit.counting_consumer", url, *numbers, how),
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(),
+    )
+    try:
+        yield Consumers(process)
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            assert process.stdout is not None
+            await process.stdout.aclose()
+
+
+async def load(sink: Publisher, first: int, end: int) -> None:
+    """Publishes some of the mutations; returns when they are acknowledged."""
+    for start in range(first, end, CHUNK_MUTATIONS):
+        keys = [key_of(number) for number in range(start, start + CHUNK_MUTATIONS)]
+        chunk = plain_chunk(keys, [value_of(key) for key in keys])
+        await sink.publish(partition_of_number(start, PARTITIONS), chunk)
+    await sink.flush()
+
+
+@attrs.frozen
+class Town:
+    """A server with an empty bucket, somebody who watches it, and a publisher."""
+
+    url: str
+    watch: Watch
+    sink: Publisher
+
+    async def load(self, first: int, end: int, beside: str) -> None:
+        """Publishes, and says how fast that went."""
+        began = trio.current_time()
+        await load(self.sink, first, end)
+        rate = (end - first) / (trio.current_time() - began)
+        more = self.watch.more_bytes >> 20
+        print(f"\n{beside}: {rate:,.0f} mutations/s; {more} MiB more than empty")  # noqa: T201
+
+    async def statistics(self) -> dict[str, Any]:
+        """The bucket's figures."""
+        async with connect(self.url) as client:
+            return await client.stats(BUCKET)
+
+    async def mutations(self) -> int:
+        """How many the server has taken."""
+        async with connect(self.url) as client:
+            return sum(row.high_seq for row in await client.seqnos())
+
+    async def end(self, following: Consumers, count: int) -> None:
+        """The consumers are awake: they end with what the server has."""
+        statistics = await self.statistics()
+        assert statistics["cursors_dropped"] >= PARTITIONS, "else nobody was slow"
+        said = await following.said()
+        assert said["wrong"] == 0
+        assert said["complete"] == count
+        # They were dropped, and read from disk what memory had no room for.
+        assert said["snapshots"]["disk"] >= PARTITIONS
+        assert await self.mutations() == COUNT
+        print(f"awake: {said}; {self.watch.more_bytes >> 20} MiB more than empty")  # noqa: T201
+
+
+@asynccontextmanager
+async def town(tmp_path: Path) -> AsyncIterator[Town]:
+    """See `Town`."""
+    async with server_process("--log-level", "warning", data_dir=tmp_path / "data") as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
+        url, watch = server.url(BUCKET), Watch(server)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch.run)
+            async with publisher(url) as sink:
+                yield Town(url, watch, sink)
+            nursery.cancel_scope.cancel()
+        assert watch.more_bytes < BOUND_BYTES
+
+
+@pytest.mark.timeout(600)
+async def test_nobody_follows(tmp_path: Path) -> None:
+    async with town(tmp_path) as there:
+        await there.load(0, COUNT, "alone")
+        assert await there.mutations() == COUNT
+
+
+@pytest.mark.timeout(600)
+async def test_a_consumer_that_is_stopped(tmp_path: Path) -> None:
+    async with town(tmp_path) as there, consumers(there.url, 1) as following:
+        assert await following.said() == {"ready": True}
+        await there.load(0, BEFORE, "with a consumer that follows")
+        following.stop()
+        await there.load(BEFORE, COUNT, "with a consumer that is stopped")
+        following.wake()
+        await there.end(following, 1)
+
+
+@pytest.mark.timeout(600)
+async def test_a_consumer_that_is_stopped_inside_a_snapshot(tmp_path: Path) -> None:
+    async with town(tmp_path) as there:
+        await there.load(0, BEFORE, "alone")
+        async with consumers(there.url, 1, "stop") as following:
+            assert await following.said() == {"inside": True}
+            await there.load(BEFORE, COUNT, "with a consumer that is stopped inside a snapshot")
+            following.wake()
+            assert await following.said() == {"ready": True}
+            await there.end(following, 1)
+
+
+@pytest.mark.timeout(600)
+async def test_many_consumers_that_are_stopped(tmp_path: Path) -> None:
+    many = 500
+    _, descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors_max < 4 * many:
+        pytest.skip(f"it needs {4 * many} descriptors, and there are {descriptors_max}")
+    async with town(tmp_path) as there, consumers(there.url, many) as following:
+        assert await following.said() == {"ready": True}
+        following.stop()
+        await there.load(0, COUNT, f"with {many} consumers that are stopped")
+        following.wake()
+        await there.end(following, many)
