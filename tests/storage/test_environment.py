@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upr_server.storage.environment import Environment, Reader, Writer
-from upr_server.storage.errors import DataDirectoryError, DiskFullError, StoreFailedError
+from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
 from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -238,7 +238,7 @@ def test_what_was_committed_is_there_when_it_is_opened_again(tmp_path: Path) -> 
 
 def test_one_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
-    with pytest.raises(DataDirectoryError, match="cannot be opened"):
+    with pytest.raises(CorruptionError, match="cannot be opened"):
         LmdbEnvironment(tmp_path, bytes_max=MAP_BYTES)
 
 

@@ -20,6 +20,7 @@ from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.line import Line
 from upr_server.storage.bucket_disk import BucketDisk, recovered
+from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.port import Store
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
@@ -156,7 +157,7 @@ class Service:
         """
         async with trio.open_nursery() as nursery:
             self._disks_nursery = nursery
-            for stored in await self.store.load():
+            for stored in await self._load():
                 record = stored.record
                 images, changed = recovered(stored, self._new_history_id)
                 await self.store.begin(record.name, changed)
@@ -176,6 +177,12 @@ class Service:
                 await disk.stop()
                 await self.store.finish(bucket.name)
             nursery.cancel_scope.cancel()
+
+    async def _load(self) -> list[StoredBucket]:
+        try:
+            return await self.store.load()
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}; run `upr-server check`") from error
 
     def _attach(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> None:
         disk = BucketDisk(

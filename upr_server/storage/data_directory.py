@@ -26,7 +26,7 @@ from typing import Final
 import platformdirs
 
 from upr_server.storage.environment import Environment
-from upr_server.storage.errors import DataDirectoryError
+from upr_server.storage.errors import CorruptionError, DataDirectoryError
 from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.records import FORMAT_VERSION
 
@@ -166,7 +166,14 @@ class DataRoom:
         return sorted(path.name for path in self._path.iterdir())
 
     def open(self, name: str) -> tuple[Environment, Environment]:
-        """Log and index of a bucket."""
+        """Log and index of a bucket.
+
+        Raises:
+            CorruptionError: The log is not there; LMDB would make an empty one in its place.
+        """
+        log = self._path / name / "log" / "data.mdb"
+        if not self._readonly and (not log.exists() or not log.stat().st_size):
+            raise CorruptionError(f"{log} is missing, or empty")
         return self._open(self._path / name)
 
     def _open(self, path: Path) -> tuple[Environment, Environment]:
@@ -180,6 +187,8 @@ class DataRoom:
             for part in ("log", "index")
         )
         if not self._readonly:
+            log.verify_length()
+            index.verify_length()
             log.verify()
         return log, index
 

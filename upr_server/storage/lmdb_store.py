@@ -67,7 +67,7 @@ class LmdbEnvironment:
 
     Raises:
         DataDirectoryError: It cannot be opened.
-        CorruptionError: Its meta pages are damaged.
+        CorruptionError: It is none, or its meta pages are damaged.
     """
 
     def __init__(
@@ -100,6 +100,12 @@ class LmdbEnvironment:
             if not readonly:
                 # Processes that were killed leave their place in the table of readers.
                 self._env.reader_check()
+        except lmdb.InvalidError as error:
+            raise CorruptionError(f"{path} cannot be opened: {error}") from error
+        except lmdb.ReadonlyError as error:
+            raise DataDirectoryError(
+                f"{path} cannot be opened: {error}; give the server's user the right to write it"
+            ) from error
         except lmdb.Error as error:
             raise DataDirectoryError(f"{path} cannot be opened: {error}") from error
         if is_alone or not readonly:
@@ -159,6 +165,23 @@ class LmdbEnvironment:
                 total += _mark(key, value)
         if self._is_summed and total % _SUM_END != expected:
             raise CorruptionError(f"{self._path} does not hold what its last commit has left")
+
+    def verify_length(self) -> None:
+        """Sees that the file has all pages that are in use. O(1), mostly.
+
+        A page that is missing kills its reader with SIGBUS: better now than after something was
+        written to the file. LMDB does not write pages at the end that are free again, so that a
+        file may be shorter than its meta page says: then everything is touched, and the list of
+        free pages, which who writes reads.
+        """
+        if (self._path / "data.mdb").stat().st_size >= self._file_bytes:
+            return
+        with self.read() as reader:
+            for _, value in reader.scan(COMMIT, b"\xff" * 512):
+                bytes(value[-1:])
+        with self._env.begin(write=True) as transaction:
+            transaction.put(COMMIT, b"")
+            transaction.abort()
 
     @contextmanager
     def read(self) -> Iterator[_Reader]:

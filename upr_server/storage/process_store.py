@@ -107,7 +107,9 @@ class _Worker:
         return data
 
     def fail(self, sentence: str) -> None:
-        """Nothing is answered any more."""
+        """Nothing is answered any more. The first reason is the one that is told."""
+        if self.is_gone:
+            return
         self.is_gone = True
         for waiting in (*self._sent, *self._to_send):
             waiting.failure = Failure(StoreFailedError.__name__, sentence)
