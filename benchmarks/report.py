@@ -15,6 +15,8 @@ END: Final = "<!-- end -->"
 
 Line = Mapping[str, Any]
 
+_ROLES: Final = ("server", "writer", "reader")
+
 
 def main() -> int:
     """Replaces what stands between the marks."""
@@ -27,7 +29,15 @@ def main() -> int:
     if not begin or not end:
         print(f"{PAGE} has no marks {BEGIN} and {END}", file=sys.stderr)
         return 1
-    parts = [_results(lines), _processor(lines), _latency(lines), _axes(lines), _provenance(lines)]
+    parts = [
+        _results(lines),
+        _processor(lines),
+        _latency(lines),
+        _axes(lines),
+        _starts(lines),
+        _life(lines),
+        _provenance(lines),
+    ]
     PAGE.write_text(
         before + begin + "\n\n" + "\n\n".join(filter(None, parts)) + "\n\n" + end + after
     )
@@ -62,6 +72,8 @@ def _quantity(number: float, unit: str) -> str:
         return f"{number / 1e9:.2f} GB/s"
     if unit == "mutations/s":
         return f"{number / 1e6:.2f} M/s"
+    if unit == "s":
+        return f"{number:.2f} s"
     if unit == "µs" and number >= 1_000:
         return f"{number / 1e3:,.1f} ms"
     return f"{number:,.0f} {unit.replace('server ns/mutation', 'ns')}"
@@ -73,18 +85,23 @@ def _processor(lines: Sequence[Line]) -> str:
     for line in lines:
         details = line["details"]
         client = details.get("client_ns_per_mutation") or details.get("consumer_ns_per_mutation")
-        if "server_ns_per_mutation" not in details or line["row"].endswith("bytes"):
+        if "server_ns_per_mutation" not in details or _is_beside(line):
             continue
         rows.append(
             (
                 line["row"],
-                _range(details["server_ns_per_mutation"]),
+                *(_range(details.get(f"{role}_ns_per_mutation")) for role in _ROLES),
                 _range(client),
                 _range(details.get("redis_server_ns_per_entry")),
             )
         )
-    head = ("processor time a mutation, ns", "server", "client", "Redis's server")
+    head = ("processor time a mutation, ns", *_ROLES, "client", "Redis's server")
     return "\n".join((_table(head, rows), "", "Medians, with the least and the most of the runs."))
+
+
+def _is_beside(line: Line) -> bool:
+    """Whether the line is of the same runs as the one that has the row's plain name."""
+    return " " in line["row"]
 
 
 def _range(spread: Mapping[str, float] | None) -> str:
@@ -124,6 +141,67 @@ def _axes(lines: Sequence[Line]) -> str:
     return _table(head, rows) if rows else ""
 
 
+def _starts(lines: Sequence[Line]) -> str:
+    rows = [
+        (
+            line["row"],
+            *(_seconds(line["details"][name]) for name in ("listening_s", "answers_s")),
+            f"{line['ours']:.2f} ({line['ours_range'][0]:.2f}–{line['ours_range'][1]:.2f})",
+            f"{line['peer']:.2f} ({line['peer_range'][0]:.2f}–{line['peer_range'][1]:.2f})",
+        )
+        for line in lines
+        if "listening_s" in line["details"]
+    ]
+    head = ("B9, s", "listens", "answers gets", "streams: ready", "reading the files once")
+    return _table(head, rows) if rows else ""
+
+
+def _seconds(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['min']:.2f}–{spread['max']:.2f})"
+
+
+def _life(lines: Sequence[Line]) -> str:
+    """A bucket's disk, loaded and at rest."""
+    lives = [line["details"]["life"] for line in lines if "life" in line["details"]]
+    if not lives:
+        return ""
+    (life,) = lives
+    live_bytes, live_chunk_bytes = life["live_bytes"], life["live_chunk_bytes"]
+    chunk_ratio = life["chunk_bytes_by_live_chunk_bytes"]
+    loaded, at_rest, backfill = life["loaded"], life["at_rest"], life["backfill"]
+    rows = [
+        (text, f"{loaded[name] / 1e6:,.0f}", f"{at_rest[name] / 1e6:,.0f}")
+        for text, name in (
+            ("both files", "files"),
+            ("the log's file", "log_file"),
+            ("of it in use", "log_used"),
+            ("the index's file", "index_file"),
+            ("of it in use", "index_used"),
+            ("chunks in the log", "chunks"),
+        )
+    ]
+    mutations, nbytes = backfill["mutations_per_s"], backfill["bytes_per_s"]
+    restart = life["restart_to_ready_s"]
+    return "\n".join(
+        (
+            _table(("10 M mutations over 1 M keys, MB", "loaded", "at rest"), rows),
+            "",
+            (
+                f"Loaded, all of it on disk, after {life['load_s']:.0f} s; at rest "
+                f"{life['compaction_s']:.0f} s later. Keys and values that live are "
+                f"{live_bytes / 1e6:,.0f} MB, as chunks {live_chunk_bytes / 1e6:,.0f}: "
+                f"the chunks at rest are {chunk_ratio:.2f} times these, "
+                f"both files {life['file_bytes_by_live_bytes']:.2f} times the keys and values. "
+                f"Killed at rest, ready after {_seconds(restart)} s. Backfill of the "
+                f"{life['mutations_at_rest'] / 1e6:.2f} M mutations left: "
+                f"{mutations['median'] / 1e6:.2f} M/s ({mutations['min'] / 1e6:.2f}–"
+                f"{mutations['max'] / 1e6:.2f}), {nbytes['median'] / 1e6:,.0f} MB/s "
+                f"({nbytes['min'] / 1e6:,.0f}–{nbytes['max'] / 1e6:,.0f})."
+            ),
+        )
+    )
+
+
 def _provenance(lines: Sequence[Line]) -> str:
     """Where and when, and what else went on."""
     rows = {
@@ -132,10 +210,10 @@ def _provenance(lines: Sequence[Line]) -> str:
             line["measured_at"][:10],
             f"`{line['commit']}`",
             str(line["runs"]),
-            f"{line['others_share']:.0%}",
+            f"{line['others_share']:.0%}" if "others_share" in line else "not recorded",
         )
         for line in lines
-        if not line["row"].endswith("bytes")
+        if not _is_beside(line)
     }
     machines = sorted({_machine(line["machine"]) for line in lines})
     head = ("row", "measured", "commit", "runs", "of the machine used by others meanwhile")
@@ -145,7 +223,8 @@ def _provenance(lines: Sequence[Line]) -> str:
 def _machine(machine: Mapping[str, Any]) -> str:
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
-        f"Linux {machine['kernel']}, Python {machine['python']}, {machine['redis']}"
+        f"Linux {machine['kernel']}, {machine.get('file_system', 'unknown file system')}, "
+        f"Python {machine['python']}, {machine['redis']}"
     )
 
 

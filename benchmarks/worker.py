@@ -18,6 +18,7 @@ ROLES: Final[Mapping[str, str]] = {
     "consume": "benchmarks.clients.consumer",
     "idle": "benchmarks.clients.idle",
     "paced-publish": "benchmarks.clients.paced_publisher",
+    "stall": "benchmarks.clients.stalled",
     "timed-consume": "benchmarks.clients.timed_consumer",
     "redis-read": "benchmarks.clients.redis_reader",
     "redis-paced-publish": "benchmarks.clients.redis_paced_publisher",

@@ -1,4 +1,4 @@
-"""B3's client: streams a bucket from its beginning, and touches every key and every value.
+"""The client of B3, B4 and B5: streams a bucket from its beginning, and touches all.
 
 What touching means: of each chunk the key offsets and the value offsets are summed as numpy
 columns, and the CRC32C of all key bytes and of all value bytes is computed. So every offset and
@@ -51,6 +51,8 @@ async def _stream(url: str) -> dict[str, Any]:
                 touch.chunk(event.chunk)
         ended = time.monotonic()
     return {
+        "begun": begun,
+        "ended": ended,
         "seconds": ended - begun,
         "processor_s": time.process_time() - used,
         "mutations": touch.mutations,

@@ -1,4 +1,4 @@
-"""B1's and B7's client: publishes prepared chunks over several connections.
+"""The client of B1, B2, B7 and of all loads: publishes chunks over several connections.
 
 It is the client library that publishes, as it does for everybody.
 """
@@ -16,6 +16,7 @@ import trio
 from benchmarks.kit.commands import Commands
 from benchmarks.kit.work import PREPARED_MUTATIONS, Batch, distinct_batches, drawn_batches
 from upr_protocol.client import Publisher, publisher
+from upr_protocol.ids import Durability
 
 
 async def _publish(target: Publisher, batches: Iterable[Batch]) -> None:
@@ -44,6 +45,11 @@ class _Targets:
         """Publishes every key once, from the first connection; chunks are made on the way."""
         await _publish(self._publishers[0], distinct_batches(**_work(arguments)))
 
+    async def draw(self, arguments: dict[str, Any], mutations: int) -> None:
+        """Publishes so many, drawn uniformly, from the first connection; chunks are made on the
+        way."""
+        await _publish(self._publishers[0], drawn_batches(mutations, **_work(arguments)))
+
     async def publish(self, batches: list[Batch], first: int, each: int) -> None:
         """Publishes `each` batches a connection, round and round from `first`; each connection
         begins elsewhere, so that they do not go hand in hand."""
@@ -59,10 +65,13 @@ async def _serve(commands: Commands) -> None:
     connections: int = arguments["connections"]
     batches: list[Batch] = []
     if arguments.get("prepare", True):
-        batches = drawn_batches(PREPARED_MUTATIONS, **_work(arguments))
+        batches = list(drawn_batches(PREPARED_MUTATIONS, **_work(arguments)))
+    durability = Durability[arguments.get("durability", "MEMORY")]
     async with AsyncExitStack() as stack:
         publishers = [
-            await stack.enter_async_context(publisher(arguments["url"], identity="bench:publisher"))
+            await stack.enter_async_context(
+                publisher(arguments["url"], identity="bench:publisher", durability=durability)
+            )
             for _ in range(connections)
         ]
         targets = _Targets(publishers)
@@ -73,6 +82,8 @@ async def _serve(commands: Commands) -> None:
             begun, used = time.monotonic(), time.process_time()
             if "fill" in command:
                 await targets.fill(arguments)
+            elif "draw" in command:
+                await targets.draw(arguments, command["draw"])
             else:
                 each = -(-command["mutations"] // (arguments["chunk_mutations"] * connections))
                 await targets.publish(batches, sent, each)
@@ -85,6 +96,6 @@ async def _serve(commands: Commands) -> None:
 
 
 def serve(commands: Commands) -> None:
-    """`fill` publishes every key once; `mutations` that many, in prepared chunks. The answer comes
-    when all are acknowledged."""
+    """`fill` publishes every key once; `draw` that many, in chunks that are made on the way;
+    `mutations` that many, in prepared chunks. The answer comes when all are acknowledged."""
     trio.run(_serve, commands)

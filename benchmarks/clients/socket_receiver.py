@@ -1,4 +1,4 @@
-"""B3's other peer: a plain socket; this is its receiving end."""
+"""The peer of B3, B4 and B5: a plain socket; this is its receiving end."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def serve(commands: Commands) -> None:
             connection.sendall(b"!")
             while left:
                 left -= connection.recv_into(buffer)
+            ended = time.monotonic()
             commands.answer(
-                seconds=time.monotonic() - begun, processor_s=time.process_time() - used
+                begun=begun,
+                ended=ended,
+                seconds=ended - begun,
+                processor_s=time.process_time() - used,
             )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any, Final
+
+from benchmarks.kit.errors import CannotMeasureError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -18,6 +21,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "file_system": _first_line("stat", "--file-system", "--format=%T", tempfile.gettempdir()),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -35,6 +39,18 @@ def commit() -> str:
     head = _first_line("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") or "unknown"
     changed = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--", *_MEASURED)
     return f"{head}+changes" if changed else head
+
+
+def check_disk() -> None:
+    """Sees that what is written to a temporary folder is written to a disk.
+
+    Raises:
+        CannotMeasureError: It is kept in memory.
+    """
+    folder = tempfile.gettempdir()
+    kind = _first_line("stat", "--file-system", "--format=%T", folder)
+    if kind in ("tmpfs", "ramfs"):
+        raise CannotMeasureError(f"{folder} is in memory: set TMPDIR to a folder on a disk")
 
 
 def _processor() -> str:

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +17,7 @@ from typing import Any, Final, Self
 
 from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.machine import ROOT
-from benchmarks.kit.processor import ProcessorClock
+from benchmarks.kit.processor import ProcessorClock, children_of, is_running
 
 STOP_TIMEOUT_S: Final = 20.0
 ANSWER_TIMEOUT_S: Final = 600.0
@@ -91,13 +93,24 @@ class UprServer(Process):
     Args:
         partitions: The bucket's.
         quota_bytes: The bucket's; by default far from what any row uses.
+        data_dir: Where it keeps its data, left there afterwards; by default a folder of its own.
+
+    Attributes:
+        port: Where it listens.
+        data_dir: Where its data is.
+        writer: The process that writes its disk.
+        reader: The process that reads it.
+        clocks: The processor time of the three, by their names in `ROLES`.
     """
 
     BUCKET: Final = "bench"
+    ROLES: Final = ("server", "writer", "reader")
 
-    def __init__(self, *, partitions: int, quota_bytes: int = 16 << 30) -> None:
+    def __init__(
+        self, *, partitions: int, quota_bytes: int = 16 << 30, data_dir: Path | None = None
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.data_dir = Path(self._folder.name) / "data"
+        self.data_dir = Path(self._folder.name) / "data" if data_dir is None else data_dir
         config = Path(self._folder.name) / "server.toml"
         config.write_text(
             f'listen = "{HOST}:0"\nlog_level = "warning"\ndata_dir = "{self.data_dir}"\n'
@@ -111,6 +124,15 @@ class UprServer(Process):
         with ExitStack() as undo:
             undo.push(self)
             self.port = int(self.line().rpartition(":")[2])
+            children = children_of(self.pid)
+            self.writer, self.reader = (
+                next(pid for pid, arguments in children.items() if role in arguments)
+                for role in self.ROLES[1:]
+            )
+            self.clocks = {
+                role: ProcessorClock(pid)
+                for role, pid in zip(self.ROLES, (self.pid, self.writer, self.reader), strict=True)
+            }
             undo.pop_all()
 
     @property
@@ -118,21 +140,47 @@ class UprServer(Process):
         """Where its bucket is."""
         return f"upr://{HOST}:{self.port}/{self.BUCKET}"
 
+    def lap(self) -> dict[str, float]:
+        """The processor time of its processes since the last lap, seconds."""
+        return {role: clock.lap() for role, clock in self.clocks.items()}
+
+    def total(self) -> dict[str, float]:
+        """The processor time of its processes since they were started, seconds."""
+        return {role: clock.total() for role, clock in self.clocks.items()}
+
+    def kill(self) -> None:
+        """Kills it, as `kill -9` does, and waits until the processes of its disk are gone too."""
+        self.child.kill()
+        self.child.wait()
+        wait_until(lambda: not any(map(is_running, (self.writer, self.reader))), timeout_s=60)
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._folder.cleanup()
 
 
 class RedisServer(Process):
-    """Redis on a free port, with nothing written to disk."""
+    """Redis on a free port.
 
-    def __init__(self) -> None:
+    Args:
+        is_durable: Whether every change is on disk before it is acknowledged; by default nothing
+            is written to disk.
+    """
+
+    def __init__(self, *, is_durable: bool = False) -> None:
         self.port = free_port()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        # Nothing is rewritten meanwhile: with that Redis would have more to do.
+        disk = (
+            ("yes", "--appendfsync", "always", "--auto-aof-rewrite-percentage", "0")
+            if is_durable
+            else ("no",)
+        )
         super().__init__(
             [
                 program("redis-server"),
-                *("--port", str(self.port), "--bind", HOST),
-                *("--save", "", "--appendonly", "no", "--loglevel", "warning"),
+                *("--port", str(self.port), "--bind", HOST, "--dir", self._folder.name),
+                *("--save", "", "--loglevel", "warning", "--appendonly", *disk),
                 *("--client-query-buffer-limit", "1gb"),
             ]
         )
@@ -140,6 +188,10 @@ class RedisServer(Process):
             undo.push(self)
             self._wait()
             undo.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._folder.cleanup()
 
     def _wait(self) -> None:
         for _ in range(200):
@@ -219,3 +271,16 @@ def free_port() -> int:
 def pause_s(seconds: float) -> None:
     """Lets time pass, where there is nothing to wait for."""
     subprocess.run(["sleep", str(seconds)], check=True)
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> None:
+    """Looks every now and then whether `condition` has come true.
+
+    Raises:
+        CannotMeasureError: It has not.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise CannotMeasureError(f"waited {timeout_s:.0f} s in vain")
+        pause_s(0.1)

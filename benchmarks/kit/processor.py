@@ -29,6 +29,35 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
+def anonymous_bytes(pid: int) -> int:
+    """What of it is its own: neither files nor what it shares."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(kib) * 1024
+
+
+def children_of(pid: int) -> dict[int, list[str]]:
+    """The processes that `pid` has started, and their arguments."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid:
+                found[int(path.name)] = (path / "cmdline").read_text().split("\0")
+        except OSError:
+            # It has ended meanwhile.
+            pass
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Disturbance:
     """How much of the machine others used meanwhile: what a figure is worth."""
 
@@ -74,3 +103,7 @@ class ProcessorClock:
         """Seconds of processor time since it was made, or since the last lap."""
         before, self._total_s = self._total_s, processor_s(self._pid)
         return self._total_s - before
+
+    def total(self) -> float:
+        """Seconds of processor time since the process was started."""
+        return processor_s(self._pid)

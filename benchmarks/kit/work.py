@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final
 
 from upr_protocol.chunk import Chunk, plain_chunk
@@ -37,11 +38,11 @@ def values(draw: random.Random, count: int) -> list[bytes]:
 
 def drawn_batches(
     mutations: int, *, seed: int, keys: int, partitions: int, chunk_mutations: int
-) -> list[Batch]:
+) -> Iterator[Batch]:
     """Full chunks of `mutations` in all, or a few more, their keys drawn uniformly."""
     draw = random.Random(seed)
     chunks = _chunks(_drawn(draw, keys), draw, partitions, chunk_mutations, rest=False)
-    return [next(chunks) for _ in range(-(-mutations // chunk_mutations))]
+    return islice(chunks, -(-mutations // chunk_mutations))
 
 
 def distinct_batches(
