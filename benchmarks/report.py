@@ -145,14 +145,24 @@ def _starts(lines: Sequence[Line]) -> str:
     rows = [
         (
             line["row"],
-            *(_seconds(line["details"][name]) for name in ("listening_s", "answers_s")),
+            *(
+                _seconds(line["details"][name])
+                for name in ("listening_s", "streams_s", "answers_s")
+            ),
             f"{line['ours']:.2f} ({line['ours_range'][0]:.2f}–{line['ours_range'][1]:.2f})",
             f"{line['peer']:.2f} ({line['peer_range'][0]:.2f}–{line['peer_range'][1]:.2f})",
         )
         for line in lines
         if "listening_s" in line["details"]
     ]
-    head = ("B9, s", "listens", "answers gets", "streams: ready", "reading the files once")
+    head = (
+        "B9, s",
+        "listens",
+        "streams",
+        "answers a get",
+        "in every partition",
+        "reading the files",
+    )
     return _table(head, rows) if rows else ""
 
 
