@@ -79,7 +79,9 @@ class Upkeeper:
             while not partition.can_be_asked:
                 if self._corrupted:
                     raise CorruptionError(self._corrupted)
-                self._progress = trio.Event()
+                if self._progress.is_set():
+                    # Others may wait for the one that there is.
+                    self._progress = trio.Event()
                 self.wake()
                 await self._progress.wait()
         finally:
