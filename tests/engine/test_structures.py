@@ -202,18 +202,18 @@ def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark() -> None:
         (850, False, False),
         (851, True, False),
         (760, True, False),
-        (920, True, False),
-        (921, True, True),
+        (880, True, False),
+        (881, True, True),
         (751, True, False),
         (750, False, False),
         (850, False, False),
     ]:
         memory.arrays = used
         assert (quota.is_short(memory), quota.is_full(memory)) == (is_short, is_full)
-    assert quota.statistics() == {"limit": 1000, "full": 920, "high": 850, "low": 750}
+    assert quota.statistics() == {"limit": 1000, "full": 880, "high": 850, "low": 750}
 
 
 def test_what_was_read_from_disk_counts_against_the_quota() -> None:
     quota, memory = Quota(1000), Memory()
-    memory.backfills = 921
+    memory.backfills = 881
     assert quota.is_full(memory)

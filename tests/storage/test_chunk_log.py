@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Chunk
-from upr_protocol.ids import Operation
+from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog, PartitionWrite, Token
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
@@ -108,10 +108,23 @@ def test_a_read_ends_with_the_chunk_that_comes_to_what_it_may_take(log: ChunkLog
     log.commit([write(0, *chunks)])
     read_of = chunks[0].nbytes * 2 + 1
     assert log.read(0, 0, 50, bytes_max=read_of) == chunks[:3]
-    assert log.read(0, 0, 50, bytes_max=1) == chunks[:1]
+    assert log.read(0, 0, 50, bytes_max=chunks[0].nbytes) == chunks[:1]
     assert log.read(0, 0, 50, bytes_max=PLENTY, mutations_max=6) == chunks[:2]
     first, second = log.read(0, 3, 7, bytes_max=PLENTY)
     assert [(first.start, first.end), (second.start, second.end)] == [(3, 5), (5, 7)]
+
+
+def test_of_a_chunk_that_is_larger_than_a_read_its_front_is_read(log: ChunkLog) -> None:
+    first, second = some_chunk(0, 5), some_chunk(5, 5)
+    log.commit([write(0, first, second)])
+    for count in range(1, 5):
+        front = first.slice(SeqNo(0), SeqNo(count))
+        more = first.slice(SeqNo(0), SeqNo(count + 1))
+        assert log.read(0, 0, 10, bytes_max=front.nbytes) == [front]
+        assert log.read(0, 0, 10, bytes_max=more.nbytes - 1) == [front]
+    # At least one mutation.
+    assert log.read(0, 0, 10, bytes_max=1) == [first.slice(SeqNo(0), SeqNo(1))]
+    assert log.read(0, 7, 10, bytes_max=1) == [second.slice(SeqNo(7), SeqNo(8))]
 
 
 def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> None:

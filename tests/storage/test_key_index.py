@@ -116,8 +116,8 @@ def test_an_answer_that_is_too_long_has_the_first_of_it(both: Both) -> None:
     both.commit(rows)
     both.follow()
     wants = [Want(key, 0, value=True) for key in (b"d", b"none", b"a", b"b")]
-    assert both.index.find(0, wants, 1) == [rows[3], None]
-    assert both.index.find(0, wants[2:], 1) == [rows[0]]
+    assert both.index.find(0, wants, bytes_max=1) == [rows[3], None]
+    assert both.index.find(0, wants[2:], bytes_max=1) == [rows[0]]
 
 
 def test_an_item_expires_once_and_not_when_it_was_overwritten(both: Both) -> None:

@@ -15,7 +15,7 @@ HIGH_MARK: Final = 0.85
 LOW_MARK: Final = 0.75
 """The part of the quota down to which it is then freed."""
 
-FULL_MARK: Final = 0.92
+FULL_MARK: Final = 0.88
 """The part of the quota from which publishers are granted nothing more: the rest is for what they
 have on its way by then."""
 

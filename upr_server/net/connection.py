@@ -77,7 +77,7 @@ class Connection:
         self.peer = peer
         self.session = ServerSession(service.identity, now=trio.current_time())
         self.streamer = Streamer(self.session, peer, self.wake)
-        self.replies = Replies(self, self._say)
+        self.replies = Replies(self, self.say)
         self.bucket: Bucket | None = None
         self._disk: BucketDisk | None = None
         self._nursery: trio.Nursery | None = None
@@ -265,13 +265,14 @@ class Connection:
         """`request` met a fault of ours: the peer hears that, and the connection ends."""
         self.session.fail(Status.INTERNAL, f"{type(request).__name__} met a fault")
 
-    def _say(self, message: Message) -> None:
+    def say(self, message: Message) -> None:
+        """Sends an answer, unless the conversation has ended while it was found."""
         if self.session.state is not SessionState.CLOSED:
             self.session.send(message)
 
     def refuse(self, request: Message, status: Status, sentence: str) -> None:
         """Says no to `request`, or to what `request` is the answer to."""
-        self._say(
+        self.say(
             Refusal(
                 sentence[:_SENTENCE_MAX],
                 partition=request.partition,

@@ -114,7 +114,7 @@ def _stream(connection: Connection, request: Stream) -> None:
     try:
         partition = _owned(connection, request.partition)
     except ServerError as error:
-        connection.session.send(
+        connection.say(
             StreamReply(
                 SeqNo(0),
                 str(error),
@@ -196,7 +196,7 @@ def _get(connection: Connection, request: Get) -> None:
             )
         now = connection.service.time()
         chunk = partition.get_many(request.keys, now, GET_REPLY_BYTES, found)
-        connection.session.send(
+        connection.say(
             GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
         )
 
@@ -210,7 +210,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
     found = bucket.partitions
     if request.partitions:
         found = tuple(_owned(connection, PartitionId(number)) for number in request.partitions)
-    connection.session.send(
+    connection.say(
         SeqnosReply(
             tuple(
                 (
@@ -241,7 +241,7 @@ def _await(connection: Connection, request: Await) -> None:
         reached = partition.high_seq
         if request.durability is not Durability.MEMORY:
             reached = _persisted(partition)
-        connection.session.send(AwaitReply(reached, partition=partition.id, opaque=request.opaque))
+        connection.say(AwaitReply(reached, partition=partition.id, opaque=request.opaque))
         return
 
     async def wait() -> None:
@@ -252,7 +252,7 @@ def _await(connection: Connection, request: Await) -> None:
                 Status.TIMED_OUT,
                 f"partition {partition.id} is on disk up to {_persisted(partition)}",
             )
-        connection.session.send(
+        connection.say(
             AwaitReply(_persisted(partition), partition=partition.id, opaque=request.opaque)
         )
 
@@ -275,7 +275,7 @@ def _lease(connection: Connection, request: Lease) -> None:
             time_to_live_s = lease.time_to_live_s
         else:
             await disk.leases.release(lease_id)
-        connection.session.send(LeaseReply(lease_id, time_to_live_s, opaque=request.opaque))
+        connection.say(LeaseReply(lease_id, time_to_live_s, opaque=request.opaque))
 
     connection.later(request, settle)
 
@@ -289,7 +289,7 @@ def _create_bucket(connection: Connection, request: CreateBucket) -> None:
             request.partition_count or PARTITIONS_DEFAULT,
             request.quota_bytes or service.quota_bytes_default,
         )
-        connection.session.send(BucketDone(opaque=request.opaque))
+        connection.say(BucketDone(opaque=request.opaque))
 
     connection.in_turn(request, create)
 
@@ -297,7 +297,7 @@ def _create_bucket(connection: Connection, request: CreateBucket) -> None:
 def _delete_bucket(connection: Connection, request: DeleteBucket) -> None:
     async def delete() -> None:
         await connection.service.delete_bucket(request.name)
-        connection.session.send(BucketDone(opaque=request.opaque))
+        connection.say(BucketDone(opaque=request.opaque))
 
     connection.in_turn(request, delete)
 
@@ -310,7 +310,7 @@ def _list_buckets(connection: Connection, request: ListBuckets) -> None:
         rows = [
             (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes) for bucket in buckets
         ]
-        connection.session.send(ListBucketsReply(tuple(rows), opaque=request.opaque))
+        connection.say(ListBucketsReply(tuple(rows), opaque=request.opaque))
 
     # Behind what the same client has asked to be made or deleted.
     connection.in_turn(request, answer)
@@ -319,7 +319,7 @@ def _list_buckets(connection: Connection, request: ListBuckets) -> None:
 def _stats(connection: Connection, request: Stats) -> None:
     statistics = connection.service.statistics(request.bucket)
     text = msgspec.json.encode(statistics, enc_hook=str).decode()
-    connection.session.send(StatsReply(text, opaque=request.opaque))
+    connection.say(StatsReply(text, opaque=request.opaque))
 
 
 HANDLERS: Final[Mapping[type[Message], Callable[[Connection, Any], None]]] = {

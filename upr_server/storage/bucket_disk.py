@@ -119,7 +119,7 @@ class BucketDisk:
         await self.upkeeper.until_it_can_be_asked(partition)
         self._fetches += 1
         self._fetched += len(wants)
-        rows = await self.store.find(self.bucket.name, partition.id, wants)
+        rows = await self.store.find(self.bucket.name, partition.id, wants, partition.indexed)
         return {want.key: row for want, row in zip(wants, rows, strict=False)}
 
     async def expire(self, now: float) -> None:

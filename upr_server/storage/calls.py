@@ -122,6 +122,7 @@ class Find(Call, frozen=True, tag=True):
     bucket: str
     partition: int
     wants: Sequence[Want]
+    indexed: int
 
     answer_type: ClassVar[Any] = list[Mutation | None]
 

@@ -6,14 +6,14 @@ the partition has come: what is on disk is at a snapshot's end of each partition
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Final, cast
 
 import msgspec
 from sortedcontainers import SortedDict
 
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import Chunk, Mutation, encoded_bytes
 from upr_protocol.ids import SeqNo
 from upr_server.storage.environment import Environment, Reader
 from upr_server.storage.errors import CorruptionError
@@ -258,7 +258,8 @@ class ChunkLog:
             partition: The partition.
             after: Where the reader stands.
             through: The last number wanted; the log must have it.
-            bytes_max: Ends with the chunk that comes to this.
+            bytes_max: Ends with the chunk that comes to this. Of a first chunk that is larger only
+                the front is read, at least one mutation.
             mutations_max: The same in mutations.
 
         Returns:
@@ -277,6 +278,8 @@ class ChunkLog:
                 if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
                     break
                 piece = chunk.slice(SeqNo(after), SeqNo(through))
+                if not chunks and piece.nbytes > bytes_max:
+                    return [_front(piece, bytes_max)]
                 chunks.append(chunk.copied() if piece is chunk else piece)
                 after = chunk.end
                 bytes_max -= chunk.nbytes
@@ -339,3 +342,17 @@ class ChunkLog:
 
 STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size
 """What a chunk takes beside its own bytes."""
+
+
+def _front(chunk: Chunk, bytes_max: int) -> Chunk:
+    """As many mutations of a chunk, from its front, as come to so many bytes; at least one, if
+    there is one."""
+    keys, values = chunk.key_offsets, chunk.value_offsets
+
+    def nbytes(count: int) -> int:
+        return encoded_bytes(count, keys[count], values[count])
+
+    count = max(1, bisect_right(range(chunk.count + 1), bytes_max, key=nbytes) - 1)
+    if count >= chunk.count:
+        return chunk.copied()
+    return chunk.rows(0, count, chunk.start, SeqNo(chunk.seqs[count - 1]))

@@ -141,7 +141,12 @@ class KeyIndex:
     # Reading.
 
     def find(
-        self, partition: int, wants: Sequence[Want], bytes_max: int = FIND_BYTES_MAX
+        self,
+        partition: int,
+        wants: Sequence[Want],
+        *,
+        indexed: int = 0,
+        bytes_max: int = FIND_BYTES_MAX,
     ) -> list[Mutation | None]:
         """The items of these keys, as of the watermark; None for what is missing or deleted.
 
@@ -150,25 +155,27 @@ class KeyIndex:
         Args:
             partition: The partition.
             wants: The keys.
+            indexed: A watermark that is known to have been reached.
             bytes_max: The answer ends with the item that comes to this: ask again for the others.
 
         Raises:
-            CorruptionError: What there is of one is damaged.
+            CorruptionError: What there is of one is damaged; or the index is that of a commit of
+                the past, as a flipped bit in a meta page makes it.
         """
-        entries = self._entries_of(partition, wants)
+        entries = self._entries_of(partition, wants, indexed)
         while True:
             try:
                 return self._items_of(partition, wants, entries, bytes_max)
             except CorruptionError:
                 # The log is read in a transaction of its own: what the index named may have been
                 # superseded, and compacted, in between.
-                again = self._entries_of(partition, wants, is_second_look=True)
+                again = self._entries_of(partition, wants, indexed, is_second_look=True)
                 if again == entries:
                     raise
                 entries = again
 
     def _entries_of(
-        self, partition: int, wants: Sequence[Want], *, is_second_look: bool = False
+        self, partition: int, wants: Sequence[Want], indexed: int, *, is_second_look: bool = False
     ) -> list[IndexEntry | None]:
         """What is to be read of each, None for what does not exist.
 
@@ -176,13 +183,18 @@ class KeyIndex:
         """
         entries: list[IndexEntry | None] = []
         with self.environment.read() as reader:
+            mark = _watermark(reader, partition)
+            if mark.seq < indexed:
+                raise CorruptionError(
+                    f"the index of partition {partition} was at {indexed}, and is at {mark.seq}"
+                )
             for want in wants:
                 if want.number and not is_second_look:
                     entries.append(IndexEntry(want.number, 0))
                     continue
-                indexed = index_key(partition, want.key)
-                value = reader.get(indexed)
-                entry = None if value is None else IndexEntry.parse(indexed, value)
+                key = index_key(partition, want.key)
+                value = reader.get(key)
+                entry = None if value is None else IndexEntry.parse(key, value)
                 if want.number and (entry is None or abs(entry.number) < want.number):
                     # The index has not come so far.
                     entry = IndexEntry(want.number, 0)

@@ -123,7 +123,7 @@ class Library:
         return log.read(call.partition, call.after, call.through, bytes_max=call.bytes_max)
 
     def _find(self, call: Find) -> object:
-        return self._shelf(call.bucket).index.find(call.partition, call.wants)
+        return self._shelf(call.bucket).index.find(call.partition, call.wants, indexed=call.indexed)
 
     def _find_due(self, call: FindDue) -> object:
         return self._shelf(call.bucket).index.due(call.now, call.after, call.limit)

@@ -100,7 +100,7 @@ class Store(Protocol):
         """Chunks behind `after`; see `ChunkLog.read`."""
 
     async def find(
-        self, bucket: str, partition: int, wants: Sequence[Want]
+        self, bucket: str, partition: int, wants: Sequence[Want], indexed: int = 0
     ) -> list[Mutation | None]:
         """Items by key; see `KeyIndex.find`."""
 

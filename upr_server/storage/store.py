@@ -120,10 +120,11 @@ class CallingStore(ABC):
         return cast("list[Chunk]", found)
 
     async def find(
-        self, bucket: str, partition: int, wants: Sequence[Want]
+        self, bucket: str, partition: int, wants: Sequence[Want], indexed: int = 0
     ) -> list[Mutation | None]:
         """See `Store`."""
-        return cast("list[Mutation | None]", await self._answer(Find(bucket, partition, wants)))
+        found = await self._answer(Find(bucket, partition, wants, indexed))
+        return cast("list[Mutation | None]", found)
 
     async def due(self, bucket: str, now: int, after: bytes, limit: int) -> tuple[list[Due], bytes]:
         """See `Store`."""

@@ -39,9 +39,12 @@ READ_BYTES: Final = 1024 * 1024
 QUEUE_BYTES: Final = 4 * 1024 * 1024
 """What one backfill reads ahead, as far as the budget allows."""
 
-BUDGET_BYTES: Final = 32 * 1024 * 1024
-"""What all backfills of a bucket read ahead together. One that has nothing left reads one chunk
-even beyond it: its partition has its connection's turn, and else nothing would move there."""
+BUDGET_SHARE: Final = 1 / 16
+"""The part of a bucket's quota that all its backfills may hold together."""
+
+PIECE_BYTES: Final = 16 * 1024
+"""One backfill that holds nothing reads so much, about, even beyond the budget: its partition has
+its connection's turn, and else nothing would move there while others stand still."""
 
 log = structlog.get_logger(__name__)
 
@@ -300,10 +303,7 @@ class _Backfill:
         self._put(SnapshotStart(self._start, end, SnapshotKind.DISK, may_repeat=True))
         after = self._start
         while after < end:
-            ahead = disk.memory.backfills < BUDGET_BYTES
-            for chunk in await disk.store.read(
-                disk.bucket.name, partition.id, after, end, READ_BYTES if ahead else 1
-            ):
+            for chunk in await self._chunks(after, end):
                 self._queue_bytes += chunk.nbytes
                 disk.memory.backfills += chunk.nbytes
                 disk.backfill_bytes += chunk.nbytes
@@ -313,15 +313,29 @@ class _Backfill:
         self.is_done = True
         self._put(SnapshotEnd(end))
 
+    async def _chunks(self, after: SeqNo, end: SeqNo) -> list[Chunk]:
+        """As much as the budget allows, which is taken from it meanwhile: many read at once."""
+        disk = self._disk
+        nbytes = max(PIECE_BYTES, min(READ_BYTES, self._budget_left()))
+        disk.memory.backfills += nbytes
+        try:
+            return await disk.store.read(disk.bucket.name, self._partition.id, after, end, nbytes)
+        finally:
+            disk.memory.backfills -= nbytes
+
+    def _budget_left(self) -> int:
+        budget = int(self._disk.bucket.quota.limit_bytes * BUDGET_SHARE)
+        return budget - self._disk.memory.backfills
+
     def _put(self, item: CursorItem) -> None:
         self._queue.append(item)
         if len(self._queue) == 1:
             self._on_disk()
 
     async def _wait_for_room(self) -> None:
-        """Until so much was taken that it may read ahead, or must."""
-        while self._queue and (
-            self._queue_bytes >= QUEUE_BYTES or self._disk.memory.backfills >= BUDGET_BYTES
+        """Until it may read ahead, or holds nothing."""
+        while (self._queue or self.unsent_bytes) and (
+            self._queue_bytes >= QUEUE_BYTES or self._budget_left() < PIECE_BYTES
         ):
             self._taken = trio.Event()
             await self._taken.wait()
