@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.machine import ROOT
-from benchmarks.kit.processor import ProcessorClock, children_of, is_running
+from benchmarks.kit.processor import ProcessorClock, adopt, children_of, is_running
 
 STOP_TIMEOUT_S: Final = 20.0
 ANSWER_TIMEOUT_S: Final = 600.0
@@ -150,8 +150,10 @@ class UprServer(Process):
 
     def kill(self) -> None:
         """Kills it, as `kill -9` does, and waits until the processes of its disk are gone too."""
+        used = self.total()
         self.child.kill()
         self.child.wait()
+        adopt(used["writer"] + used["reader"])
         wait_until(lambda: not any(map(is_running, (self.writer, self.reader))), timeout_s=60)
 
     def __exit__(self, *error: Any) -> None:
