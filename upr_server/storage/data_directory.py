@@ -170,10 +170,16 @@ class DataRoom:
 
         Raises:
             CorruptionError: The log is not there; LMDB would make an empty one in its place.
+            DataDirectoryError: It may not be looked at.
         """
         log = self._path / name / "log" / "data.mdb"
-        if not self._readonly and (not log.exists() or not log.stat().st_size):
-            raise CorruptionError(f"{log} is missing, or empty")
+        try:
+            if not self._readonly and (not log.exists() or not log.stat().st_size):
+                raise CorruptionError(f"{log} is missing, or empty")
+        except OSError as error:
+            raise DataDirectoryError(
+                f"{log} cannot be read: {error.strerror}; give the server's user the right to"
+            ) from error
         return self._open(self._path / name)
 
     def _open(self, path: Path) -> tuple[Environment, Environment]:

@@ -204,7 +204,10 @@ async def _locked(path: Path) -> int:
             try:
                 descriptor = lock(path)
             except OSError as error:
-                raise DataDirectoryError(f"{path} cannot be locked: {error.strerror}") from error
+                raise DataDirectoryError(
+                    f"{path} cannot be locked: {error.strerror}; give the server's user the right "
+                    "to write the file lock there"
+                ) from error
             if descriptor is not None:
                 return descriptor
             await trio.sleep(_LOCK_POLL_S)

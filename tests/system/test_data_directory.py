@@ -1,0 +1,610 @@
+"""`upr-server` and the directory it is given: those it refuses, disks that fill up, stores whose
+processes die, and what the next start finds.
+
+Whatever is refused is refused in one sentence, and nothing in the directory is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+import attrs
+import pytest
+import trio
+
+from tests.kit.mirror import Mirror, assert_same, server_contents
+from tests.kit.process import (
+    ROOT,
+    STOP_TIMEOUT_S,
+    UPR_SERVER,
+    Finished,
+    ServerProcess,
+    children_of,
+    environment,
+    eventually,
+    run,
+    server_process,
+)
+from upr_protocol.client import Client, RolledBack, connect, consume, publisher
+from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.ids import Durability
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it mounts, and looks into /proc")
+
+BUCKET: Final = "planes"
+PARTITIONS: Final = 2
+ITEMS: Final = {b"key-%d" % number: b"%d " % number * 150 for number in range(1500)}
+
+MB: Final = 1024 * 1024
+RESERVE_MB: Final = 64
+"""What the store leaves for compaction."""
+
+LARGE_BYTES: Final = 64 * 1024
+NOBODY: Final = 65534
+
+PERSISTED: Final = Durability.PERSISTED
+
+
+async def serve_there(
+    path: Path, *, program: Sequence[str] = UPR_SERVER, **variables: str
+) -> Finished:
+    """Runs a server that is expected not to start."""
+    options = ("--listen", "127.0.0.1:0", "--log-level", "error", "--data-dir", str(path))
+    return await run((*program, "serve", *options), variables=variables)
+
+
+def everything_in(path: Path) -> dict[str, bytes | None]:
+    """Every file and its bytes, and every folder; without LMDB's tables of who reads."""
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {
+        str(found.relative_to(path)): found.read_bytes() if found.is_file() else None
+        for found in path.rglob("*")
+        if found.name != "lock.mdb"
+    }
+
+
+async def refused(path: Path, said: str, *, program: Sequence[str] = UPR_SERVER) -> None:
+    """A server does not start there: it says so in this sentence, and leaves everything as it
+    was."""
+    before = everything_in(path)
+    done = await serve_there(path, program=program)
+    assert (done.code, done.out) == (1, ""), done
+    assert done.err == f"upr-server: {said}\n"
+    assert everything_in(path) == before
+
+
+async def put_items(server: ServerProcess) -> None:
+    """Makes the bucket and writes `ITEMS` to its disk."""
+    async with connect(server.url()) as client:
+        await client.create_bucket(BUCKET, PARTITIONS)
+    await write(server, ITEMS)
+
+
+async def write(server: ServerProcess, items: Mapping[bytes, bytes], bucket: str = BUCKET) -> None:
+    """Writes `items`; they are on disk when this returns."""
+    async with publisher(server.url(bucket), durability=PERSISTED) as sink:
+        for key, value in items.items():
+            await sink.set(key, value)
+
+
+async def assert_served(server: ServerProcess, items: Mapping[bytes, bytes]) -> None:
+    """Both a get and a stream give `items`, and nothing else."""
+    async with connect(server.url(BUCKET)) as client:
+        assert_same(await server_contents(client, items), items, PARTITIONS)
+    mirror = Mirror()
+    async with consume(server.url(BUCKET), end="now") as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+    assert_same(mirror.contents, items, PARTITIONS)
+
+
+async def histories(server: ServerProcess) -> list[int]:
+    """The history of each partition."""
+    async with connect(server.url(BUCKET)) as client:
+        return [numbers.history_id for numbers in await client.seqnos()]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with `ITEMS` in it, all of them indexed."""
+    path = tmp_path_factory.mktemp("original") / "data"
+
+    async def make() -> None:
+        async with server_process(data_dir=path) as server:
+            await put_items(server)
+            async with connect(server.url()) as client:
+                unindexed = len(ITEMS)
+                while unindexed:
+                    await trio.sleep(0.02)
+                    unindexed = (await client.stats(BUCKET))["disk"]["unindexed_mutations"]
+
+    trio.run(make)
+    return path
+
+
+@pytest.fixture
+def data(original: Path, tmp_path: Path) -> Path:
+    """A copy of `original`."""
+    return Path(shutil.copytree(original, tmp_path / "data"))
+
+
+# Two servers.
+
+
+async def test_a_second_server_says_who_is_there_and_the_first_serves_on(tmp_path: Path) -> None:
+    """While the second waits for the directory and gives up, the first takes writes to disk and
+    streams them."""
+    data = tmp_path / "data"
+    async with server_process(data_dir=data) as first:
+        await put_items(first)
+        mirror = Mirror()
+        written = dict(ITEMS)
+        async with consume(first.url(BUCKET)) as consumer, trio.open_nursery() as nursery:
+
+            async def follow() -> None:
+                async for event in consumer:
+                    assert not isinstance(event, RolledBack)
+                    mirror.apply(event)
+
+            async def go_on() -> None:
+                async with publisher(first.url(BUCKET), durability=PERSISTED) as sink:
+                    while True:
+                        key = b"later-%d" % len(written)
+                        await sink.set(key, b"value")
+                        await sink.flush()
+                        written[key] = b"value"
+
+            nursery.start_soon(follow)
+            nursery.start_soon(go_on)
+            done = await serve_there(data)
+            nursery.cancel_scope.cancel()
+        assert (done.code, done.out) == (1, ""), done
+        assert done.err == (
+            f"upr-server: {data} is used by another server: stop that one, or choose another "
+            "directory with --data-dir\n"
+        )
+        assert len(written) > len(ITEMS) + 10
+        assert mirror.contents.items() >= ITEMS.items()
+        async with connect(first.url(BUCKET)) as client:
+            # One that was under way when it ended may be there.
+            await client.set(b"later-%d" % len(written), b"value", durability=PERSISTED)
+            written[b"later-%d" % len(written)] = b"value"
+        await assert_served(first, written)
+    async with server_process(data_dir=data) as second:
+        await assert_served(second, written)
+
+
+# Mount namespaces: a disk that is full or read-only, for one server and nobody else.
+
+
+@attrs.frozen
+class Namespace:
+    """A view of the file system that a few processes share.
+
+    Attributes:
+        pid: A process in it.
+    """
+
+    pid: int
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """`upr-server` in it."""
+        options = ("--preserve-credentials", "--user", "--mount", f"--wd={ROOT}")
+        return ("nsenter", *options, "--target", str(self.pid), *UPR_SERVER)
+
+    def inside(self, path: Path) -> Path:
+        """Where this process finds what is at `path` in it."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
+
+@asynccontextmanager
+async def namespace(mounts: str = "true") -> AsyncIterator[Namespace]:
+    """A namespace after these commands; the test is skipped where there can be none. In it one is
+    root, but only of what is one's own."""
+    try:
+        process = await trio.lowlevel.open_process(
+            (
+                *("unshare", "--map-root-user", "--mount"),
+                *("sh", "-c", f"{mounts} && echo ready && exec sleep infinity"),
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(),
+        )
+    except OSError as error:
+        pytest.skip(f"there is no unshare: {error}")
+    try:
+        assert process.stdout is not None
+        async with process.stdout:
+            if await process.stdout.receive_some() != b"ready\n":
+                pytest.skip("this machine allows no namespace with mounts of its own")
+            yield Namespace(process.pid)
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+
+
+def write_advice(path: Path, why: str) -> str:
+    return (
+        f"{path} cannot be written: {why}; give the server's user the right to, or choose another "
+        "directory with --data-dir"
+    )
+
+
+@pytest.mark.parametrize("what", ["with data", "empty", "missing"])
+async def test_a_read_only_disk(data: Path, what: str) -> None:
+    disk = data.parent
+    path = data if what == "with data" else disk / "other"
+    if what == "empty":
+        path.mkdir()
+    async with namespace(
+        f"mount --bind {disk} {disk} && mount -o remount,bind,ro {disk} {disk}"
+    ) as found:
+        # That there is something already is seen before anything is tried.
+        why = "Permission denied" if what == "with data" else "Read-only file system"
+        await refused(path, write_advice(path, why), program=found.program)
+    assert path.exists() == (what != "missing")
+
+
+Part = Literal[".", "format", "lock", "buckets", "log", "index", "log/data.mdb", "index/data.mdb"]
+
+
+@pytest.mark.parametrize(
+    "part", [".", "format", "lock", "buckets", "log", "index", "log/data.mdb", "index/data.mdb"]
+)
+async def test_a_directory_of_which_something_belongs_to_another_user(
+    data: Path, part: Part
+) -> None:
+    bucket = data / "buckets" / BUCKET
+    path = bucket / part if part.startswith(("log", "index")) else data / part
+    path.chmod(0o500 if path.is_dir() else 0o400)
+    if os.geteuid():
+        path.chmod(0)
+    else:
+        for theirs in (path, *path.rglob("*")):
+            os.chown(theirs, NOBODY, NOBODY)
+    before = everything_in(data)
+    async with namespace() as found:
+        done = await serve_there(data, program=found.program)
+    assert (done.code, done.out) == (1, ""), done
+    assert done.err.startswith(f"upr-server: {data}")
+    assert ": Permission denied; give the server's user the right to" in done.err
+    assert done.err.count("\n") == 1
+    assert everything_in(data) == before
+    for mine in (path, *path.rglob("*")):
+        os.chown(mine, os.geteuid(), os.getegid())
+        mine.chmod(0o700)
+    async with server_process(data_dir=data) as server:
+        await assert_served(server, ITEMS)
+
+
+# Directories that are none, or not ours.
+
+
+async def test_a_directory_of_another_version(data: Path) -> None:
+    (data / "format").write_text("upr 2\n")
+    await refused(
+        data,
+        f"{data} is of another version ('upr 2', this server writes 'upr 1'): use the server that "
+        "wrote it, or another directory",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["letter.txt", "buckets/letter.txt", "buckets/planes/log/data.mdb"]
+)
+async def test_a_directory_of_somebody_else(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "documents"
+    (path / name).parent.mkdir(parents=True)
+    (path / name).write_text("Dear Sir")
+    await refused(
+        path, f"{path} is not empty, and no data directory: choose another with --data-dir"
+    )
+
+
+@pytest.mark.parametrize("below", ["", "data"])
+async def test_a_file_instead_of_a_directory(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("Dear Sir")
+    path = file / below
+    why = "Not a directory" if below else "File exists"
+    done = await serve_there(path)
+    assert (done.code, done.out) == (1, ""), done
+    assert done.err == f"upr-server: {write_advice(path, why)}\n"
+    assert file.read_text() == "Dear Sir"
+
+
+# Files that were cut.
+
+
+@pytest.mark.parametrize("part", ["log", "index"])
+async def test_a_file_that_was_cut_is_noticed_before_anything_is_written(
+    data: Path, original: Path, part: str, subtests: pytest.Subtests
+) -> None:
+    file = data / "buckets" / BUCKET / part / "data.mdb"
+    whole = file.read_bytes()
+    page = 4096
+    assert len(whole) > 20 * page
+    lengths = {0, 1, page, 2 * page, len(whole) // 3, len(whole) - page}
+    if part == "index":
+        # It is then made anew from the log: see below.
+        lengths -= {0}
+    for length in sorted(lengths):
+        with subtests.test(length=length):
+            file.write_bytes(whole[:length])
+            before = everything_in(data)
+            done = await serve_there(data)
+            assert (done.code, done.out) == (1, ""), done
+            assert done.err.endswith("; run `upr-server check`\n")
+            assert done.err.count("\n") == 1
+            assert everything_in(data) == before
+    file.write_bytes(whole[: len(whole) // 3])
+    checked = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
+    assert (checked.code, checked.out != "") == (1, True), checked
+    assert part in checked.out
+    # And nothing is wrong with it once it is whole again.
+    file.write_bytes(whole)
+    assert everything_in(data) == everything_in(original)
+    async with server_process(data_dir=data) as server:
+        await assert_served(server, ITEMS)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_an_index_that_is_gone_is_made_anew(data: Path, is_there: bool) -> None:
+    file = data / "buckets" / BUCKET / "index" / "data.mdb"
+    file.unlink()
+    if is_there:
+        file.touch()
+    async with server_process(data_dir=data) as server:
+        await assert_served(server, ITEMS)
+    done = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
+    assert done.code == 0, done
+
+
+async def test_a_log_that_is_gone_is_missed(data: Path) -> None:
+    file = data / "buckets" / BUCKET / "log" / "data.mdb"
+    file.unlink()
+    await refused(data, f"{file} is missing, or empty; run `upr-server check`")
+
+
+# Disks that are full.
+
+
+def large(prefix: str, megabytes: int) -> dict[bytes, bytes]:
+    """Items that come to so much, each half of noise, which nothing makes smaller."""
+    count = megabytes * MB // LARGE_BYTES
+    return {b"%s-%d" % (prefix.encode(), n): os.urandom(LARGE_BYTES) for n in range(count)}
+
+
+async def fill_up(client: Client, prefix: str) -> tuple[dict[bytes, bytes], str]:
+    """Writes until the server says that the disk is full; gives what it acknowledged, and what it
+    said."""
+    written: dict[bytes, bytes] = {}
+    for key, value in large(prefix, 200).items():
+        try:
+            await client.set(key, value, durability=PERSISTED)
+        except ServerError as error:
+            if error.status is not Status.TEMPORARY_FAILURE:
+                raise
+            return written, error.sentence
+        written[key] = value
+    raise AssertionError("the disk is never full")
+
+
+FULL: Final = "the disk is full"
+
+
+@pytest.mark.parametrize("way", ["a file goes", "a bucket goes"])
+async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
+    tmp_path: Path, way: str
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 32}m tmpfs {disk}") as found:
+        data = disk / "data"
+        ballast = found.inside(disk / "ballast")
+        async with server_process(data_dir=data, program=found.program, errors=[FULL]) as server:
+            await put_items(server)
+            written = dict(ITEMS)
+            if way == "a file goes":
+                ballast.write_bytes(bytes(20 * MB))
+            else:
+                async with connect(server.url()) as client:
+                    await client.create_bucket("ballast", 1)
+                await write(server, large("ballast", 20), "ballast")
+            async with consume(server.url(BUCKET)) as consumer, trio.open_nursery() as nursery:
+                mirror = Mirror()
+
+                async def follow() -> None:
+                    async for event in consumer:
+                        mirror.apply(event)
+
+                nursery.start_soon(follow)
+                async with connect(server.url(BUCKET)) as client:
+                    acknowledged, said = await fill_up(client, "full")
+                    assert len(acknowledged) > 10
+                    written |= acknowledged
+                    refusal = "the batch was taken in, but cannot be put on disk now"
+                    assert said == refusal or "bytes left" in said
+                    # From now on nothing is taken in, at whatever level, and the reason is told.
+                    for level in Durability.MEMORY, PERSISTED:
+                        with pytest.raises(ServerError, match="bytes left") as refused_write:
+                            await client.set(b"no", b"room", durability=level)
+                        assert refused_write.value.status is Status.TEMPORARY_FAILURE
+                    assert "bytes left" in (await client.stats(BUCKET))["flusher"]["full"]
+                    assert await client.get(b"no") is None
+                    # Reads and streams go on.
+                    theirs = await server_contents(client, written)
+                    assert_same(theirs, written, PARTITIONS)
+                    await consumer.barrier()
+                    assert mirror.contents.items() >= written.items()
+                    # A publisher waits, and goes on by itself when there is room.
+                    waiting = trio.Event()
+
+                    async def publish() -> None:
+                        await write(server, {b"later": b"value"})
+                        waiting.set()
+
+                    nursery.start_soon(publish)
+                    await trio.sleep(0.5)
+                    assert not waiting.is_set()
+                    if way == "a file goes":
+                        ballast.unlink()
+                    else:
+                        await client.delete_bucket("ballast")
+                    with trio.fail_after(STOP_TIMEOUT_S):
+                        await waiting.wait()
+                    assert (await client.stats(BUCKET))["flusher"]["full"] == ""
+                    await client.set(b"again", b"value", durability=PERSISTED)
+                    await consumer.barrier()
+                    # What was taken in and could not be promised is on disk now, too.
+                    written |= {b"later": b"value", b"again": b"value"}
+                    for key in mirror.contents.keys() - written.keys():
+                        assert key == b"full-%d" % len(acknowledged)
+                    theirs = await server_contents(client, mirror.contents)
+                    assert_same(mirror.contents, theirs, PARTITIONS)
+                    written = theirs
+                nursery.cancel_scope.cancel()
+            names = [event["event"] for event in server.events()]
+            assert (names.count(FULL), names.count("there is room on the disk again")) == (1, 1)
+            before = await histories(server)
+        async with server_process(data_dir=data, program=found.program) as server:
+            await assert_served(server, written)
+            assert await histories(server) == before
+
+
+async def test_a_limit_of_the_configuration_is_a_full_disk(data: Path) -> None:
+    def limit(more_mb: int) -> dict[str, str]:
+        return {"UPR_SERVER_DISK_BYTES_MAX": str((RESERVE_MB + more_mb) * MB)}
+
+    async with server_process(data_dir=data, variables=limit(6), errors=[FULL]) as server:
+        async with connect(server.url(BUCKET)) as client:
+            acknowledged, _ = await fill_up(client, "full")
+            expected = {**ITEMS, **acknowledged}
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+        server.kill()
+        await server.wait()
+    async with server_process(data_dir=data, variables=limit(20)) as server:
+        async with connect(server.url(BUCKET)) as client:
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+        await write(server, {b"again": b"value"})
+
+
+async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: Path) -> None:
+    """What was acknowledged as persisted is there afterwards; what was not may be gone."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 24}m tmpfs {disk}") as found:
+        there = disk / "data"
+        shutil.copytree(data, found.inside(there))
+        ballast, rest = found.inside(disk / "ballast"), found.inside(disk / "rest")
+        ballast.write_bytes(bytes(12 * MB))
+        async with server_process(data_dir=there, program=found.program, errors=[FULL]) as server:
+            async with connect(server.url(BUCKET)) as client:
+                acknowledged, _ = await fill_up(client, "full")
+            # Not even a page is left, and nothing for a clean stop.
+            with pytest.raises(OSError, match="No space left"):
+                rest.write_bytes(bytes(200 * MB))
+            server.process.send_signal(signal.SIGTERM)
+            assert await server.wait() == 1
+            (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
+            assert "bytes left" in said
+            assert "Traceback" not in server.log_text
+        expected = {**ITEMS, **acknowledged}
+        async with server_process(data_dir=there, program=found.program, errors=[FULL]) as server:
+            mirror = Mirror()
+            async with consume(server.url(BUCKET), end="now") as consumer:
+                async for event in consumer:
+                    mirror.apply(event)
+            assert mirror.contents.items() >= expected.items()
+            ballast.unlink()
+            rest.unlink()
+            with trio.fail_after(STOP_TIMEOUT_S):
+                await write(server, {b"later": b"value"})
+            await assert_served(server, {**mirror.contents, b"later": b"value"})
+
+
+# Processes that die.
+
+
+def worker(server: ServerProcess, role: str) -> int:
+    """The process for the disk with this role."""
+    (found,) = [
+        pid
+        for pid in children_of(server.process.pid)
+        if role in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    ]
+    return found
+
+
+@pytest.mark.parametrize("role", ["writer", "reader"])
+async def test_a_process_of_the_store_that_is_killed_ends_the_server(
+    tmp_path: Path, role: str
+) -> None:
+    """Under load. What was acknowledged as persisted is there at the next start."""
+    data = tmp_path / "data"
+    acknowledged: dict[bytes, bytes] = {}
+    async with server_process(data_dir=data) as server:
+        await put_items(server)
+        before = await histories(server)
+
+        async def load(number: int) -> None:
+            try:
+                async with connect(server.url(BUCKET)) as client:
+                    while True:
+                        key = b"load-%d-%d" % (number, len(acknowledged))
+                        await client.set(key, key, durability=PERSISTED)
+                        acknowledged[key] = key
+            except (UprError, OSError):
+                pass
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(load, number)
+            await eventually(lambda: len(acknowledged) > 100, "some writes")
+            os.kill(worker(server, role), signal.SIGKILL)
+            assert await server.wait() == 1
+        (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
+        assert said == f"upr-server: the {role} of the store was killed by SIGKILL"
+        assert "Traceback" not in server.log_text
+    async with server_process(data_dir=data) as server:
+        async with connect(server.url(BUCKET)) as client:
+            expected = {**ITEMS, **acknowledged}
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+        assert not set(before) & set(await histories(server))
+
+
+async def test_a_clean_stop_keeps_the_history_and_a_crash_begins_another(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    async with server_process(data_dir=data) as server:
+        await put_items(server)
+        first = await histories(server)
+        assert await server.stop(signal.SIGTERM) == 0
+    async with server_process(data_dir=data) as server:
+        assert await histories(server) == first
+        await assert_served(server, ITEMS)
+        (recovered,) = server.events("bucket recovered")
+        assert recovered["after"] == "a clean stop"
+        server.kill()
+        assert await server.wait() == -signal.SIGKILL
+    async with server_process(data_dir=data) as server:
+        second = await histories(server)
+        assert not set(first) & set(second)
+        await assert_served(server, ITEMS)
+        (recovered,) = server.events("bucket recovered")
+        assert recovered["after"] == "an unclean stop: new histories"
+        assert await server.stop(signal.SIGTERM) == 0
+    async with server_process(data_dir=data) as server:
+        assert await histories(server) == second
