@@ -1,0 +1,540 @@
+"""What an answer means: what is on disk when `persisted` is said, and what is not said while the
+disk is slow, full or broken. In memory, on simulated disks and a mock clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from random import Random
+from typing import Any, Final
+
+import pytest
+import trio
+import trio.testing
+
+from tests.kit.held_store import HeldStore
+from tests.server.test_connection import P0, Peer, connected, sets
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.wire import (
+    Await,
+    AwaitReply,
+    Barrier,
+    BarrierReply,
+    Get,
+    GetReply,
+    Go,
+    Message,
+    Mutate,
+    MutateReply,
+    PartitionChunk,
+    Refusal,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    StatsReply,
+)
+from upr_server.net import Service
+from upr_server.storage.calls import AnyCall, Commit
+from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.flusher import RETRY_S
+from upr_server.storage.simulated_disk import SimulatedDisk
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+
+BUCKET: Final = "b"
+P1: Final = PartitionId(1)
+MEMORY: Final = Durability.MEMORY
+PERSISTED: Final = Durability.PERSISTED
+QUOTA_BYTES: Final = 64 * 1024 * 1024
+WRITER: Final = b"sixteen bytes id"
+LONG_S: Final = 5.0
+
+_ids = count(1)
+
+
+@asynccontextmanager
+async def serving(store: SimulatedStore, partitions: int = 2) -> AsyncIterator[Service]:
+    """A service with a bucket on `store`; the bucket is made, or found."""
+    service = Service(
+        store,
+        identity="test-server",
+        quota_bytes_default=QUOTA_BYTES,
+        time=lambda: 1000.0 + trio.current_time(),
+        new_history_id=lambda: HistoryId(next(_ids)),
+        connections_max=10,
+    )
+    async with service.recovered():
+        if BUCKET not in service.buckets:
+            await service.create_bucket(BUCKET, partitions, QUOTA_BYTES)
+        yield service
+
+
+@asynccontextmanager
+async def speaking(service: Service) -> AsyncIterator[Peer]:
+    """A peer that has the bucket open."""
+    async with connected(service) as peer:
+        await peer.open()
+        yield peer
+
+
+async def send(
+    peer: Peer,
+    chunk: Chunk,
+    durability: Durability,
+    partition: PartitionId = P0,
+    counter: int = 0,
+) -> int:
+    """Sends a batch; gives the number of the request. With a counter it has a writer token."""
+    opaque = peer.opaque()
+    writer = WRITER if counter else bytes(16)
+    await peer.say(
+        Mutate(
+            chunk,
+            durability=durability,
+            writer=writer,
+            counter=counter,
+            partition=partition,
+            opaque=opaque,
+        )
+    )
+    return opaque
+
+
+async def answer_to(peer: Peer, opaque: int) -> Message:
+    """The answer to a request."""
+    while True:
+        message = await peer.hear(Message)
+        if getattr(message, "opaque", 0) == opaque:
+            return message
+
+
+async def is_silent(peer: Peer) -> bool:
+    """Whether the peer is answered nothing, however long it waits."""
+    with trio.move_on_after(LONG_S) as patience:
+        while not isinstance(await peer.hear(Message), MutateReply | Refusal | AwaitReply):
+            pass
+    return patience.cancelled_caught
+
+
+async def value_of(peer: Peer, key: bytes, partition: PartitionId = P0) -> bytes | None:
+    """What the server has."""
+    await peer.say(Get((key,), partition=partition, opaque=peer.opaque()))
+    (found,) = (await peer.hear(GetReply)).chunk
+    return None if found.op == Operation.DELETE else found.value
+
+
+async def statistics(peer: Peer) -> dict[str, Any]:
+    """The bucket's figures."""
+    await peer.say(Stats(BUCKET, opaque=peer.opaque()))
+    figures: dict[str, Any] = json.loads((await peer.hear(StatsReply)).json)
+    return figures
+
+
+def increment(key: bytes, delta: int) -> Chunk:
+    """A batch with an increment."""
+    value = CounterDelta(delta, delta).encode()
+    return Chunk.build([Mutation(Operation.INCREMENT, key, value)], SeqNo(0), SeqNo(0))
+
+
+def log_of(store: SimulatedStore) -> SimulatedDisk:
+    """The disk with the bucket's log."""
+    return store.room.disks[BUCKET][0]
+
+
+# When it is said.
+
+
+async def test_memory_is_said_before_the_commit_and_persisted_after(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store) as service, speaking(service) as peer:
+        commits = log_of(store).commits
+        assert isinstance(await answer_to(peer, await send(peer, sets(b"a"), MEMORY)), MutateReply)
+        opaque = await send(peer, sets(b"b"), PERSISTED)
+        assert await is_silent(peer)
+        assert log_of(store).commits == commits
+        await peer.say(Seqnos(opaque=peer.opaque()))
+        assert [row[2:4] for row in (await peer.hear(SeqnosReply)).rows] == [(2, 0), (0, 0)]
+        store.released.set()
+        reply = await answer_to(peer, opaque)
+        assert isinstance(reply, MutateReply)
+        assert (reply.first_seq, reply.last_seq) == (2, 2)
+        assert log_of(store).commits > commits
+        await peer.say(Seqnos(opaque=peer.opaque()))
+        assert [row[2:4] for row in (await peer.hear(SeqnosReply)).rows] == [(2, 2), (0, 0)]
+
+
+async def test_a_batch_that_fails_is_answered_when_what_made_it_fail_is_on_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store) as service, speaking(service) as peer:
+        await answer_to(peer, await send(peer, sets(b"k"), MEMORY))
+        add = Chunk.build([Mutation(Operation.ADD, b"k", b"2")], SeqNo(0), SeqNo(0))
+        opaque = await send(peer, add, PERSISTED)
+        assert await is_silent(peer)
+        store.released.set()
+        reply = await answer_to(peer, opaque)
+        assert isinstance(reply, MutateReply)
+        assert reply.failures == ((0, Status.EXISTS),)
+
+
+async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothing_else(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store) as service, speaking(service) as peer, speaking(service) as other:
+        levels = [PERSISTED, MEMORY, PERSISTED, MEMORY, MEMORY, PERSISTED]
+        sent = [await send(peer, sets(b"%d" % n), level) for n, level in enumerate(levels)]
+        assert await is_silent(peer)
+        # Another partition, a read, and another connection's batch for the same partition.
+        reply = await answer_to(peer, await send(peer, sets(b"k"), MEMORY, P1))
+        assert isinstance(reply, MutateReply)
+        assert await value_of(peer, b"5") == b"v"
+        reply = await answer_to(other, await send(other, sets(b"k"), MEMORY))
+        assert isinstance(reply, MutateReply)
+        assert reply.first_seq == 7
+        store.released.set()
+        replies = [await peer.hear(MutateReply) for _ in sent]
+        assert [reply.opaque for reply in replies] == sent
+        assert [reply.first_seq for reply in replies] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_what_came_together_is_committed_together_and_the_figures_say_so(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    def delay(call: AnyCall) -> float:
+        return 0.25 if isinstance(call, Commit) else 0.0
+
+    store = SimulatedStore(delay=delay)
+    async with serving(store) as service, speaking(service) as peer:
+        first = await send(peer, sets(b"first"), PERSISTED)
+        await trio.sleep(0.01)
+        # The first commit is under way: these go into the next, both partitions'.
+        later = [await send(peer, sets(b"%d" % n), PERSISTED, PartitionId(n % 2)) for n in range(9)]
+        figures = (await statistics(peer))["flusher"]
+        assert (figures["lag_mutations"], figures["commits"]) == (10, 0)
+        began = trio.current_time()
+        assert (await peer.hear(MutateReply)).opaque == first
+        heard = {(await peer.hear(MutateReply)).opaque for _ in later}
+        assert heard == set(later)
+        assert trio.current_time() - began == pytest.approx(0.49, abs=0.02)
+        figures = (await statistics(peer))["flusher"]
+        assert (figures["lag_mutations"], figures["commits"]) == (0, 2)
+        assert figures["mutations_per_commit"] == 5
+        assert figures["bytes_per_commit"] > 5 * len(b"1v")
+        assert figures["last_commit_s"] == pytest.approx(0.25, abs=0.01)
+        assert figures["longest_commit_s"] == pytest.approx(0.25, abs=0.01)
+
+
+# Waiting for it later.
+
+
+async def test_a_number_is_awaited_until_it_is_on_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store) as service, speaking(service) as peer:
+        reply = await answer_to(peer, await send(peer, sets(b"a", b"b"), MEMORY))
+        assert isinstance(reply, MutateReply)
+
+        async def wait(level: Durability, deadline_ms: int) -> int:
+            opaque = peer.opaque()
+            seq = reply.last_seq
+            await peer.say(
+                Await(reply.history_id, seq, deadline_ms, level, partition=P0, opaque=opaque)
+            )
+            return opaque
+
+        assert isinstance(await answer_to(peer, await wait(MEMORY, 0)), AwaitReply)
+        began = trio.current_time()
+        refusal = await answer_to(peer, await wait(PERSISTED, 7_000))
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == Status.TIMED_OUT
+        assert trio.current_time() - began == pytest.approx(7, abs=0.1)
+        # It holds up neither the partition nor the connection.
+        waiting = await wait(PERSISTED, 1_000_000)
+        assert await is_silent(peer)
+        assert await value_of(peer, b"a") == b"v"
+        store.released.set()
+        answer = await answer_to(peer, waiting)
+        assert isinstance(answer, AwaitReply)
+        assert answer.seq == 2
+
+
+async def test_streams_and_barriers_do_not_wait_for_the_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store, 1) as service, speaking(service) as peer:
+        await answer_to(peer, await send(peer, sets(b"a", b"b"), MEMORY))
+        await peer.ask()
+        await peer.say(Go(), Barrier(b"all"))
+        assert (await peer.hear(PartitionChunk)).chunk.count == 2
+        assert (await peer.hear(BarrierReply)).ends == ((0, 2),)
+        assert (await statistics(peer))["flusher"]["lag_mutations"] == 2
+        store.released.set()
+
+
+# A disk that is full.
+
+
+async def test_a_full_disk_is_told_and_room_is_noticed(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = SimulatedStore()
+    async with serving(store, 1) as service, speaking(service) as peer:
+        await answer_to(peer, await send(peer, sets(b"before"), PERSISTED))
+        log = log_of(store)
+        log.bytes_max = log.statistics()["bytes_used"]
+        sent = [
+            await send(peer, sets(b"taken in"), PERSISTED),
+            await send(peer, sets(b"behind"), MEMORY),
+        ]
+        first = await answer_to(peer, sent[0])
+        assert isinstance(first, Refusal)
+        assert first.status == Status.TEMPORARY_FAILURE
+        assert first.sentence == "the batch was taken in, but cannot be put on disk now"
+        assert isinstance(await answer_to(peer, sent[1]), MutateReply)
+        # From now on nothing is taken in, and the reason is told.
+        figures = (await statistics(peer))["flusher"]
+        assert figures["full"]
+        for level in MEMORY, PERSISTED:
+            refusal = await answer_to(peer, await send(peer, sets(b"no"), level))
+            assert isinstance(refusal, Refusal)
+            assert (refusal.status, refusal.sentence) == (
+                Status.TEMPORARY_FAILURE,
+                figures["full"],
+            )
+        assert await value_of(peer, b"taken in") == b"v"
+        assert await value_of(peer, b"no") is None
+        await peer.ask()
+        await peer.say(Go(), Barrier(b"all"))
+        keys: list[bytes] = []
+        while not isinstance(message := await peer.hear(Message), BarrierReply):
+            if isinstance(message, PartitionChunk):
+                keys += message.chunk.keys()
+        assert (keys, message.ends) == ([b"before", b"taken in", b"behind"], ((0, 3),))
+        # One who waits is neither refused nor answered before it is true.
+        await peer.say(Seqnos(opaque=peer.opaque()))
+        row = (await peer.hear(SeqnosReply)).rows[0]
+        assert row[2:4] == (3, 1)
+        history_id, high = HistoryId(row[1]), SeqNo(row[2])
+        waiting = peer.opaque()
+        await peer.say(Await(history_id, high, 1_000_000, PERSISTED, partition=P0, opaque=waiting))
+        assert await is_silent(peer)
+        log.bytes_max = 1 << 62
+        began = trio.current_time()
+        answer = await answer_to(peer, waiting)
+        assert isinstance(answer, AwaitReply)
+        assert answer.seq == 3
+        assert trio.current_time() - began <= 2 * RETRY_S + 0.1
+        assert (await statistics(peer))["flusher"]["full"] == ""
+        reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
+        assert isinstance(reply, MutateReply)
+        assert reply.first_seq == 4
+
+
+async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It was refused, and its publisher sends it again when there is room."""
+    store = SimulatedStore()
+    async with serving(store) as service, speaking(service) as peer:
+        log = log_of(store)
+        log.bytes_max = log.statistics()["bytes_used"]
+        refusal = await answer_to(peer, await send(peer, increment(b"n", 5), PERSISTED, P0, 1))
+        assert isinstance(refusal, Refusal)
+        log.bytes_max = 1 << 62
+        await trio.sleep(2 * RETRY_S)
+        reply = await answer_to(peer, await send(peer, increment(b"n", 5), PERSISTED, P0, 1))
+        assert isinstance(reply, MutateReply)
+        assert (reply.counters, reply.last_seq) == (((0, 5),), 1)
+        assert await value_of(peer, b"n") == b"5"
+
+
+# A disk that fails.
+
+
+def break_down() -> None:
+    raise StoreFailedError("the disk failed")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_after_a_write_that_failed_nothing_is_acknowledged(
+    autojump_clock: trio.testing.MockClock, is_kept: bool
+) -> None:
+    """The server ends. Whether the write is there afterwards, the disk decides; what was
+    acknowledged before is."""
+    store = SimulatedStore(delay=lambda _call: 0.01)
+    heard: list[Message] = []
+
+    async def listen(peer: Peer) -> None:
+        while True:
+            message = await peer.hear(Message)
+            if isinstance(message, MutateReply | AwaitReply | Refusal):
+                heard.append(message)
+
+    with pytest.RaisesGroup(StoreFailedError, flatten_subgroups=True, allow_unwrapped=True):
+        async with (
+            serving(store) as service,
+            speaking(service) as peer,
+            speaking(service) as other,
+            trio.open_nursery() as nursery,
+        ):
+            await answer_to(peer, await send(peer, sets(b"before"), PERSISTED))
+            log_of(store).fault, log_of(store).keep_on_fault = break_down, is_kept
+            nursery.start_soon(listen, peer)
+            nursery.start_soon(listen, other)
+            await send(peer, sets(b"k"), PERSISTED)
+            await send(other, sets(b"l"), PERSISTED, P1)
+            await trio.sleep(LONG_S)
+    assert trio.current_time() < 1
+    assert [message for message in heard if not isinstance(message, Refusal)] == []
+    assert (store.failed.is_set(), store.failure) == (True, "the disk failed")
+    for disk in store.room.disks[BUCKET]:
+        disk.crash()
+    async with (
+        serving(SimulatedStore(store.room)) as service,
+        speaking(service) as peer,
+    ):
+        assert await value_of(peer, b"before") == b"v"
+        assert await value_of(peer, b"k") == (b"v" if is_kept else None)
+        reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
+        assert isinstance(reply, MutateReply)
+
+
+# What a restart leaves.
+
+
+async def crashed(store: SimulatedStore, live: Callable[[Service], Any]) -> None:
+    """A life that ends as a crash does."""
+    with trio.CancelScope() as scope:
+        async with serving(store) as service:
+            await live(service)
+            scope.cancel()
+            await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_batch_sent_again_after_a_crash_has_one_effect(
+    autojump_clock: trio.testing.MockClock, is_answered: bool
+) -> None:
+    room = SimulatedRoom()
+    first: list[MutateReply] = []
+
+    async def live(service: Service) -> None:
+        async with speaking(service) as peer:
+            for number in (1, 2, 3):
+                opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
+                if is_answered:
+                    reply = await answer_to(peer, opaque)
+                    assert isinstance(reply, MutateReply)
+                    first.append(reply)
+            # Its commit comes though nobody hears of it.
+            await trio.sleep(1)
+
+    await crashed(SimulatedStore(room), live)
+    async with serving(SimulatedStore(room)) as service, speaking(service) as peer:
+        counters, numbers = [], []
+        for number in (1, 2, 3, 4):
+            opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
+            reply = await answer_to(peer, opaque)
+            assert isinstance(reply, MutateReply)
+            counters += [value for _, value in reply.counters]
+            numbers.append((reply.first_seq, reply.last_seq, reply.first_cas))
+        assert counters == [1, 3, 6, 10]
+        assert [found[0] for found in numbers] == [1, 2, 3, 4]
+        if is_answered:
+            assert [(r.first_seq, r.last_seq, r.first_cas) for r in first] == numbers[:3]
+        assert await value_of(peer, b"n") == b"10"
+
+
+async def test_a_batch_that_a_crash_lost_is_done_when_it_is_sent_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its token is lost with it, and not before or after it."""
+    room = SimulatedRoom()
+
+    async def live(service: Service) -> None:
+        async with speaking(service) as peer:
+            await answer_to(peer, await send(peer, increment(b"n", 1), MEMORY, P0, 1))
+
+    await crashed(HeldStore(room), live)
+    async with serving(SimulatedStore(room)) as service, speaking(service) as peer:
+        assert await value_of(peer, b"n") is None
+        for _ in range(2):
+            reply = await answer_to(peer, await send(peer, increment(b"n", 1), PERSISTED, P0, 1))
+            assert isinstance(reply, MutateReply)
+            assert reply.counters == ((0, 1),)
+
+
+# A bucket that goes.
+
+
+async def test_a_bucket_deleted_while_commits_are_under_way(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store) as service, speaking(service) as peer:
+        sent = [await send(peer, sets(b"%d" % n), PERSISTED, PartitionId(n % 2)) for n in range(6)]
+        await peer.say(Seqnos(opaque=peer.opaque()))
+        history_id = HistoryId((await peer.hear(SeqnosReply)).rows[0][1])
+        waiting = peer.opaque()
+        await peer.say(Await(history_id, SeqNo(1), 20_000, PERSISTED, partition=P0, opaque=waiting))
+        await trio.testing.wait_all_tasks_blocked()
+        await service.delete_bucket(BUCKET)
+        refused = [await peer.hear(Refusal) for _ in range(len(sent) + 1)]
+        assert sorted(refusal.opaque for refusal in refused) == [*sent, waiting]
+        assert store.room.disks == {}
+        store.released.set()
+        await service.create_bucket(BUCKET, 2, QUOTA_BYTES)
+        async with speaking(service) as again:
+            assert await value_of(again, b"0") is None
+            reply = await answer_to(again, await send(again, sets(b"0"), PERSISTED))
+            assert isinstance(reply, MutateReply)
+            assert reply.first_seq == 1
+        assert not store.failed.is_set()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
+    autojump_clock: trio.testing.MockClock, seed: int
+) -> None:
+    """What was acknowledged in a bucket's life is there in it, and nothing of an earlier one."""
+    draw = Random(seed)
+    store = SimulatedStore(delay=lambda _call: draw.random() / 100)
+    acknowledged = 0
+    async with serving(store) as service:
+        for life in range(8):
+            written: set[bytes] = set()
+            answered: set[bytes] = set()
+
+            async def load(life: int, written: set[bytes], answered: set[bytes]) -> None:
+                async with speaking(service) as peer:
+                    while True:
+                        key = b"%d-%d" % (life, len(written))
+                        written.add(key)
+                        opaque = await send(peer, sets(key), PERSISTED)
+                        if isinstance(await answer_to(peer, opaque), Refusal):
+                            return
+                        answered.add(key)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(load, life, written, answered)
+                await trio.sleep(draw.random() / 4)
+                async with speaking(service) as peer:
+                    for key in sorted(answered):
+                        assert await value_of(peer, key) == b"v"
+                    for number in range(20):
+                        assert await value_of(peer, b"%d-%d" % (life - 1, number)) is None
+                await service.delete_bucket(BUCKET)
+            acknowledged += len(answered)
+            await service.create_bucket(BUCKET, 2, QUOTA_BYTES)
+    assert acknowledged > 50
+    assert not store.failed.is_set()
