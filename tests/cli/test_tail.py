@@ -320,7 +320,9 @@ def test_a_connection_that_is_lost_is_told_and_made_again(
         process.event("completed")
         before.stop()
     assert process.stderr is not None
-    assert b"the connection is lost; trying again for up to 300 s" in process.stderr.readline()
+    line = process.stderr.readline()
+    assert b"the connection is lost (" in line
+    assert b"); trying again for up to 300 s" in line
     address = before.url.removeprefix("upr://").rstrip("/")
     with start_server(address, "--config", str(config)):
         run("set", url, "k", "v")

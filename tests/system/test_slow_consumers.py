@@ -189,7 +189,8 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
 @pytest.mark.timeout(600)
 async def test_nobody_follows(tmp_path: Path) -> None:
     async with town(tmp_path) as there:
-        await there.load(0, COUNT, "alone")
+        await there.load(0, BEFORE, "alone, at first")
+        await there.load(BEFORE, COUNT, "alone")
         assert await there.mutations() == COUNT
 
 

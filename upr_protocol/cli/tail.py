@@ -164,10 +164,14 @@ class _Tail:
         was_connected = True
         while True:
             await trio.sleep(_LOOK_S)
-            is_connected = consumer.statistics().connected
+            statistics = consumer.statistics()
+            is_connected = statistics.connected
             if is_connected != was_connected:
                 progress.clear()
-                lost = f"the connection is lost; trying again for up to {self.patience_s:,} s"
+                lost = (
+                    f"the connection is lost ({statistics.last_failure}); trying again for up to "
+                    f"{self.patience_s:,} s"
+                )
                 say("connected again" if is_connected else lost)
             was_connected = is_connected
 

@@ -163,5 +163,6 @@ def over_quota(address: Address, timeout_s: float) -> ServerError:
     """What is raised when a server grants no credit for too long."""
     return ServerError(
         Status.TEMPORARY_FAILURE,
-        f"the bucket {address.bucket!r} is over its memory quota: no credit for {timeout_s:g} s",
+        f"the bucket {address.bucket!r} gives no credit for {timeout_s:g} s: it is over its memory "
+        "quota, or its disk is full",
     )

@@ -77,6 +77,7 @@ class BucketDisk:
         self.backfills = 0
         self.backfill_bytes = 0
         self._fetches = self._fetched = 0
+        self._flushed = trio.Event()
         self._ended = trio.Event()
 
     def _committed(self) -> None:
@@ -90,15 +91,17 @@ class BucketDisk:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self.upkeeper.run)
                     await self.flusher.run()
+                    self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
             self.flusher.refuse_all()
             self._ended.set()
 
     async def stop(self) -> None:
-        """Brings what there is to disk, and ends; no more mutations may come."""
+        """Brings what there is to disk, and ends; no more mutations may come. When it fails to,
+        this does not return: `run` raises."""
         self.flusher.stop()
-        await self._ended.wait()
+        await self._flushed.wait()
 
     async def abandon(self) -> None:
         """Ends, and leaves what is not on disk: the bucket was deleted."""

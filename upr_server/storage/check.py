@@ -64,7 +64,7 @@ LOG_ADVICE: Final = (
 )
 INDEX_ADVICE: Final = (
     "stop the server and delete the file data.mdb in the bucket's folder index: it is made anew "
-    "from the log"
+    "from the log when the server runs again"
 )
 
 

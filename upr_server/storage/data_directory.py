@@ -159,11 +159,14 @@ class DataRoom:
         self._bytes_max = bytes_max
 
     def names(self) -> list[str]:
-        """The buckets, sorted. What a crash left of others goes."""
+        """The buckets, sorted. What a crash left of others goes; files of somebody else are left
+        alone."""
+        folders = [path for path in self._path.iterdir() if path.is_dir()]
         if not self._readonly:
-            for left in self._path.glob(".*"):
-                shutil.rmtree(left)
-        return sorted(path.name for path in self._path.iterdir())
+            for left in folders:
+                if left.name.startswith("."):
+                    shutil.rmtree(left)
+        return sorted(path.name for path in folders if not path.name.startswith("."))
 
     def open(self, name: str) -> tuple[Environment, Environment]:
         """Log and index of a bucket.

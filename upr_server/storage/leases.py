@@ -16,6 +16,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import LEASE_RANGES_MAX, LEASE_TIME_TO_LIVE_S_MAX, LEASES_MAX
 from upr_server.engine import Bucket
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.port import Store
 from upr_server.storage.records import LeaseRecord
 
@@ -131,8 +132,15 @@ class LeaseBook:
 
     async def _keep(self, lease: LeaseRecord) -> LeaseRecord:
         # It holds from now on, and its owner hears of it when it is on disk.
+        before = self._leases.get(lease.lease_id)
         self._leases[lease.lease_id] = lease
-        await self._store.put_lease(self._bucket.name, lease)
+        try:
+            await self._store.put_lease(self._bucket.name, lease)
+        except DiskFullError:
+            del self._leases[lease.lease_id]
+            if before is not None:
+                self._leases[lease.lease_id] = before
+            raise
         return lease
 
     def _held(self, lease_id: int) -> LeaseRecord:
