@@ -39,7 +39,7 @@ from upr_protocol.wire import (
 )
 from upr_server.net import Service
 from upr_server.storage.calls import AnyCall, Commit
-from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.errors import DiskFullError, StoreFailedError
 from upr_server.storage.flusher import RETRY_S
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
@@ -337,6 +337,30 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
         reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
         assert isinstance(reply, MutateReply)
         assert reply.first_seq == 4
+
+
+async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The mark of a clean stop would fit where the mutation does not."""
+    room = SimulatedRoom()
+    store = SimulatedStore(room)
+    large = Chunk.build([Mutation(Operation.SET, b"k", bytes(1 << 20))], SeqNo(0), SeqNo(0))
+
+    async def live_and_stop() -> None:
+        async with serving(store, 1) as service, speaking(service) as peer:
+            await answer_to(peer, await send(peer, sets(b"on disk"), PERSISTED))
+            log = log_of(store)
+            log.bytes_max = log.statistics()["bytes_used"] + len(large.encode()) // 2
+            assert isinstance(await answer_to(peer, await send(peer, large, MEMORY)), MutateReply)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await live_and_stop()
+    assert caught.group_contains(DiskFullError)
+    log_of(store).bytes_max = 1 << 62
+    (found,) = await SimulatedStore(room).load()
+    assert not found.is_clean
+    assert found.partitions[0].record.high == 1
 
 
 async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
