@@ -38,7 +38,7 @@ from upr_protocol.wire import (
     StatsReply,
 )
 from upr_server.net import Service
-from upr_server.storage.calls import AnyCall, Commit
+from upr_server.storage.calls import AnyCall, Commit, Finish
 from upr_server.storage.errors import DiskFullError, StoreFailedError
 from upr_server.storage.flusher import RETRY_S
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -343,8 +343,16 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The mark of a clean stop would fit where the mutation does not."""
+    calls: list[AnyCall] = []
+
+    class Recorded(SimulatedStore):
+        async def _answer(self, call: AnyCall) -> Any:
+            # Who asks may be cancelled; a process carries it out nevertheless.
+            calls.append(call)
+            return await super()._answer(call)
+
     room = SimulatedRoom()
-    store = SimulatedStore(room)
+    store = Recorded(room)
     large = Chunk.build([Mutation(Operation.SET, b"k", bytes(1 << 20))], SeqNo(0), SeqNo(0))
 
     async def live_and_stop() -> None:
@@ -357,6 +365,8 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     with pytest.raises(BaseExceptionGroup) as caught:
         await live_and_stop()
     assert caught.group_contains(DiskFullError)
+    assert any(isinstance(call, Commit) for call in calls)
+    assert not any(isinstance(call, Finish) for call in calls)
     log_of(store).bytes_max = 1 << 62
     (found,) = await SimulatedStore(room).load()
     assert not found.is_clean
