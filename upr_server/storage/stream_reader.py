@@ -165,6 +165,10 @@ class StreamReader:
             # It was dropped. What it was in the middle of must be finished, by a later end.
             self._cursor.close()
             self._cursor = None
+            if self.is_reading and self.seq == self._end:
+                # Only the end is missing, and there may be nothing behind it to read.
+                self._enter()
+                return SnapshotEnd(self._end)
             if self.is_reading:
                 self._end_at_least = self._end
             self._enter()

@@ -1,0 +1,543 @@
+"""Readers whose past has left memory: disk first, then memory, with nothing missing and nothing
+twice; and requests for keys that only the disk has. On simulated disks and a mock clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Final
+
+import pytest
+import trio
+import trio.testing
+
+from tests.server.test_connection import P0, Peer, sets
+from tests.server.test_durability import BUCKET, increment, serving, speaking, value_of
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Cas, Operation, SeqNo, SnapshotKind
+from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
+from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
+from upr_server.net import Service
+from upr_server.storage import shelf
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.calls import AnyCall, Find, Read
+from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.stream_reader import BUDGET_SHARE, PIECE_BYTES, StreamReader
+
+NOW: Final = 1000.0
+INDEXED_S: Final = 2.0
+"""After so long without a commit the index has everything."""
+
+
+class HeldReads(SimulatedStore):
+    """A store whose reads wait while `released` is not set."""
+
+    def __init__(self, kind: type[Read] | type[Find]) -> None:
+        super().__init__()
+        self.released = trio.Event()
+        self.released.set()
+        self._kind = kind
+
+    async def _wait(self, call: AnyCall) -> None:
+        if isinstance(call, self._kind):
+            await self.released.wait()
+        await super()._wait(call)
+
+
+class Model:
+    """Every mutation of a partition, and the partition."""
+
+    def __init__(self, disk: BucketDisk, partition: Partition) -> None:
+        self.disk = disk
+        self.partition = partition
+        self._written: list[tuple[bytes, bytes]] = []
+
+    def write(self, *items: tuple[bytes, bytes]) -> None:
+        """Sets items, now."""
+        rows = [Mutation(Operation.SET, key, value) for key, value in items]
+        result = self.partition.mutate(Chunk.build(rows, SeqNo(0), SeqNo(0)), now=NOW)
+        self._written += items
+        assert result.last_seq == len(self._written)
+
+    def contents(self, seq: int) -> dict[bytes, bytes]:
+        """What there was at a number."""
+        return dict(self._written[:seq])
+
+    async def persist(self) -> None:
+        """Waits until everything is on disk."""
+        await self.disk.flusher.persisted(self.partition, self.partition.high_seq)
+
+    def forget(self) -> int:
+        """Frees what the disk has, as if memory were short; gives how many cursors that dropped."""
+        manager = self.partition.manager
+        dropped = manager.dropped
+        while True:
+            while manager.free_oldest():
+                pass
+            cursors = manager.droppable()
+            if not cursors:
+                break
+            for cursor in cursors:
+                manager.drop(cursor)
+        while self.partition.evict(1000):
+            pass
+        manager.check_invariants()
+        return manager.dropped - dropped
+
+
+@asynccontextmanager
+async def a_partition(
+    store: SimulatedStore | None = None,
+) -> AsyncIterator[tuple[Service, Model]]:
+    async with serving(store or SimulatedStore(), 1) as service:
+        bucket = service.bucket(BUCKET)
+        yield service, Model(service.disks[bucket], bucket.partitions[0])
+
+
+class Reader:
+    """Reads the partition as a stream does, and compares it with the model at each end.
+
+    Attributes:
+        reader: What is tested.
+        kinds: Whence each snapshot came.
+        ends: The ends of the snapshots that were read whole.
+    """
+
+    def __init__(self, model: Model, start: int = 0) -> None:
+        self._model = model
+        self._contents = model.contents(start)
+        self._at = start
+        self._end = start
+        self._ready = trio.Event()
+        self.kinds: list[SnapshotKind] = []
+        self.ends: list[int] = []
+        self.reader = StreamReader(
+            model.disk,
+            model.partition,
+            "test",
+            SeqNo(start),
+            end_at_least=SeqNo(0),
+            on_ready=self._is_ready,
+            on_disk=self._is_ready,
+        )
+
+    def _is_ready(self) -> None:
+        self._ready.set()
+
+    def step(self) -> CursorItem | None:
+        """Takes the next item, if there is one now."""
+        self._ready = trio.Event()
+        item = self.reader.next()
+        if isinstance(item, SnapshotStart):
+            assert item.start == self._at
+            assert item.end >= self._end
+            self.kinds.append(item.kind)
+            self._end = item.end
+        elif isinstance(item, Chunk):
+            assert item.start == self._at, "something is missing, or comes again"
+            seqs = list(item.seqs)
+            assert seqs == sorted(set(seqs))
+            assert all(self._at < seq <= item.end for seq in seqs)
+            for row in item:
+                self._contents[row.key] = row.value
+            self._at = item.end
+        elif isinstance(item, SnapshotEnd):
+            assert item.end == self._at == self._end
+            self.ends.append(item.end)
+            assert self._contents == self._model.contents(item.end)
+        return item
+
+    async def read(self, items: int = 1 << 30) -> None:
+        """Takes so many items, or all up to the newest."""
+        while items and not (self._at == self._model.partition.high_seq and self._is_between):
+            if self.step() is None:
+                await self._ready.wait()
+            self.reader.sent()
+            items -= 1
+
+    @property
+    def _is_between(self) -> bool:
+        return not self.reader.is_reading
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def items(first: int, count: int, size: int = 10) -> list[tuple[bytes, bytes]]:
+    """Items of which half overwrite others."""
+    return [(b"key %d" % (n % 40), b"%d" % n + bytes(size)) for n in range(first, first + count)]
+
+
+# A stream.
+
+
+async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) -> None:
+    async with a_partition() as (_, model):
+        for turn in range(6):
+            model.write(*items(turn * 50, 50))
+            await model.persist()
+        model.forget()
+        assert model.partition.manager.oldest == 300
+        reader = Reader(model)
+        await reader.read()
+        assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [300])
+        assert reader.step() is None
+        assert not reader.reader.waits_for_disk
+        model.write(*items(300, 7))
+        await reader.read()
+        assert reader.kinds[1:] == [SnapshotKind.MEMORY]
+        assert reader.ends == [300, 307]
+        assert model.disk.backfills == 1
+        # Who has a part of it gets the rest.
+        for start in 0, 1, 50, 75, 299, 300, 307:
+            other = Reader(model, start)
+            await other.read()
+            assert (SnapshotKind.DISK in other.kinds) == (start < 300)
+            other.close()
+        assert model.disk.memory.backfills == 0
+        assert model.disk.leases.ranges() == []
+
+
+async def test_one_that_is_dropped_while_it_reads_the_disk_reads_it_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldReads(Read)
+    async with a_partition(store) as (_, model):
+        model.write(*items(0, 50))
+        await model.persist()
+        model.forget()
+        store.released = trio.Event()
+        reader = Reader(model)
+        start = reader.step()
+        assert start is None
+        await trio.testing.wait_all_tasks_blocked()
+        # Its cursor waits in memory at 50, and is in the way.
+        model.write(*items(50, 50))
+        await model.persist()
+        model.write(*items(100, 50))
+        await model.persist()
+        assert model.forget() == 1
+        store.released.set()
+        await reader.read()
+        assert reader.kinds == [SnapshotKind.DISK, SnapshotKind.DISK]
+        assert reader.ends == [50, 150]
+        assert model.disk.backfills == 2
+
+
+async def test_one_that_is_dropped_inside_a_snapshot_ends_it_from_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with a_partition() as (_, model):
+        reader = Reader(model)
+        model.write(*items(0, 50))
+        assert isinstance(reader.step(), SnapshotStart)
+        for turn in range(1, 4):
+            model.write(*items(turn * 50, 50))
+            await model.persist()
+        assert model.forget() == 1
+        model.write(*items(200, 1))
+        await reader.read()
+        assert reader.kinds[:2] == [SnapshotKind.MEMORY, SnapshotKind.DISK]
+        assert reader.ends == [200, 201]
+
+
+@pytest.mark.parametrize("is_more", [False, True])
+async def test_one_that_is_dropped_before_the_end_alone_gets_that(
+    autojump_clock: trio.testing.MockClock, is_more: bool
+) -> None:
+    """Perhaps there is nothing behind it that could bring the end."""
+    async with a_partition() as (_, model):
+        reader = Reader(model)
+        model.write(*items(0, 50))
+        assert isinstance(reader.step(), SnapshotStart)
+        assert isinstance(reader.step(), Chunk)
+        if is_more:
+            model.write(*items(50, 50))
+        await model.persist()
+        assert model.forget() == 1
+        assert isinstance(reader.step(), SnapshotEnd)
+        await reader.read()
+        assert reader.ends == ([50, 100] if is_more else [50])
+        assert model.disk.backfills == is_more
+        model.write(*items(100 if is_more else 50, 5))
+        await reader.read()
+        assert reader.kinds[-1] == SnapshotKind.MEMORY
+
+
+async def test_a_backfills_end_stands_and_compaction_leaves_it_whole(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every key is overwritten meanwhile, again and again, and nearly all is garbage."""
+    monkeypatch.setattr(shelf, "GARBAGE_BYTES", 0)
+    store = HeldReads(Read)
+    async with a_partition(store) as (_, model):
+        model.write(*items(0, 60))
+        await model.persist()
+        model.forget()
+        store.released = trio.Event()
+        reader = Reader(model)
+        assert reader.step() is None
+        await trio.testing.wait_all_tasks_blocked()
+        assert model.disk.leases.ranges() == [(0, 0, 60)]
+        for turn in range(1, 9):
+            model.write(*items(turn * 60, 60))
+            await model.persist()
+            await trio.sleep(INDEXED_S)
+            model.forget()
+        assert int(str(store.statistics(BUCKET)["compactions"])) > 0
+        assert model.disk.leases.ranges() == [(0, 0, 60)]
+        store.released.set()
+        await reader.read()
+        assert reader.ends == [60, 540]
+        assert model.disk.leases.ranges() == []
+        # Nobody holds it now: what is superseded goes.
+        before = int(str(store.statistics(BUCKET)["chunk_bytes"]))
+        for turn in range(9, 12):
+            model.write(*items(turn * 60, 60))
+            await model.persist()
+            await trio.sleep(INDEXED_S)
+        assert int(str(store.statistics(BUCKET)["chunk_bytes"])) < before
+        reader.close()
+
+
+async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    many = 30
+    async with a_partition() as (service, model):
+        memory = model.disk.memory
+        for turn in range(60):
+            model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(20)))
+            await model.persist()
+        model.forget()
+        total = 60 * 20 * 10_000
+        budget = int(service.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
+        assert budget + many * PIECE_BYTES < many * total / 10, "else it is about nothing"
+        readers = [Reader(model) for _ in range(many)]
+        for reader in readers:
+            assert reader.step() is None
+        most = 0
+        for _ in range(200):
+            await trio.sleep(0.001)
+            most = max(most, memory.backfills)
+        # Each may read one piece whatever the budget, and a piece ends with a chunk.
+        assert budget / 2 < most <= budget + many * (PIECE_BYTES + 256 * 1024)
+
+        async def read(reader: Reader) -> None:
+            nonlocal most
+            while reader.ends != [1200]:
+                await reader.read(1)
+                most = max(most, memory.backfills)
+            reader.close()
+
+        async with trio.open_nursery() as nursery:
+            for reader in readers[: many // 2]:
+                nursery.start_soon(read, reader)
+        assert most <= budget + many * (PIECE_BYTES + 256 * 1024)
+        # Those that are given up give back what they had.
+        for reader in readers[many // 2 :]:
+            reader.close()
+        await trio.testing.wait_all_tasks_blocked()
+        assert memory.backfills == 0
+        assert model.disk.leases.ranges() == []
+        assert model.partition.manager.cursor_count == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_readers_see_what_the_model_says_whatever_happens(
+    autojump_clock: trio.testing.MockClock, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = Random(seed)
+    if seed % 2:
+        monkeypatch.setattr(shelf, "GARBAGE_BYTES", 0)
+    store = SimulatedStore(delay=lambda _call: draw.random() / 50)
+    async with a_partition(store) as (_, model):
+        readers = [Reader(model) for _ in range(3)]
+        written = dropped = 0
+        for _ in range(120):
+            choice = draw.random()
+            if choice < 0.3:
+                count = draw.randrange(1, 60)
+                model.write(*items(written, count, draw.choice((1, 200))))
+                written += count
+            elif choice < 0.45:
+                await model.persist()
+            elif choice < 0.6:
+                dropped += model.forget()
+            elif choice < 0.65:
+                number = draw.randrange(len(readers))
+                readers[number].close()
+                # What is purged nobody may begin at; nothing is deleted here.
+                ends = readers[number].ends or [0]
+                readers[number] = Reader(model, draw.choice(ends))
+            elif choice < 0.75:
+                await trio.sleep(draw.random())
+            else:
+                reader = draw.choice(readers)
+                with trio.move_on_after(draw.random() / 20):
+                    await reader.read(draw.randrange(1, 12))
+        for reader in readers:
+            await reader.read()
+            assert not reader.ends or reader.ends[-1] == written
+            reader.close()
+        fresh = Reader(model)
+        await fresh.read()
+        fresh.close()
+        assert model.disk.backfills > 0
+        assert dropped > 0
+
+
+# Keys that only the disk has.
+
+
+async def evicted(service: Service) -> None:
+    """Waits until the index has everything, and frees all."""
+    bucket = service.bucket(BUCKET)
+    await trio.sleep(INDEXED_S)
+    Model(service.disks[bucket], bucket.partitions[0]).forget()
+    assert bucket.statistics()["keys"] == 0
+
+
+async def ask_for(peer: Peer, key: bytes) -> None:
+    await peer.say(Get((key,), partition=P0, opaque=peer.opaque()))
+
+
+async def mutate(peer: Peer, chunk: Chunk) -> None:
+    await peer.say(Mutate(chunk, partition=P0, opaque=peer.opaque()))
+
+
+async def test_requests_for_an_evicted_key_keep_their_order(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldReads(Find)
+    async with (
+        serving(store, 1) as service,
+        speaking(service) as first,
+        speaking(service) as second,
+    ):
+        await first.mutate(sets(b"k", value=b"old"))
+        await first.mutate(sets(b"l", value=b"other"))
+        await evicted(service)
+        store.released = trio.Event()
+        await ask_for(first, b"k")
+        await trio.testing.wait_all_tasks_blocked()
+        # They stand behind it, from whomever they come.
+        await mutate(second, sets(b"k", value=b"new"))
+        await trio.testing.wait_all_tasks_blocked()
+        await ask_for(first, b"k")
+        await trio.testing.wait_all_tasks_blocked()
+        await mutate(second, sets(b"k", value=b"newest"))
+        await ask_for(second, b"k")
+        with trio.move_on_after(1) as patience:
+            await first.hear(GetReply)
+        assert patience.cancelled_caught
+        store.released.set()
+        seen = [(await first.hear(GetReply)).chunk.mutation(0).value for _ in range(2)]
+        assert seen == [b"old", b"new"]
+        assert (await second.hear(GetReply)).chunk.mutation(0).value == b"newest"
+        await evicted(service)
+        assert await value_of(first, b"k") == b"newest"
+        assert await value_of(first, b"l") == b"other"
+
+
+async def test_counters_and_expected_cas_of_evicted_keys(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldReads(Find)
+    async with (
+        serving(store, 1) as service,
+        speaking(service) as first,
+        speaking(service) as second,
+    ):
+        await first.mutate(increment(b"n", 100))
+        cas = (await first.mutate(sets(b"k", value=b"0"))).first_cas
+        for turn in range(1, 6):
+            await evicted(service)
+            store.released = trio.Event()
+            for peer in (first, second):
+                await mutate(peer, increment(b"n", 1))
+            swaps = [Mutation(Operation.SET, b"k", b"%d" % turn, SeqNo(0), Cas(cas))]
+            for peer in (first, second):
+                await mutate(peer, Chunk.build(swaps, SeqNo(0), SeqNo(0)))
+            await trio.testing.wait_all_tasks_blocked()
+            store.released.set()
+            answers = [await peer.hear(MutateReply) for peer in (first, second)]
+            values = sorted(value for reply in answers for _, value in reply.counters)
+            # The first of an absent counter is its initial value.
+            assert values == [100 + 2 * turn - 1, 100 + 2 * turn]
+            answers = [await peer.hear(MutateReply) for peer in (first, second)]
+            assert sorted(reply.failures for reply in answers) == [(), ((0, Status.CAS_MISMATCH),)]
+            cas = next(reply.first_cas for reply in answers if not reply.failures)
+            assert await value_of(first, b"k") == b"%d" % turn
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_no_older_version_is_ever_seen(
+    autojump_clock: trio.testing.MockClock, seed: int
+) -> None:
+    """Few keys, written, read and counted by three connections while memory is freed and the disk
+    takes its time."""
+    draw = Random(seed)
+    store = SimulatedStore(delay=lambda _call: draw.random() / 50)
+    keys = [b"key %d" % number for number in range(4)]
+    written = dict.fromkeys(keys, 0)
+    acknowledged = dict.fromkeys(keys, 0)
+    counted = reads = 0
+
+    async def write(peer: Peer, own: list[bytes]) -> None:
+        nonlocal counted
+        for _ in range(60):
+            key = draw.choice(own)
+            written[key] += 1
+            version = written[key]
+            await peer.mutate(sets(key, value=b"%d" % version))
+            acknowledged[key] = version
+            reply = await peer.mutate(increment(b"n", 1))
+            counted += 1
+            assert [index for index, _ in reply.counters] == [0]
+            await trio.sleep(draw.random() / 20)
+
+    async def read(peer: Peer) -> None:
+        nonlocal reads
+        seen = dict.fromkeys(keys, 0)
+        while True:
+            key = draw.choice(keys)
+            floor = max(seen[key], acknowledged[key])
+            value = await value_of(peer, key)
+            found = int(value or b"0")
+            assert floor <= found <= written[key]
+            seen[key] = found
+            reads += 1
+            await trio.sleep(draw.random() / 50)
+
+    async def forget(service: Service) -> None:
+        bucket = service.bucket(BUCKET)
+        model = Model(service.disks[bucket], bucket.partitions[0])
+        while True:
+            await trio.sleep(draw.random() * draw.choice((0.1, 1.0)))
+            model.forget()
+
+    async with (
+        serving(store, 1) as service,
+        speaking(service) as one,
+        speaking(service) as two,
+        speaking(service) as three,
+        trio.open_nursery() as readers,
+    ):
+        readers.start_soon(read, three)
+        readers.start_soon(forget, service)
+        async with trio.open_nursery() as writers:
+            writers.start_soon(write, one, keys[:2])
+            writers.start_soon(write, two, keys[2:])
+        await evicted(service)
+        assert int(await value_of(one, b"n") or b"0") == counted == 120
+        for key in keys:
+            assert int(await value_of(one, key) or b"0") == written[key]
+        bucket = service.bucket(BUCKET)
+        fetched = service.disks[bucket].statistics()["fetch"]
+        assert isinstance(fetched, dict)
+        assert fetched["batches"] > 10
+        assert reads > 50
+        readers.cancel_scope.cancel()
