@@ -16,7 +16,7 @@ from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import BUCKET, increment, serving, speaking, value_of
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import Cas, Operation, SeqNo, SnapshotKind
+from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
 from upr_server.net import Service
@@ -406,6 +406,24 @@ async def ask_for(peer: Peer, key: bytes) -> None:
 
 async def mutate(peer: Peer, chunk: Chunk) -> None:
     await peer.say(Mutate(chunk, partition=P0, opaque=peer.opaque()))
+
+
+async def test_partitions_whose_index_is_behind_are_all_answered(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """After a restart each waits for its own index, and all of them at once."""
+    store, partitions = SimulatedStore(), 5
+    async with serving(store, partitions) as service, speaking(service) as peer:
+        for number in range(partitions):
+            await peer.mutate(sets(b"k"), PartitionId(number))
+    async with serving(SimulatedStore(store.room)) as service, speaking(service) as peer:
+        bucket = service.bucket(BUCKET)
+        assert not any(partition.can_be_asked for partition in bucket.partitions)
+        for number in range(partitions):
+            await peer.say(Get((b"k",), partition=PartitionId(number), opaque=peer.opaque()))
+        with trio.fail_after(10 * INDEXED_S):
+            found = [await peer.hear(GetReply) for _ in range(partitions)]
+        assert [reply.chunk.mutation(0).value for reply in found] == [b"v"] * partitions
 
 
 async def test_requests_for_an_evicted_key_keep_their_order(
