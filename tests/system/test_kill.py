@@ -69,6 +69,9 @@ LARGE_BYTES: Final = 70_000
 PUBLISHER_BYTES: Final = 256 * 1024
 """What a publisher has under way at most."""
 
+KILLS: Final = 50
+"""In each of the two tests, at least."""
+
 PATIENCE_S: Final = 600.0
 CHECK_EVERY: Final = 8
 """Lives between looks at everything that was acknowledged."""
@@ -97,10 +100,10 @@ def is_deletion(count: int) -> bool:
     return count % 11 == 7
 
 
-def value_of(key: bytes, count: int) -> bytes:
+def value_of(key: bytes, count: int, bytes_max: int) -> bytes:
     """What a key holds after so many writes, the last of them no deletion."""
     head = b"%d:%s:" % (count, key)
-    length = LARGE_BYTES if count % 97 == 50 else (count * 7919 + len(key)) % 400
+    length = LARGE_BYTES if count % 97 == 50 else (count * 7919 + len(key)) % bytes_max
     return head + (b"%d." % count) * (length // 4)
 
 
@@ -112,10 +115,11 @@ class Written:
         floor: By key the last write that may not be lost.
     """
 
-    def __init__(self, prefix: str, draw: random.Random) -> None:
+    def __init__(self, prefix: str, draw: random.Random, bytes_max: int) -> None:
         self.sent: Counter[bytes] = Counter()
         self.floor: dict[bytes, int] = {}
         self._draw = draw
+        self._bytes_max = bytes_max
         self._keys: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
         for number in range(KEYS):
             key = b"%s-%d" % (prefix.encode(), number)
@@ -133,13 +137,17 @@ class Written:
         if is_deletion(self.sent[key]):
             builder.append(Operation.DELETE, key)
         else:
-            builder.append(Operation.SET, key, value_of(key, self.sent[key]))
+            value = self._value(key, self.sent[key])
+            builder.append(Operation.SET, key, value)
         return self.sent[key]
 
     def is_answered(self, key: bytes, count: int) -> None:
         """A write was acknowledged."""
         assert count > self.floor.get(key, 0), "acknowledged out of order"
         self.floor[key] = count
+
+    def _value(self, key: bytes, count: int) -> bytes:
+        return value_of(key, count, self._bytes_max)
 
     def wrong(self, key: bytes, value: bytes | None, floor: int) -> str:
         """What is wrong with what the server has at a key; empty for nothing."""
@@ -149,7 +157,7 @@ class Written:
             gone = floor == 0 or any(map(is_deletion, counts))
             return "" if gone else f"{key!r} is lost: {floor} of {sent} writes were acknowledged"
         count = int(value.partition(b":")[0])
-        if is_deletion(count) or value != value_of(key, count) or count > sent:
+        if is_deletion(count) or value != self._value(key, count) or count > sent:
             return f"{key!r} has a value that nobody wrote: {value!r:.100}"
         if count < floor:
             return f"{key!r} is at write {count} of {sent}, and {floor} were acknowledged"
@@ -223,6 +231,8 @@ class Load:
             buffer_bytes=PUBLISHER_BYTES,
             patience_s=PATIENCE_S,
             credit_timeout_s=PATIENCE_S,
+            # Deletions of what a crash lost find nothing; `_answered` looks at each.
+            on_failure=lambda _failure: None,
             dial=dial,
         ) as sink:
             while not self._ends:
@@ -321,6 +331,7 @@ class Plan:
         seed: What its moments are drawn from.
         lives: How many lives the server has.
         quota_bytes: The bucket's memory.
+        value_bytes: How long values are, at most, but for a few large ones.
         lasts_s: By how often a drawn life lasts so long, at most, after it was seen at work.
         slow_pause_s: How long the slow consumer takes over each chunk.
     """
@@ -328,6 +339,7 @@ class Plan:
     seed: int
     lives: int
     quota_bytes: int
+    value_bytes: int
     lasts_s: tuple[float, ...]
     slow_pause_s: float
 
@@ -348,8 +360,8 @@ class Town:
         self._url = f"upr://{self._listen}/{BUCKET}"
         self._is_up = trio.Event()
         self._figures: Counter[str] = Counter()
-        self.memory = Load(Written("memory", draw), None, draw)
-        self.persisted = Load(Written("persisted", draw), Sums(draw), draw)
+        self.memory = Load(Written("memory", draw, plan.value_bytes), None, draw)
+        self.persisted = Load(Written("persisted", draw, plan.value_bytes), Sums(draw), draw)
         self.fast = Copy(0.0)
         self.slow = Copy(plan.slow_pause_s)
 
@@ -568,6 +580,7 @@ async def lived(plan: Plan, data_dir: Path) -> Counter[str]:
     print(dict(seen))  # noqa: T201  # shown with -s
     # Else it was about nothing.
     assert seen["lives"] == plan.lives
+    assert seen["lives"] - seen["stopped"] >= KILLS, seen
     for ending in ENDINGS:
         assert seen[ending] >= 3, seen
     assert seen["operations"] > 200 * plan.lives, seen
@@ -580,14 +593,14 @@ async def lived(plan: Plan, data_dir: Path) -> Counter[str]:
 
 @pytest.mark.timeout(600)
 async def test_killed_with_memory_enough(tmp_path: Path) -> None:
-    plan = Plan(1, 55, 256 * 1024 * 1024, (0.05, 0.05, 0.3), 0.005)
+    plan = Plan(1, 60, 256 * 1024 * 1024, 400, (0.05, 0.05, 0.3), 0.005)
     await lived(plan, tmp_path / "data")
 
 
 @pytest.mark.timeout(600)
 async def test_killed_with_little_memory(tmp_path: Path) -> None:
     """Keys are evicted, readers are dropped and read from disk, all the while."""
-    plan = Plan(2, 55, 4 * 1024 * 1024, (0.05, 0.3, 0.6), 0.01)
+    plan = Plan(2, 60, 1024 * 1024, 4000, (0.05, 0.3, 0.6), 0.03)
     seen = await lived(plan, tmp_path / "data")
     assert seen["cursors dropped"] > 0, seen
     assert seen["evicted"] > 0, seen
