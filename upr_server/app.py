@@ -15,7 +15,8 @@ import trio
 
 from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId
-from upr_server.config import Config
+from upr_server.config import BucketConfig, Config
+from upr_server.engine import Bucket
 from upr_server.net import Service
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.port import Store
@@ -91,14 +92,30 @@ async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
     async with _listeners(config) as listeners, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
-            for bucket in config.buckets:
-                if bucket.name not in service.buckets:
-                    quota_bytes = bucket.quota_bytes or config.quota_bytes
-                    await service.create_bucket(bucket.name, bucket.partitions, quota_bytes)
+            for wanted in config.buckets:
+                found = service.buckets.get(wanted.name)
+                if found is None:
+                    quota_bytes = wanted.quota_bytes or config.quota_bytes
+                    await service.create_bucket(wanted.name, wanted.partitions, quota_bytes)
+                else:
+                    _adapt(found, wanted)
             async with _accepting(config, service, listeners) as server:
                 yield server
         # Everything is on disk.
         nursery.cancel_scope.cancel()
+
+
+def _adapt(found: Bucket, wanted: BucketConfig) -> None:
+    """Gives a bucket that is there already the quota of the configuration."""
+    if wanted.quota_bytes:
+        found.quota.limit_bytes = wanted.quota_bytes
+    if wanted.partitions != len(found.partitions):
+        log.warning(
+            "the bucket keeps the partitions that it was made with",
+            bucket=found.name,
+            partitions=len(found.partitions),
+            configured=wanted.partitions,
+        )
 
 
 async def _watch(store: Store) -> None:

@@ -34,12 +34,13 @@ class ConfigError(UprError):
 
 
 class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bucket that is there from the start.
+    """A bucket that is there from the start: made, or found.
 
     Attributes:
         name: Its name.
-        partitions: How many partitions it has.
-        quota_bytes: Memory that it may take; 0 for `quota_bytes` of the server.
+        partitions: How many partitions it is made with; one that was found keeps its own.
+        quota_bytes: Memory that it may take; 0 for `quota_bytes` of the server, or for what one
+            that was found was made with.
     """
 
     name: str

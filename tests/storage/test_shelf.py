@@ -13,7 +13,7 @@ import pytest
 from tests.storage.log_model import Model, chunk_of, record_of, row
 from upr_protocol.ids import Operation
 from upr_server.storage import compaction, shelf
-from upr_server.storage.chunk_log import PartitionWrite
+from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.lmdb_store import LmdbEnvironment
@@ -191,3 +191,26 @@ def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
         assert (mark.seq, mark.items) == (high, len(model.contents(number, high)))
         assert bucket.log.sizes()[number] == bucket._bytes[number]
     assert refused > 20
+
+
+def test_a_disk_that_is_full_is_compacted_whatever_may_be_wasted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shelf, "GARBAGE_BYTES", 1 << 40)
+    log, index = SimulatedDisk(), SimulatedDisk()
+    bucket = new_shelf(log, index)
+    random, model = Random(7), Model(PARTITIONS)
+    log.bytes_max = COMMIT_RESERVE_BYTES + 2_000_000
+    full = 0
+    for _ in range(1_000):
+        try:
+            overwrite(bucket, model, random)
+        except DiskFullError:
+            full += 1
+            tidy(bucket, urgent=True)
+            # There is room again, and nothing more is done for it.
+            overwrite(bucket, model, random)
+            assert not bucket._is_full
+    assert 3 < full < 100
+    for number, high in enumerate(model.highs):
+        model.check_read(bucket.log, number, 0, high)

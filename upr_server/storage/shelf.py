@@ -16,6 +16,7 @@ from upr_server.storage.chunk_log import (
 )
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.environment import Environment
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.port import Upkeep
 
@@ -34,6 +35,9 @@ GARBAGE_SHARE: Final = 0.35
 
 GARBAGE_BYTES: Final = 192 * 1024 * 1024
 """and to its part of this: so much a bucket may waste however little it holds."""
+
+GARBAGE_SHARE_FULL: Final = 0.05
+"""When the disk is full this share is enough."""
 
 INDEX_STEPS: Final = 1
 INDEX_STEPS_URGENT: Final = 3
@@ -62,6 +66,7 @@ class Shelf:
         self._bytes: list[int] = []
         self._garbage: list[int] = []
         self._garbage_before = 0
+        self._is_full = False
         self._commits = 0
         self._sweeps = 0
 
@@ -91,7 +96,12 @@ class Shelf:
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:
         """See `ChunkLog.commit`."""
-        self.log.commit(writes)
+        try:
+            self.log.commit(writes)
+        except DiskFullError:
+            self._is_full = True
+            raise
+        self._is_full = False
         self._commits += 1
         for write in writes:
             number = write.partition
@@ -129,11 +139,12 @@ class Shelf:
 
     def _sweep_due(self) -> Sweep | None:
         if self._sweep is None:
-            allowed = GARBAGE_BYTES // self._count
+            share = GARBAGE_SHARE_FULL if self._is_full else GARBAGE_SHARE
+            allowed = 0 if self._is_full else GARBAGE_BYTES // self._count
             for number, (nbytes, garbage) in enumerate(
                 zip(self._bytes, self._garbage, strict=True)
             ):
-                if garbage > GARBAGE_SHARE * (nbytes - garbage) + allowed:
+                if garbage > share * (nbytes - garbage) + allowed:
                     through = SeqNo(self._marks[number])
                     self._sweep = Sweep(self.log, self.index, number, through)
                     self._garbage_before = garbage

@@ -59,7 +59,7 @@ class Upkeeper:
         self._wakeup = trio.Event()
         self._progress = trio.Event()
         self._asked = 0
-        self._corrupted = ""
+        self._corrupted = self._full = ""
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -73,12 +73,18 @@ class Upkeeper:
             yield
 
     async def until_it_can_be_asked(self, partition: Partition) -> None:
-        """Waits until the index knows all that was on disk when the server started."""
+        """Waits until the index knows all that was on disk when the server started.
+
+        Raises:
+            StorageError: It will not, as it stands.
+        """
         self._asked += 1
         try:
             while not partition.can_be_asked:
                 if self._corrupted:
                     raise CorruptionError(self._corrupted)
+                if self._full:
+                    raise DiskFullError(self._full)
                 if self._progress.is_set():
                     # Others may wait for the one that there is.
                     self._progress = trio.Event()
@@ -94,8 +100,11 @@ class Upkeeper:
             try:
                 async with self._turn:
                     more = await self._step()
-            except DiskFullError:
-                # Indexing can wait, and compaction cannot make room without some.
+                self._full = ""
+            except DiskFullError as error:
+                # Indexing can wait, and compaction cannot make room without some; who asks cannot.
+                self._full = str(error)
+                self._progress.set()
                 await trio.sleep(RETRY_S)
             except CorruptionError as error:
                 if not self._corrupted:
