@@ -55,8 +55,8 @@ def _results(lines: Sequence[Line]) -> str:
             line["row"],
             _quantity(line["ours"], line["unit"]),
             _quantity(line["peer"], line["unit"]),
-            f"**{line['ratio']:.2f}**",
-            f"{line['ratio_range'][0]:.2f}–{line['ratio_range'][1]:.2f}",
+            f"**{_ratio(line['ratio'])}**",
+            "–".join(map(_ratio, line["ratio_range"])),
             f"{line['first_bar']:g}",
             f"{line['aim']:g}",
             line["peer_name"],
@@ -65,6 +65,10 @@ def _results(lines: Sequence[Line]) -> str:
     ]
     head = ("row", "ours", "peer", "ratio", "of single runs", "first bar", "aim", "against")
     return _table(head, rows)
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
 def _quantity(number: float, unit: str) -> str:
