@@ -19,7 +19,7 @@ from upr_server.storage.errors import DiskFullError
 from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord
-from upr_server.storage.shelf import INDEX_STEPS_URGENT, Shelf
+from upr_server.storage.shelf import STEPS_URGENT, STEPS_WASTEFUL, Shelf
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PARTITIONS: Final = 2
@@ -121,7 +121,9 @@ def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
 
 
-def test_indexing_and_compaction_take_turns(bucket: Shelf) -> None:
+def turns(bucket: Shelf) -> list[tuple[bool, int]]:
+    """How many steps of compaction (true) and of indexing follow each other, while both have
+    something to do: from the first of compaction, which is due when indexing finds out so."""
     random, model = Random(3), Model(PARTITIONS)
     for _ in range(40):
         overwrite(bucket, model, random)
@@ -133,8 +135,22 @@ def test_indexing_and_compaction_take_turns(bucket: Shelf) -> None:
     last = min(max(at for at, kind in enumerate(kinds) if kind is which) for which in (True, False))
     both = kinds[: last + 1]
     assert len(both) >= 6
-    runs = [(kind, len(list(steps))) for kind, steps in groupby(both)]
-    assert all(length <= (1 if kind else INDEX_STEPS_URGENT) for kind, length in runs), runs
+    return [(kind, len(list(steps))) for kind, steps in groupby(both)][1:]
+
+
+def test_indexing_and_compaction_take_turns(bucket: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "WASTEFUL_SHARE", 1e9)
+    indexing, compacting = STEPS_URGENT
+    runs = turns(bucket)
+    assert all(length <= (compacting if kind else indexing) for kind, length in runs), runs
+
+
+def test_compaction_goes_first_while_too_much_is_wasted(bucket: Shelf) -> None:
+    indexing, compacting = STEPS_WASTEFUL
+    # When it begins to be wasteful the turn of before goes on.
+    runs = turns(bucket)[1:]
+    assert runs
+    assert all(length <= (compacting if kind else indexing) for kind, length in runs), runs
 
 
 def test_a_step_is_bounded(bucket: Shelf) -> None:

@@ -85,6 +85,7 @@ class Consumers:
         """The next thing it says."""
         assert self._process.stdout is not None
         with trio.fail_after(LATE_S):
+            await trio.lowlevel.checkpoint()
             while b"\n" not in self._received:
                 data = await self._process.stdout.receive_some()
                 assert data, "the consumers ended without a word"

@@ -31,6 +31,11 @@ COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further snapshot once it has come to this: it stays within 100 ms on a plain
 disk, and what it takes in memory on both sides of the pipe stays small."""
 
+UNINDEXED_MAX: Final = 512 * 1024
+"""Mutations that may be on disk and not yet in its index. Beyond it commits wait: what a load
+overwrites meanwhile need not be written, memory fills, and then publishers slow down. Else the
+index, and compaction, which needs it, would fall behind for as long as the load lasts."""
+
 RETRY_S: Final = 1.0
 """How long to wait before trying again on a full disk."""
 
@@ -62,6 +67,8 @@ class Flusher:
         self._wakeup = trio.Event()
         self._waiting: dict[PartitionId, deque[tuple[SeqNo, Persisted]]] = {}
         self._stopping = False
+        self._indexed = trio.Event()
+        self._index_moves = True
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
         self.full = ""
@@ -131,12 +138,14 @@ class Flusher:
                     await self._wakeup.wait()
                 continue
             await self._linger()
+            await self._keep_pace()
             await self._commit(await self._collect())
 
     def stop(self) -> None:
         """No more mutations will come: `run` is to bring what there is to disk, and to end."""
         self._stopping = True
         self._wakeup.set()
+        self._indexed.set()
 
     async def _linger(self) -> None:
         """Lets more come together, unless somebody waits."""
@@ -145,6 +154,24 @@ class Flusher:
             while not self._waiting and not self._stopping:
                 self._wakeup = trio.Event()
                 await self._wakeup.wait()
+
+    async def _keep_pace(self) -> None:
+        """Lets the index come nearer, if it is far behind and moves."""
+        await trio.lowlevel.checkpoint()
+        while self._index_moves and not self._stopping and self._unindexed() > UNINDEXED_MAX:
+            self._indexed = trio.Event()
+            await self._indexed.wait()
+
+    def _unindexed(self) -> int:
+        return sum(
+            partition.manager.persistence.committed - partition.indexed
+            for partition in self._bucket.partitions
+        )
+
+    def index_moves(self, moves: bool) -> None:
+        """The index has come further; or it cannot, and nobody is to wait for it."""
+        self._index_moves = moves
+        self._indexed.set()
 
     async def _collect(self) -> list[PartitionWrite]:
         """Reads whole snapshots of partitions that have any, each partition's as far as it has come

@@ -39,10 +39,15 @@ GARBAGE_BYTES: Final = 192 * 1024 * 1024
 GARBAGE_SHARE_FULL: Final = 0.05
 """When the disk is full this share is enough."""
 
-INDEX_STEPS: Final = 1
-INDEX_STEPS_URGENT: Final = 3
-"""Steps of indexing for each of compaction, when both have something to do: as memory cannot be
-freed before it is indexed, that goes first when it is urgent."""
+STEPS: Final = (1, 1)
+STEPS_URGENT: Final = (3, 1)
+STEPS_WASTEFUL: Final = (1, 3)
+"""Steps of indexing, and of compaction, in turn when both have something to do. As memory cannot be
+freed before it is indexed, that goes first when it is urgent; but not while more and more of the
+disk is wasted."""
+
+WASTEFUL_SHARE: Final = 0.7
+"""More of the bucket than this, beside twice `GARBAGE_BYTES`, is wasteful."""
 
 
 class Shelf:
@@ -57,7 +62,7 @@ class Shelf:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
         self._sweep: Sweep | None = None
-        self._indexed_since = 0
+        self._turn = 0
         self._count = 0
         self._highs: list[int] = []
         self._marks: list[int] = []
@@ -118,18 +123,25 @@ class Shelf:
         """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
         behind = self._furthest_behind(urgent)
         sweep = self._sweep_due()
-        steps = INDEX_STEPS_URGENT if urgent else INDEX_STEPS
-        if sweep is not None and (behind is None or self._indexed_since >= steps):
-            self._indexed_since = 0
+        if sweep is not None and (behind is None or self._is_turn_to_compact(urgent)):
             number = self._compact(sweep, leases, purge_before_cas)
             return self._report(number, compacted=True, urgent=urgent)
         if behind is None:
             return Upkeep()
-        self._indexed_since += 1
         mark = self.index.step(behind, INDEX_MUTATIONS)
         self._marks[behind], self._items[behind] = mark.seq, mark.items
         self._garbage[behind] = mark.garbage_bytes
         return self._report(behind, compacted=False, urgent=urgent)
+
+    def _is_turn_to_compact(self, urgent: bool) -> bool:
+        garbage = sum(self._garbage)
+        live = sum(self._bytes) - garbage
+        if garbage > WASTEFUL_SHARE * live + 2 * GARBAGE_BYTES:
+            indexing, compacting = STEPS_WASTEFUL
+        else:
+            indexing, compacting = STEPS_URGENT if urgent else STEPS
+        self._turn = (self._turn + 1) % (indexing + compacting)
+        return self._turn >= indexing
 
     def _furthest_behind(self, urgent: bool) -> int | None:
         lags = [high - mark for high, mark in zip(self._highs, self._marks, strict=True)]

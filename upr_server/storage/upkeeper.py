@@ -104,6 +104,7 @@ class Upkeeper:
             except DiskFullError as error:
                 # Indexing can wait, and compaction cannot make room without some; who asks cannot.
                 self._full = str(error)
+                self._flusher.index_moves(False)
                 self._progress.set()
                 await trio.sleep(RETRY_S)
             except CorruptionError as error:
@@ -114,6 +115,7 @@ class Upkeeper:
                         error=str(error),
                     )
                 self._corrupted = str(error)
+                self._flusher.index_moves(False)
                 self._progress.set()
                 await trio.sleep_forever()
             if not more:
@@ -131,6 +133,7 @@ class Upkeeper:
             leases=self._leases.ranges(),
             purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
         )
+        self._flusher.index_moves(True)
         if done.partition < 0:
             return False
         partition = self._bucket.partitions[done.partition]
