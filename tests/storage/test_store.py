@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Final
 
+import lmdb
 import pytest
 import trio
 
@@ -21,7 +24,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.engine import Want
 from upr_server.storage import process_store
-from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, Token
 from upr_server.storage.data_directory import FORMAT_TEXT, DataRoom, prepare
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import DataDirectoryError, DiskFullError, StoreFailedError
@@ -237,6 +240,50 @@ def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
     assert room.names() == []
     with pytest.raises(DiskFullError):
         room.create("b", find_no_room)
+    room.create("b", lambda _log, _index: None)
+    assert room.names() == ["b"]
+
+
+def test_a_disk_without_room_takes_no_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB is not even asked: its new lock file would kill the process with SIGBUS."""
+    prepare(tmp_path)
+    room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
+    free_blocks = COMMIT_RESERVE_BYTES // 4096 - 1
+    disk = SimpleNamespace(f_frsize=4096, f_blocks=1 << 20, f_bavail=free_blocks)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _path: disk)
+        with pytest.raises(DiskFullError, match="a new bucket needs"):
+            room.create("b", lambda _log, _index: None)
+    assert list((tmp_path / "buckets").iterdir()) == []
+    room.create("b", lambda _log, _index: None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("where", ["mkdir", "rename", "lmdb"])
+def test_a_bucket_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+) -> None:
+    prepare(tmp_path)
+    room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def fill(log: Environment, _index: Environment) -> None:
+        with log.write():
+            if where == "lmdb":
+                error = lmdb.Error("mdb_txn_commit")
+                error.__dict__["code"] = number
+                raise error
+
+    with monkeypatch.context() as patch:
+        if where != "lmdb":
+            patch.setattr(Path, where, fail)
+        with pytest.raises(DiskFullError, match="the disk is full"):
+            room.create("b", fill)
+    assert list((tmp_path / "buckets").iterdir()) == []
     room.create("b", lambda _log, _index: None)
     assert room.names() == ["b"]
 

@@ -25,9 +25,10 @@ from typing import Final
 
 import platformdirs
 
+from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.environment import Environment
-from upr_server.storage.errors import CorruptionError, DataDirectoryError
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
+from upr_server.storage.lmdb_store import FULL, LmdbEnvironment
 from upr_server.storage.records import FORMAT_VERSION
 
 FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
@@ -202,11 +203,35 @@ class DataRoom:
         return log, index
 
     def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
-        """Makes a bucket."""
+        """Makes a bucket.
+
+        Raises:
+            DiskFullError: There is no room for it; nothing is left of it.
+        """
+        disk = os.statvfs(self._path)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes < COMMIT_RESERVE_BYTES:
+            # It could take no commit. And on a disk with no room at all LMDB's new lock file, which
+            # is written through a map, would kill this process with SIGBUS.
+            raise DiskFullError(
+                f"the disk of {self._path} has {free_bytes} bytes left; a new bucket needs "
+                f"{COMMIT_RESERVE_BYTES}"
+            )
         new = self._path / f".new-{name}"
         if new.exists():
-            # The disk was full when it was tried before.
+            # A crash left it.
             shutil.rmtree(new)
+        try:
+            self._make(new, fill)
+            new.rename(self._path / name)
+        except Exception as error:
+            shutil.rmtree(new, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise DiskFullError(f"the disk is full: {error}") from error
+            raise
+        sync(self._path)
+
+    def _make(self, new: Path, fill: Callable[[Environment, Environment], None]) -> None:
         parts = [new / part for part in ("log", "index")]
         for part in parts:
             part.mkdir(parents=True)
@@ -218,8 +243,6 @@ class DataRoom:
             index.close()
         for made in (*parts, new):
             sync(made)
-        new.rename(self._path / name)
-        sync(self._path)
 
     def delete(self, name: str) -> None:
         """Takes a bucket away."""

@@ -6,6 +6,7 @@ that says where the new root is: a crash at any moment leaves the last commit or
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from upr_server.storage.errors import (
 )
 from upr_server.storage.records import seal, unseal
 
-RESERVE_BYTES: Final = 64 * 1024 * 1024
-"""What only compaction may still take: without room to write it could not make room."""
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that is full, or of a user's share of one."""
 
 PAGES_BYTES_MIN: Final = 1024 * 1024
 """The smallest map that there can be."""
@@ -107,6 +108,8 @@ class LmdbEnvironment:
                 f"{path} cannot be opened: {error}; give the server's user the right to write it"
             ) from error
         except lmdb.Error as error:
+            if _is_full(error):
+                raise DiskFullError(f"the disk is full: {error}") from error
             raise DataDirectoryError(f"{path} cannot be opened: {error}") from error
         if is_alone or not readonly:
             try:
@@ -317,6 +320,10 @@ class _Writer(_Reader):
         self.transaction.delete(key)
 
 
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in FULL
+
+
 @contextmanager
 def _translated(*, writing: bool = False) -> Iterator[None]:
     """Turns LMDB's errors into ours."""
@@ -324,11 +331,11 @@ def _translated(*, writing: bool = False) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except (lmdb.MapFullError, lmdb.DiskError) as error:
-        # LMDB has given the transaction up, before or while its pages were written: the meta page
-        # still names the commit before.
-        raise DiskFullError(f"the disk is full: {error}") from error
     except (lmdb.Error, OSError) as error:
+        if _is_full(error):
+            # LMDB has given the transaction up, before or while its pages were written: the meta
+            # page still names the commit before.
+            raise DiskFullError(f"the disk is full: {error}") from error
         if writing:
             raise StoreFailedError(f"the disk failed: {error}") from error
         raise CorruptionError(f"the store cannot be read: {error}") from error
