@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engine.helpers import (
     NOW,
@@ -23,6 +26,8 @@ from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_server.engine import Item, MutateResult, Partition, WriterToken
+from upr_server.engine.memory import Memory
+from upr_server.engine.partition import pack, unpack
 
 MAXIMUM = (1 << 64) - 1
 SET, DELETE, ADD, REPLACE = Operation.SET, Operation.DELETE, Operation.ADD, Operation.REPLACE
@@ -512,6 +517,48 @@ def test_a_token_too_old_to_tell_is_refused() -> None:
 def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
     token = WriterToken(writer.to_bytes(16, "little"), counter)
     return partition.mutate(plain_chunk([b"k"], [b"v"]), now=NOW, writer=token)
+
+
+def test_answers_are_remembered_in_few_bytes() -> None:
+    """All that a publisher has in flight is known again, however large its counters are."""
+    memory = Memory()
+    partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
+    partition.keep_news()
+    rows = [
+        request(INCREMENT, b"%d" % number, value=delta(1, 2**64 - 100)) for number in range(1000)
+    ]
+    chunk = Chunk.build(rows)
+    answers = {}
+    for counter in range(1, 65):
+        token = WriterToken(bytes(16), counter)
+        answers[counter] = partition.mutate(chunk, now=NOW, writer=token)
+    assert partition.take_news(partition.high_seq) == {
+        WriterToken(bytes(16), counter): None if counter <= 64 - 16 else answers[counter]
+        for counter in answers
+    }
+    assert memory.writers < 170_000
+    for counter in range(49, 65):
+        again = partition.mutate(chunk, now=NOW, writer=WriterToken(bytes(16), counter))
+        assert again == msgspec.structs.replace(answers[counter], repeated=True)
+    partition.check_invariants()
+
+
+@given(
+    st.dictionaries(st.integers(0, 2**20), st.sampled_from(Status)),
+    st.dictionaries(st.integers(0, 2**20), st.integers(0, 2**64 - 1)),
+)
+def test_a_remembered_answer_is_the_one_given(
+    failures: dict[int, Status], counters: dict[int, int]
+) -> None:
+    result = MutateResult(
+        HistoryId(2**64 - 1),
+        SeqNo(2**48),
+        SeqNo(2**48 + 5),
+        Cas(2**63),
+        sorted(failures.items()),
+        sorted(counters.items()),
+    )
+    assert unpack(pack(result)) == result
 
 
 def test_a_refused_state_is_not_remembered() -> None:

@@ -8,7 +8,15 @@ from upr_server.engine import Memory, Quota, WriterToken
 from upr_server.engine.counters import Counters
 from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.writers import BATCHES_MAX, WRITERS_MAX, Writers
+from upr_server.engine.writers import (
+    ANSWER_BYTES,
+    ANSWERS_BYTES_MAX,
+    BATCHES_MAX,
+    NEWS_BYTES,
+    WRITER_BYTES,
+    WRITERS_MAX,
+    Writers,
+)
 
 # The hash table.
 
@@ -126,61 +134,138 @@ def token(counter: int, writer: int = 0) -> WriterToken:
 
 def test_a_writer_window() -> None:
     memory = Memory()
-    writers: Writers[str] = Writers(memory)
+    writers = Writers(memory)
     assert writers.recall(token(5)) == (None, False)
     for number in range(1, BATCHES_MAX + 2):
-        writers.remember(token(2 * number), str(number), 10)
+        writers.remember(token(2 * number), b"%10d" % number)
     assert writers.recall(token(2)) == (None, True), "out of the window"
-    assert writers.recall(token(4)) == ("2", False)
+    assert writers.recall(token(4)) == (b"%10d" % 2, False)
     assert writers.recall(token(5)) == (None, True), "passed over"
-    assert writers.recall(token(2 * BATCHES_MAX + 2)) == (str(BATCHES_MAX + 1), False)
+    assert writers.recall(token(2 * BATCHES_MAX + 2)) == (b"%10d" % (BATCHES_MAX + 1), False)
     assert writers.recall(token(2 * BATCHES_MAX + 3)) == (None, False), "new"
     assert writers.recall(token(2, writer=1)) == (None, False), "of another writer"
     writers.check_invariants()
-    assert memory.writers == writers.nbytes == 400 + 10 * BATCHES_MAX
+    assert memory.writers == writers.nbytes == 400 + 210 * BATCHES_MAX
+
+
+def test_a_writer_window_in_bytes() -> None:
+    memory = Memory()
+    writers = Writers(memory)
+    for number in range(1, 11):
+        writers.remember(token(number), bytes(ANSWERS_BYTES_MAX // 4 - ANSWER_BYTES))
+    assert [writers.recall(token(number))[1] for number in (6, 7)] == [True, False]
+    writers.remember(token(11), b"small")
+    assert [writers.recall(token(number))[1] for number in (7, 8)] == [True, False]
+    assert memory.writers < ANSWERS_BYTES_MAX + WRITER_BYTES
+    writers.remember(token(12), bytes(2 * ANSWERS_BYTES_MAX))
+    assert writers.recall(token(11)) == (None, True)
+    assert writers.recall(token(12))[0] == bytes(2 * ANSWERS_BYTES_MAX), "the newest stays"
+    writers.check_invariants()
+    writers.remember(token(13), b"small")
+    assert writers.recall(token(12)) == (None, True)
+    writers.check_invariants()
+    assert memory.writers == writers.nbytes == WRITER_BYTES + ANSWER_BYTES + len(b"small")
 
 
 def test_the_writers_heard_from_last_are_remembered() -> None:
     memory = Memory()
-    writers: Writers[str] = Writers(memory)
+    writers = Writers(memory)
     for number in range(WRITERS_MAX):
-        writers.remember(token(1, number), "first", 10)
-    writers.remember(token(2, 0), "second", 10)
-    writers.remember(token(1, WRITERS_MAX), "first", 10)
+        writers.remember(token(1, number), b"first")
+    writers.remember(token(2, 0), b"second")
+    writers.remember(token(1, WRITERS_MAX), b"first")
     assert writers.recall(token(1, 1)) == (None, False), "the one heard from longest ago"
-    assert writers.recall(token(1, 0)) == ("first", False)
+    assert writers.recall(token(1, 0)) == (b"first", False)
     assert len(writers) == WRITERS_MAX
     writers.check_invariants()
     assert memory.writers == writers.nbytes
 
 
 def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
-    writers: Writers[str] = Writers(Memory())
-    writers.remember(token(1), "before there was a disk", 10, 1)
+    writers = Writers(Memory())
+    writers.remember(token(1), b"before there was a disk", 1)
     writers.keep_news()
-    writers.remember(token(2), "at 5", 10, 5)
-    writers.remember(token(3), "without effect", 10, 5)
-    writers.remember(token(4), "at 7", 10, 7)
+    writers.remember(token(2), b"at 5", 5)
+    writers.remember(token(3), b"without effect", 5)
+    writers.remember(token(4), b"at 7", 7)
+    writers.check_invariants()
     assert writers.take_news(4) == {}
-    assert writers.take_news(5) == {token(2): "at 5", token(3): "without effect"}
+    assert writers.take_news(5) == {token(2): b"at 5", token(3): b"without effect"}
+    writers.check_invariants()
     assert writers.take_news(6) == {}
-    assert writers.take_news(9) == {token(4): "at 7"}
+    assert writers.take_news(9) == {token(4): b"at 7"}
     assert writers.take_news(9) == {}
+    writers.check_invariants()
 
 
 def test_what_is_forgotten_is_news_too() -> None:
-    writers: Writers[str] = Writers(Memory())
+    writers = Writers(Memory())
     writers.keep_news()
     for number in range(1, BATCHES_MAX + 2):
-        writers.remember(token(number), "", 10, number)
+        writers.remember(token(number), b"", number)
     news = writers.take_news(BATCHES_MAX + 1)
     assert [key.counter for key, answer in news.items() if answer is None] == [1]
     assert len(news) == BATCHES_MAX + 1
     for number in range(1, WRITERS_MAX + 1):
-        writers.remember(token(1, number), "", 10, 100)
+        writers.remember(token(1, number), b"", 100)
+    writers.check_invariants()
     news = writers.take_news(100)
     gone = [key for key, answer in news.items() if answer is None]
     assert gone == [token(number) for number in range(2, BATCHES_MAX + 2)]
+    writers.check_invariants()
+
+
+def test_news_that_nothing_brings_to_the_disk_do_not_pile_up() -> None:
+    memory = Memory()
+    writers = Writers(memory)
+    writers.keep_news()
+    writers.remember(token(1), b"had an effect", 5)
+    assert writers.take_news(5) == {token(1): b"had an effect"}
+    nbytes = []
+    for number in range(2, 1002):
+        writers.remember(token(number), b"all failed", 5)
+        nbytes.append(memory.writers)
+    writers.check_invariants()
+    assert nbytes[100] == nbytes[-1] == writers.nbytes
+    assert writers.take_news(5) == {
+        token(1): None,
+        **{token(number): b"all failed" for number in range(1002 - BATCHES_MAX, 1002)},
+    }
+    writers.check_invariants()
+
+
+def test_what_the_disk_may_have_to_know_is_told_though_it_is_forgotten() -> None:
+    # Were the second lost in a crash, the first would have to be known.
+    memory = Memory()
+    writers = Writers(memory)
+    writers.keep_news()
+    writers.remember(token(1), b"first", 5)
+    writers.remember(token(2), bytes(ANSWERS_BYTES_MAX), 6)
+    assert writers.recall(token(1)) == (None, True)
+    writers.check_invariants()
+    before = memory.writers
+    assert writers.take_news(5) == {token(1): b"first"}
+    assert before - memory.writers == NEWS_BYTES + ANSWER_BYTES + len(b"first")
+    assert writers.take_news(6) == {token(1): None, token(2): bytes(ANSWERS_BYTES_MAX)}
+    writers.check_invariants()
+
+
+def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
+    writers = Writers(Memory())
+    writers.keep_news()
+    writers.remember(token(1), b"on disk", 5)
+    writers.take_news(5)
+    for _ in range(2):
+        for number in range(1, WRITERS_MAX + 1):
+            writers.remember(token(1, number), b"", 5)
+        writers.check_invariants()
+        assert writers.recall(token(1)) == (None, False)
+        writers.remember(token(1), b"anew", 5)
+        writers.check_invariants()
+    for number in range(1, WRITERS_MAX + 1):
+        writers.remember(token(1, number), b"", 5)
+    assert writers.take_news(5)[token(1)] is None
+    writers.check_invariants()
 
 
 # Memory and quota.

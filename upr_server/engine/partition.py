@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import Final
 
 import msgspec
@@ -26,10 +26,6 @@ EXPIRE_MAX: Final = 512
 
 GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 """What one reply to a `GET` holds; the rest of the frame is for its head."""
-
-RESULT_BYTES: Final = 200
-RESULT_ITEM_BYTES: Final = 120
-"""What a remembered result takes, about, and each failure and counter in it."""
 
 _NANOSECONDS: Final = 1_000_000_000
 
@@ -62,6 +58,64 @@ class MutateResult(msgspec.Struct, frozen=True):
     counters: list[tuple[int, int]] = []
     repeated: bool = False
     status: Status = Status.OK
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    """A result as it is remembered: of a thousand counters it takes 3 to 10 KB, not 120.
+
+    Attributes:
+        failed: How far each failure stands behind the one before it.
+        reasons: Why each failed, a byte each.
+        counted: How far each counter stands behind the one before it.
+        values: The counters' values.
+    """
+
+    history_id: HistoryId
+    first_seq: SeqNo
+    last_seq: SeqNo
+    first_cas: Cas
+    failed: list[int]
+    reasons: bytes
+    counted: list[int]
+    values: list[int]
+
+
+_encode_packed: Final = msgspec.msgpack.Encoder().encode
+_decode_packed: Final = msgspec.msgpack.Decoder(_Packed).decode
+
+
+def _gaps(rows: Sequence[tuple[int, int]]) -> list[int]:
+    return [after - before for (before, _), (after, _) in pairwise([(0, 0), *rows])]
+
+
+def pack(result: MutateResult) -> bytes:
+    """The result of a batch that was not refused, in few bytes. O(failures + counters)."""
+    return _encode_packed(
+        _Packed(
+            result.history_id,
+            result.first_seq,
+            result.last_seq,
+            result.first_cas,
+            _gaps(result.failures),
+            bytes(status for _, status in result.failures),
+            _gaps(result.counters),
+            [value for _, value in result.counters],
+        )
+    )
+
+
+def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
+    """What was packed."""
+    packed = _decode_packed(data)
+    return MutateResult(
+        packed.history_id,
+        packed.first_seq,
+        packed.last_seq,
+        packed.first_cas,
+        list(zip(accumulate(packed.failed), map(Status, packed.reasons), strict=True)),
+        list(zip(accumulate(packed.counted), packed.values, strict=True)),
+        repeated,
+    )
 
 
 class PartitionImage(msgspec.Struct, frozen=True):
@@ -159,7 +213,7 @@ class Partition:
             image = PartitionImage(state, FailoverLog().branch(new_history_id(), SeqNo(0)))
         self._memory = memory
         self._last_cas: int = image.last_cas
-        self._writers: Writers[MutateResult] = Writers(memory)
+        self._writers = Writers(memory)
         self.id = partition_id
         self.state = image.state
         self.failover_log = image.failover_log
@@ -235,7 +289,7 @@ class Partition:
         if writer is not None:
             answer, too_old = self._writers.recall(writer)
             if answer is not None:
-                return msgspec.structs.replace(answer, repeated=True)
+                return unpack(answer, repeated=True)
             if too_old:
                 return self._refusal(Status.TOKEN_TOO_OLD)
         if rows is not None:
@@ -253,9 +307,7 @@ class Partition:
         return result
 
     def _remember(self, writer: WriterToken, result: MutateResult) -> None:
-        items = len(result.failures) + len(result.counters)
-        nbytes = RESULT_BYTES + RESULT_ITEM_BYTES * items
-        self._writers.remember(writer, result, nbytes, self.manager.high)
+        self._writers.remember(writer, pack(result), self.manager.high)
 
     def _refusal(self, status: Status) -> MutateResult:
         high = self.high_seq
@@ -423,7 +475,10 @@ class Partition:
 
     def take_news(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
         """Answers to keep on disk with everything up to `through`, and None for those to forget."""
-        return self._writers.take_news(through)
+        return {
+            token: None if answer is None else unpack(answer)
+            for token, answer in self._writers.take_news(through).items()
+        }
 
     def is_indexed(self, indexed: SeqNo, items: int) -> None:
         """The disk knows the newest mutation of every key up to `indexed`; `items` of them exist

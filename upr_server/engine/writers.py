@@ -6,6 +6,9 @@ that works is bounded, and documented:
 
 - the newest 64 batches of a writer and partition: a publisher keeps fewer in flight, and only those
   can be in doubt;
+- of these the newest whose answers take 164 KiB together, and always the newest one. That is enough
+  for the 16 batches that a publisher has in flight, of 1,000 increments each; who counts with
+  larger batches should have fewer in flight;
 - the 1,024 writers that a partition heard from last: a publisher that 1,024 others have overtaken
   since its last batch is not waiting for an answer any more.
 
@@ -16,7 +19,7 @@ forgotten nothing is known: its batch counts as new.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -24,6 +27,10 @@ from upr_server.engine.memory import Memory
 
 BATCHES_MAX: Final = 64
 """Answers that are remembered of one writer: see above."""
+
+ANSWERS_BYTES_MAX: Final = 164 * 1024
+"""What the answers of one writer take, unless a single one takes more. So a publisher takes some
+10 MiB of a bucket with 64 partitions, at most."""
 
 WRITERS_MAX: Final = 1024
 """Writers that one partition remembers: see above."""
@@ -33,7 +40,11 @@ WRITER_ID_BYTES: Final = 16
 WRITER_BYTES: Final = 400
 """What a writer takes beside its answers, about."""
 
-Answer = TypeVar("Answer")
+ANSWER_BYTES: Final = 200
+"""What an answer takes beside its own bytes, about."""
+
+NEWS_BYTES: Final = 300
+"""What it takes to tell the disk of one answer, beside the answer's own bytes, about."""
 
 
 class WriterToken(msgspec.Struct, frozen=True):
@@ -48,7 +59,35 @@ class WriterToken(msgspec.Struct, frozen=True):
     counter: int
 
 
-class Writers(Generic[Answer]):
+class _News:
+    """What changed while the partition's high number was the same: the disk is told all of it with
+    that number, or nothing.
+
+    Attributes:
+        high: The number.
+        changes: Answers remembered, and None for those forgotten. Empty once they were told.
+        held: What answers take that are forgotten, and are still among `changes`.
+    """
+
+    __slots__ = ("changes", "held", "high")
+
+    def __init__(self, high: int) -> None:
+        self.high = high
+        self.changes: dict[WriterToken, bytes | None] = {}
+        self.held = 0
+
+
+class _Answers:
+    """One writer's answers, by counter, the newest last; each with the news that tell of it."""
+
+    __slots__ = ("by_counter", "nbytes")
+
+    def __init__(self) -> None:
+        self.by_counter: dict[int, tuple[bytes, _News | None]] = {}
+        self.nbytes = 0
+
+
+class Writers:
     """The answers of one partition, by writer token.
 
     Args:
@@ -60,68 +99,100 @@ class Writers(Generic[Answer]):
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._nbytes = 0
-        # The writer heard from last stands last; its answers by counter, the newest last.
-        self._writers: OrderedDict[bytes, dict[int, tuple[Answer, int]]] = OrderedDict()
-        # What the disk does not know yet: the partition's high number then, the token, the answer.
-        self._news: deque[tuple[int, WriterToken, Answer | None]] | None = None
+        # The writer heard from last stands last.
+        self._writers: OrderedDict[bytes, _Answers] = OrderedDict()
+        # What the disk does not know yet, the highest number last; None without a disk.
+        self._news: deque[_News] | None = None
 
     def __len__(self) -> int:
         return len(self._writers)
 
-    def recall(self, token: WriterToken) -> tuple[Answer | None, bool]:
+    def recall(self, token: WriterToken) -> tuple[bytes | None, bool]:
         """The answer to the batch with this token, and whether it is too old to tell. O(1)."""
         answers = self._writers.get(token.writer)
         if answers is None:
             return None, False
-        found = answers.get(token.counter)
+        found = answers.by_counter.get(token.counter)
         if found is not None:
             return found[0], False
-        return None, token.counter <= next(reversed(answers))
+        return None, token.counter <= next(reversed(answers.by_counter))
 
     def keep_news(self) -> None:
         """From now on, notes for `take_news` what changes."""
         self._news = deque()
 
-    def take_news(self, through: int) -> dict[WriterToken, Answer | None]:
+    def take_news(self, through: int) -> dict[WriterToken, bytes | None]:
         """What has changed until the partition's high number was `through`, since this was last
         asked: answers remembered, and None for those forgotten."""
-        news, taken = self._news, dict[WriterToken, Answer | None]()
-        while news and news[0][0] <= through:
-            _, token, answer = news.popleft()
-            taken[token] = answer
+        taken = dict[WriterToken, bytes | None]()
+        while self._news and self._news[0].high <= through:
+            news = self._news.popleft()
+            taken |= news.changes
+            self._count(-news.held - NEWS_BYTES * len(news.changes))
+            news.changes = {}
         return taken
 
-    def remember(self, token: WriterToken, answer: Answer, nbytes: int, high: int = 0) -> None:
-        """Keeps the answer to a batch that `recall` did not know. O(1).
+    def remember(self, token: WriterToken, answer: bytes, high: int = 0) -> None:
+        """Keeps the answer to a batch that `recall` did not know. O(1), beside what it forgets.
 
         Args:
             token: Its token.
             answer: The answer.
-            nbytes: What that takes, about.
             high: The partition's high number with the batch.
         """
-        self._note(high, token, answer)
         answers = self._writers.get(token.writer)
         if answers is None:
-            answers = self._writers[token.writer] = {}
+            answers = self._writers[token.writer] = _Answers()
             self._count(WRITER_BYTES)
             if len(self._writers) > WRITERS_MAX:
                 writer, forgotten = self._writers.popitem(last=False)
-                for counter in forgotten:
-                    self._note(high, WriterToken(writer, counter), None)
-                self._count(-WRITER_BYTES - sum(size for _, size in forgotten.values()))
+                self._count(-WRITER_BYTES)
+                for counter in list(forgotten.by_counter):
+                    self._forget(WriterToken(writer, counter), forgotten, high)
         else:
             self._writers.move_to_end(token.writer)
-        answers[token.counter] = (answer, nbytes)
-        self._count(nbytes)
-        if len(answers) > BATCHES_MAX:
-            oldest = next(iter(answers))
-            self._count(-answers.pop(oldest)[1])
-            self._note(high, WriterToken(token.writer, oldest), None)
+        answers.by_counter[token.counter] = (answer, self._note(token, answer, high))
+        answers.nbytes += ANSWER_BYTES + len(answer)
+        self._count(ANSWER_BYTES + len(answer))
+        while len(answers.by_counter) > 1 and (
+            len(answers.by_counter) > BATCHES_MAX or answers.nbytes > ANSWERS_BYTES_MAX
+        ):
+            oldest = next(iter(answers.by_counter))
+            self._forget(WriterToken(token.writer, oldest), answers, high)
 
-    def _note(self, high: int, token: WriterToken, answer: Answer | None) -> None:
-        if self._news is not None:
-            self._news.append((high, token, answer))
+    def _forget(self, token: WriterToken, answers: _Answers, high: int) -> None:
+        answer, told_by = answers.by_counter.pop(token.counter)
+        nbytes = ANSWER_BYTES + len(answer)
+        answers.nbytes -= nbytes
+        if (
+            told_by is not None
+            and self._news
+            and told_by is self._news[-1]
+            and told_by.high == high
+        ):
+            # The disk will know neither that it was there nor that it is gone.
+            del told_by.changes[token]
+            self._count(-nbytes - NEWS_BYTES)
+            return
+        self._note(token, None, high)
+        if told_by is not None and told_by.changes:
+            # The disk has it first, with a lower number, to know the batch should it crash there.
+            told_by.held += nbytes
+        else:
+            self._count(-nbytes)
+
+    def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _News | None:
+        """Notes a change. Gives the news that it is part of, if it is all that they say of it."""
+        if self._news is None:
+            return None
+        if not self._news or self._news[-1].high != high:
+            self._news.append(_News(high))
+        news = self._news[-1]
+        is_first = token not in news.changes
+        news.changes[token] = answer
+        if is_first:
+            self._count(NEWS_BYTES)
+        return news if is_first else None
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -133,11 +204,18 @@ class Writers(Generic[Answer]):
         return self._nbytes
 
     def check_invariants(self) -> None:
-        """Bounds, order, bytes. O(answers)."""
+        """Bounds, order, bytes. O(answers + news)."""
         assert len(self._writers) <= WRITERS_MAX
         total = 0
         for answers in self._writers.values():
-            assert 0 < len(answers) <= BATCHES_MAX
-            assert sorted(answers) == list(answers), "counters rise"
-            total += WRITER_BYTES + sum(size for _, size in answers.values())
+            counters = list(answers.by_counter)
+            assert 0 < len(counters) <= BATCHES_MAX
+            assert sorted(counters) == counters, "counters rise"
+            sizes = [ANSWER_BYTES + len(answer) for answer, _ in answers.by_counter.values()]
+            assert sum(sizes) == answers.nbytes
+            assert answers.nbytes <= ANSWERS_BYTES_MAX or len(sizes) == 1
+            total += WRITER_BYTES + answers.nbytes
+        highs = [news.high for news in self._news or ()]
+        assert sorted(set(highs)) == highs, "numbers rise"
+        total += sum(news.held + NEWS_BYTES * len(news.changes) for news in self._news or ())
         assert total == self._nbytes, (total, self._nbytes)
