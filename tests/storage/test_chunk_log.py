@@ -120,11 +120,12 @@ def test_of_a_chunk_that_is_larger_than_a_read_its_front_is_read(log: ChunkLog) 
     for count in range(1, 5):
         front = first.slice(SeqNo(0), SeqNo(count))
         more = first.slice(SeqNo(0), SeqNo(count + 1))
-        assert log.read(0, 0, 10, bytes_max=front.nbytes) == [front]
-        assert log.read(0, 0, 10, bytes_max=more.nbytes - 1) == [front]
+        assert log.read(0, 0, 10, bytes_max=front.nbytes, in_pieces=True) == [front]
+        assert log.read(0, 0, 10, bytes_max=more.nbytes - 1, in_pieces=True) == [front]
     # At least one mutation.
-    assert log.read(0, 0, 10, bytes_max=1) == [first.slice(SeqNo(0), SeqNo(1))]
-    assert log.read(0, 7, 10, bytes_max=1) == [second.slice(SeqNo(7), SeqNo(8))]
+    assert log.read(0, 0, 10, bytes_max=1, in_pieces=True) == [first.slice(SeqNo(0), SeqNo(1))]
+    assert log.read(0, 7, 10, bytes_max=1, in_pieces=True) == [second.slice(SeqNo(7), SeqNo(8))]
+    assert log.read(0, 0, 10, bytes_max=1) == [first]
 
 
 def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> None:

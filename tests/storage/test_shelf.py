@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -15,7 +15,7 @@ from upr_protocol.ids import Operation
 from upr_server.storage import compaction, shelf
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite
 from upr_server.storage.environment import Environment
-from upr_server.storage.errors import DiskFullError
+from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
 from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord
@@ -229,4 +229,54 @@ def test_a_disk_that_is_full_is_compacted_whatever_may_be_wasted(
             assert not bucket._is_full
     assert 3 < full < 100
     for number, high in enumerate(model.highs):
+        model.check_read(bucket.log, number, 0, high)
+
+
+@pytest.mark.parametrize("error", [DiskFullError("no room"), CorruptionError("damaged")])
+def test_the_purge_number_is_told_whatever_becomes_of_the_index(
+    monkeypatch: pytest.MonkeyPatch, error: StorageError
+) -> None:
+    """Consumers from before it must roll back, and the deletions are gone from the log."""
+    bucket = new_shelf(SimulatedDisk(), SimulatedDisk())
+    random, model = Random(8), Model(PARTITIONS)
+
+    compacted = bucket.index.compacted
+
+    def refuse(partition: int, purged: Sequence[tuple[bytes, int]], garbage_bytes: int) -> None:
+        if purged:
+            raise error
+        compacted(partition, purged, garbage_bytes)
+
+    monkeypatch.setattr(bucket.index, "compacted", refuse)
+    told = [0] * PARTITIONS
+    failed = False
+    for _ in range(200):
+        overwrite(bucket, model, random)
+        try:
+            more = True
+            while more:
+                before_cas = max(model.highs) - 100
+                step = bucket.upkeep(urgent=True, leases=(), purge_before_cas=before_cas)
+                more = step.more
+                if step.partition >= 0:
+                    told[step.partition] = step.purge_seq
+        except CorruptionError:
+            failed = True
+            break
+    assert failed == isinstance(error, CorruptionError)
+    assert any(told)
+    assert told == [found.purge_seq for found in bucket.log.load().partitions]
+
+
+def test_a_chunk_may_be_larger_than_a_step_of_compaction(
+    bucket: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "SWEEP_BYTES", 1_000)
+    random, model = Random(9), Model(PARTITIONS)
+    for _ in range(200):
+        overwrite(bucket, model, random)
+        tidy(bucket, urgent=True, before_cas=max(model.highs) - 100)
+    assert any(bucket._purges)
+    for number, high in enumerate(model.highs):
+        assert bucket.log.sizes()[number] == bucket._bytes[number]
         model.check_read(bucket.log, number, 0, high)

@@ -21,7 +21,7 @@ from upr_server.net.credit import CreditShares
 from upr_server.net.line import Line
 from upr_server.storage.bucket_disk import BucketDisk, recovered
 from upr_server.storage.chunk_log import StoredBucket
-from upr_server.storage.errors import CorruptionError, StorageError
+from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
 from upr_server.storage.port import Store
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
@@ -173,10 +173,23 @@ class Service:
                 )
                 self._attach(bucket, stored.leases)
             yield
-            for bucket, disk in self.disks.items():
+            await self._stop_disks()
+            nursery.cancel_scope.cancel()
+
+    async def _stop_disks(self) -> None:
+        """Brings every bucket to disk, and marks those that are there; one that finds no room does
+        not keep the others from it."""
+        failure: DiskFullError | None = None
+        for disk in self.disks.values():
+            disk.flusher.stop()
+        for bucket, disk in self.disks.items():
+            try:
                 await disk.stop()
                 await self.store.finish(bucket.name)
-            nursery.cancel_scope.cancel()
+            except DiskFullError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     async def _load(self) -> list[StoredBucket]:
         try:
@@ -333,6 +346,8 @@ class Service:
                 except StorageError:
                     # The bucket was deleted meanwhile, or the store fails, and all of it ends.
                     pass
+                if disk.bucket.relief() is not Relief.NOTHING:
+                    self.relieve(disk.bucket)
             self._pay_credit()
 
     def statistics(self, bucket: str = "") -> dict[str, object]:

@@ -12,8 +12,17 @@ import trio
 from upr_protocol.chunk import Mutation
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, HistoryId, PartitionState
-from upr_server.engine import Bucket, MutateResult, Partition, PartitionImage, Want, WriterToken
+from upr_server.engine import (
+    Bucket,
+    MutateResult,
+    Partition,
+    PartitionImage,
+    Relief,
+    Want,
+    WriterToken,
+)
 from upr_server.storage.chunk_log import StoredBucket, StoredPartition
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
 from upr_server.storage.port import Store
@@ -78,6 +87,7 @@ class BucketDisk:
         self.backfill_bytes = 0
         self._fetches = self._fetched = 0
         self._flushed = trio.Event()
+        self._left: DiskFullError | None = None
         self._ended = trio.Event()
 
     def _committed(self) -> None:
@@ -90,7 +100,10 @@ class BucketDisk:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self.upkeeper.run)
-                    await self.flusher.run()
+                    try:
+                        await self.flusher.run()
+                    except DiskFullError as error:
+                        self._left = error
                     self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
@@ -98,13 +111,20 @@ class BucketDisk:
             self._ended.set()
 
     async def stop(self) -> None:
-        """Brings what there is to disk, and ends; no more mutations may come. When it fails to,
-        this does not return: `run` raises."""
+        """Brings what there is to disk, and ends; no more mutations may come. When the disk fails,
+        this does not return: `run` raises.
+
+        Raises:
+            DiskFullError: Something is left in memory only.
+        """
         self.flusher.stop()
         await self._flushed.wait()
+        if self._left is not None:
+            raise self._left
 
     async def abandon(self) -> None:
         """Ends, and leaves what is not on disk: the bucket was deleted."""
+        self.upkeeper.abandon()
         self._scope.cancel()
         await self._ended.wait()
 
@@ -126,20 +146,21 @@ class BucketDisk:
         return {want.key: row for want, row in zip(wants, rows, strict=False)}
 
     async def expire(self, now: float) -> None:
-        """Makes deletions of items that the disk says have expired."""
-        pins = {partition.id: partition.pin() for partition in self.bucket.partitions}
-        try:
-            after, more = b"", True
-            while more:
+        """Makes deletions of items that the disk says have expired. As these stay in memory until
+        they are indexed, it goes on another time when memory is short."""
+        after, more = b"", True
+        while more and self.bucket.relief() is Relief.NOTHING:
+            pins = {partition.id: partition.pin() for partition in self.bucket.partitions}
+            try:
                 due, after = await self.store.due(self.bucket.name, int(now), after, DUE_MAX)
                 for item in due:
                     partition = self.bucket.partitions[item.partition]
                     if partition.can_be_asked:
                         partition.expire_stored(item.key, item.number, now)
                 more = bool(after)
-        finally:
-            for number, pin in pins.items():
-                self.bucket.partitions[number].unpin(pin)
+            finally:
+                for number, pin in pins.items():
+                    self.bucket.partitions[number].unpin(pin)
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes, times in seconds."""

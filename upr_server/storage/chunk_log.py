@@ -251,6 +251,7 @@ class ChunkLog:
         *,
         bytes_max: int,
         mutations_max: int = 1 << 62,
+        in_pieces: bool = False,
     ) -> list[Chunk]:
         """Chunks of (`after`, `through`], in memory of their own, in one short transaction.
 
@@ -258,9 +259,10 @@ class ChunkLog:
             partition: The partition.
             after: Where the reader stands.
             through: The last number wanted; the log must have it.
-            bytes_max: Ends with the chunk that comes to this. Of a first chunk that is larger only
-                the front is read, at least one mutation.
+            bytes_max: Ends with the chunk that comes to this.
             mutations_max: The same in mutations.
+            in_pieces: Whether of a first chunk that is larger only the front may be read, at least
+                one mutation.
 
         Returns:
             Chunks that begin at `after` and touch, at least one; the last ends at `through` or
@@ -278,7 +280,7 @@ class ChunkLog:
                 if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
                     break
                 piece = chunk.slice(SeqNo(after), SeqNo(through))
-                if not chunks and piece.nbytes > bytes_max:
+                if in_pieces and not chunks and piece.nbytes > bytes_max:
                     return [_front(piece, bytes_max)]
                 chunks.append(chunk.copied() if piece is chunk else piece)
                 after = chunk.end

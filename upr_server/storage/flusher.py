@@ -201,16 +201,15 @@ class Flusher:
     def _snapshots(self, partition: Partition, room: int) -> Iterator[Chunk]:
         cursor = partition.manager.persistence
         goal = partition.high_seq
-        while cursor.seq < goal:
+        # To the end of the snapshot that holds the goal: others may close it, and with it what came
+        # since.
+        while cursor.seq < goal or cursor.is_reading:
             item = cursor.next()
             if isinstance(item, Chunk):
                 room -= item.nbytes
                 yield item
             elif isinstance(item, SnapshotEnd) and room <= 0:
                 return
-        if cursor.is_reading:
-            # All of the snapshot was read but its end.
-            cursor.next()
 
     def _write(self, partition: Partition, chunks: list[Chunk]) -> PartitionWrite:
         through = chunks[-1].end

@@ -137,7 +137,7 @@ class LeaseBook:
         try:
             await self._store.put_lease(self._bucket.name, lease)
         except DiskFullError:
-            del self._leases[lease.lease_id]
+            self._leases.pop(lease.lease_id, None)
             if before is not None:
                 self._leases[lease.lease_id] = before
             raise
@@ -166,8 +166,8 @@ class LeaseBook:
     async def release(self, lease_id: int) -> None:
         """Ends a lease. Raises `ServerError` when there is none."""
         self._held(lease_id)
-        del self._leases[lease_id]
         await self._store.delete_leases(self._bucket.name, [lease_id])
+        self._leases.pop(lease_id, None)
 
     async def expire(self) -> None:
         """Forgets leases whose time is over."""

@@ -120,7 +120,9 @@ class Library:
 
     def _read(self, call: Read) -> object:
         log = self._shelf(call.bucket).log
-        return log.read(call.partition, call.after, call.through, bytes_max=call.bytes_max)
+        return log.read(
+            call.partition, call.after, call.through, bytes_max=call.bytes_max, in_pieces=True
+        )
 
     def _find(self, call: Find) -> object:
         return self._shelf(call.bucket).index.find(call.partition, call.wants, indexed=call.indexed)

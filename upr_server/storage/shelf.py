@@ -16,7 +16,7 @@ from upr_server.storage.chunk_log import (
 )
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.environment import Environment
-from upr_server.storage.errors import DiskFullError
+from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.port import Upkeep
 
@@ -72,6 +72,7 @@ class Shelf:
         self._garbage: list[int] = []
         self._garbage_before = 0
         self._is_full = False
+        self._damage: CorruptionError | None = None
         self._commits = 0
         self._sweeps = 0
 
@@ -121,6 +122,8 @@ class Shelf:
         self, *, urgent: bool, leases: Sequence[tuple[int, int, int]], purge_before_cas: int
     ) -> Upkeep:
         """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
+        if self._damage is not None:
+            raise self._damage
         behind = self._furthest_behind(urgent)
         sweep = self._sweep_due()
         if sweep is not None and (behind is None or self._is_turn_to_compact(urgent)):
@@ -178,7 +181,14 @@ class Shelf:
             self._sweep = None
             self._sweeps += 1
         if swept.is_done or swept.purged:
-            self.index.compacted(number, swept.purged, self._garbage[number])
+            # The log has been compacted, and the purge number must be known whatever becomes of
+            # this: what the index keeps of a tombstone that was purged says that nothing is there.
+            try:
+                self.index.compacted(number, swept.purged, self._garbage[number])
+            except DiskFullError:
+                pass
+            except CorruptionError as error:
+                self._damage = error
         return number
 
     def _report(self, number: int, *, compacted: bool, urgent: bool) -> Upkeep:

@@ -298,6 +298,9 @@ class _Backfill:
         disk, partition = self._disk, self._partition
         await disk.flusher.persisted(partition, self._end_at_least)
         async with disk.upkeeper.quiet():
+            if self._is_closed:
+                # It is not always cancelled here: the lock may have been there for the taking.
+                return
             if 0 < self._start < partition.purge_seq:
                 self._broken = Status.ROLLBACK_NEEDED
                 return
@@ -307,7 +310,10 @@ class _Backfill:
         self._put(SnapshotStart(self._start, end, SnapshotKind.DISK, may_repeat=True))
         after = self._start
         while after < end:
-            for chunk in await self._chunks(after, end):
+            chunks = await self._chunks(after, end)
+            if self._is_closed:
+                return
+            for chunk in chunks:
                 self._queue_bytes += chunk.nbytes
                 disk.memory.backfills += chunk.nbytes
                 disk.backfill_bytes += chunk.nbytes

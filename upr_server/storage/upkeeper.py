@@ -9,6 +9,7 @@ from typing import Final
 import structlog
 import trio
 
+from upr_protocol.errors import ServerError, Status
 from upr_server.engine import Bucket, Partition
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.flusher import Flusher
@@ -60,10 +61,16 @@ class Upkeeper:
         self._progress = trio.Event()
         self._asked = 0
         self._corrupted = self._full = ""
+        self._is_abandoned = False
 
     def wake(self) -> None:
         """There may be something to do."""
         self._wakeup.set()
+
+    def abandon(self) -> None:
+        """The bucket was deleted."""
+        self._is_abandoned = True
+        self._progress.set()
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
@@ -77,12 +84,15 @@ class Upkeeper:
 
         Raises:
             StorageError: It will not, as it stands.
+            ServerError: `NO_BUCKET`.
         """
         self._asked += 1
         try:
             while not partition.can_be_asked:
                 if self._corrupted:
                     raise CorruptionError(self._corrupted)
+                if self._is_abandoned:
+                    raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
                 if self._full:
                     raise DiskFullError(self._full)
                 if self._progress.is_set():

@@ -1,0 +1,194 @@
+"""A bucket and its disk when things come at a bad moment: commits in whose midst more comes, one
+disk full and the other not, buckets that go, items that expire together, readers that leave at
+once. On simulated disks and a mock clock."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+import trio
+import trio.testing
+
+from tests.kit.held_store import HeldStore
+from tests.server.test_backfill import a_partition
+from tests.server.test_connection import P0, sets
+from tests.server.test_durability import (
+    BUCKET,
+    PERSISTED,
+    answer_to,
+    log_of,
+    send,
+    serving,
+    speaking,
+)
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Operation, SeqNo
+from upr_protocol.wire import Get, Refusal
+from upr_server.engine import Partition
+from upr_server.storage import flusher
+from upr_server.storage.calls import AnyCall, UpkeepStep
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.stream_reader import StreamReader
+
+NOW: Final = 1000.0
+
+
+def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chunk:
+    """A batch that sets so many items."""
+    rows = [
+        Mutation(Operation.SET, b"%d" % number, bytes(nbytes), expiry=expiry)
+        for number in range(first, first + count)
+    ]
+    return Chunk.build(rows, SeqNo(0), SeqNo(0))
+
+
+async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_collected(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "STEP_BYTES", 10_000)
+    store = HeldStore()
+    async with serving(store, 1) as service:
+        partition = service.bucket(BUCKET).partitions[0]
+        persistence = partition.manager.persistence
+        partition.mutate(batch(0, 1), now=NOW)
+        await trio.sleep(1)
+        # A commit is under way. A consumer closes what came since; more comes behind it, and goes
+        # on to come while both are read for the next commit.
+        partition.mutate(batch(1, 300), now=NOW)
+        cursor = partition.manager.register("a consumer", SeqNo(1)).cursor
+        cursor.next()
+        partition.mutate(batch(301, 1), now=NOW)
+        disk = service.disks[service.bucket(BUCKET)]
+        disk.flusher.when_persisted(partition, partition.high_seq, lambda _persisted: None)
+        store.released.set()
+        while not persistence.is_reading:
+            await trio.lowlevel.checkpoint()
+        for number in range(30):
+            partition.mutate(batch(302 + number * 100, 100), now=NOW)
+            await trio.lowlevel.checkpoint()
+        cursor.close()
+        await disk.flusher.persisted(partition, partition.high_seq)
+        chunks = await read_all(store, partition)
+        assert [row.key for chunk in chunks for row in chunk] == [
+            b"%d" % number for number in range(partition.high_seq)
+        ]
+
+
+async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
+    """What is on disk of a partition."""
+    chunks: list[Chunk] = []
+    end = partition.manager.persistence.committed
+    while not chunks or chunks[-1].end < end:
+        after = chunks[-1].end if chunks else SeqNo(0)
+        chunks += await store.read(BUCKET, partition.id, after, end, 1 << 30)
+    return chunks
+
+
+async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    room = SimulatedRoom()
+    store = SimulatedStore(room)
+
+    async def live_and_stop() -> None:
+        async with serving(store, 1) as service:
+            await service.create_bucket("other", 1, 1 << 26)
+            log_of(store).bytes_max = 1000
+            for name in (BUCKET, "other"):
+                service.bucket(name).partitions[0].mutate(batch(0, 1), now=NOW)
+                # The first has found no room, and waits to try again.
+                await trio.sleep(3.05)
+
+            service.bucket("other").partitions[0].mutate(batch(1, 1), now=NOW)
+
+    with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
+        await live_and_stop()
+    full, other = await SimulatedStore(room).load()
+    assert (full.record.name, full.is_clean, full.partitions[0].record.high) == (BUCKET, False, 0)
+    assert (other.record.name, other.is_clean, other.partitions[0].record.high) == (
+        "other",
+        True,
+        2,
+    )
+
+
+class _NoUpkeep(SimulatedStore):
+    """A store whose index does not move."""
+
+    async def _answer(self, call: AnyCall) -> Any:
+        if isinstance(call, UpkeepStep):
+            await trio.sleep_forever()
+        return await super()._answer(call)
+
+
+async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    room = SimulatedRoom()
+    async with serving(_NoUpkeep(room), 1) as service, speaking(service) as peer:
+        await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
+    async with serving(_NoUpkeep(room), 1) as service, speaking(service) as peer:
+        opaque = peer.opaque()
+        await peer.say(Get((b"a",), partition=P0, opaque=opaque))
+        await trio.sleep(1)
+        await service.delete_bucket(BUCKET)
+        answer = await answer_to(peer, opaque)
+        assert isinstance(answer, Refusal)
+        assert answer.status == Status.NO_BUCKET
+
+
+async def test_items_that_expire_together_stay_within_the_quota(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    count, quota_bytes = 20_000, 1 << 20
+    async with serving(SimulatedStore(), 1) as service:
+        bucket = service.bucket(BUCKET)
+        partition = bucket.partitions[0]
+        for first in range(0, count, 1000):
+            partition.mutate(batch(first, 1000, expiry=1060, nbytes=1), now=NOW)
+        await trio.sleep(10)
+        while partition.manager.free_oldest() or partition.evict(1000):
+            pass
+        bucket.quota.limit_bytes = quota_bytes
+        peak = 0
+        async with trio.open_nursery() as nursery:
+            for task in (service.expire, service.free_memory, service.collapse):
+                nursery.start_soon(task)
+            with trio.fail_after(100_000):
+                while partition.items:
+                    await trio.sleep(0.05)
+                    peak = max(peak, bucket.memory.total)
+            nursery.cancel_scope.cancel()
+        assert quota_bytes / 2 < peak <= quota_bytes
+        assert partition.high_seq == 2 * count
+
+
+async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with a_partition() as (_, model):
+        model.write((b"a", b"1"), (b"b", b"2"))
+        await model.persist()
+        model.forget()
+        cursors = model.partition.manager.cursor_count
+        for ticks in range(1, 12):
+            for _ in range(10):
+                reader = StreamReader(
+                    model.disk,
+                    model.partition,
+                    "one that leaves",
+                    SeqNo(0),
+                    end_at_least=SeqNo(0),
+                    on_ready=lambda: None,
+                    on_disk=lambda: None,
+                )
+                assert reader.next() is None
+                for _ in range(ticks):
+                    await trio.lowlevel.checkpoint()
+                reader.close()
+                await trio.testing.wait_all_tasks_blocked()
+                assert model.partition.manager.cursor_count == cursors
+                assert model.disk.memory.backfills == 0
