@@ -570,6 +570,31 @@ def test_a_refused_state_is_not_remembered() -> None:
     assert (result.status, result.repeated) == (Status.OK, False)
 
 
+def test_batches_behind_one_that_was_put_off_are_done_after_it() -> None:
+    partition = new_partition()
+    put_as(partition, 1)
+    partition.put_off(None)
+    partition.state = PartitionState.PENDING
+    assert put_as(partition, 2).status is Status.WRONG_STATE
+    partition.state = PartitionState.ACTIVE
+    assert put_as(partition, 3).status is Status.TEMPORARY_FAILURE
+    assert put_as(partition, 1, writer=1).status is Status.OK
+    assert partition.high_seq == 2
+    assert [put_as(partition, counter).first_seq for counter in (2, 3, 4)] == [3, 4, 5]
+    partition.check_invariants()
+
+
+def test_a_batch_that_was_done_before_it_was_put_off_is_known() -> None:
+    partition = new_partition()
+    put_as(partition, 1)
+    put_as(partition, 2)
+    partition.put_off(WriterToken(bytes(16), 1))
+    assert put_as(partition, 2).status is Status.TEMPORARY_FAILURE
+    assert put_as(partition, 1).repeated
+    assert put_as(partition, 2).repeated
+    assert put_as(partition, 3).first_seq == 3
+
+
 def test_statistics() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")

@@ -13,6 +13,7 @@ from upr_server.engine.writers import (
     ANSWERS_BYTES_MAX,
     BATCHES_MAX,
     NEWS_BYTES,
+    PUT_OFF_BYTES,
     WRITER_BYTES,
     WRITERS_MAX,
     Writers,
@@ -266,6 +267,61 @@ def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
         writers.remember(token(1, number), b"", 5)
     assert writers.take_news(5)[token(1)] is None
     writers.check_invariants()
+
+
+def test_what_was_sent_behind_a_batch_that_is_put_off_waits_for_it() -> None:
+    memory = Memory()
+    writers = Writers(memory)
+    assert not writers.must_wait(token(1))
+    writers.put_off(token(1))
+    assert not writers.must_wait(token(2, writer=1)), "of another writer"
+    assert writers.must_wait(token(2))
+    assert writers.must_wait(token(3))
+    writers.check_invariants()
+    assert memory.writers == writers.nbytes == PUT_OFF_BYTES
+    # The writer begins again.
+    for number in range(1, 5):
+        assert not writers.must_wait(token(number))
+    writers.check_invariants()
+    assert memory.writers == writers.nbytes == 0
+
+
+def test_a_writer_begins_again_and_is_put_off_again() -> None:
+    writers = Writers(Memory())
+    for _ in range(BATCHES_MAX):
+        writers.put_off(token(1))
+        assert writers.must_wait(token(2))
+        assert writers.must_wait(token(3))
+    writers.check_invariants()
+
+
+def test_a_writer_that_gives_up_what_was_put_off_goes_on() -> None:
+    writers = Writers(Memory())
+    writers.put_off(token(1))
+    assert writers.must_wait(token(2))
+    assert not writers.must_wait(token(2)), "the first was given up"
+    writers.put_off(token(3))
+    assert writers.must_wait(token(4)), "whether the third was given up is not known"
+    assert not writers.must_wait(token(4))
+
+
+def test_a_writer_that_sends_nothing_again_is_not_refused_for_ever() -> None:
+    writers = Writers(Memory())
+    writers.put_off(token(1))
+    waits = [writers.must_wait(token(number)) for number in range(2, 200)]
+    assert waits == [number <= BATCHES_MAX for number in range(2, 200)]
+    writers.check_invariants()
+
+
+def test_of_how_many_writers_it_is_known_that_they_begin_again() -> None:
+    memory = Memory()
+    writers = Writers(memory)
+    for number in range(WRITERS_MAX + 1):
+        writers.put_off(token(1, number))
+    writers.check_invariants()
+    assert memory.writers == writers.nbytes == PUT_OFF_BYTES * WRITERS_MAX
+    assert not writers.must_wait(token(2, 0))
+    assert writers.must_wait(token(2, WRITERS_MAX))
 
 
 # Memory and quota.

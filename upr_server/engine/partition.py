@@ -47,7 +47,7 @@ class MutateResult(msgspec.Struct, frozen=True):
         counters: Index in the batch and new value, for each increment or decrement that succeeded.
         repeated: Whether this answer was given before: the batch had its effect then.
         status: `OK`, or why the batch as a whole was refused, without any effect: `WRONG_STATE`,
-            `TOKEN_TOO_OLD`.
+            `TOKEN_TOO_OLD`, and `TEMPORARY_FAILURE` when one that the writer sent before it was.
     """
 
     history_id: HistoryId
@@ -285,8 +285,11 @@ class Partition:
         unconditional = chunk.is_unconditional
         rows = None if unconditional else _checked_rows(chunk)
         if self.state is not PartitionState.ACTIVE:
+            self.put_off(writer)
             return self._refusal(Status.WRONG_STATE)
         if writer is not None:
+            if self._writers.must_wait(writer):
+                return self._refusal(Status.TEMPORARY_FAILURE)
             answer, too_old = self._writers.recall(writer)
             if answer is not None:
                 return unpack(answer, repeated=True)
@@ -305,6 +308,16 @@ class Partition:
         if self.manager.high > before:
             self.manager.wake()
         return result
+
+    def put_off(self, writer: WriterToken | None) -> None:
+        """A batch is refused for what passes, or may yet be: it will be sent again, and what the
+        writer has sent behind it must not be done before. See `writers`.
+
+        Args:
+            writer: The batch's name, if it has one.
+        """
+        if writer is not None:
+            self._writers.put_off(writer)
 
     def _remember(self, writer: WriterToken, result: MutateResult) -> None:
         self._writers.remember(writer, pack(result), self.manager.high)

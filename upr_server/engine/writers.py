@@ -14,6 +14,15 @@ that works is bounded, and documented:
 
 A batch older than its writer's window is refused with `TOKEN_TOO_OLD`. Of a writer that was
 forgotten nothing is known: its batch counts as new.
+
+A publisher does not wait for an answer before it sends the next batch. When one was refused for
+what passes, those that it sent behind it must not be done before it: they are refused too, until
+the publisher begins again. It does when all it sent are answered, with the first that was refused,
+or a later one if it gave that up: in any case with one that the server has refused before. So all
+that is kept is the highest counter refused; a batch above it is refused, and one that is not above
+it has the matter forgotten. A batch that was never here before is refused once more than needed if
+all that were refused have been given up, and who sends nothing again at all is refused 64 times:
+more are not in flight.
 """
 
 from __future__ import annotations
@@ -42,6 +51,9 @@ WRITER_BYTES: Final = 400
 
 ANSWER_BYTES: Final = 200
 """What an answer takes beside its own bytes, about."""
+
+PUT_OFF_BYTES: Final = 200
+"""What it takes to know that a writer's batch was put off, about."""
 
 NEWS_BYTES: Final = 300
 """What it takes to tell the disk of one answer, beside the answer's own bytes, about."""
@@ -94,13 +106,15 @@ class Writers:
         memory: What the bucket holds.
     """
 
-    __slots__ = ("_memory", "_nbytes", "_news", "_writers")
+    __slots__ = ("_memory", "_nbytes", "_news", "_put_off", "_writers")
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._nbytes = 0
         # The writer heard from last stands last.
         self._writers: OrderedDict[bytes, _Answers] = OrderedDict()
+        # Of writers that are to begin again: the highest counter refused, and how many were.
+        self._put_off: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         # What the disk does not know yet, the highest number last; None without a disk.
         self._news: deque[_News] | None = None
 
@@ -116,6 +130,30 @@ class Writers:
         if found is not None:
             return found[0], False
         return None, token.counter <= next(reversed(answers.by_counter))
+
+    def put_off(self, token: WriterToken) -> None:
+        """Notes that a batch was refused for what passes, before it had any effect. O(1)."""
+        highest, refused = self._put_off.pop(token.writer, (0, 0))
+        if not refused:
+            self._count(PUT_OFF_BYTES)
+        elif token.counter <= highest:
+            refused = 0
+        self._put_off[token.writer] = (token.counter, refused + 1)
+        if len(self._put_off) > WRITERS_MAX:
+            self._put_off.popitem(last=False)
+            self._count(-PUT_OFF_BYTES)
+
+    def must_wait(self, token: WriterToken) -> bool:
+        """Whether the batch is behind one that was put off; then it is put off too. O(1)."""
+        if token.writer not in self._put_off:
+            return False
+        highest, refused = self._put_off[token.writer]
+        if token.counter > highest and refused < BATCHES_MAX:
+            self.put_off(token)
+            return True
+        del self._put_off[token.writer]
+        self._count(-PUT_OFF_BYTES)
+        return False
 
     def keep_news(self) -> None:
         """From now on, notes for `take_news` what changes."""
@@ -206,7 +244,8 @@ class Writers:
     def check_invariants(self) -> None:
         """Bounds, order, bytes. O(answers + news)."""
         assert len(self._writers) <= WRITERS_MAX
-        total = 0
+        assert len(self._put_off) <= WRITERS_MAX
+        total = PUT_OFF_BYTES * len(self._put_off)
         for answers in self._writers.values():
             counters = list(answers.by_counter)
             assert 0 < len(counters) <= BATCHES_MAX

@@ -43,7 +43,7 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
-from upr_server.engine import Found, MutateResult, Partition, WriterToken
+from upr_server.engine import FetchNeeded, Found, MutateResult, Partition, WriterToken
 
 if TYPE_CHECKING:
     from upr_server.net.connection import Connection
@@ -140,19 +140,24 @@ def _mutate(connection: Connection, request: Mutate) -> None:
     connection.published()
     partition = _owned(connection, request.partition)
     _check_level(request.durability)
-    full = connection.disk.flusher.full
-    if full:
-        raise ServerError(Status.TEMPORARY_FAILURE, full)
+    flusher = connection.disk.flusher
     writer = None
     if request.writer != _NO_WRITER:
         writer = WriterToken(request.writer, request.counter)
 
     def apply(found: Found) -> None:
+        if flusher.full:
+            partition.put_off(writer)
+            raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
         now = connection.service.time()
         try:
             result = partition.mutate(request.chunk, now=now, writer=writer, found=found)
         except ChunkError as error:
             raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
+        except FetchNeeded:
+            # Until it is tried again, which may never be: the disk may not be readable now.
+            partition.put_off(writer)
+            raise
         _answer_mutate(connection, request, partition, result)
 
     connection.line(partition).do(connection, request, apply)
@@ -163,6 +168,10 @@ def _answer_mutate(
 ) -> None:
     if result.status is Status.WRONG_STATE:
         raise ServerError(Status.NOT_MY_PARTITION, f"partition {partition.id} is not active here")
+    if result.status is Status.TEMPORARY_FAILURE:
+        raise ServerError(
+            result.status, "an earlier batch of this writer is to be sent again first"
+        )
     if result.status is not Status.OK:
         raise ServerError(result.status)
     succeeded = result.last_seq >= result.first_seq

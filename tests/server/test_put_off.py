@@ -1,0 +1,77 @@
+"""Batches that are refused for what passes: none that was sent behind one is done before it."""
+
+from __future__ import annotations
+
+import pytest
+import trio.testing
+
+from tests.server.test_backfill import Model
+from tests.server.test_connection import P0, Peer, sets
+from tests.server.test_durability import (
+    MEMORY,
+    answer_to,
+    increment,
+    send,
+    serving,
+    speaking,
+    value_of,
+)
+from upr_protocol.errors import Status
+from upr_protocol.wire import MutateReply, Refusal
+from upr_server.storage.calls import AnyCall, Find
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.simulated_store import SimulatedStore
+
+
+async def status_of(peer: Peer, opaque: int) -> Status:
+    answer = await answer_to(peer, opaque)
+    assert isinstance(answer, Refusal | MutateReply)
+    return Status(answer.status)
+
+
+@pytest.mark.usefixtures("autojump_clock")
+async def test_while_a_disk_was_full() -> None:
+    async with serving(SimulatedStore()) as service, speaking(service) as peer:
+        (disk,) = service.disks.values()
+
+        async def put(counter: int) -> Status:
+            chunk = sets(b"k", value=b"%d" % counter)
+            return await status_of(peer, await send(peer, chunk, MEMORY, P0, counter))
+
+        disk.flusher.full = "full"
+        assert await put(1) is Status.TEMPORARY_FAILURE
+        disk.flusher.full = ""
+        assert [await put(2), await put(3)] == 2 * [Status.TEMPORARY_FAILURE]
+        assert await value_of(peer, b"k") is None
+        assert [await put(counter) for counter in (1, 2, 3, 4)] == 4 * [Status.OK]
+        assert await value_of(peer, b"k") == b"4"
+
+
+class Unreadable(SimulatedStore):
+    """A store that cannot be asked for keys now."""
+
+    is_unreadable = False
+
+    async def _wait(self, call: AnyCall) -> None:
+        await super()._wait(call)
+        if isinstance(call, Find) and self.is_unreadable:
+            self.is_unreadable = False
+            raise DiskFullError("not now")
+
+
+async def test_while_a_disk_could_not_be_read(autojump_clock: trio.testing.MockClock) -> None:
+    store = Unreadable()
+    async with serving(store) as service, speaking(service) as peer:
+        (disk,) = service.disks.values()
+        model = Model(disk, disk.bucket.partitions[0])
+        model.write((b"n", b"10"))
+        await model.persist()
+        await trio.sleep(3)
+        model.forget()
+        store.is_unreadable = True
+        first, second = [await send(peer, increment(b"n", 1), MEMORY, P0, n) for n in (1, 2)]
+        assert await status_of(peer, first) is Status.TEMPORARY_FAILURE
+        assert await status_of(peer, second) is Status.TEMPORARY_FAILURE
+        sent = [await send(peer, increment(b"n", 1), MEMORY, P0, number) for number in (1, 2, 3)]
+        assert [await status_of(peer, opaque) for opaque in sent] == 3 * [Status.OK]
+        assert await value_of(peer, b"n") == b"13"
