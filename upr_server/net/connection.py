@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -39,9 +40,25 @@ loop to about a millisecond."""
 
 REPLIES_BYTES_MAX: Final = 1024 * 1024
 """Answers that may wait for a peer to take them. Above it the next request waits, until the peer
-reads or the send deadline passes. This and a large frame that waits for its turn (`budget`) are the
-only cases in which a connection is not read. A peer that reads, and sends no frame above 1 MiB, is
-not affected: its acknowledgements and barriers always get through."""
+reads or the send deadline passes. This, requests in line (`LINE_REQUESTS_MAX`) and a large frame
+that waits for its turn (`budget`) are the only cases in which a connection is not read. The
+acknowledgements and barriers of a peer that reads, keeps below that many requests for what is on
+disk, and sends no frame above 1 MiB, always get through."""
+
+LINE_REQUESTS_MAX: Final = 16
+"""Requests of one connection that may stand in lines (`line`), of all partitions together. With so
+many the disk's reader always has one to go on with; more would only be memory, and work for those
+who go. Until one of them was answered the connection is not read: what its peer says meanwhile,
+acknowledgements and barriers too, waits as long as the disk takes for one of 16 reads. They are
+worked off by tasks of their own, which wait for nothing that is not yet read.
+
+A line answers nothing to a connection that owes more than `REPLIES_BYTES_MAX`, but as many as may
+stand there may have been begun before: a peer that takes nothing is owed at most 16 answers more,
+each of 1 MiB (`GET_REPLY_BYTES`) or one larger value."""
+
+LINE_BYTES_MAX: Final = 1024 * 1024
+"""The same in bytes of requests, which the bucket's quota does not count, and whose credit is paid
+back when they come. The request that exceeds it still stands in line."""
 
 _CREDIT_FRACTION: Final = 4
 """Credit is topped up once a quarter of it was spent: one message then serves for many batches."""
@@ -84,7 +101,8 @@ class Connection:
         self._errands: deque[tuple[Message, Callable[[], Awaitable[None]]]] = deque()
         self._stream = stream
         self._wakeup = trio.Event()
-        self._drained = trio.Event()
+        self._relieved = trio.Event()
+        """Set, and then replaced, when the peer took answers or a request left its line."""
         self._opened_at = trio.current_time()
         self._held = 0
         self._frame_deadline = math.inf
@@ -93,6 +111,7 @@ class Connection:
         self._silent = False
         """Whether nothing was heard for too long when that was last looked at."""
         self._replies_being_written = 0
+        self._in_line = self._bytes_in_line = 0
         self._bytes_in = 0
         self._bytes_out = 0
 
@@ -162,8 +181,8 @@ class Connection:
                     # Whatever frame was under way has ended.
                     self._let_go()
                     self._handle(message)
-                    if self._owed > REPLIES_BYTES_MAX:
-                        await self._wait_for_writer()
+                    if self._has_enough:
+                        await self._until_it_may_ask()
                     elif trio.current_time() - now > SLICE_S:
                         self.wake()
                         await trio.lowlevel.checkpoint()
@@ -201,11 +220,43 @@ class Connection:
         """Bytes of answers that the peer has not taken."""
         return self._replies_being_written + self.session.outgoing_bytes
 
-    async def _wait_for_writer(self) -> None:
-        while self._owed > REPLIES_BYTES_MAX:
-            self._drained = trio.Event()
+    @property
+    def _has_enough(self) -> bool:
+        """Whether no more of the peer's requests are to be taken now."""
+        return (
+            self._owed > REPLIES_BYTES_MAX
+            or self._in_line >= LINE_REQUESTS_MAX
+            or self._bytes_in_line > LINE_BYTES_MAX
+        )
+
+    async def _until_it_may_ask(self) -> None:
+        self._deaf = True
+        while self._has_enough:
             self.wake()
-            await self._drained.wait()
+            await self._relieved.wait()
+        self._deaf = False
+
+    async def until_it_may_be_answered(self) -> None:
+        """Waits while the peer is owed more than it may be."""
+        while self._owed > REPLIES_BYTES_MAX:
+            self.wake()
+            await self._relieved.wait()
+
+    def stands_in_line(self, nbytes: int) -> None:
+        """A request of so many bytes waits in a line."""
+        self._in_line += 1
+        self._bytes_in_line += nbytes
+
+    def has_left_line(self, nbytes: int) -> None:
+        """It was answered."""
+        self._in_line -= 1
+        self._bytes_in_line -= nbytes
+        self._relieve()
+        self.wake()
+
+    def _relieve(self) -> None:
+        self._relieved.set()
+        self._relieved = trio.Event()
 
     def _handle(self, message: Message) -> None:
         handler = HANDLERS.get(type(message))
@@ -228,17 +279,20 @@ class Connection:
                 error=message.sentence,
             )
 
+    def start(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Runs `task`, which must not raise, until the connection's end cancels it."""
+        assert self._nursery is not None
+        self._nursery.start_soon(task)
+
     def later(self, request: Message, settle: Callable[[], Awaitable[None]]) -> None:
         """Has `request` answered by a task of its own, which the connection's end cancels."""
-        assert self._nursery is not None
-        self._nursery.start_soon(self._settle, request, settle)
+        self.start(partial(self._settle, request, settle))
 
     def in_turn(self, request: Message, settle: Callable[[], Awaitable[None]]) -> None:
         """The same, behind those before it that were to be answered in turn."""
         self._errands.append((request, settle))
         if len(self._errands) == 1:
-            assert self._nursery is not None
-            self._nursery.start_soon(self._run_errands)
+            self.start(self._run_errands)
 
     async def _run_errands(self) -> None:
         while self._errands:
@@ -303,7 +357,7 @@ class Connection:
                 del outgoing
                 self.streamer.sent()
                 self._replies_being_written = 0
-                self._drained.set()
+                self._relieve()
             else:
                 await self._wait()
 

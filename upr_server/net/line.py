@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
+import trio
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.wire import Message
+from upr_protocol.wire import Get, Mutate
 from upr_server.engine import FetchNeeded, Found, Partition
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.errors import CorruptionError, StorageError
@@ -27,52 +29,72 @@ log = structlog.get_logger(__name__)
 Apply = Callable[[Found], None]
 """Does what a request asks, or raises `FetchNeeded` before it has done anything."""
 
+_Queue = deque[tuple[Get | Mutate, Apply]]
+
 
 class Line:
     """The line before one partition.
 
     Mostly there is none: a request is answered at once. One that needs something from disk waits
-    for it, and those that come meanwhile stand behind it, so that each sees what those before it
-    did.
+    for it, and those that come meanwhile stand behind it. One is served at a time. Those of one
+    connection are served in their order, and connections take turns: none waits for more than one
+    request of each of the others.
+
+    A connection's requests are worked off by a task of its own, which ends with it: nothing is read
+    for those who are gone. It also waits while the connection owes its peer too much to answer
+    more, and keeps nobody else from the line meanwhile.
 
     Args:
         disk: Where the partition's bucket is kept.
         partition: The partition.
     """
 
-    __slots__ = ("_disk", "_partition", "_queue")
+    __slots__ = ("_disk", "_partition", "_queues", "_turn")
 
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self._disk = disk
         self._partition = partition
-        self._queue: deque[tuple[Connection, Message, Apply]] = deque()
+        self._queues: dict[Connection, _Queue] = {}
+        self._turn = trio.StrictFIFOLock()
 
-    def do(self, connection: Connection, request: Message, apply: Apply) -> None:
+    def do(self, connection: Connection, request: Get | Mutate, apply: Apply) -> None:
         """Has `request` answered: now, or in its turn."""
-        if not self._queue:
-            try:
-                apply({})
-            except FetchNeeded:
-                self._disk.nursery.start_soon(self._work_off)
-            else:
-                return
-        self._queue.append((connection, request, apply))
+        queue = self._queues.get(connection)
+        if queue is None:
+            if not self._turn.locked():
+                try:
+                    apply({})
+                except FetchNeeded:
+                    pass
+                else:
+                    return
+            queue = self._queues[connection] = deque()
+            connection.start(partial(self._work_off, connection, queue))
+        queue.append((request, apply))
+        connection.stands_in_line(_bytes_of(request))
 
-    async def _work_off(self) -> None:
-        while self._queue:
-            connection, request, apply = self._queue[0]
-            pin = self._partition.pin()
-            try:
-                await self._settle(apply)
-            except ServerError as error:
-                connection.refuse(request, error.status, error.sentence)
-            except Exception:
-                log.exception("a request failed", request=type(request).__name__)
-                connection.fault(request)
-            finally:
-                self._partition.unpin(pin)
-                self._queue.popleft()
-            connection.wake()
+    async def _work_off(self, connection: Connection, queue: _Queue) -> None:
+        try:
+            while queue:
+                await connection.until_it_may_be_answered()
+                async with self._turn:
+                    await self._answer(connection, *queue[0])
+                request, _ = queue.popleft()
+                connection.has_left_line(_bytes_of(request))
+        finally:
+            del self._queues[connection]
+
+    async def _answer(self, connection: Connection, request: Get | Mutate, apply: Apply) -> None:
+        pin = self._partition.pin()
+        try:
+            await self._settle(apply)
+        except ServerError as error:
+            connection.refuse(request, error.status, error.sentence)
+        except Exception:
+            log.exception("a request failed", request=type(request).__name__)
+            connection.fault(request)
+        finally:
+            self._partition.unpin(pin)
 
     async def _settle(self, apply: Apply) -> None:
         found: dict[bytes, Mutation | None] = {}
@@ -96,6 +118,10 @@ class Line:
             raise ServerError(Status.DAMAGED, str(error)) from error
         except StorageError as error:
             raise ServerError(Status.TEMPORARY_FAILURE, str(error)) from error
+
+
+def _bytes_of(request: Get | Mutate) -> int:
+    return request.chunk.nbytes if isinstance(request, Mutate) else sum(map(len, request.keys))
 
 
 def _try(apply: Apply, found: Found) -> FetchNeeded | None:

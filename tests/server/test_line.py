@@ -1,0 +1,184 @@
+"""Lines: how much of one connection stands in them, for whom they are worked off, and in what
+order. In memory, on simulated disks and a mock clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import trio
+import trio.testing
+
+from tests.server.test_backfill import HeldReads, Model
+from tests.server.test_connection import P0, Peer, connected, sets
+from tests.server.test_durability import BUCKET, MEMORY, answer_to, send, serving, speaking
+from upr_protocol.wire import Credit, Get, GetReply, Message, MutateReply, Noop
+from upr_server.net import Connection, Service
+from upr_server.net.connection import LINE_BYTES_MAX, LINE_REQUESTS_MAX, REPLIES_BYTES_MAX
+from upr_server.net.requests import GET_REPLY_BYTES
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.calls import AnyCall, Find
+from upr_server.storage.simulated_store import SimulatedStore
+
+FETCH_S: Final = 0.01
+COLD: Final = b"cold"
+
+
+@asynccontextmanager
+async def a_cold_key(
+    store: SimulatedStore, value: bytes = b"v"
+) -> AsyncIterator[tuple[Service, BucketDisk]]:
+    """A service whose bucket has `COLD` on disk only."""
+    async with serving(store, 1) as service:
+        bucket = service.bucket(BUCKET)
+        disk = service.disks[bucket]
+        model = Model(disk, bucket.partitions[0])
+        model.write((COLD, value))
+        await model.persist()
+        await trio.sleep(3)
+        model.forget()
+        yield service, disk
+
+
+def fetches(disk: BucketDisk) -> object:
+    figures = disk.statistics()["fetch"]
+    assert isinstance(figures, dict)
+    return figures["batches"]
+
+
+def connection_of(service: Service, before: set[Connection]) -> Connection:
+    (connection,) = service.connections - before
+    return connection
+
+
+async def ask(peer: Peer, count: int) -> None:
+    for _ in range(count):
+        peer.session.send(Get((COLD,), partition=P0, opaque=peer.opaque()))
+    await peer.say()
+
+
+async def test_few_requests_of_a_connection_stand_in_line_and_the_next_are_not_read(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store, count = HeldReads(Find), 10 * LINE_REQUESTS_MAX
+    async with a_cold_key(store) as (service, _), speaking(service) as peer:
+        (connection,) = service.connections
+        store.released = trio.Event()
+        await ask(peer, count)
+        await trio.sleep(1)
+        assert connection._in_line == LINE_REQUESTS_MAX
+        store.released.set()
+        for _ in range(count):
+            await peer.hear(GetReply)
+        assert connection._in_line == connection._bytes_in_line == 0
+
+
+async def test_few_bytes_of_requests_stand_in_line(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Their credit is paid back when they come, and no quota counts them."""
+    store, batch, opaques = HeldReads(Find), sets(b"k", value=bytes(200_000)), []
+    async with a_cold_key(store) as (service, disk), speaking(service) as peer:
+        (connection,) = service.connections
+        store.released = trio.Event()
+        await ask(peer, 1)
+        with trio.move_on_after(1):
+            for _ in range(100):
+                while not peer.session.credit.open:
+                    await peer.hear(Credit)
+                opaques.append(await send(peer, batch, MEMORY))
+        assert len(opaques) < 50
+        assert LINE_BYTES_MAX < connection._bytes_in_line <= LINE_BYTES_MAX + batch.nbytes
+        store.released.set()
+        for opaque in opaques:
+            assert isinstance(await answer_to(peer, opaque), MutateReply)
+        assert disk.bucket.partitions[0].high_seq == 1 + len(opaques)
+
+
+async def test_a_peer_that_takes_no_answers_is_owed_few_and_holds_nobody_up(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store, value = HeldReads(Find), bytes(900_000)
+    async with a_cold_key(store, value) as (service, disk), speaking(service) as good:
+        before = set(service.connections)
+        async with speaking(service) as bad:
+            connection = connection_of(service, before)
+            connection._stream.send_stream.send_all_hook = trio.sleep_forever  # type: ignore[attr-defined]
+            await ask(bad, 400)
+            await trio.sleep(3)
+            assert REPLIES_BYTES_MAX < connection._owed <= REPLIES_BYTES_MAX + GET_REPLY_BYTES
+            assert 0 < connection._in_line <= LINE_REQUESTS_MAX
+            for _ in range(3):
+                await ask(good, 1)
+                with trio.fail_after(1):
+                    await good.hear(GetReply)
+            # It holds nothing back in memory either.
+            assert not disk.bucket.partitions[0]._pins
+
+
+async def test_nothing_is_read_for_those_who_are_gone(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldReads(Find)
+    async with a_cold_key(store) as (service, disk):
+        store.released = trio.Event()
+        for _ in range(3):
+            async with speaking(service) as peer:
+                await ask(peer, 100)
+                await trio.sleep(0.1)
+        before = fetches(disk)
+        store.released.set()
+        await trio.sleep(1)
+        assert fetches(disk) == before
+        assert not disk.bucket.partitions[0]._pins
+        async with speaking(service) as peer:
+            await ask(peer, 1)
+            await peer.hear(GetReply)
+
+
+class SlowFinds(SimulatedStore):
+    """Each item that is read takes its time."""
+
+    async def _wait(self, call: AnyCall) -> None:
+        if isinstance(call, Find):
+            await trio.sleep(FETCH_S)
+        else:
+            await super()._wait(call)
+
+
+async def test_connections_take_turns(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with (
+        a_cold_key(SlowFinds()) as (service, _),
+        speaking(service) as many,
+        speaking(service) as few,
+    ):
+        await ask(many, 4000)
+        await trio.lowlevel.checkpoint()
+        began = trio.current_time()
+        opaque = await send(few, sets(b"hot"), MEMORY)
+        assert isinstance(await answer_to(few, opaque), MutateReply)
+        await ask(few, 1)
+        await few.hear(GetReply)
+        assert trio.current_time() - began < 5 * FETCH_S
+
+
+async def test_who_waits_in_line_is_not_called_silent(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Nor is the server, though the peer is not read for five idle intervals."""
+    store = HeldReads(Find)
+    async with a_cold_key(store) as (service, _), connected(service, idle_interval_s=1) as peer:
+        await peer.open(BUCKET)
+        store.released = trio.Event()
+        await ask(peer, 2 * LINE_REQUESTS_MAX)
+        heard: list[Message] = []
+        with trio.move_on_after(5):
+            while True:
+                heard.append(await peer.hear(Message))
+        assert [type(message) for message in heard] == [Noop] * 4
+        store.released.set()
+        for _ in range(2 * LINE_REQUESTS_MAX):
+            await peer.hear(GetReply)
