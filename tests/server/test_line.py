@@ -12,13 +12,31 @@ import trio.testing
 
 from tests.server.test_backfill import HeldReads, Model
 from tests.server.test_connection import P0, Peer, connected, sets
-from tests.server.test_durability import BUCKET, MEMORY, answer_to, send, serving, speaking
-from upr_protocol.wire import Credit, Get, GetReply, Message, MutateReply, Noop
+from tests.server.test_durability import (
+    BUCKET,
+    MEMORY,
+    PERSISTED,
+    answer_to,
+    send,
+    serving,
+    speaking,
+)
+from upr_protocol.wire import (
+    Credit,
+    Get,
+    GetReply,
+    Lease,
+    LeaseAction,
+    LeaseReply,
+    Message,
+    MutateReply,
+    Noop,
+)
 from upr_server.net import Connection, Service
 from upr_server.net.connection import LINE_BYTES_MAX, LINE_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.requests import GET_REPLY_BYTES
 from upr_server.storage.bucket_disk import BucketDisk
-from upr_server.storage.calls import AnyCall, Find
+from upr_server.storage.calls import AnyCall, Find, PutLease
 from upr_server.storage.simulated_store import SimulatedStore
 
 FETCH_S: Final = 0.01
@@ -182,3 +200,35 @@ async def test_who_waits_in_line_is_not_called_silent(
         store.released.set()
         for _ in range(2 * LINE_REQUESTS_MAX):
             await peer.hear(GetReply)
+
+
+class SlowLeases(SimulatedStore):
+    """Each lease that is put on disk takes its time."""
+
+    async def _wait(self, call: AnyCall) -> None:
+        if isinstance(call, PutLease):
+            await trio.sleep(FETCH_S)
+        else:
+            await super()._wait(call)
+
+
+async def test_lease_requests_of_a_connection_are_answered_one_at_a_time(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The disk has one writer: whoever waits for `persisted` would wait for all of them."""
+    async with (
+        a_cold_key(SlowLeases()) as (service, _),
+        speaking(service) as many,
+        speaking(service) as few,
+    ):
+        acquire = Lease(LeaseAction.ACQUIRE, 0, 60, "x", ((0, 0, 1),), opaque=many.opaque())
+        await many.say(acquire)
+        lease_id = (await many.hear(LeaseReply)).lease_id
+        for _ in range(1000):
+            many.session.send(Lease(LeaseAction.RENEW, lease_id, 60, "", (), opaque=many.opaque()))
+        await many.say()
+        await trio.lowlevel.checkpoint()
+        began = trio.current_time()
+        opaque = await send(few, sets(b"k"), PERSISTED)
+        assert isinstance(await answer_to(few, opaque), MutateReply)
+        assert trio.current_time() - began < 50 * FETCH_S

@@ -286,7 +286,8 @@ def _lease(connection: Connection, request: Lease) -> None:
             await disk.leases.release(lease_id)
         connection.say(LeaseReply(lease_id, time_to_live_s, opaque=request.opaque))
 
-    connection.later(request, settle)
+    # One at a time: each is a commit of the bucket's one writer, and others wait for that too.
+    connection.in_turn(request, settle)
 
 
 def _create_bucket(connection: Connection, request: CreateBucket) -> None:
