@@ -31,7 +31,9 @@ def test_leases_are_listed_and_released(bucket: str, run: Run) -> None:
 
 
 def test_what_is_no_lease(bucket: str, run: Run) -> None:
-    assert "is no lease's ID" in run("leases", "release", bucket, "zebra", code=2).stderr
+    for lease_id in ("zebra", "", "f" * 17):
+        assert "is no lease's ID" in run("leases", "release", bucket, lease_id, code=2).stderr
+    assert "is no lease's ID" in run("leases", "release", bucket, "--", "-1", code=2).stderr
     with BlockingClient(bucket) as client:
         for ranges, said in (
             ([], "1 to 1024 ranges"),

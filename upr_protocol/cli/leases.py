@@ -46,8 +46,10 @@ def release(target: Address, lease_id: str) -> None:
     """
     try:
         number = int(lease_id, 16)
-    except ValueError as error:
-        raise click.UsageError(f"{lease_id!r} is no lease's ID: see `upr leases list`") from error
+    except ValueError:
+        number = -1
+    if not 0 <= number < 1 << 64:
+        raise click.UsageError(f"{lease_id!r} is no lease's ID: see `upr leases list`")
 
     async def question(client: Client) -> None:
         await client.release_lease(number)
