@@ -28,6 +28,7 @@ from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, T
 from upr_server.storage.data_directory import FORMAT_TEXT, DataRoom, prepare
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import DataDirectoryError, DiskFullError, StoreFailedError
+from upr_server.storage.lmdb_store import MAP_BYTES_DEFAULT, LmdbEnvironment
 from upr_server.storage.port import Store
 from upr_server.storage.process_store import ProcessStore, open_store
 from upr_server.storage.records import BucketRecord, LeaseRecord
@@ -286,6 +287,27 @@ def test_a_bucket_that_cannot_be_made_leaves_nothing(
     assert list((tmp_path / "buckets").iterdir()) == []
     room.create("b", lambda _log, _index: None)
     assert room.names() == ["b"]
+
+
+def test_a_large_disk_has_addresses_for_many_buckets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A map as large as this disk would take all addresses of a process."""
+    prepare(tmp_path)
+    disk = SimpleNamespace(f_frsize=4096, f_blocks=1 << 35, f_bavail=1 << 35)
+    monkeypatch.setattr(os, "statvfs", lambda _path: disk)
+    room = DataRoom(tmp_path)
+    names = [f"b{number:02}" for number in range(20)]
+    for name in names:
+        room.create(name, lambda _log, _index: None)
+    opened = [part for name in names for part in room.open(name)]
+    assert isinstance(opened[0], LmdbEnvironment)
+    assert opened[0].free_bytes > MAP_BYTES_DEFAULT - MAP_BYTES
+    for part in opened:
+        part.close()
+    too_large = DataRoom(tmp_path, bytes_max=1 << 60)
+    with pytest.raises(DataDirectoryError, match="set disk_bytes_max to less"):
+        too_large.open("b00")
 
 
 # Processes.

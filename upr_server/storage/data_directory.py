@@ -151,7 +151,7 @@ class DataRoom:
     Args:
         path: The data directory.
         readonly: Whether only to read.
-        bytes_max: How large each file may become; 0 for as large as the disk is.
+        bytes_max: How large each file may become; 0 for as large as the disk is, up to a bound.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False, bytes_max: int = 0) -> None:

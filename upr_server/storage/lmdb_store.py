@@ -30,6 +30,12 @@ from upr_server.storage.records import seal, unseal
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or of a user's share of one."""
 
+MAP_BYTES_DEFAULT: Final = 256 * 1024 * 1024 * 1024
+"""The largest map that is made when nobody says otherwise. A process has 128 TiB of addresses, and
+every bucket takes two maps of them: with maps as large as a disk of 4 TiB there would be none left
+for the 16th bucket, or for those of before when the disk had grown. So there is room for 250
+buckets, whatever the disk. One that needs more than this is given it by `disk_bytes_max`."""
+
 PAGES_BYTES_MIN: Final = 1024 * 1024
 """The smallest map that there can be."""
 
@@ -60,7 +66,8 @@ class LmdbEnvironment:
     Args:
         path: Its folder, which must exist.
         readonly: Whether only to read; another process may write at the same time.
-        bytes_max: How large its file may become; 0 for as large as the disk is.
+        bytes_max: How large its file may become; 0 for as large as the disk is, but no larger than
+            `MAP_BYTES_DEFAULT`.
         is_alone: Whether nobody writes meanwhile; reading then leaves no trace, not even in the
             table of readers.
         is_summed: Whether commits keep the sum of all that the map holds, for `verify`; it costs
@@ -83,7 +90,8 @@ class LmdbEnvironment:
         self._path = path
         self._is_summed = is_summed
         disk = os.statvfs(path)
-        self._map_bytes = max(bytes_max or disk.f_frsize * disk.f_blocks, PAGES_BYTES_MIN)
+        disk_bytes = disk.f_frsize * disk.f_blocks
+        self._map_bytes = max(bytes_max or min(disk_bytes, MAP_BYTES_DEFAULT), PAGES_BYTES_MIN)
         try:
             self._env = lmdb.open(
                 str(path),
@@ -106,6 +114,12 @@ class LmdbEnvironment:
         except lmdb.ReadonlyError as error:
             raise DataDirectoryError(
                 f"{path} cannot be opened: {error}; give the server's user the right to write it"
+            ) from error
+        except lmdb.MemoryError as error:
+            raise DataDirectoryError(
+                f"{path} cannot be opened: there are no addresses left for a map of "
+                f"{self._map_bytes} bytes, of which each bucket takes two; set disk_bytes_max to "
+                "less, or delete buckets"
             ) from error
         except lmdb.Error as error:
             if _is_full(error):
