@@ -28,7 +28,7 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
 from upr_server.engine import Partition
 from upr_server.storage import flusher
-from upr_server.storage.calls import AnyCall, UpkeepStep
+from upr_server.storage.calls import AnyCall, Commit, UpkeepStep
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 from upr_server.storage.stream_reader import StreamReader
@@ -45,11 +45,19 @@ def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chun
     return Chunk.build(rows, SeqNo(0), SeqNo(0))
 
 
+class _Prompt(HeldStore):
+    """A store that takes no time, once its commits are released."""
+
+    async def _wait(self, call: AnyCall) -> None:
+        if isinstance(call, Commit):
+            await self.released.wait()
+
+
 async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_collected(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flusher, "STEP_BYTES", 10_000)
-    store = HeldStore()
+    store = _Prompt()
     async with serving(store, 1) as service:
         partition = service.bucket(BUCKET).partitions[0]
         persistence = partition.manager.persistence
@@ -57,17 +65,20 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
         await trio.sleep(1)
         # A commit is under way. A consumer closes what came since; more comes behind it, and goes
         # on to come while both are read for the next commit.
-        partition.mutate(batch(1, 300), now=NOW)
+        partition.mutate(batch(1, 3000, nbytes=1000), now=NOW)
         cursor = partition.manager.register("a consumer", SeqNo(1)).cursor
         cursor.next()
-        partition.mutate(batch(301, 1), now=NOW)
+        partition.mutate(batch(3001, 1), now=NOW)
         disk = service.disks[service.bucket(BUCKET)]
         disk.flusher.when_persisted(partition, partition.high_seq, lambda _persisted: None)
         store.released.set()
-        while not persistence.is_reading:
+        for _ in range(100):
             await trio.lowlevel.checkpoint()
-        for number in range(30):
-            partition.mutate(batch(302 + number * 100, 100), now=NOW)
+            if persistence.is_reading:
+                break
+        assert persistence.is_reading
+        for number in range(10):
+            partition.mutate(batch(3002 + number * 1000, 1000, nbytes=1000), now=NOW)
             await trio.lowlevel.checkpoint()
         cursor.close()
         await disk.flusher.persisted(partition, partition.high_seq)
