@@ -58,7 +58,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         connections_max: Connections at a time.
         send_timeout_s: How long a peer may take nothing of what waits for it.
         data_dir: Where buckets are kept; empty for the platform's data directory.
-        disk_bytes_max: How large each file there may become; 0 for as large as the disk is.
+        disk_bytes_max: How large each file there may become; 0 for as large as the disk is, and at
+            most 256 GiB.
         purge_age_s: How old a deletion must be to be forgotten; a consumer that was away for
             longer may have to begin again.
         shutdown_deadline_s: How long peers have to take what is queued when the server stops.
