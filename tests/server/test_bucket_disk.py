@@ -169,6 +169,7 @@ async def test_items_that_expire_together_stay_within_the_quota(
             for task in (service.expire, service.free_memory, service.collapse):
                 nursery.start_soon(task)
             with trio.fail_after(100_000):
+                await trio.lowlevel.checkpoint()
                 while partition.items:
                     await trio.sleep(0.05)
                     peak = max(peak, bucket.memory.total)
