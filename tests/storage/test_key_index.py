@@ -201,3 +201,21 @@ def test_an_index_that_knows_more_than_its_log_is_refused(
     older.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     with pytest.raises(CorruptionError, match="the log only 0"):
         KeyIndex(index, older).step(0, 10)
+
+
+@pytest.mark.parametrize("last", [b"\x09", b"\x79"])
+def test_a_key_whose_entry_has_another_key_now_is_not_called_missing(
+    both: Both, last: bytes
+) -> None:
+    """A bit flips in the key, and the entry stays where it was: before its neighbour or behind."""
+    both.commit(sets(b"key 1", b"key 9"))
+    both.follow()
+    assert both.find(b"key", b"key 5", b"z") == [None] * 3
+    entry = index_key(0, b"key 1" if last < b"1" else b"key 9")
+    with both.index.environment.write() as writer:
+        value = bytes(writer.get(entry) or b"")
+        writer.delete(entry)
+        writer.put(entry[:-1] + last, value)
+    with pytest.raises(CorruptionError):
+        both.find(b"key" + entry[-2:])
+    assert None not in both.find(b"key 9" if last < b"1" else b"key 1")

@@ -21,6 +21,7 @@ from upr_server.storage.errors import CorruptionError
 from upr_server.storage.records import (
     EXPIRY,
     INDEX_KEY_PREFIX,
+    KEY,
     WATERMARK,
     IndexEntry,
     Watermark,
@@ -194,6 +195,8 @@ class KeyIndex:
                     continue
                 key = index_key(partition, want.key)
                 value = reader.get(key)
+                if value is None:
+                    _check_neighbours(reader, key)
                 entry = None if value is None else IndexEntry.parse(key, value)
                 if want.number and (entry is None or abs(entry.number) < want.number):
                     # The index has not come so far.
@@ -262,6 +265,18 @@ class KeyIndex:
                 if len(items) == limit:
                     return items, key
         return items, b""
+
+
+def _check_neighbours(reader: Reader, key: bytes) -> None:
+    """Raises `CorruptionError` if an entry beside the place of `key`, which is not there, is
+    damaged: a flipped bit in a key hides its entry, and leaves it where the search for it ends."""
+    found = [reader.last(KEY, key)]
+    for after in reader.scan(key, WATERMARK):
+        found.append(after)
+        break
+    for entry in found:
+        if entry is not None:
+            IndexEntry.parse(*entry)
 
 
 def _watermark(reader: Reader, partition: int) -> Watermark:
