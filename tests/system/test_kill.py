@@ -69,9 +69,6 @@ LARGE_BYTES: Final = 70_000
 PUBLISHER_BYTES: Final = 256 * 1024
 """What a publisher has under way at most."""
 
-KILLS: Final = 50
-"""In each of the two tests, at least."""
-
 PATIENCE_S: Final = 600.0
 CHECK_EVERY: Final = 8
 """Lives between looks at everything that was acknowledged."""
@@ -85,11 +82,13 @@ nearly done, or just after."""
 
 Ending = Literal["killed", "killed with its processes", "stopped", "killed while it starts"]
 ENDINGS: Final[dict[Ending, int]] = {
-    "killed": 11,
-    "killed with its processes": 4,
-    "stopped": 3,
-    "killed while it starts": 6,
+    "killed": 28,
+    "killed with its processes": 10,
+    "stopped": 8,
+    "killed while it starts": 14,
 }
+"""How many lives end so in each of the two tests: of both together, 104 are killed. Their order is
+drawn, their number is not: how often lots are drawn depends on how fast the machine is."""
 
 
 # What is written.
@@ -329,7 +328,6 @@ class Plan:
 
     Attributes:
         seed: What its moments are drawn from.
-        lives: How many lives the server has.
         quota_bytes: The bucket's memory.
         value_bytes: How long values are, at most, but for a few large ones.
         lasts_s: By how often a drawn life lasts so long, at most, after it was seen at work.
@@ -337,7 +335,6 @@ class Plan:
     """
 
     seed: int
-    lives: int
     quota_bytes: int
     value_bytes: int
     lasts_s: tuple[float, ...]
@@ -382,17 +379,17 @@ class Town:
                     ):
                         publishers.start_soon(load.publish, self._url, self._dial, level)
                     await self.persisted.until_answered(1)
-                for number in range(self._plan.lives):
-                    await self._life(number)
+                endings = [ending for ending, lives in ENDINGS.items() for _ in range(lives)]
+                self._draw.shuffle(endings)
+                for number, ending in enumerate(endings):
+                    await self._life(number, ending)
                 publishers.start_soon(self._end)
             followers.cancel_scope.cancel()
 
     # A life.
 
-    async def _life(self, number: int) -> None:
-        ending: Ending = self._draw.choices(list(ENDINGS), list(ENDINGS.values()))[0]
+    async def _life(self, number: int, ending: Ending) -> None:
         self.seen[ending] += 1
-        self.seen["lives"] += 1
         if ending == "killed while it starts":
             await self._killed_while_it_starts()
             return
@@ -579,28 +576,26 @@ async def lived(plan: Plan, data_dir: Path) -> Counter[str]:
     seen["mutations followed"] = town.fast.mirror.mutations + town.slow.mirror.mutations
     print(dict(seen))  # noqa: T201  # shown with -s
     # Else it was about nothing.
-    assert seen["lives"] == plan.lives
-    assert seen["lives"] - seen["stopped"] >= KILLS, seen
-    for ending in ENDINGS:
-        assert seen[ending] >= 3, seen
-    assert seen["operations"] > 200 * plan.lives, seen
-    assert seen["increments"] > 10 * plan.lives, seen
-    assert seen["resent"] > plan.lives, seen
-    assert seen["rollbacks"] > plan.lives / 4, seen
-    assert seen["backfills"] > plan.lives, seen
+    lives = sum(ENDINGS.values())
+    assert {ending: seen[ending] for ending in ENDINGS} == ENDINGS
+    assert seen["operations"] > 100 * lives, seen
+    assert seen["increments"] > 10 * lives, seen
+    assert seen["resent"] > lives, seen
+    assert seen["rollbacks"] > lives / 4, seen
+    assert seen["backfills"] > lives / 4, seen
     return seen
 
 
 @pytest.mark.timeout(600)
 async def test_killed_with_memory_enough(tmp_path: Path) -> None:
-    plan = Plan(1, 60, 256 * 1024 * 1024, 400, (0.05, 0.05, 0.3), 0.005)
+    plan = Plan(1, 256 * 1024 * 1024, 400, (0.05, 0.05, 0.3), 0.005)
     await lived(plan, tmp_path / "data")
 
 
 @pytest.mark.timeout(600)
 async def test_killed_with_little_memory(tmp_path: Path) -> None:
     """Keys are evicted, readers are dropped and read from disk, all the while."""
-    plan = Plan(2, 60, 1024 * 1024, 4000, (0.05, 0.3, 0.6), 0.03)
+    plan = Plan(2, 1024 * 1024, 4000, (0.05, 0.3, 0.6), 0.03)
     seen = await lived(plan, tmp_path / "data")
     assert seen["cursors dropped"] > 0, seen
     assert seen["evicted"] > 0, seen
