@@ -1,1 +1,10 @@
-"""UPR in Spark: the data source `upr`, which reads, streams and writes (extra `upr[spark]`)."""
+"""UPR in Spark: the data source `upr`, which reads, streams and writes (extra `upr[spark]`).
+
+`spark.dataSource.register(UprDataSource)` makes it known to a session.
+"""
+
+from __future__ import annotations
+
+from upr_protocol.spark.source import UprDataSource
+
+__all__ = ["UprDataSource"]

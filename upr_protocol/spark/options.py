@@ -1,0 +1,91 @@
+"""Options as Spark hands them over: texts by name, the names in lower case.
+
+Spark never refuses an option that nobody knows, so that a slip of the pen would go unnoticed. Here
+every option is taken out of a bag by the one who knows it, and what is left is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from upr_protocol.client import Address, AddressError
+from upr_protocol.spark.errors import OptionError
+
+T = TypeVar("T")
+
+_SPARK_OWN = frozenset({"path", "paths"})
+"""Options that Spark adds by itself."""
+
+
+class Options:
+    """The options of one read or write.
+
+    Args:
+        options: By name, in whatever case.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._values = {name.lower(): str(value) for name, value in options.items()}
+        self._known: dict[str, str] = {}
+
+    def text(self, name: str, default: T) -> str | T:
+        """An option's text; `default` when it was not given."""
+        self._known[name.lower()] = name
+        return self._values.get(name.lower(), default)
+
+    def required(self, name: str, example: str) -> str:
+        """The text of an option that must be given."""
+        found = self.text(name, None)
+        if not found:
+            raise OptionError(f'the option {name} is missing: .option("{name}", "{example}")')
+        return found
+
+    def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
+        """One of a few words."""
+        found = self.text(name, default)
+        for word in choices:
+            if found.lower() == word.lower():
+                return word
+        raise OptionError(f"the option {name} is {found!r}, and not one of {', '.join(choices)}")
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """`true` or `false`."""
+        return self.choice(name, "true" if default else "false", ("true", "false")) == "true"
+
+    def number(self, name: str, default: T, *, low: int = 0, high: int = (1 << 63) - 1) -> int | T:
+        """A whole number from `low` to `high`; `default` when it was not given."""
+        found = self.text(name, None)
+        if found is None:
+            return default
+        try:
+            number = int(found)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            raise OptionError(
+                f"the option {name} is {found!r}, and no whole number from {low} to {high}"
+            )
+        return number
+
+    def address(self) -> Address:
+        """The option `url`: `upr://host:port/bucket`."""
+        url = self.required("url", "upr://host:port/bucket")
+        try:
+            return Address.parse(url).with_bucket()
+        except AddressError as error:
+            raise OptionError(f"the option url: {error}") from error
+
+    def finish(self) -> None:
+        """Refuses what nobody has asked for.
+
+        Raises:
+            OptionError: There is an option that is unknown here.
+        """
+        for name in self._values:
+            if name not in self._known and name not in _SPARK_OWN:
+                near = difflib.get_close_matches(name, self._known, 1)
+                hint = f"; perhaps {self._known[near[0]]} was meant" if near else ""
+                known = ", ".join(sorted(self._known.values(), key=str.lower))
+                raise OptionError(f"there is no option {name}{hint}. There are {known}")

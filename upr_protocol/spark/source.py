@@ -1,0 +1,66 @@
+"""The data source `upr`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+if TYPE_CHECKING:
+    from upr_protocol.spark.batch_reader import BatchReader
+    from upr_protocol.spark.stream_reader import StreamReader
+    from upr_protocol.spark.writer import BatchWriter, StreamWriter
+
+
+class UprDataSource(DataSource):
+    """Reads, streams and writes a bucket: `spark.dataSource.register(UprDataSource)`, and then
+    `spark.read.format("upr")`, `readStream`, `write`, `writeStream`. docs/spark.md has the options.
+    """
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+        # One for each `load()`, and the same for every action on what was loaded.
+        self._lease_id = int.from_bytes(os.urandom(8), "little") | 1
+
+    @classmethod
+    def name(cls) -> str:
+        """The name that `format` is given."""
+        return "upr"
+
+    def schema(self) -> StructType:
+        """The columns of a read; a user's `.schema(...)` chooses among them."""
+        from upr_protocol.spark.read_options import ReadOptions
+        from upr_protocol.spark.schema import default_schema
+
+        return default_schema(ReadOptions.parse(self.options))
+
+    def reader(self, schema: StructType) -> BatchReader:
+        """Reads what is there."""
+        from upr_protocol.spark.batch_reader import BatchReader
+        from upr_protocol.spark.read_options import ReadOptions
+
+        return BatchReader(ReadOptions.parse(self.options), schema, self._lease_id)
+
+    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802  Spark's name
+        """Streams what changes."""
+        from upr_protocol.spark.read_options import ReadOptions
+        from upr_protocol.spark.stream_reader import StreamReader
+
+        return StreamReader(ReadOptions.parse(self.options, streaming=True), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        """Writes a DataFrame."""
+        from upr_protocol.spark.write_options import WriteOptions
+        from upr_protocol.spark.writer import BatchWriter
+
+        return BatchWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        """Writes the batches of a stream."""
+        from upr_protocol.spark.write_options import WriteOptions
+        from upr_protocol.spark.writer import StreamWriter
+
+        return StreamWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
