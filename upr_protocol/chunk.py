@@ -317,6 +317,11 @@ class Chunk:
             self._crc = crc32c(self._view)
         return self._crc
 
+    def chained(self, previous: int) -> int:
+        """CRC32C over this chunk's CRC, continued from that over the chunks before it: one number
+        that vouches for all of them, in their order. Never 0, which stands for none."""
+        return crc32c(self.crc.to_bytes(4, "little"), previous) or 1
+
     def encode(self) -> memoryview:
         """The encoded chunk, without a copy."""
         return self._view

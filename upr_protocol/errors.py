@@ -30,6 +30,9 @@ class Status(IntEnum):
     TIMED_OUT = 12
     LIMIT_REACHED = 13
     DAMAGED = 14
+    RANGE_GONE = 15
+    FENCED = 16
+    REPLAY_DIFFERS = 17
 
     # An answer about one mutation of a batch.
     EXISTS = 32
@@ -79,6 +82,12 @@ ADVICE: Final[dict[Status, str]] = {
     Status.TIMED_OUT: "ask again, or give it longer",
     Status.LIMIT_REACHED: "free some of what is held before asking for more",
     Status.DAMAGED: "what the disk holds is damaged; run upr-server check, and restore from a copy",
+    Status.RANGE_GONE: "read what is there now, from the beginning; and renew leases in time",
+    Status.FENCED: "a newer attempt of this task is at work; stop",
+    Status.REPLAY_DIFFERS: (
+        "the same batch was sent before with other contents: make the input the same each time, "
+        "by a checkpoint or a table"
+    ),
     Status.EXISTS: "use set or replace if the key may exist",
     Status.NOT_FOUND: "use set or add if the key may be missing",
     Status.CAS_MISMATCH: "read the item again and repeat the change with its new CAS",

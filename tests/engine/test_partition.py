@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.engine.helpers import (
     NOW,
@@ -25,9 +26,10 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_server.engine import Item, MutateResult, Partition, WriterToken
+from upr_server.engine import Item, MutateResult, Partition, PartitionImage, WriterToken
 from upr_server.engine.memory import Memory
 from upr_server.engine.partition import pack, unpack
+from upr_server.engine.writers import BATCHES_MAX
 
 MAXIMUM = (1 << 64) - 1
 SET, DELETE, ADD, REPLACE = Operation.SET, Operation.DELETE, Operation.ADD, Operation.REPLACE
@@ -557,6 +559,8 @@ def test_a_remembered_answer_is_the_one_given(
         Cas(2**63),
         sorted(failures.items()),
         sorted(counters.items()),
+        chain=2**32 - 1,
+        attempt=2**64 - 1,
     )
     assert unpack(pack(result)) == result
 
@@ -593,6 +597,131 @@ def test_a_batch_that_was_done_before_it_was_put_off_is_known() -> None:
     assert put_as(partition, 1).repeated
     assert put_as(partition, 2).repeated
     assert put_as(partition, 3).first_seq == 3
+
+
+# Tasks that are run again.
+
+
+def run_again(partition: Partition, variants: str, attempt: int, counters: range) -> list[str]:
+    """Sends the batches of a run, each one variant of its counter's; gives what became of each."""
+    said = []
+    chain = 0
+    for counter in range(1, counters.stop):
+        chunk = plain_chunk([b"k%d" % counter], [variants[counter - 1].encode()])
+        chain = chunk.chained(chain)
+        if counter in counters:
+            token = WriterToken(bytes(16), counter)
+            result = partition.mutate(chunk, now=NOW, writer=token, attempt=attempt, chain=chain)
+            assert result.status is Status.OK or result.last_seq == partition.high_seq
+            said.append("again" if result.repeated else result.status.name)
+    return said
+
+
+class TasksRunAgain(RuleBasedStateMachine):
+    """One task, run again and again, now and then with other batches; and a server that crashes.
+
+    The model is the variants of the batches that were done, and the highest attempt heard of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partition = new_partition()
+        self.partition.keep_news()
+        self.answers: dict[WriterToken, bytes] = {}
+        self.done, self.attempt = "", 0
+        self.kept = (self.done, self.attempt, SeqNo(0))
+
+    def said(self, counter: int, variants: str, attempt: int) -> str:
+        """What the model says of one batch, and does."""
+        if attempt < self.attempt:
+            return "FENCED"
+        if counter <= len(self.done) - BATCHES_MAX:
+            return "TOKEN_TOO_OLD"
+        if counter <= len(self.done):
+            if variants[:counter] != self.done[:counter]:
+                return "REPLAY_DIFFERS"
+            self.attempt = max(attempt, self.attempt)
+            return "again"
+        if variants[: counter - 1] != self.done:
+            return "REPLAY_DIFFERS"
+        self.done, self.attempt = variants[:counter], attempt
+        return "OK"
+
+    @rule(
+        attempt=st.integers(1, 5),
+        batches=st.integers(1, 90) | st.integers(1, 5),
+        other_at=st.none() | st.integers(1, 90),
+    )
+    def run(self, attempt: int, batches: int, other_at: int | None) -> None:
+        variants = "a" * batches
+        if other_at is not None:
+            variants = variants[: other_at - 1] + "b" * (batches - other_at + 1)
+        expected: list[str] = []
+        for counter in range(1, batches + 1):
+            expected.append(self.said(counter, variants, attempt))
+            if expected[-1] == "REPLAY_DIFFERS":
+                # What is on its way already waits for what never comes.
+                behind = min(16, batches - counter)
+                expected += ["TEMPORARY_FAILURE"] * behind
+                break
+        assert run_again(self.partition, variants, attempt, range(1, len(expected) + 1)) == expected
+
+    @precondition(lambda self: self.attempt > 1)
+    @rule(data=st.data())
+    def go_on_though_overtaken(self, data: st.DataObject) -> None:
+        attempt = data.draw(st.integers(1, self.attempt - 1))
+        begin = data.draw(st.integers(1, len(self.done) + 2))
+        said = run_again(self.partition, "c" * (begin + 1), attempt, range(begin, begin + 2))
+        assert said == ["FENCED"] * 2
+
+    @rule()
+    def commit(self) -> None:
+        through = self.partition.high_seq
+        for token, answer in self.partition.take_news(through).items():
+            if answer is None:
+                self.answers.pop(token, None)
+            else:
+                self.answers[token] = msgspec.msgpack.encode(answer)
+        self.kept = (self.done, self.attempt, through)
+
+    @rule()
+    def crash(self) -> None:
+        self.done, self.attempt, high = self.kept
+        answers = {
+            token: msgspec.msgpack.decode(answer, type=MutateResult)
+            for token, answer in sorted(self.answers.items(), key=lambda item: item[0].counter)
+        }
+        image = PartitionImage(
+            PartitionState.ACTIVE, self.partition.failover_log, high, answers=answers
+        )
+        self.partition = Partition(PartitionId(0), lambda: HistoryId(7), image=image)
+        self.partition.keep_news()
+
+    @invariant()
+    def all_is_well(self) -> None:
+        # Every key is written once by each run: what was done twice would have a number more.
+        assert self.partition.high_seq == len(self.done)
+        self.partition._writers.check_invariants()
+
+
+test_tasks_that_are_run_again = TasksRunAgain.TestCase
+test_tasks_that_are_run_again.settings = settings(max_examples=60, stateful_step_count=12)
+
+
+def test_a_fence_and_a_difference_in_words() -> None:
+    partition = new_partition()
+    assert run_again(partition, "aaa", 1, range(1, 4)) == ["OK"] * 3
+    assert run_again(partition, "aaaa", 2, range(1, 3)) == ["again"] * 2
+    assert run_again(partition, "aaaa", 1, range(4, 5)) == ["FENCED"]
+    assert run_again(partition, "abaaa", 3, range(1, 6)) == [
+        *("again", "REPLAY_DIFFERS"),
+        *["TEMPORARY_FAILURE"] * 3,
+    ]
+    # Those who give no chain are not asked about it.
+    token = WriterToken(bytes(16), 2)
+    other = plain_chunk([b"other"], [b""])
+    assert partition.mutate(other, now=NOW, writer=token, attempt=3).repeated
+    assert partition.high_seq == 3
 
 
 def test_statistics() -> None:

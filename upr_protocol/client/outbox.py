@@ -54,6 +54,7 @@ class Batch:
     Attributes:
         partition: Its partition.
         counter: Its number at this writer and partition.
+        chain: What vouches for it and all before it; 0 for nothing.
         chunk: What is to be done.
         reply: The answer, once it came.
         refusal: Why the batch as a whole was not done; None when it was.
@@ -61,6 +62,7 @@ class Batch:
     """
 
     __slots__ = (
+        "chain",
         "chunk",
         "counter",
         "on_answer",
@@ -77,7 +79,9 @@ class Batch:
         counter: int,
         chunk: Chunk,
         on_answer: Callable[[Batch], None] | None,
+        chain: int = 0,
     ) -> None:
+        self.chain = chain
         self.partition = partition
         self.counter = counter
         self.chunk = chunk
@@ -204,7 +208,9 @@ class Outbox:
             raise ServerError(
                 Status.TOO_LARGE, f"a batch of {chunk.nbytes} bytes; at most {CHUNK_BYTES_MAX}"
             )
-        batch = Batch(partition, self._writer.next_counter(partition), chunk, on_answer)
+        writer = self._writer
+        chain = writer.next_chain(partition, chunk)
+        batch = Batch(partition, writer.next_counter(partition), chunk, on_answer, chain)
         lane = self._lanes.get(partition)
         if lane is None:
             lane = self._lanes[partition] = _Lane(self._draw)
@@ -252,6 +258,8 @@ class Outbox:
                 batch.counter,
                 self._limits.durability,
                 self._limits.copies,
+                self._writer.attempt,
+                batch.chain,
                 partition=batch.partition,
                 opaque=opaque,
             )

@@ -17,7 +17,7 @@ from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, row, tuple_of
 from upr_protocol.wire.message import Message, OneNumber, Sender, check_end
 
-_MUTATE: Final = Struct("<BB6x16sQ")
+_MUTATE: Final = Struct("<BB2xI16sQQ")
 _REPLY: Final = Struct("<QQQQI")
 _U32: Final = Struct("<I")
 
@@ -110,6 +110,11 @@ class Mutate(Message, frozen=True):
         writer: The publisher's 16-byte ID; zeros: the batch has no token.
         counter: Rises with each new batch of this writer to this partition, from 1; the same
             again is the same batch again.
+        attempt: Which run of its task the writer is, where tasks are run again: a batch of an
+            earlier attempt than one that was heard of is refused. 0: there are none.
+        chain: CRC32C over the CRCs of all batches of this writer to this partition, up to and with
+            this one (`Chunk.chained`): what is sent again under the same counter must have the
+            same. 0: not given.
         chunk: The operations, as a published chunk.
     """
 
@@ -120,9 +125,11 @@ class Mutate(Message, frozen=True):
     layout: ClassVar[Any] = cs.Struct(
         "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
         "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
-        "padding" / cs.Padding(6),
+        "padding" / cs.Padding(2),
+        "chain" / cs.Int32ul * "CRC32C over all batches so far, or 0",
         "writer" / cs.Bytes(16) * "the writer's ID; zeros for none",
         "counter" / cs.Int64ul * "the batch's number at this writer and partition",
+        "attempt" / cs.Int64ul * "which run of the writer's task this is, or 0",
         "chunk" / CHUNK * "a published chunk",
     )
 
@@ -131,21 +138,27 @@ class Mutate(Message, frozen=True):
     counter: int = 0
     durability: Durability = Durability.MEMORY
     copies: int = 0
+    attempt: int = 0
+    chain: int = 0
 
     def body(self) -> tuple[Buffer, ...]:
-        head = _MUTATE.pack(self.durability, self.copies, self.writer, self.counter)
+        head = _MUTATE.pack(
+            self.durability, self.copies, self.chain, self.writer, self.counter, self.attempt
+        )
         return (head, self.chunk.encode())
 
     @classmethod
     def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
         try:
-            durability, copies, writer, counter = _MUTATE.unpack_from(body)
+            durability, copies, chain, writer, counter, attempt = _MUTATE.unpack_from(body)
             return cls(
                 Chunk(memoryview(body)[_MUTATE.size :]),
                 writer,
                 counter,
                 Durability(durability),
                 copies,
+                attempt,
+                chain,
                 partition=partition,
                 opaque=opaque,
                 status=status,

@@ -32,7 +32,7 @@ _NANOSECONDS: Final = 1_000_000_000
 NOTHING_FOUND: Final[Found] = {}
 
 
-class MutateResult(msgspec.Struct, frozen=True):
+class MutateResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of one batch.
 
     A batch is no transaction: what failed failed alone, and the others have consecutive numbers and
@@ -47,7 +47,10 @@ class MutateResult(msgspec.Struct, frozen=True):
         counters: Index in the batch and new value, for each increment or decrement that succeeded.
         repeated: Whether this answer was given before: the batch had its effect then.
         status: `OK`, or why the batch as a whole was refused, without any effect: `WRONG_STATE`,
-            `TOKEN_TOO_OLD`, and `TEMPORARY_FAILURE` when one that the writer sent before it was.
+            `TOKEN_TOO_OLD`, `FENCED`, `REPLAY_DIFFERS`, and `TEMPORARY_FAILURE` when one that the
+            writer sent before it was.
+        chain: What the batch's writer gave to vouch for it and all before it; 0 for nothing.
+        attempt: Which run of the writer's task sent it, or what has run since; 0 for none.
     """
 
     history_id: HistoryId
@@ -58,6 +61,8 @@ class MutateResult(msgspec.Struct, frozen=True):
     counters: list[tuple[int, int]] = []
     repeated: bool = False
     status: Status = Status.OK
+    chain: int = 0
+    attempt: int = 0
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True):
@@ -68,6 +73,8 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
         reasons: Why each failed, a byte each.
         counted: How far each counter stands behind the one before it.
         values: The counters' values.
+        chain: See `MutateResult`.
+        attempt: See `MutateResult`.
     """
 
     history_id: HistoryId
@@ -78,6 +85,8 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
     reasons: bytes
     counted: list[int]
     values: list[int]
+    chain: int
+    attempt: int
 
 
 _encode_packed: Final = msgspec.msgpack.Encoder().encode
@@ -100,6 +109,8 @@ def pack(result: MutateResult) -> bytes:
             bytes(status for _, status in result.failures),
             _gaps(result.counters),
             [value for _, value in result.counters],
+            result.chain,
+            result.attempt,
         )
     )
 
@@ -115,6 +126,8 @@ def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
         list(zip(accumulate(packed.failed), map(Status, packed.reasons), strict=True)),
         list(zip(accumulate(packed.counted), packed.values, strict=True)),
         repeated,
+        chain=packed.chain,
+        attempt=packed.attempt,
     )
 
 
@@ -268,6 +281,8 @@ class Partition:
         now: float,
         writer: WriterToken | None = None,
         found: Found = NOTHING_FOUND,
+        attempt: int = 0,
+        chain: int = 0,
     ) -> MutateResult:
         """Takes in a batch of a publisher. O(mutations), O(log mutations) for those that read.
 
@@ -276,6 +291,10 @@ class Partition:
             now: Seconds since 1970.
             writer: The batch's name. The answer to a batch that was here before is given again.
             found: What `FetchNeeded` asked for.
+            attempt: Which run of the writer's task sends it; below the highest that was heard of,
+                the batch is refused.
+            chain: What the writer gives to vouch for the batch and all before it; 0 for nothing. A
+                batch that was here before, or that follows one that was, must agree with it.
 
         Raises:
             ChunkError: The chunk breaks a rule of chunks; it had no effect.
@@ -288,13 +307,9 @@ class Partition:
             self.put_off(writer)
             return self._refusal(Status.WRONG_STATE)
         if writer is not None:
-            if self._writers.must_wait(writer):
-                return self._refusal(Status.TEMPORARY_FAILURE)
-            answer, too_old = self._writers.recall(writer)
-            if answer is not None:
-                return unpack(answer, repeated=True)
-            if too_old:
-                return self._refusal(Status.TOKEN_TOO_OLD)
+            known = self._known(writer, attempt, chain, chunk)
+            if known is not None:
+                return known
         if rows is not None:
             self._check_found(rows, found, now)
         before = self.manager.high
@@ -304,6 +319,8 @@ class Partition:
             self._expire_due(now)
         result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now, found)
         if writer is not None:
+            if chain or attempt:
+                result = msgspec.structs.replace(result, chain=chain, attempt=attempt)
             self._remember(writer, result)
         if self.manager.high > before:
             self.manager.wake()
@@ -319,8 +336,52 @@ class Partition:
         if writer is not None:
             self._writers.put_off(writer)
 
+    def _known(
+        self, token: WriterToken, attempt: int, chain: int, chunk: Chunk
+    ) -> MutateResult | None:
+        """The answer to a batch that is not to be done now, or not again; None for one that is."""
+        writers = self._writers
+        if attempt < writers.attempt(token.writer):
+            return self._refusal(Status.FENCED)
+        if writers.must_wait(token):
+            return self._refusal(Status.TEMPORARY_FAILURE)
+        answer, too_old = writers.recall(token)
+        if answer is not None:
+            first = unpack(answer, repeated=True)
+            if chain and first.chain and chain != first.chain:
+                return self._differs(token)
+            if attempt > writers.attempt(token.writer):
+                self._fence(token.writer, attempt)
+            return first
+        if too_old:
+            return self._refusal(Status.TOKEN_TOO_OLD)
+        if chain and not self._continues(token, chain, chunk):
+            return self._differs(token)
+        return None
+
+    def _differs(self, token: WriterToken) -> MutateResult:
+        # What was sent behind it, before its writer heard of this, must not be done either.
+        self._writers.put_off(token)
+        return self._refusal(Status.REPLAY_DIFFERS)
+
+    def _continues(self, token: WriterToken, chain: int, chunk: Chunk) -> bool:
+        """Whether a new batch comes after what its writer has sent before, as far as is known."""
+        newest = self._writers.newest(token.writer)
+        if newest is None or newest[0].counter + 1 != token.counter:
+            return True
+        before = unpack(newest[1]).chain
+        return not before or chunk.chained(before) == chain
+
+    def _fence(self, writer: bytes, attempt: int) -> None:
+        """An attempt is heard of that has sent nothing new so far: notes it, for the disk too."""
+        newest = self._writers.newest(writer)
+        assert newest is not None
+        token, answer = newest
+        result = msgspec.structs.replace(unpack(answer), attempt=attempt)
+        self._writers.replace_newest(token, pack(result), self.manager.high, attempt)
+
     def _remember(self, writer: WriterToken, result: MutateResult) -> None:
-        self._writers.remember(writer, pack(result), self.manager.high)
+        self._writers.remember(writer, pack(result), self.manager.high, result.attempt)
 
     def _refusal(self, status: Status) -> MutateResult:
         high = self.high_seq

@@ -23,6 +23,10 @@ that is kept is the highest counter refused; a batch above it is refused, and on
 it has the matter forgotten. A batch that was never here before is refused once more than needed if
 all that were refused have been given up, and who sends nothing again at all is refused 64 times:
 more are not in flight.
+
+A task that is run again is the same writer again: it begins with its first batch. Each run is an
+attempt with a number that rises, and one that a later attempt has overtaken is refused: the highest
+number is kept for each writer, and on disk with its newest answer.
 """
 
 from __future__ import annotations
@@ -90,11 +94,13 @@ class _News:
 
 
 class _Answers:
-    """One writer's answers, by counter, the newest last; each with the news that tell of it."""
+    """One writer's answers, by counter, the newest last; each with the news that tell of it. And
+    the highest attempt that was heard of."""
 
-    __slots__ = ("by_counter", "nbytes")
+    __slots__ = ("attempt", "by_counter", "nbytes")
 
     def __init__(self) -> None:
+        self.attempt = 0
         self.by_counter: dict[int, tuple[bytes, _News | None]] = {}
         self.nbytes = 0
 
@@ -130,6 +136,19 @@ class Writers:
         if found is not None:
             return found[0], False
         return None, token.counter <= next(reversed(answers.by_counter))
+
+    def attempt(self, writer: bytes) -> int:
+        """The highest attempt that was heard of; 0 for none. O(1)."""
+        answers = self._writers.get(writer)
+        return 0 if answers is None else answers.attempt
+
+    def newest(self, writer: bytes) -> tuple[WriterToken, bytes] | None:
+        """The newest batch of a writer, and its answer. O(1)."""
+        answers = self._writers.get(writer)
+        if answers is None:
+            return None
+        counter = next(reversed(answers.by_counter))
+        return WriterToken(writer, counter), answers.by_counter[counter][0]
 
     def put_off(self, token: WriterToken) -> None:
         """Notes that a batch was refused for what passes, before it had any effect. O(1)."""
@@ -170,13 +189,14 @@ class Writers:
             news.changes = {}
         return taken
 
-    def remember(self, token: WriterToken, answer: bytes, high: int = 0) -> None:
+    def remember(self, token: WriterToken, answer: bytes, high: int = 0, attempt: int = 0) -> None:
         """Keeps the answer to a batch that `recall` did not know. O(1), beside what it forgets.
 
         Args:
             token: Its token.
             answer: The answer.
             high: The partition's high number with the batch.
+            attempt: Which run of the writer's task sent it.
         """
         answers = self._writers.get(token.writer)
         if answers is None:
@@ -189,6 +209,7 @@ class Writers:
                     self._forget(WriterToken(writer, counter), forgotten, high)
         else:
             self._writers.move_to_end(token.writer)
+        answers.attempt = max(answers.attempt, attempt)
         answers.by_counter[token.counter] = (answer, self._note(token, answer, high))
         answers.nbytes += ANSWER_BYTES + len(answer)
         self._count(ANSWER_BYTES + len(answer))
@@ -197,6 +218,12 @@ class Writers:
         ):
             oldest = next(iter(answers.by_counter))
             self._forget(WriterToken(token.writer, oldest), answers, high)
+
+    def replace_newest(self, token: WriterToken, answer: bytes, high: int, attempt: int) -> None:
+        """Keeps another answer to the writer's newest batch, as of now. O(1), beside what it
+        forgets."""
+        self._forget(token, self._writers[token.writer], high)
+        self.remember(token, answer, high, attempt)
 
     def _forget(self, token: WriterToken, answers: _Answers, high: int) -> None:
         answer, told_by = answers.by_counter.pop(token.counter)

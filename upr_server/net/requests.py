@@ -151,7 +151,14 @@ def _mutate(connection: Connection, request: Mutate) -> None:
             raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
         now = connection.service.time()
         try:
-            result = partition.mutate(request.chunk, now=now, writer=writer, found=found)
+            result = partition.mutate(
+                request.chunk,
+                now=now,
+                writer=writer,
+                found=found,
+                attempt=request.attempt,
+                chain=request.chain,
+            )
         except ChunkError as error:
             raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
         except FetchNeeded:

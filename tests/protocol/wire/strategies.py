@@ -131,6 +131,8 @@ FIELDS: Final[Mapping[type[Message], Mapping[str, st.SearchStrategy[Any]]]] = {
         "counter": U64,
         "durability": st.sampled_from(Durability),
         "copies": U8,
+        "attempt": U64,
+        "chain": U32,
     },
     MutateReply: {
         "history_id": HISTORY_IDS,
