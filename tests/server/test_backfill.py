@@ -21,10 +21,11 @@ from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
 from upr_server.net import Service
 from upr_server.storage import shelf
+from upr_server.storage.backfill import BUDGET_SHARE, PIECE_BYTES
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import AnyCall, Find, Read
 from upr_server.storage.simulated_store import SimulatedStore
-from upr_server.storage.stream_reader import BUDGET_SHARE, PIECE_BYTES, StreamReader
+from upr_server.storage.stream_reader import StreamReader
 
 NOW: Final = 1000.0
 INDEXED_S: Final = 2.0

@@ -21,7 +21,7 @@ from upr_server.storage.compaction import Sweep
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.port import Upkeep
-from upr_server.storage.records import BucketRecord
+from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.shelf import Shelf
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -73,7 +73,10 @@ class Life(RuleBasedStateMachine):
             BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS
         )
         self.model = Model(PARTITIONS)
-        self.leases: list[tuple[int, int, int]] = []
+        self.leases: dict[int, LeaseRecord] = {}
+        self.lapsed: dict[int, LeaseRecord] = {}
+        # What was read of each range when it was leased.
+        self.leased_rows: dict[int, list[Mutation]] = {}
         self.cas = 0
         # Up to where an index that was lost knew the log, which was compacted accordingly.
         self.known = [0] * PARTITIONS
@@ -127,8 +130,13 @@ class Life(RuleBasedStateMachine):
     def upkeep(self, *, urgent: bool, age: float) -> Upkeep:
         before = [stored.purge_seq for stored in self.log.load().partitions]
         done = self.shelf.upkeep(
-            urgent=urgent, leases=self.leases, purge_before_cas=self.purge_before(age)
+            urgent=urgent,
+            leases=[found for lease in self.leases.values() for found in lease.ranges],
+            lapsed=list(self.lapsed.values()),
+            purge_before_cas=self.purge_before(age),
         )
+        for lease_id in done.broken:
+            assert self.lapsed.pop(lease_id).ranges[0][0] == done.partition
         if done.partition >= 0:
             number = done.partition
             assert before[number] <= done.purge_seq <= self.model.highs[number]
@@ -168,17 +176,33 @@ class Life(RuleBasedStateMachine):
         purge = self.log.load().partitions[number].purge_seq
         start = round(at * high)
         if start < high and len(self.leases) < 3:
-            self.leases.append((number, start if start >= purge else 0, high))
+            start = start if start >= purge else 0
+            lease_id = len(self.leased_rows)
+            lease = LeaseRecord(lease_id, "", ((number, start, high),), 1, 1.0)
+            self.log.put_lease(lease)
+            self.leases[lease_id] = lease
+            self.leased_rows[lease_id] = read(self.log, number, start, high)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
-    def end_lease(self, data: st.DataObject) -> None:
-        self.leases.remove(data.draw(st.sampled_from(self.leases)))
+    def let_a_lease_lapse(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(list(self.leases)))
+        self.lapsed[lease_id] = self.leases.pop(lease_id)
+
+    @precondition(lambda self: self.lapsed)
+    @rule(data=st.data())
+    def renew_a_lapsed_lease(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(list(self.lapsed)))
+        self.leases[lease_id] = self.lapsed.pop(lease_id)
 
     @invariant()
-    def what_is_leased_can_be_read(self) -> None:
-        for number, start, end in self.leases:
+    def what_is_leased_is_as_it_was(self) -> None:
+        whole = {lease.lease_id for lease in self.log.load().leases if lease.is_whole}
+        assert whole == self.leases.keys() | self.lapsed.keys()
+        for lease_id in whole:
+            ((number, start, end),) = (self.leases | self.lapsed)[lease_id].ranges
             self.model.check_read(self.log, number, start, end)
+            assert read(self.log, number, start, end) == self.leased_rows[lease_id]
 
     @rule(number=st.integers(0, PARTITIONS - 1), at=st.floats(0, 1))
     def follow_from_anywhere(self, number: int, at: float) -> None:
@@ -284,6 +308,8 @@ class Life(RuleBasedStateMachine):
             one.crash()
             one.keep_on_fault = False
         self.open()
+        whole = {lease.lease_id for lease in self.log.load().leases if lease.is_whole}
+        self.lapsed = {key: lease for key, lease in self.lapsed.items() if key in whole}
         if any(self.log.high(write.partition) == write.record.high for write in writes):
             self.model.take(writes)
 

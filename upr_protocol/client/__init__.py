@@ -14,7 +14,13 @@ from __future__ import annotations
 from upr_protocol.client.address import Address, AddressError
 from upr_protocol.client.blocking import BlockingClient
 from upr_protocol.client.blocking_consumer import BlockingConsumer
-from upr_protocol.client.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
+from upr_protocol.client.calls import (
+    BucketInfo,
+    HeldLease,
+    LeasedRange,
+    PartitionInfo,
+    PartitionNumbers,
+)
 from upr_protocol.client.client import Client, ClientStatistics, connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
 from upr_protocol.client.events import (
@@ -60,6 +66,7 @@ __all__ = [
     "FileStore",
     "HeldLease",
     "Item",
+    "LeasedRange",
     "MemoryStore",
     "PartitionInfo",
     "PartitionNumbers",

@@ -314,35 +314,47 @@ class BlockingClient:
     # Leases.
 
     def acquire_lease(
-        self, ranges: Iterable[tuple[int, int, int]], *, time_to_live_s: int, owner: str
+        self,
+        ranges: Iterable[tuple[int, int, int]],
+        *,
+        time_to_live_s: int,
+        owner: str,
+        lease_id: int = 0,
     ) -> HeldLease:
-        """Keeps ranges of numbers readable: compaction leaves in them whatever a state at their end
-        is made of.
+        """Keeps ranges of numbers as they are: compaction leaves every version in them.
 
         Args:
-            ranges: (partition, start, end), start exclusive; the end must be persisted.
+            ranges: (partition, start, end), start exclusive; the end must be persisted. `SEQ_MAX`
+                stands for the snapshot end that is persisted when the lease is granted.
             time_to_live_s: How long, without renewal; the lease outlives this connection, and a
                 restart of the server.
             owner: Who holds it, for those who look at the server's leases.
+            lease_id: A random number of one's own, so that asking again makes no second lease: one
+                that is there goes on with the ranges that it has. 0 leaves it to the server.
 
         Raises:
-            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, or `ROLLBACK_NEEDED` when a range is no
-                longer whole.
+            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `ROLLBACK_NEEDED` when a range is no
+                longer whole, `RANGE_GONE` when the lease is there and is not whole any more.
         """
         return self.ask(
             calls.lease(
-                LeaseAction.ACQUIRE, time_to_live_s=time_to_live_s, owner=owner, ranges=ranges
+                LeaseAction.ACQUIRE,
+                lease_id=lease_id,
+                time_to_live_s=time_to_live_s,
+                owner=owner,
+                ranges=ranges,
             )
         )
 
     def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
-        """A lease goes on for so long from now; `ServerError` with `BAD_ARGUMENT` if it is over."""
+        """A lease goes on for so long from now, even if it has lapsed; `ServerError` with
+        `RANGE_GONE` if it is not there, or what it held is not whole any more."""
         return self.ask(
             calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
         )
 
     def release_lease(self, lease_id: int) -> None:
-        """Ends a lease; `ServerError` with `BAD_ARGUMENT` if it is over already."""
+        """Ends a lease; `ServerError` with `BAD_ARGUMENT` if it was released already."""
         self.ask(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
 
     def await_durable(

@@ -47,6 +47,7 @@ class BlockingConsumer:
         resume: A state to begin with, or the path of a file in which it is kept.
         state: The state that partitions must be in on that server.
         end: Where the streams end; see `consume`.
+        lease_id: A lease under which a range is read; see `consume`.
         window_bytes: How many bytes may be on their way.
         identity: `what:who`, for the server's logs and statistics.
         patience_s: How long it goes on without a connection that streams before it gives up.
@@ -72,6 +73,7 @@ class BlockingConsumer:
         resume: ResumeState | str | os.PathLike[str] | None = None,
         state: PartitionState = PartitionState.ACTIVE,
         end: End = None,
+        lease_id: int = 0,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         identity: str = IDENTITY_DEFAULT,
         patience_s: float = PATIENCE_S_DEFAULT,
@@ -93,7 +95,7 @@ class BlockingConsumer:
         if found is None:
             found = ResumeState(address.bucket)
         found.check_bucket(address.bucket)
-        self._wishes = Wishes(partitions_wanted(partitions), start == "now", state, end)
+        self._wishes = Wishes(partitions_wanted(partitions), start == "now", state, end, lease_id)
         self._follower = Follower(self._wishes, found.copy())
         self._ledger = Ledger(
             found.copy(),

@@ -179,16 +179,36 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
     return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
 
 
+class LeasedRange(msgspec.Struct, frozen=True):
+    """A range that a lease holds.
+
+    Attributes:
+        partition: The partition.
+        history_id: The history that the partition is in now.
+        start: Where it begins, exclusive.
+        end: Where it ends.
+        nbytes: What it takes on the server's disk, about.
+    """
+
+    partition: PartitionId
+    history_id: HistoryId
+    start: SeqNo
+    end: SeqNo
+    nbytes: int
+
+
 class HeldLease(msgspec.Struct, frozen=True):
     """A lease that the server has granted.
 
     Attributes:
         lease_id: Its number, to renew and release it with.
         time_to_live_s: How long it holds without renewal.
+        ranges: What it holds.
     """
 
     lease_id: int
     time_to_live_s: int
+    ranges: tuple[LeasedRange, ...] = ()
 
 
 def lease(
@@ -203,7 +223,16 @@ def lease(
     held = tuple(ranges)
 
     def result(reply: LeaseReply) -> HeldLease:
-        return HeldLease(reply.lease_id, reply.time_to_live_s)
+        return HeldLease(
+            reply.lease_id,
+            reply.time_to_live_s,
+            tuple(
+                LeasedRange(
+                    PartitionId(partition), HistoryId(history_id), SeqNo(start), SeqNo(end), nbytes
+                )
+                for partition, history_id, start, end, nbytes in reply.ranges
+            ),
+        )
 
     return Call(
         lambda opaque: Lease(action, lease_id, time_to_live_s, owner, held, opaque=opaque), result

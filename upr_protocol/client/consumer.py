@@ -266,6 +266,7 @@ async def consume(
     resume: Resume = None,
     state: PartitionState = PartitionState.ACTIVE,
     end: End = None,
+    lease_id: int = 0,
     window_bytes: int = WINDOW_BYTES_DEFAULT,
     identity: str = IDENTITY_DEFAULT,
     patience_s: float = PATIENCE_S_DEFAULT,
@@ -291,6 +292,9 @@ async def consume(
         state: The state that partitions must be in on that server.
         end: Where the streams end: at a number, at a number a partition, or `"now"`, what the
             server has when the first connection is made. One inside a snapshot means its end.
+        lease_id: A lease that holds what lies between the positions and `end`: just that is read,
+            from disk, with every version in it, and so the same each time; `ServerError` with
+            `RANGE_GONE` when it does not hold it. 0 for none.
         window_bytes: How many bytes may be on their way or waiting for the application.
         identity: `what:who`, for the server's logs and statistics.
         patience_s: How long it goes on without a connection that streams before it gives up.
@@ -318,7 +322,7 @@ async def consume(
         found = ResumeState(bucket)
     found.check_bucket(bucket)
     options = TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
-    wishes = Wishes(partitions_wanted(partitions), start == "now", state, end)
+    wishes = Wishes(partitions_wanted(partitions), start == "now", state, end, lease_id)
     patience = Patience(patience_s, draw)
     feed = Feed(Follower(wishes, found.copy()), patience)
     consumer = Consumer(address, feed, found.copy(), store, save_limits or SaveLimits())

@@ -159,11 +159,18 @@ class Follower:
 
     def _ask(self, partition: PartitionId) -> None:
         assert self._session is not None
+        position, lease_id = self.state.position(partition), self._wishes.lease_id
+        if lease_id:
+            # What is leased stays as it is, whatever server and history it is read from: that the
+            # reader was cut inside it does not matter.
+            reached = position.highest_received
+            position = Position(position.log, reached, reached, None)
         self._session.send(
             Stream(
                 self._wishes.state,
-                self.state.position(partition),
+                position,
                 self._ends.get(partition, SEQ_MAX),
+                lease_id,
                 partition=partition,
                 opaque=self._session.new_opaque(),
             )

@@ -40,9 +40,12 @@ class Wishes:
             the beginning.
         state: The state that the partitions must be in.
         end: Where the streams end.
+        lease_id: The lease that holds what lies between the positions and `end`, and under which it
+            is read; 0 for none.
     """
 
     partitions: tuple[PartitionId, ...] = ()
     from_now: bool = False
     state: PartitionState = PartitionState.ACTIVE
     end: End = None
+    lease_id: int = 0

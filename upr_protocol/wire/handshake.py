@@ -133,7 +133,8 @@ class Open(Message, frozen=True):
 
 class StreamReply(Message, frozen=True):
     """The answer to `Stream`, in its status: `OK` (the stream goes on behind `seq`),
-    `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` (`seq` is the ceiling) or `SEQ_TOO_HIGH`."""
+    `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or
+    `RANGE_GONE` (the lease does not hold what is asked for)."""
 
     opcode: ClassVar[int] = 0x86
     sender: ClassVar[Sender] = Sender.SERVER
@@ -156,6 +157,8 @@ class Stream(Message, frozen=True):
         position: What the client has.
         end_seq: Where the stream shall end, all ones for never; inside a snapshot it means that
             snapshot's end.
+        lease_id: The lease that holds the range from the position to `end_seq`: then just that
+            range is read from disk, with every version in it, and then the stream ends. 0 for none.
     """
 
     opcode: ClassVar[int] = 0x06
@@ -164,12 +167,14 @@ class Stream(Message, frozen=True):
     layout: ClassVar[Any] = cs.Struct(
         "state" / member(PartitionState) * "the state the client expects",
         "end_seq" / cs.Int64ul * "where the stream shall end; all ones for never",
+        "lease_id" / cs.Int64ul * "the lease whose range is to be read; 0 for none",
         "position" / POSITION * "what the client has",
     )
 
     state: PartitionState
     position: Position
     end_seq: SeqNo = SEQ_MAX
+    lease_id: int = 0
 
 
 class Go(Message, frozen=True):

@@ -167,21 +167,51 @@ class LeaseAction(IntEnum):
 
 
 class LeaseReply(Message, frozen=True):
-    """The lease is as asked for; released, its time to live is 0."""
+    """The lease is as asked for; released, its time to live is 0 and it holds nothing.
+
+    Attributes:
+        lease_id: The lease.
+        time_to_live_s: Seconds it holds without renewal.
+        ranges: (partition, history, start, end, bytes on disk) of what it holds, start exclusive.
+    """
 
     opcode: ClassVar[int] = 0x97
     sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = 64 * 1024
     layout: ClassVar[Any] = cs.Struct(
         "lease_id" / cs.Int64ul * "the lease",
         "time_to_live_s" / cs.Int32ul * "seconds it holds without renewal",
+        "ranges"
+        / tuple_of(
+            row(
+                partition=cs.Int16ul,
+                history_id=cs.Int64ul,
+                start=cs.Int64ul,
+                end=cs.Int64ul,
+                bytes=cs.Int64ul,
+            )
+        )
+        * "(start, end] of each partition, the history it was granted in, and its bytes on disk",
     )
 
     lease_id: int
     time_to_live_s: int
+    ranges: tuple[tuple[int, int, int, int, int], ...] = ()
 
 
 class Lease(Message, frozen=True):
-    """Holds ranges of sequence numbers against compaction."""
+    """Holds ranges of sequence numbers against compaction.
+
+    Attributes:
+        action: What is asked for.
+        lease_id: The lease. To acquire one, a random number of the client's own, so that a request
+            that is sent again makes no second lease: that it is there already is as good. Or 0, and
+            the server draws one.
+        time_to_live_s: Seconds to hold without renewal.
+        owner: Who holds it, for statistics.
+        ranges: (partition, start, end), start exclusive; all ones for an end mean the snapshot end
+            that is on disk when the lease is granted.
+    """
 
     opcode: ClassVar[int] = 0x17
     sender: ClassVar[Sender] = Sender.CLIENT
@@ -189,12 +219,12 @@ class Lease(Message, frozen=True):
     answers: ClassVar[tuple[type[Message], ...]] = (LeaseReply,)
     layout: ClassVar[Any] = cs.Struct(
         "action" / member(LeaseAction) * "1 acquire, 2 renew, 3 release",
-        "lease_id" / cs.Int64ul * "the lease to renew or release; 0 to acquire",
+        "lease_id" / cs.Int64ul * "the lease; to acquire, one of the client's choice, or 0",
         "time_to_live_s" / cs.Int32ul * "seconds to hold without renewal",
         "owner" / text() * "who holds it, for statistics",
         "ranges"
         / tuple_of(row(partition=cs.Int16ul, start=cs.Int64ul, end=cs.Int64ul))
-        * "(start, end] of each partition",
+        * "(start, end] of each partition; all ones for the end that is on disk",
     )
 
     action: LeaseAction

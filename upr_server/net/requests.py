@@ -279,19 +279,25 @@ def _lease(connection: Connection, request: Lease) -> None:
     disk = connection.disk
 
     async def settle() -> None:
-        lease_id, time_to_live_s = request.lease_id, 0
-        if request.action is LeaseAction.ACQUIRE:
-            async with disk.upkeeper.quiet():
+        async with disk.upkeeper.quiet():
+            if request.action is LeaseAction.RELEASE:
+                await disk.leases.release(request.lease_id)
+                connection.say(LeaseReply(request.lease_id, 0, opaque=request.opaque))
+                return
+            if request.action is LeaseAction.ACQUIRE:
                 lease = await disk.leases.acquire(
-                    request.owner, request.ranges, request.time_to_live_s
+                    request.lease_id, request.owner, request.ranges, request.time_to_live_s
                 )
-            lease_id, time_to_live_s = lease.lease_id, lease.time_to_live_s
-        elif request.action is LeaseAction.RENEW:
-            lease = await disk.leases.renew(lease_id, request.time_to_live_s)
-            time_to_live_s = lease.time_to_live_s
-        else:
-            await disk.leases.release(lease_id)
-        connection.say(LeaseReply(lease_id, time_to_live_s, opaque=request.opaque))
+            else:
+                lease = await disk.leases.renew(request.lease_id, request.time_to_live_s)
+        sizes = await disk.store.measure(disk.bucket.name, lease.ranges)
+        ranges = tuple(
+            (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)
+            for (number, start, end), nbytes in zip(lease.ranges, sizes, strict=True)
+        )
+        connection.say(
+            LeaseReply(lease.lease_id, lease.time_to_live_s, ranges, opaque=request.opaque)
+        )
 
     # One at a time: each is a commit of the bucket's one writer, and others wait for that too.
     connection.in_turn(request, settle)

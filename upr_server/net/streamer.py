@@ -8,8 +8,8 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.errors import Status
-from upr_protocol.failover import Retry, RollBack, decide_start
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import Retry, RollBack, Start, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import (
@@ -21,8 +21,10 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import Partition, SnapshotEnd, SnapshotStart
+from upr_server.storage.backfill import StreamBrokenError
 from upr_server.storage.bucket_disk import BucketDisk
-from upr_server.storage.stream_reader import StreamBrokenError, StreamReader
+from upr_server.storage.pinned_reader import PinnedReader
+from upr_server.storage.stream_reader import StreamReader
 
 BATCH_BYTES: Final = 1024 * 1024
 """How much is handed to the socket at a time: large enough that its cost a call is small, small
@@ -36,7 +38,7 @@ DISK_BATCH_BYTES: Final = 256 * 1024
 @attrs.define(eq=False)
 class _Stream:
     partition: Partition
-    reader: StreamReader
+    reader: StreamReader | PinnedReader
     opaque: int
     end_seq: SeqNo
     snapshot_end: SeqNo = SeqNo(0)
@@ -91,19 +93,36 @@ class Streamer:
         if isinstance(decision, RollBack):
             self._answer(request, Status.ROLLBACK, decision.ceiling, reason, partition)
             return
+        if request.lease_id:
+            try:
+                disk.leases.check(request.lease_id, partition.id, decision.seq, request.end_seq)
+            except ServerError as error:
+                self._answer(request, error.status, decision.seq, error.sentence, partition)
+                return
         self._answer(request, Status.OK, decision.seq, reason, partition)
         if request.end_seq <= decision.seq:
             self._session.send(
                 StreamEnd(partition=partition.id, opaque=request.opaque, status=Status.END_REACHED)
             )
             return
-        partition_id = partition.id
+        reader = self._reader(disk, partition, request, decision)
+        self._streams[partition.id] = _Stream(partition, reader, request.opaque, request.end_seq)
+        if reader.poll():
+            self._session.ready(partition.id)
+
+    def _reader(
+        self, disk: BucketDisk, partition: Partition, request: Stream, decision: Start
+    ) -> StreamReader | PinnedReader:
+        if request.lease_id:
+            return PinnedReader(
+                disk, partition, decision.seq, request.end_seq, request.lease_id, self._wake
+            )
 
         def on_ready() -> None:
-            self._session.ready(partition_id)
+            self._session.ready(partition.id)
             self._wake()
 
-        reader = StreamReader(
+        return StreamReader(
             disk,
             partition,
             self._name,
@@ -112,9 +131,6 @@ class Streamer:
             on_ready=on_ready,
             on_disk=self._wake,
         )
-        self._streams[partition_id] = _Stream(partition, reader, request.opaque, request.end_seq)
-        if reader.poll():
-            self._session.ready(partition_id)
 
     def _answer(
         self, request: Stream, status: Status, seq: SeqNo, reason: str, partition: Partition

@@ -99,6 +99,7 @@ class UpkeepStep(Call, frozen=True, tag=True):
     bucket: str
     urgent: bool
     leases: Sequence[tuple[int, int, int]]
+    lapsed: Sequence[LeaseRecord]
     purge_before_cas: int
 
     answer_type: ClassVar[Any] = tuple[Upkeep, dict[str, Any]]
@@ -114,6 +115,15 @@ class Read(Call, frozen=True, tag=True):
     bytes_max: int
 
     answer_type: ClassVar[Any] = list[Chunk]
+
+
+class Measure(Call, frozen=True, tag=True):
+    """`Store.measure`."""
+
+    bucket: str
+    ranges: Sequence[tuple[int, int, int]]
+
+    answer_type: ClassVar[Any] = list[int]
 
 
 class Find(Call, frozen=True, tag=True):
@@ -150,11 +160,12 @@ AnyCall = (
     | DeleteLeases
     | UpkeepStep
     | Read
+    | Measure
     | Find
     | FindDue
 )
 
-READS: Final = (Read, Find, FindDue)
+READS: Final = (Read, Measure, Find, FindDue)
 """Calls that change nothing: they are answered beside those that do."""
 
 _ERRORS: Final[dict[str, type[StorageError]]] = {

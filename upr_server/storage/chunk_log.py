@@ -331,6 +331,26 @@ class ChunkLog:
             break
         raise CorruptionError(f"the chunk with number {number} of partition {partition} is missing")
 
+    def measure(self, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
+        """The bytes of the chunks that lie in each (partition, start, end], about: one that reaches
+        beyond either bound counts by the share of its numbers. O(chunks)."""
+        found = []
+        with self.environment.read() as reader:
+            for partition, start, end in ranges:
+                nbytes, before = 0, start
+                last = chunk_key(partition, NUMBERS_END)
+                for key, value in reader.scan(chunk_key(partition, start + 1), last):
+                    _, through = parse_chunk_key(key)
+                    if through > end:
+                        nbytes += len(value) * (end - before) // (through - before)
+                        break
+                    nbytes += len(value)
+                    before = through
+                    if before >= end:
+                        break
+                found.append(nbytes)
+        return found
+
     def sizes(self) -> dict[int, int]:
         """Bytes of chunks by partition, as they stand in the map. O(chunks)."""
         sizes: dict[int, int] = {}

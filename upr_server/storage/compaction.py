@@ -1,9 +1,10 @@
 """Compaction: chunks rewritten without what was superseded, small ones into large ones.
 
 A sweep goes over one partition from its oldest chunk to where the index has come, in bounded steps.
-A mutation is kept if the index names it as its key's newest. A lease keeps more: of the state at
-its end, a mutation that was superseded only behind that end is still the newest, so whatever lies
-in a lease's range stays unless its successor lies at or below the lease's end.
+A mutation is kept if the index names it as its key's newest, or if it lies in a range that is
+leased: whoever reads such a range again reads the same again, every version in it. A lease that has
+lapsed keeps nothing, but while nothing of its ranges is dropped it can be renewed; so the commit
+that drops something marks it broken.
 
 A tombstone that is old enough goes too, once nothing older of its key is left. The sweep sees to
 that by going from the oldest on and leaving nothing superseded behind; where a lease made it leave
@@ -12,6 +13,7 @@ something, no tombstone goes. The last mutation of a partition is never dropped,
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -25,8 +27,10 @@ from upr_server.storage.records import (
     CHUNK_HEAD,
     PURGE,
     IndexEntry,
+    LeaseRecord,
     chunk_head,
     chunk_key,
+    lease_key,
     pack_record,
     parse_record,
     partition_key,
@@ -51,6 +55,7 @@ class Swept(msgspec.Struct, frozen=True):
         grown_bytes: By how much the log's chunks have grown: mostly a negative number.
         purge_seq: The partition's purge number now.
         purged: Tombstones dropped, key and number.
+        broken: Lapsed leases of whose ranges something was dropped.
     """
 
     seq: SeqNo
@@ -58,6 +63,7 @@ class Swept(msgspec.Struct, frozen=True):
     grown_bytes: int
     purge_seq: SeqNo
     purged: Sequence[tuple[bytes, int]] = ()
+    broken: Sequence[int] = ()
 
 
 class Sweep:
@@ -78,13 +84,20 @@ class Sweep:
         self.through = through
         self.seq = SeqNo(0)
 
-    def step(self, bytes_max: int, leases: Ranges, purge_before_cas: int) -> Swept:
+    def step(
+        self,
+        bytes_max: int,
+        leases: Ranges,
+        purge_before_cas: int,
+        lapsed: Sequence[LeaseRecord] = (),
+    ) -> Swept:
         """Goes over about `bytes_max` bytes of chunks, in one commit.
 
         Args:
             bytes_max: How many.
             leases: Ranges that are held now.
             purge_before_cas: Tombstones with a lower CAS, which tells the time, are old enough.
+            lapsed: Leases that hold nothing back.
         """
         partition, log = self.partition, self._log
         if leases:
@@ -92,30 +105,39 @@ class Sweep:
         high = log.high(partition)
         chunks = log.read(partition, self.seq, self.through, bytes_max=bytes_max)
         rewriting = _Rewriting()
+        held = _merged(leases)
+        dropped: list[int] = []
         purged: list[tuple[bytes, int]] = []
         for chunk in chunks:
             entries = self._index.entries(partition, chunk.keys())
+            seqs = chunk.seqs.tolist()
             keep = bytearray(
-                self._keeps(row_seq, entry, leases)
-                for row_seq, entry in zip(chunk.seqs.tolist(), entries, strict=True)
+                _keeps(seq, entry, held) for seq, entry in zip(seqs, entries, strict=True)
             )
             if not self._left_behind:
                 purged += _purge(chunk, keep, purge_before_cas, high)
+            if lapsed:
+                dropped += [seq for seq, kept in zip(seqs, keep, strict=True) if not kept]
             rewriting.take(chunk, keep)
         replaced, written = rewriting.finish()
-        purge_seq, grown = self._replace(replaced, written, purged)
+        broken = [lease for lease in lapsed if _has_lost(lease, partition, dropped)]
+        purge_seq, grown = self._replace(replaced, written, purged, broken)
         self.seq = chunks[-1].end
-        return Swept(self.seq, self.seq >= self.through, grown, purge_seq, purged)
-
-    def _keeps(self, number: int, entry: IndexEntry | None, leases: Ranges) -> bool:
-        # A key that the index does not know had a tombstone that was purged: what is left is older.
-        newest = abs(entry.number) if entry is not None else 0
-        if newest == number:
-            return True
-        return any(start < number <= end < newest for start, end in leases)
+        return Swept(
+            self.seq,
+            self.seq >= self.through,
+            grown,
+            purge_seq,
+            purged,
+            [lease.lease_id for lease in broken],
+        )
 
     def _replace(
-        self, replaced: list[Chunk], written: list[Chunk], purged: list[tuple[bytes, int]]
+        self,
+        replaced: list[Chunk],
+        written: list[Chunk],
+        purged: list[tuple[bytes, int]],
+        broken: list[LeaseRecord],
     ) -> tuple[SeqNo, int]:
         number, log = self.partition, self._log
         grown = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in written)
@@ -133,10 +155,42 @@ class Sweep:
             for chunk in written:
                 at = chunk_key(number, chunk.end)
                 writer.put(at, chunk_head(at, chunk.crc) + bytes(chunk))
+            for lease in broken:
+                at = lease_key(lease.lease_id)
+                writer.put(at, pack_record(at, msgspec.structs.replace(lease, is_whole=False)))
             if highest > purge_seq:
                 purge_seq = highest
                 writer.put(key, pack_record(key, purge_seq))
         return purge_seq, grown
+
+
+def _merged(ranges: Ranges) -> list[tuple[int, int]]:
+    """The same numbers, in ranges that rise and do not touch."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif start < end:
+            merged.append((start, end))
+    return merged
+
+
+def _keeps(number: int, entry: IndexEntry | None, held: list[tuple[int, int]]) -> bool:
+    # A key that the index does not know had a tombstone that was purged: what is left is older.
+    if entry is not None and abs(entry.number) == number:
+        return True
+    at = bisect_left(held, (number,)) - 1
+    return at >= 0 and number <= held[at][1]
+
+
+def _has_lost(lease: LeaseRecord, partition: int, dropped: list[int]) -> bool:
+    """Whether one of these numbers, which rise, lies in the lease's ranges."""
+    for number, start, end in lease.ranges:
+        if number == partition:
+            at = bisect_right(dropped, start)
+            if at < len(dropped) and dropped[at] <= end:
+                return True
+    return False
 
 
 def _purge(chunk: Chunk, keep: bytearray, before_cas: int, high: int) -> list[tuple[bytes, int]]:

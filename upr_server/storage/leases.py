@@ -1,19 +1,24 @@
-"""Leases: ranges of numbers that compaction leaves readable, and who holds them for how long.
+"""Leases: ranges of numbers that compaction leaves as they are, and who holds them for how long.
 
-Those that clients ask for survive a restart, and expire unless they are renewed. Backfills hold
-theirs for as long as they read, at most `BACKFILL_LEASE_S`: a consumer that has read for so long
-begins again, behind what it has.
+Those that clients ask for survive a restart. One that is not renewed in time lapses: it holds
+nothing back any more, but is remembered, and can be renewed for as long as nothing of its ranges
+was dropped. Whoever reads a range under a lease therefore reads every time what was there when it
+was granted, or is told that it is gone.
+
+Backfills hold theirs for as long as they read, at most `BACKFILL_LEASE_S`: a consumer that has read
+for so long begins again, behind what it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
 
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.limits import LEASE_RANGES_MAX, LEASE_TIME_TO_LIVE_S_MAX, LEASES_MAX
 from upr_server.engine import Bucket
 from upr_server.storage.errors import DiskFullError
@@ -22,6 +27,13 @@ from upr_server.storage.records import LeaseRecord
 
 BACKFILL_LEASE_S: Final = 3600.0
 """How long a backfill may hold its range."""
+
+LAPSED_S: Final = 7 * 24 * 3600.0
+"""How long a lapsed lease is remembered, unless others need its place."""
+
+GONE: Final = (
+    "lease {:x} is not there, or compaction has dropped some of what it held after it lapsed"
+)
 
 
 class LeaseBook:
@@ -49,22 +61,34 @@ class LeaseBook:
         self._new_id = new_id
         self._leases = {lease.lease_id: lease for lease in leases}
         self._backfills: dict[object, tuple[PartitionId, SeqNo, SeqNo]] = {}
-        self._expired = 0
+        self._broken = 0
 
     def __len__(self) -> int:
         """Leases that clients hold."""
-        return len(self._leases)
+        return len(self._held())
+
+    def _held(self) -> list[LeaseRecord]:
+        now = self._time()
+        return [lease for lease in self._leases.values() if lease.expires_at > now]
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """(partition, start, end) of all that is held now."""
-        now = self._time()
-        held = [
-            found
-            for lease in self._leases.values()
-            if lease.expires_at > now
-            for found in lease.ranges
-        ]
+        held = [found for lease in self._held() for found in lease.ranges]
         return held + list(self._backfills.values())
+
+    def lapsed(self) -> list[LeaseRecord]:
+        """Those that hold nothing back, and are whole."""
+        now = self._time()
+        return [
+            lease for lease in self._leases.values() if lease.expires_at <= now and lease.is_whole
+        ]
+
+    def are_broken(self, lease_ids: Iterable[int]) -> None:
+        """A compaction has dropped something of these; the disk has it already."""
+        for lease_id in lease_ids:
+            lease = self._leases[lease_id]
+            self._leases[lease_id] = msgspec.structs.replace(lease, is_whole=False)
+            self._broken += 1
 
     # Backfills.
 
@@ -80,28 +104,59 @@ class LeaseBook:
     # Clients.
 
     async def acquire(
-        self, owner: str, ranges: Sequence[tuple[int, int, int]], time_to_live_s: int
+        self,
+        lease_id: int,
+        owner: str,
+        ranges: Sequence[tuple[int, int, int]],
+        time_to_live_s: int,
     ) -> LeaseRecord:
-        """A new lease, on disk when this returns. To be called under `Upkeeper.quiet`.
+        """A lease, on disk when this returns. To be called under `Upkeeper.quiet`.
+
+        Args:
+            lease_id: Its ID. If it is there already, it goes on for so long from now, with the
+                ranges that it has. 0 for one that is drawn.
+            owner: Who holds it.
+            ranges: (partition, start, end), start exclusive. An end of `SEQ_MAX` is the snapshot
+                end that is on disk.
+            time_to_live_s: How long it lives without renewal.
 
         Raises:
-            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, or `ROLLBACK_NEEDED` when what is asked
-                for is no longer whole.
+            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `RANGE_GONE`, or `ROLLBACK_NEEDED` when
+                what is asked for is no longer whole.
         """
+        if lease_id in self._leases:
+            return await self.renew(lease_id, time_to_live_s)
+        ranges = [
+            (number, start, self._persisted(number) if end == SEQ_MAX else end)
+            for number, start, end in ranges
+        ]
         self._check(ranges, time_to_live_s)
         if len(self._leases) >= LEASES_MAX:
-            raise ServerError(
-                Status.LIMIT_REACHED, f"bucket {self._bucket.name} has {LEASES_MAX} leases"
-            )
+            await self._make_room()
         return await self._keep(
             LeaseRecord(
-                self._new_id(),
+                lease_id or self._new_id(),
                 owner,
                 tuple(ranges),
                 time_to_live_s,
                 self._time() + time_to_live_s,
             )
         )
+
+    def _persisted(self, partition: int) -> SeqNo:
+        if partition >= len(self._bucket.partitions):
+            raise ServerError(Status.BAD_ARGUMENT, f"there is no partition {partition}")
+        return self._bucket.partitions[partition].manager.persistence.committed
+
+    async def _make_room(self) -> None:
+        """Forgets the lease that lapsed first."""
+        first = min(self._leases.values(), key=attrgetter("expires_at"))
+        if first.expires_at > self._time():
+            raise ServerError(
+                Status.LIMIT_REACHED, f"bucket {self._bucket.name} has {LEASES_MAX} leases"
+            )
+        await self._store.delete_leases(self._bucket.name, [first.lease_id])
+        self._leases.pop(first.lease_id, None)
 
     def _check(self, ranges: Sequence[tuple[int, int, int]], time_to_live_s: int) -> None:
         if not 1 <= len(ranges) <= LEASE_RANGES_MAX:
@@ -115,15 +170,14 @@ class LeaseBook:
                 f"a lease lives 1 to {LEASE_TIME_TO_LIVE_S_MAX} seconds, not {time_to_live_s}",
             )
         for number, start, end in ranges:
-            if number >= len(self._bucket.partitions):
-                raise ServerError(Status.BAD_ARGUMENT, f"there is no partition {number}")
-            partition = self._bucket.partitions[number]
-            if not start <= end <= partition.manager.persistence.committed:
+            persisted = self._persisted(number)
+            if not start <= end <= persisted:
                 raise ServerError(
                     Status.BAD_ARGUMENT,
                     f"({start}, {end}] of partition {number} is no range that is on disk, where "
-                    f"the last number is {partition.manager.persistence.committed}",
+                    f"the last number is {persisted}",
                 )
+            partition = self._bucket.partitions[number]
             if 0 < start < partition.purge_seq:
                 raise ServerError(
                     Status.ROLLBACK_NEEDED,
@@ -143,17 +197,39 @@ class LeaseBook:
             raise
         return lease
 
-    def _held(self, lease_id: int) -> LeaseRecord:
+    def whole(self, lease_id: int) -> LeaseRecord:
+        """A lease that is whole, held or lapsed.
+
+        Raises:
+            ServerError: `RANGE_GONE`.
+        """
         lease = self._leases.get(lease_id)
-        if lease is None or lease.expires_at <= self._time():
-            raise ServerError(
-                Status.BAD_ARGUMENT, f"there is no lease {lease_id:x}: it was released, or expired"
-            )
+        if lease is None or not lease.is_whole:
+            raise ServerError(Status.RANGE_GONE, GONE.format(lease_id))
         return lease
 
+    def check(self, lease_id: int, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
+        """Makes sure that (`start`, `end`] of a partition can be read under a lease.
+
+        Raises:
+            ServerError: `RANGE_GONE`, also when the lease is for something else.
+        """
+        lease = self.whole(lease_id)
+        if not any(
+            found == partition and low <= start and end <= high for found, low, high in lease.ranges
+        ):
+            raise ServerError(
+                Status.RANGE_GONE,
+                f"lease {lease_id:x} does not hold ({start}, {end}] of partition {partition}",
+            )
+
     async def renew(self, lease_id: int, time_to_live_s: int) -> LeaseRecord:
-        """A lease that goes on for so long from now. Raises `ServerError`."""
-        lease = self._held(lease_id)
+        """A lease that goes on for so long from now. To be called under `Upkeeper.quiet`.
+
+        Raises:
+            ServerError: `RANGE_GONE` or `BAD_ARGUMENT`.
+        """
+        lease = self.whole(lease_id)
         if not 1 <= time_to_live_s <= LEASE_TIME_TO_LIVE_S_MAX:
             raise ServerError(
                 Status.BAD_ARGUMENT, f"a lease lives 1 to {LEASE_TIME_TO_LIVE_S_MAX} seconds"
@@ -164,28 +240,31 @@ class LeaseBook:
         )
 
     async def release(self, lease_id: int) -> None:
-        """Ends a lease. Raises `ServerError` when there is none."""
-        self._held(lease_id)
+        """Ends a lease, and forgets it. Raises `ServerError` when there is none."""
+        if lease_id not in self._leases:
+            raise ServerError(
+                Status.BAD_ARGUMENT, f"there is no lease {lease_id:x}: it was released already"
+            )
         await self._store.delete_leases(self._bucket.name, [lease_id])
         self._leases.pop(lease_id, None)
 
-    async def expire(self) -> None:
-        """Forgets leases whose time is over."""
-        now = self._time()
-        over = [lease.lease_id for lease in self._leases.values() if lease.expires_at <= now]
+    async def forget(self) -> None:
+        """Forgets leases that lapsed long ago."""
+        before = self._time() - LAPSED_S
+        over = [lease.lease_id for lease in self._leases.values() if lease.expires_at <= before]
         if over:
-            self._expired += len(over)
             for lease_id in over:
                 del self._leases[lease_id]
             await self._store.delete_leases(self._bucket.name, over)
 
     def statistics(self) -> dict[str, object]:
         """Figures, and every lease that a client holds."""
-        now = self._time()
+        now, held = self._time(), self._held()
         return {
-            "held": len(self._leases),
+            "held": len(held),
+            "lapsed": len(self._leases) - len(held),
+            "broken": self._broken,
             "backfills": len(self._backfills),
-            "expired": self._expired,
             "leases": [
                 {
                     "id": f"{lease.lease_id:016x}",
@@ -195,6 +274,6 @@ class LeaseBook:
                     "time_to_live_s": lease.time_to_live_s,
                     "expires_in_s": round(lease.expires_at - now, 1),
                 }
-                for lease in self._leases.values()
+                for lease in held
             ],
         }

@@ -21,6 +21,7 @@ from upr_server.storage.calls import (
     Finish,
     Forget,
     Load,
+    Measure,
     PutLease,
     Read,
     UpkeepStep,
@@ -114,7 +115,10 @@ class Library:
     def _upkeep(self, call: UpkeepStep) -> tuple[object, dict[str, object]]:
         shelf = self._shelf(call.bucket)
         done = shelf.upkeep(
-            urgent=call.urgent, leases=call.leases, purge_before_cas=call.purge_before_cas
+            urgent=call.urgent,
+            leases=call.leases,
+            lapsed=call.lapsed,
+            purge_before_cas=call.purge_before_cas,
         )
         return done, shelf.statistics()
 
@@ -123,6 +127,9 @@ class Library:
         return log.read(
             call.partition, call.after, call.through, bytes_max=call.bytes_max, in_pieces=True
         )
+
+    def _measure(self, call: Measure) -> object:
+        return self._shelf(call.bucket).log.measure(call.ranges)
 
     def _find(self, call: Find) -> object:
         return self._shelf(call.bucket).index.find(call.partition, call.wants, indexed=call.indexed)
@@ -142,6 +149,7 @@ class Library:
         DeleteLeases: _delete_leases,
         UpkeepStep: _upkeep,
         Read: _read,
+        Measure: _measure,
         Find: _find,
         FindDue: _find_due,
     }

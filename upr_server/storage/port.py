@@ -31,6 +31,7 @@ class Upkeep(msgspec.Struct, frozen=True):
         purge_seq: Its purge number.
         compacted: Whether the step belonged to a compaction, and not to indexing.
         more: Whether there is more to do at once.
+        broken: Leases that are not whole any more.
     """
 
     partition: int = -1
@@ -39,6 +40,7 @@ class Upkeep(msgspec.Struct, frozen=True):
     purge_seq: SeqNo = SeqNo(0)
     compacted: bool = False
     more: bool = False
+    broken: Sequence[int] = ()
 
 
 class Store(Protocol):
@@ -83,6 +85,7 @@ class Store(Protocol):
         *,
         urgent: bool,
         leases: Sequence[tuple[int, int, int]],
+        lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
     ) -> Upkeep:
         """One bounded step of indexing or compaction, if there is something to do.
@@ -91,6 +94,8 @@ class Store(Protocol):
             bucket: The bucket.
             urgent: Whether to index what there is, however little.
             leases: (partition, start, end) of what is held.
+            lapsed: Leases that are whole and hold nothing back; what is dropped of their ranges
+                makes them broken, in the same commit.
             purge_before_cas: Tombstones with a lower CAS are old enough to go.
         """
 
@@ -98,6 +103,9 @@ class Store(Protocol):
         self, bucket: str, partition: int, after: SeqNo, through: SeqNo, bytes_max: int
     ) -> list[Chunk]:
         """Chunks behind `after`; see `ChunkLog.read`."""
+
+    async def measure(self, bucket: str, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
+        """The bytes of the chunks in each (partition, start, end]; see `ChunkLog.measure`."""
 
     async def find(
         self, bucket: str, partition: int, wants: Sequence[Want], indexed: int = 0

@@ -227,7 +227,9 @@ class LeaseRecord(msgspec.Struct, frozen=True):
         owner: Who holds it.
         ranges: (partition, start, end), start exclusive.
         time_to_live_s: How long it lives without renewal.
-        expires_at: When that will be, in seconds since 1970.
+        expires_at: When that will be, in seconds since 1970. Then it holds nothing back any more,
+            but is good again when it is renewed, as long as it is whole.
+        is_whole: Whether nothing in its ranges was dropped since it was granted.
     """
 
     lease_id: int
@@ -235,6 +237,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     ranges: tuple[tuple[int, int, int], ...]
     time_to_live_s: int
     expires_at: float
+    is_whole: bool = True
 
 
 class Watermark(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.port import Upkeep
+from upr_server.storage.records import LeaseRecord
 
 INDEX_MUTATIONS: Final = 16 * 1024
 """Mutations that one step of indexing takes in: 20 to 40 ms, for which a commit may wait."""
@@ -119,7 +120,12 @@ class Shelf:
     # Upkeep.
 
     def upkeep(
-        self, *, urgent: bool, leases: Sequence[tuple[int, int, int]], purge_before_cas: int
+        self,
+        *,
+        urgent: bool,
+        leases: Sequence[tuple[int, int, int]],
+        lapsed: Sequence[LeaseRecord] = (),
+        purge_before_cas: int,
     ) -> Upkeep:
         """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
         if self._damage is not None:
@@ -127,8 +133,9 @@ class Shelf:
         behind = self._furthest_behind(urgent)
         sweep = self._sweep_due()
         if sweep is not None and (behind is None or self._is_turn_to_compact(urgent)):
-            number = self._compact(sweep, leases, purge_before_cas)
-            return self._report(number, compacted=True, urgent=urgent)
+            broken = self._compact(sweep, leases, lapsed, purge_before_cas)
+            done = self._report(sweep.partition, compacted=True, urgent=urgent)
+            return msgspec.structs.replace(done, broken=broken)
         if behind is None:
             return Upkeep()
         mark = self.index.step(behind, INDEX_MUTATIONS)
@@ -167,11 +174,15 @@ class Shelf:
         return self._sweep
 
     def _compact(
-        self, sweep: Sweep, leases: Sequence[tuple[int, int, int]], purge_before_cas: int
-    ) -> int:
+        self,
+        sweep: Sweep,
+        leases: Sequence[tuple[int, int, int]],
+        lapsed: Sequence[LeaseRecord],
+        purge_before_cas: int,
+    ) -> Sequence[int]:
         number = sweep.partition
         held = [(start, end) for partition, start, end in leases if partition == number]
-        swept = sweep.step(SWEEP_BYTES, held, purge_before_cas)
+        swept = sweep.step(SWEEP_BYTES, held, purge_before_cas, lapsed)
         self._bytes[number] += swept.grown_bytes
         self._purges[number] = swept.purge_seq
         if swept.is_done:
@@ -189,7 +200,7 @@ class Shelf:
                 pass
             except CorruptionError as error:
                 self._damage = error
-        return number
+        return swept.broken
 
     def _report(self, number: int, *, compacted: bool, urgent: bool) -> Upkeep:
         more = self._furthest_behind(urgent) is not None or self._sweep_due() is not None

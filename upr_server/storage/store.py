@@ -23,6 +23,7 @@ from upr_server.storage.calls import (
     Finish,
     Forget,
     Load,
+    Measure,
     PutLease,
     Read,
     UpkeepStep,
@@ -105,10 +106,13 @@ class CallingStore(ABC):
         *,
         urgent: bool,
         leases: Sequence[tuple[int, int, int]],
+        lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
     ) -> Upkeep:
         """See `Store`."""
-        done, figures = await self._change(UpkeepStep(bucket, urgent, leases, purge_before_cas))
+        done, figures = await self._change(
+            UpkeepStep(bucket, urgent, leases, lapsed, purge_before_cas)
+        )
         self._figures[bucket] = figures
         return cast("Upkeep", done)
 
@@ -118,6 +122,10 @@ class CallingStore(ABC):
         """See `Store`."""
         found = await self._answer(Read(bucket, partition, after, through, bytes_max))
         return cast("list[Chunk]", found)
+
+    async def measure(self, bucket: str, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
+        """See `Store`."""
+        return cast("list[int]", await self._answer(Measure(bucket, ranges)))
 
     async def find(
         self, bucket: str, partition: int, wants: Sequence[Want], indexed: int = 0

@@ -136,13 +136,15 @@ class Upkeeper:
     async def _step(self) -> bool:
         idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
         short = self._bucket.quota.is_short(self._bucket.memory)
-        await self._leases.expire()
+        await self._leases.forget()
         done = await self._store.upkeep(
             self._bucket.name,
             urgent=idle or short or bool(self._asked),
             leases=self._leases.ranges(),
+            lapsed=self._leases.lapsed(),
             purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
         )
+        self._leases.are_broken(done.broken)
         self._flusher.index_moves(True)
         if done.partition < 0:
             return False

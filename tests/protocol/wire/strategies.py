@@ -104,7 +104,12 @@ FIELDS: Final[Mapping[type[Message], Mapping[str, st.SearchStrategy[Any]]]] = {
         "log": failover_logs(),
     },
     Opened: {"partition_count": U16, "map_revision": U64},
-    Stream: {"state": st.sampled_from(PartitionState), "position": positions(), "end_seq": SEQS},
+    Stream: {
+        "state": st.sampled_from(PartitionState),
+        "position": positions(),
+        "end_seq": SEQS,
+        "lease_id": U64,
+    },
     StreamReply: {"seq": SEQS, "reason": TEXTS, "log": failover_logs()},
     Go: {},
     PartitionStart: {
@@ -163,7 +168,11 @@ FIELDS: Final[Mapping[type[Message], Mapping[str, st.SearchStrategy[Any]]]] = {
         "owner": TEXTS,
         "ranges": tuples_of(PARTITIONS, SEQS, SEQS),
     },
-    LeaseReply: {"lease_id": U64, "time_to_live_s": U32},
+    LeaseReply: {
+        "lease_id": U64,
+        "time_to_live_s": U32,
+        "ranges": tuples_of(PARTITIONS, U64, SEQS, SEQS, U64),
+    },
     CreateBucket: {"name": TEXTS, "partition_count": U16, "quota_bytes": U64},
     DeleteBucket: {"name": TEXTS},
     BucketDone: {},

@@ -289,7 +289,7 @@ def test_a_count_that_promises_more_than_came_costs_nothing(
 def stream_body(
     last_complete: int, highest: int, partial: tuple[int, int, int], log: bytes = b"\0\0"
 ) -> bytes:
-    body = pack("<BQQQQQQ", PartitionState.ACTIVE, 9, last_complete, highest, *partial) + log
+    body = pack("<BQQQQQQQ", PartitionState.ACTIVE, 9, 0, last_complete, highest, *partial) + log
     return body + padding(len(body))
 
 

@@ -1,0 +1,282 @@
+"""Leases over real connections: what is read under one is the same each time, or is gone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import pytest
+import trio
+
+from tests.kit.fake_net import ENDLESS, CuttableStream
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import (
+    Address,
+    ChunkReceived,
+    Client,
+    ResumeState,
+    RolledBack,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+    connect,
+    consume,
+)
+from upr_protocol.client.link import dial_tcp
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import Position
+from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.limits import LEASES_MAX
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.storage import shelf
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+
+PARTITIONS = 4
+KEYS = [b"key %d" % number for number in range(40)]
+CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
+Rows = dict[PartitionId, list[Mutation]]
+Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
+
+
+class Clock:
+    """The server's time."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def room() -> SimulatedRoom:
+    return SimulatedRoom()
+
+
+@pytest.fixture
+async def server(
+    clock: Clock, room: SimulatedRoom, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Server]:
+    monkeypatch.setattr(shelf, "GARBAGE_BYTES", 0)
+    async with running_server(CONFIG, SimulatedStore(room)) as server:
+        (disk,) = server.service.disks.values()
+        monkeypatch.setattr(disk.leases, "_time", clock)
+        yield server
+
+
+async def write(client: Client, *rounds: int) -> None:
+    """Writes every key once a round, each round a snapshot on disk of its own."""
+    for number in rounds:
+        for key in KEYS:
+            await client.set(key, b"round %d of " % number + key, durability=Durability.PERSISTED)
+
+
+async def compact(server: Server) -> None:
+    """Has everything indexed that is on disk, and what was superseded compacted."""
+    (disk,) = server.service.disks.values()
+    upkeeper = disk.upkeeper
+    before = disk.store.statistics("b").get("compactions", 0)
+    async with upkeeper.quiet():
+        upkeeper._asked += 1
+        while await upkeeper._step():
+            pass
+        upkeeper._asked -= 1
+    assert disk.store.statistics("b")["compactions"] != before
+
+
+def figures(server: Server) -> tuple[int, int]:
+    """Leases held, and lapsed."""
+    (disk,) = server.service.disks.values()
+    found = disk.leases.statistics()
+    return int(str(found["held"])), int(str(found["lapsed"]))
+
+
+def cutting(rng: random.Random, times: int) -> Dial:
+    """Connections, of which the first ones break soon."""
+    left = times
+
+    async def dial(address: Address) -> trio.abc.Stream:
+        nonlocal left
+        left -= 1
+        stream = await trio.open_tcp_stream(address.host, address.port)
+        back = rng.randrange(1500, 5000) if left >= 0 else ENDLESS
+        return CuttableStream(stream, stream.socket.close, ENDLESS, back)
+
+    return dial
+
+
+async def read(
+    server: Server,
+    lease_id: int,
+    ends: Mapping[int, int],
+    *,
+    starts: Mapping[int, Position] | None = None,
+    dial: Dial = dial_tcp,
+) -> Rows:
+    """Everything in the leased ranges."""
+    rows: Rows = {}
+    positions = {PartitionId(number): found for number, found in (starts or {}).items()}
+    async with consume(
+        server.url("b"),
+        partitions=list(ends),
+        resume=ResumeState("b", positions),
+        end=ends,
+        lease_id=lease_id,
+        dial=dial,
+        draw=lambda: 0.0,
+    ) as consumer:
+        async for event in consumer:
+            assert not isinstance(event, RolledBack)
+            if isinstance(event, SnapshotStart):
+                assert event.kind is SnapshotKind.DISK
+            elif isinstance(event, ChunkReceived):
+                rows.setdefault(event.partition, []).extend(event.chunk)
+            elif isinstance(event, SnapshotEnd):
+                assert event.end == ends[event.partition]
+            elif isinstance(event, StreamEnded):
+                assert event.reason is Status.END_REACHED
+    return rows
+
+
+ALL = [(number, 0, SEQ_MAX) for number in range(PARTITIONS)]
+
+
+async def test_what_is_leased_is_read_the_same_each_time(server: Server) -> None:
+    """Though every key is overwritten and everything else compacted meanwhile."""
+    async with connect(server.url("b")) as client:
+        await write(client, 1, 2, 3)
+        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {found.partition: found.end for found in held.ranges}
+        assert held.lease_id == 7
+        assert ends == {row.partition: row.high_seq for row in await client.seqnos()}
+        assert {found.history_id for found in held.ranges} == {
+            row.history_id for row in await client.seqnos()
+        }
+        assert all(found.nbytes > 0 for found in held.ranges)
+        first = await read(server, 7, ends)
+        assert sum(map(len, first.values())) == 3 * len(KEYS), "every version"
+        for number in range(4, 9):
+            await write(client, number)
+            await compact(server)
+        assert await read(server, 7, ends) == first
+        again = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        assert [(found.start, found.end) for found in again.ranges] == [
+            (found.start, found.end) for found in held.ranges
+        ]
+        # Part of it, from a number in the middle.
+        for partition, rows in first.items():
+            middle = rows[len(rows) // 2].seq
+            (info,) = [found for found in client.partitions() if found.partition == partition]
+            position = Position(info.log, middle, middle, None)
+            some = await read(server, 7, {partition: ends[partition]}, starts={partition: position})
+            assert some[partition] == [row for row in rows if row.seq > middle]
+        await client.release_lease(7)
+        assert figures(server) == (0, 0)
+        with pytest.raises(ServerError) as refused:
+            await read(server, 7, ends)
+        assert refused.value.status is Status.RANGE_GONE
+
+
+async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -> None:
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        held = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me")
+        (found,) = held.ranges
+        await write(client, 2)
+        for ends in ({0: found.end + 1}, {1: 1}):
+            with pytest.raises(ServerError, match="does not hold") as refused:
+                await read(server, held.lease_id, ends)
+            assert refused.value.status is Status.RANGE_GONE
+
+
+async def test_one_that_lapses_can_be_renewed_until_something_is_dropped(
+    server: Server, clock: Clock
+) -> None:
+    async with connect(server.url("b")) as client:
+        await write(client, 1, 2)
+        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {found.partition: found.end for found in held.ranges}
+        first = await read(server, 7, ends)
+        clock.now += 100
+        assert figures(server) == (0, 1)
+        assert await read(server, 7, ends) == first
+        assert (await client.renew_lease(7, time_to_live_s=60)).ranges == held.ranges
+        assert figures(server) == (1, 0)
+        await write(client, 3)
+        await compact(server)
+        assert await read(server, 7, ends) == first
+        clock.now += 100
+        await write(client, 4)
+        await compact(server)
+        with pytest.raises(ServerError) as refused:
+            await read(server, 7, ends)
+        assert refused.value.status is Status.RANGE_GONE
+        # Asking for it anew must not give other rows under the same name.
+        with pytest.raises(ServerError) as refused:
+            await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        assert refused.value.status is Status.RANGE_GONE
+        with pytest.raises(ServerError) as refused:
+            await client.renew_lease(7, time_to_live_s=60)
+        assert refused.value.status is Status.RANGE_GONE
+        clock.now += 8 * 24 * 3600
+        await write(client, 5)
+        await compact(server)
+        assert figures(server) == (0, 0), "after a week it is forgotten"
+
+
+async def test_those_that_lapsed_make_room_for_others(server: Server, clock: Clock) -> None:
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+
+        async def acquire(lease_id: int) -> None:
+            await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me", lease_id=lease_id)
+
+        for lease_id in range(1, LEASES_MAX + 1):
+            await acquire(lease_id)
+            clock.now += 0.01
+        with pytest.raises(ServerError) as refused:
+            await acquire(5000)
+        assert refused.value.status is Status.LIMIT_REACHED
+        await client.renew_lease(1, time_to_live_s=600)
+        clock.now += 60
+        await acquire(5000)
+        with pytest.raises(ServerError):
+            await client.renew_lease(2, time_to_live_s=60)
+        for lease_id in (1, 3):
+            await client.renew_lease(lease_id, time_to_live_s=60)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_one_is_read_on_after_lost_connections_and_a_restart(
+    server: Server, room: SimulatedRoom, seed: int
+) -> None:
+    """Also inside its snapshot, and though the server began a new history meanwhile."""
+    rng = random.Random(seed)
+    async with connect(server.url("b")) as client:
+        await write(client, 1, 2, 3)
+        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {found.partition: found.end for found in held.ranges}
+        first = await read(server, 7, ends)
+        assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
+    # A second server on the same disks, as after a crash of the first: a new history.
+    for disk in room.disks["b"]:
+        disk.crash()
+    async with running_server(CONFIG, SimulatedStore(room)) as other:
+        partition, rows = next(iter(first.items()))
+        (log,) = [
+            found.failover_log
+            for found in other.service.bucket("b").partitions[partition : partition + 1]
+        ]
+        assert len(log) == 2
+        assert await read(other, 7, ends) == first
+        middle = rows[3].seq
+        before = Position(log.until(SeqNo(0)), middle, middle, None)
+        some = await read(other, 7, {partition: ends[partition]}, starts={partition: before})
+        assert some[partition] == rows[4:]

@@ -1,0 +1,79 @@
+"""Reading a leased range of one partition: from disk, with every version in it, to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import SeqNo
+from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
+from upr_server.storage.backfill import Backfill
+from upr_server.storage.bucket_disk import BucketDisk
+
+
+class PinnedReader:
+    """A reader with the face of `StreamReader`. What it reads is one snapshot, and the same each
+    time for as long as the range is leased. It never reads from memory, where keys are deduplicated
+    that the disk has more than once.
+
+    Args:
+        disk: What readers of the bucket share.
+        partition: The partition.
+        start: Where the range begins, exclusive.
+        end: Where it ends.
+        lease_id: The lease that holds it.
+        on_disk: Called when there is something to read after `waits_for_disk`.
+    """
+
+    __slots__ = ("_backfill", "is_reading", "seq", "waits_for_disk")
+
+    def __init__(
+        self,
+        disk: BucketDisk,
+        partition: Partition,
+        start: SeqNo,
+        end: SeqNo,
+        lease_id: int,
+        on_disk: Callable[[], None],
+    ) -> None:
+        self._backfill = Backfill(disk, partition, start, on_disk, end=end, lease_id=lease_id)
+        self._backfill.start()
+        self.seq = start
+        """Everything up to here was handed on."""
+        self.is_reading = False
+        """Whether a start was handed on and its end was not."""
+        self.waits_for_disk = False
+        """Whether the next item is being read from disk."""
+
+    def poll(self) -> bool:
+        """There is something to read, or will be when the disk has answered."""
+        return True
+
+    def next(self) -> CursorItem | None:
+        """The next item; None when it has yet to be read.
+
+        Raises:
+            StreamBrokenError: It cannot go on.
+        """
+        item = self._backfill.take()
+        self.waits_for_disk = item is None
+        if isinstance(item, SnapshotStart):
+            self.is_reading = True
+        elif isinstance(item, Chunk):
+            self.seq = item.end
+        elif isinstance(item, SnapshotEnd):
+            self.is_reading = False
+        return item
+
+    def sent(self) -> None:
+        """Everything that was handed on so far has left this process."""
+        self._backfill.sent()
+
+    @property
+    def reads_disk(self) -> bool:
+        """Whether what it hands on now comes from disk."""
+        return True
+
+    def close(self) -> None:
+        """Gives up everything that it holds."""
+        self._backfill.close()
