@@ -750,5 +750,47 @@ def plain_chunk(
     )
 
 
+def published_chunk(
+    key_offsets: Buffer,
+    key_bytes: Buffer,
+    value_offsets: Buffer,
+    value_bytes: Buffer,
+    operations: Buffer,
+    *,
+    cas: Buffer | None = None,
+    flags: Buffer | None = None,
+    expiries: Buffer | None = None,
+) -> Chunk:
+    """A published chunk from columns as they lie in it: one copy, and no work a mutation.
+
+    Args:
+        key_offsets: Where each key begins, from 0, and where the last ends; i32.
+        key_bytes: All keys.
+        value_offsets: The same of the values.
+        value_bytes: All values.
+        operations: The operations, u8.
+        cas: The expected CAS values, u64; None for all 0.
+        flags: The flags, u32; None for all 0.
+        expiries: The expiry times, u32; None for all 0.
+
+    Raises:
+        ValueError: A column has not as many items as there are operations.
+        ChunkError: There are more of them than a chunk may hold.
+    """
+    count = memoryview(operations).nbytes
+    zeros = bytes(8 * count)
+    columns = (
+        cas or zeros,
+        expiries or zeros[: 4 * count],
+        flags or zeros[: 4 * count],
+        key_offsets,
+        value_offsets,
+    )
+    lengths = [memoryview(column).nbytes for column in columns]
+    if lengths != [8 * count, 4 * count, 4 * count, 4 * count + 4, 4 * count + 4]:
+        raise ValueError(f"columns of {lengths} bytes do not belong to {count} operations")
+    return _encode(SeqNo(0), SeqNo(0), zeros, *columns, operations, key_bytes, value_bytes)
+
+
 def _offsets(items: Sequence[bytes]) -> array[int]:
     return array("i", accumulate(map(len, items), initial=0))

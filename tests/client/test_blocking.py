@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.mirror import Mirror
 from tests.kit.threaded import ThreadedFake, trio_thread
-from upr_protocol.chunk import CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.client import (
     Address,
     BarrierReached,
@@ -29,6 +29,7 @@ from upr_protocol.client import (
     Written,
 )
 from upr_protocol.client.blocking_link import BlockingLink, SocketOptions
+from upr_protocol.client.outbox import Batch
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -39,7 +40,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_MIN
-from upr_protocol.wire import Mutate, Stats
+from upr_protocol.wire import Message, Mutate, Stats
 
 URL = "upr://fake/b"
 
@@ -193,6 +194,51 @@ def test_the_same_writer_again_has_no_second_effect(fake: ThreadedFake) -> None:
 
     assert task() == task() == []
     assert fake.server.contents() == {b"n": b"10"}
+
+
+def test_a_publisher_of_its_own_gives_no_chain(fake: ThreadedFake) -> None:
+    heard: list[Mutate] = []
+
+    def hear(message: Message) -> None:
+        if isinstance(message, Mutate):
+            heard.append(message)
+
+    fake.server.refuse = hear
+    batch = (PartitionId(0), plain_chunk([b"k"], [b"v"]))
+    with client(fake) as kv:
+        kv.publish_all([batch])
+        kv.publish_all([batch], writer=Writer.of_task(bytes(15) + b"1", 5))
+    assert [(message.attempt, message.chain) for message in heard] == [
+        (0, 0),
+        (5, batch[1].chained(0)),
+    ]
+
+
+def test_the_id_of_a_task_has_16_bytes() -> None:
+    with pytest.raises(ValueError, match="16 bytes, not 3"):
+        Writer.of_task(b"abc")
+
+
+def test_what_on_answer_raises_ends_the_call(fake: ThreadedFake) -> None:
+    def refuse(batch: Batch) -> None:
+        raise LocalProtocolError(f"no more after {batch.counter}")
+
+    batches = [(PartitionId(0), plain_chunk([b"k%d" % n], [b"v"])) for n in range(100)]
+    with client(fake) as kv, pytest.raises(LocalProtocolError, match="after 1"):
+        kv.publish_each(batches, refuse)
+
+
+def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
+    answered: list[int] = []
+
+    def source() -> Iterator[tuple[PartitionId, Chunk]]:
+        for number in range(3000):
+            yield PartitionId(0), plain_chunk([b"k%d" % number], [bytes(10_000)])
+        assert answered, "all waited for the last"
+
+    with client(fake) as kv:
+        kv.publish_each(source(), lambda batch: answered.append(batch.counter))
+    assert answered == list(range(1, 3001))
 
 
 def test_a_large_batch_while_answers_come_back(fake: ThreadedFake) -> None:

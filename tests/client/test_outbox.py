@@ -21,6 +21,7 @@ from upr_protocol.wire import Credit, Hello, Mutate, Open, Opened, Refusal
 PARTITIONS = 3
 IN_FLIGHT = 3
 PATIENCE_S = 30.0
+ATTEMPT = 7
 
 
 class Machine(RuleBasedStateMachine):
@@ -30,7 +31,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.outbox = Outbox(
-            Writer(lambda count: b"w" * count),
+            Writer.of_task(b"w" * 16, ATTEMPT),
             OutboxLimits(in_flight=IN_FLIGHT, buffer_bytes=4000, patience_s=PATIENCE_S),
             draw=lambda: 0.5,
         )
@@ -57,6 +58,7 @@ class Machine(RuleBasedStateMachine):
             self.server.receive(b"".join(client.take(0.0)), 0.0)
             for message in self.server.events():
                 if isinstance(message, Mutate):
+                    self.check_chain(message)
                     self.arrived.append(message)
                 elif isinstance(message, Open):
                     self.server.send(Opened(PARTITIONS, 1, opaque=message.opaque))
@@ -67,6 +69,12 @@ class Machine(RuleBasedStateMachine):
                 done = self.outbox.take(answer, self.now)
                 if done is not None:
                     self.answered.append(done)
+
+    def check_chain(self, message: Mutate) -> None:
+        chain = 0
+        for batch in self.added[message.partition][: message.counter]:
+            chain = batch.chunk.chained(chain)
+        assert (message.chain, message.attempt) == (chain, ATTEMPT)
 
     def pump(self) -> None:
         if self.client is not None:

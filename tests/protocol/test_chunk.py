@@ -28,6 +28,7 @@ from upr_protocol.chunk import (
     Mutation,
     encoded_bytes,
     plain_chunk,
+    published_chunk,
 )
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import SEQ_MAX, Cas, Operation, SeqNo
@@ -698,3 +699,41 @@ def test_arrow_keeps_the_chunk_alive() -> None:
     pytest.importorskip("pyarrow")
     batch = Chunk.build([a_set(1, b"key", b"value")]).to_arrow()
     assert batch.to_pylist()[0]["value"] == b"value"
+
+
+@given(
+    st.lists(
+        st.builds(
+            Mutation,
+            st.sampled_from(Operation),
+            st.binary(min_size=1, max_size=9),
+            st.binary(max_size=9),
+            cas=st.integers(0, 2**64 - 1),
+            flags=st.integers(0, 2**32 - 1),
+            expiry=st.integers(0, 2**32 - 1),
+        )
+    )
+)
+def test_a_published_chunk_of_columns_is_that_of_its_rows(rows: list[Mutation]) -> None:
+    chunk = Chunk.build(rows)
+    columns = (chunk.key_offsets, chunk.key_bytes, chunk.value_offsets, chunk.value_bytes)
+    made = published_chunk(
+        *columns, chunk.operations, cas=chunk.cas, flags=chunk.flags, expiries=chunk.expiries
+    )
+    assert made == chunk
+    plain = published_chunk(*columns, chunk.operations)
+    assert list(plain) == [Mutation(row.op, row.key, row.value) for row in rows]
+    with pytest.raises(ValueError, match="do not belong"):
+        published_chunk(*columns, bytes(len(rows) + 1))
+
+
+def test_a_chain_tells_chunks_and_their_order() -> None:
+    one, other = plain_chunk([b"a"], [b"1"]), plain_chunk([b"a"], [b"2"])
+    ends = {
+        one.chained(0),
+        other.chained(0),
+        one.chained(other.chained(0)),
+        other.chained(one.chained(0)),
+    }
+    assert len(ends) == 4
+    assert one.chained(0) == crc32c(one.crc.to_bytes(4, "little"))

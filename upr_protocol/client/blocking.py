@@ -30,7 +30,7 @@ from upr_protocol.client.calls import (
 )
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.outbox import Batch, Outbox, OutboxLimits
+from upr_protocol.client.outbox import BUFFER_BYTES_DEFAULT, Batch, Outbox, OutboxLimits
 from upr_protocol.client.outcome import Failure, Written
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
@@ -439,18 +439,49 @@ class BlockingClient:
             ServerError: The bucket is over its quota and no credit came in time.
             BrokenError: The server could not be reached for too long.
         """
-        limits = OutboxLimits(
-            patience_s=self._patience_s, durability=self._durability, copies=self._copies
-        )
-        outbox = Outbox(self._writer if writer is None else writer, limits, self._draw)
-        patience = Patience(self._patience_s, self._draw)
         failures: list[Failure] = []
 
         def done(batch: Batch) -> None:
-            patience.progress()
             failures.extend(batch.failures())
             if on_answer is not None:
                 on_answer(batch)
+
+        self.publish_each(batches, done, writer=writer)
+        return failures
+
+    def publish_each(
+        self,
+        batches: Iterable[tuple[PartitionId, Chunk]],
+        on_answer: Callable[[Batch], None],
+        *,
+        writer: Writer | None = None,
+        buffer_bytes: int = BUFFER_BYTES_DEFAULT,
+    ) -> None:
+        """`publish_all` for any number of batches: it keeps nothing of those that are answered.
+
+        Args:
+            batches: Partitions and chunks; taken as there is room.
+            on_answer: Called with each batch that is answered, or refused for good. What it raises
+                ends the call; what is on its way then may be done or not.
+            writer: See `publish`.
+            buffer_bytes: What may be unsent or unanswered before the next batch is taken.
+
+        Raises:
+            ServerError: The bucket is over its quota and no credit came in time.
+            BrokenError: The server could not be reached for too long.
+        """
+        limits = OutboxLimits(
+            buffer_bytes=buffer_bytes,
+            patience_s=self._patience_s,
+            durability=self._durability,
+            copies=self._copies,
+        )
+        outbox = Outbox(self._writer if writer is None else writer, limits, self._draw)
+        patience = Patience(self._patience_s, self._draw)
+
+        def done(batch: Batch) -> None:
+            patience.progress()
+            on_answer(batch)
 
         source = iter(batches)
         while True:
@@ -464,7 +495,7 @@ class BlockingClient:
             else:
                 if starved:
                     raise over_quota(self.address, self._credit_timeout_s)
-                return failures
+                return
 
     def _drive(
         self,
@@ -475,16 +506,18 @@ class BlockingClient:
     ) -> bool:
         """Sends and receives until everything is answered; whether no credit came in time."""
         while True:
-            while not outbox.full and (batch := next(source, None)) is not None:
+            batch = None if outbox.full else next(source, None)
+            if batch is not None:
                 outbox.add(*batch)
             now = time.monotonic()
             outbox.pump(link.session, now)
-            if not outbox.unanswered:
+            if batch is None and not outbox.unanswered:
                 return False
-            deadline = now + self._timeout_s
+            # What there is goes out while the next batch is made, which may take its time.
+            deadline = now if batch is not None else now + self._timeout_s
             if outbox.wakes_at is not None:
                 deadline = min(deadline, outbox.wakes_at)
-            if outbox.starved_since is not None:
+            if batch is None and outbox.starved_since is not None:
                 starves_at = outbox.starved_since + self._credit_timeout_s
                 if now >= starves_at:
                     return True
