@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 import pytest
 import trio
@@ -115,9 +116,9 @@ def cutting(rng: random.Random, times: int) -> Dial:
 async def read(
     server: Server,
     lease_id: int,
-    ends: Mapping[int, int],
+    ends: Mapping[Any, Any],
     *,
-    starts: Mapping[int, Position] | None = None,
+    starts: Mapping[PartitionId, Position] | None = None,
     dial: Dial = dial_tcp,
 ) -> Rows:
     """Everything in the leased ranges."""
