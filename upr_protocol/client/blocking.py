@@ -136,6 +136,22 @@ class BlockingClient:
             self._was_connected = True
         return self._link
 
+    def connect(self) -> None:
+        """Connects if it is not connected; for as long as `patience_s` it tries again.
+
+        Raises:
+            BrokenError: The server could not be reached for too long.
+            ServerError: It refused the bucket.
+        """
+        patience = Patience(self._patience_s, self._draw)
+        while True:
+            try:
+                self._connected()
+            except UprError as error:
+                self._sleep(patience.wait_s(error, time.monotonic()))
+            else:
+                return
+
     # Asking.
 
     def ask(self, call: Call[T]) -> T:

@@ -1,0 +1,116 @@
+"""Rows into batches: gathered, sorted by partition, and laid out as chunks.
+
+Where a batch ends depends on the rows alone, and neither on time nor on how Spark cuts them: a task
+that is run again sends the same batches. There is no loop over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from upr_protocol.chunk import Chunk, encoded_bytes, published_chunk
+from upr_protocol.hashing import partitions_of
+from upr_protocol.ids import PartitionId
+
+ROW_BYTES: Final = encoded_bytes(8, 0, 0) // 8 + 1
+"""What a row takes in a chunk beside its key and value, about."""
+
+Column = tuple[NDArray[np.int64], NDArray[np.uint8]]
+"""Offsets, and the bytes they point into."""
+
+
+class Gathering:
+    """Rows that wait until there are enough of them.
+
+    Args:
+        batch_bytes: How many bytes are enough.
+    """
+
+    def __init__(self, batch_bytes: int) -> None:
+        self._batch_bytes = batch_bytes
+        self._pieces: list[pa.RecordBatch] = []
+        self._nbytes = 0
+
+    def add(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """Takes in rows, as `rows.encode` gives them.
+
+        Yields:
+            What is enough: as many rows as `batch_bytes` holds, or a single one.
+        """
+        ends = np.cumsum(_sizes(rows.column("key")) + _sizes(rows.column("value")) + ROW_BYTES)
+        first = before = 0
+        while first < len(ends):
+            room = self._batch_bytes - self._nbytes
+            end = int(np.searchsorted(ends, before + room, side="right"))
+            if end == first and not self._pieces:
+                end += 1
+            if end > first:
+                self._pieces.append(rows.slice(first, end - first))
+                self._nbytes += int(ends[end - 1]) - before
+                first, before = end, int(ends[end - 1])
+            if first < len(ends):
+                yield from self.finish()
+
+    def finish(self) -> Iterator[pa.RecordBatch]:
+        """Yields what is left, if anything is."""
+        if self._pieces:
+            gathered = pa.Table.from_batches(self._pieces).combine_chunks()
+            self._pieces, self._nbytes = [], 0
+            yield gathered.to_batches()[0]
+
+
+def chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId, Chunk]]:
+    """One published chunk for each partition that any of `rows` belongs to, in their order.
+
+    Args:
+        rows: Rows as `rows.encode` gives them.
+        partitions: How many partitions the bucket has.
+    """
+    homes = partitions_of(*_octets(rows.column("key")), partitions)
+    if partitions > 1:
+        order = np.argsort(homes, kind="stable")
+        rows = rows.take(pa.array(order))
+    counts = np.bincount(homes, minlength=partitions)
+    ends = np.cumsum(counts).tolist()
+    keys, values = _octets(rows.column("key")), _octets(rows.column("value"))
+    operations = rows.column("op").to_numpy()
+    others = {
+        argument: rows.column(name).to_numpy()
+        for argument, name in (("cas", "cas"), ("flags", "flags"), ("expiries", "expiry"))
+        if name in rows.schema.names
+    }
+    for partition in np.flatnonzero(counts).tolist():
+        end = ends[partition]
+        first = end - int(counts[partition])
+        yield (
+            PartitionId(partition),
+            published_chunk(
+                *_slice(keys, first, end),
+                *_slice(values, first, end),
+                operations[first:end].data,
+                **{argument: column[first:end].data for argument, column in others.items()},
+            ),
+        )
+
+
+def _sizes(column: pa.Array) -> NDArray[np.int64]:
+    return np.diff(_octets(column)[0])
+
+
+def _octets(column: pa.Array) -> Column:
+    """A column of large binary, none null, without a copy."""
+    _, offsets, data = column.buffers()
+    found = np.frombuffer(offsets, np.int64, len(column) + 1, 8 * column.offset)
+    return found, np.frombuffer(data or b"", np.uint8)
+
+
+def _slice(column: Column, first: int, end: int) -> tuple[memoryview, memoryview]:
+    """Part of a column, as a chunk has it: offsets from 0, of 4 bytes."""
+    offsets, data = column
+    low, high = offsets[first], offsets[end]
+    return (offsets[first : end + 1] - low).astype(np.int32).data, data[low:high].data

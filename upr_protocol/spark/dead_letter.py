@@ -1,0 +1,99 @@
+"""Rows that were refused, in a file for someone to look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from upr_protocol.spark.rows import BadRow
+
+SCHEMA: Final = pa.schema(
+    [
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("operation", pa.string(), nullable=False),
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+    ]
+)
+
+_GROUP_ROWS: Final = 10_000
+_GROUP_BYTES: Final = 4 * 1024 * 1024
+
+
+class DeadLetters:
+    """A Parquet file with columns reason, status, operation, key and value.
+
+    While it is written its name begins with an underscore, so that no reader takes it for whole;
+    `finish` gives it its own. That names the task and not the attempt: the file of a task that is
+    run again takes the place of the first, and has the same rows. There is none without rows.
+
+    Args:
+        folder: Where it is to be; made when it is missing.
+        task: What names the task, as a part of a file's name.
+        attempt: Which run of the task it is.
+    """
+
+    def __init__(self, folder: str, task: str, attempt: int) -> None:
+        self._path = Path(folder, f"part-{task}.parquet")
+        self._unfinished = Path(folder, f"_part-{task}-{attempt:016x}.unfinished")
+        self._rows: list[BadRow] = []
+        self._nbytes = 0
+        self._file: parquet.ParquetWriter | None = None
+
+    def add(self, rows: Sequence[BadRow]) -> None:
+        """Takes in rows; now and then they are written."""
+        for row in rows:
+            self._rows.append(row)
+            self._nbytes += len(row.key or b"") + len(row.value or b"")
+            if len(self._rows) >= _GROUP_ROWS or self._nbytes >= _GROUP_BYTES:
+                self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = parquet.ParquetWriter(self._unfinished, SCHEMA)
+        rows, self._rows, self._nbytes = self._rows, [], 0
+        columns = [
+            [row.reason for row in rows],
+            [row.status.name for row in rows],
+            [row.operation for row in rows],
+            [row.key for row in rows],
+            [row.value for row in rows],
+        ]
+        self._file.write_batch(
+            pa.RecordBatch.from_arrays(
+                [
+                    pa.array(column, field.type)
+                    for column, field in zip(columns, SCHEMA, strict=True)
+                ],
+                schema=SCHEMA,
+            )
+        )
+
+    def finish(self) -> None:
+        """Has the file, if there is anything in it, whole and on disk under its own name."""
+        if self._rows:
+            self._write()
+        if self._file is None:
+            return
+        self._file.close()
+        with self._unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        self._unfinished.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def abandon(self) -> None:
+        """Leaves nothing behind: the task failed. After `finish` it does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._unfinished.unlink(missing_ok=True)

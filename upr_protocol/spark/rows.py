@@ -1,0 +1,221 @@
+"""Rows of a DataFrame as operations: columns of keys, values and the rest, without the rows that
+cannot be any."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from upr_protocol.client.keyvalue import counter_delta
+from upr_protocol.errors import Status
+from upr_protocol.ids import Operation
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.spark.texts import TEXT, objects, texts
+from upr_protocol.spark.write_options import WriteOptions
+
+Mask = NDArray[np.bool_]
+
+WORDS: Final = {
+    "set": Operation.SET,
+    "upsert": Operation.SET,
+    "add": Operation.ADD,
+    "insert": Operation.ADD,
+    "replace": Operation.REPLACE,
+    "delete": Operation.DELETE,
+    "increment": Operation.INCREMENT,
+    "decrement": Operation.DECREMENT,
+}
+"""What the operation column may say, in whatever case."""
+
+_COUNTS: Final = (Operation.INCREMENT, Operation.DECREMENT)
+
+_U32_MAX: Final = (1 << 32) - 1
+_U64_MAX: Final = (1 << 64) - 1
+
+COLUMNS: Final = {"op": pa.uint8(), "key": TEXT, "value": TEXT}
+OPTIONAL_COLUMNS: Final = {"cas": pa.uint64(), "flags": pa.uint32(), "expiry": pa.uint32()}
+
+
+@attrs.frozen
+class BadRow:
+    """A row that is not written.
+
+    Attributes:
+        status: The reason as a code.
+        reason: And as a sentence.
+        operation: What was to be done, in the words of the API.
+        key: Its key; None for none.
+        value: Its value; None for none.
+    """
+
+    status: Status
+    reason: str
+    operation: str
+    key: bytes | None
+    value: bytes | None
+
+
+class _Problems:
+    """The first problem of each row, by its number among those that were found."""
+
+    def __init__(self, count: int) -> None:
+        self._first = np.zeros(count, np.uint8)
+        self.reasons: list[tuple[Status, str]] = [(Status.OK, "")]
+
+    def add(self, rows: Mask, status: Status, reason: str) -> None:
+        if rows.any():
+            self._first[rows & (self._first == 0)] = len(self.reasons)
+            self.reasons.append((status, reason))
+
+    @property
+    def good(self) -> Mask:
+        found: Mask = self._first == 0
+        return found
+
+    def bad(self) -> list[tuple[int, Status, str]]:
+        return [
+            (int(index), *self.reasons[self._first[index]]) for index in np.flatnonzero(self._first)
+        ]
+
+
+def encode(batch: pa.RecordBatch, options: WriteOptions) -> tuple[pa.RecordBatch, list[BadRow]]:
+    """A batch of rows as operations, in their order.
+
+    Args:
+        batch: The rows, as Spark hands them over.
+        options: Which column is what.
+
+    Returns:
+        Columns `op`, `key` and `value`, and those of `cas`, `flags` and `expiry` that are in use,
+        without any null; and the rows that are left out.
+    """
+    problems = _Problems(batch.num_rows)
+    operations = _operations(batch, options, problems)
+    keys = texts(_column(batch, options.key_column))
+    key_bytes = _lengths(keys)
+    problems.add(_nulls(keys), Status.BAD_KEY, "the key is null")
+    problems.add(
+        (key_bytes == 0) | (key_bytes > KEY_BYTES_MAX),
+        Status.BAD_KEY,
+        f"a key has 1 to {KEY_BYTES_MAX} bytes",
+    )
+    values = _values(batch, options, operations, problems)
+    columns = [pa.array(operations), keys, values]
+    names = list(COLUMNS)
+    for name, column, limit in (
+        ("cas", options.cas_column, _U64_MAX),
+        ("flags", options.flags_column, _U32_MAX),
+        ("expiry", options.expiry_column, _U32_MAX),
+    ):
+        if column is not None:
+            numbers = _numbers(_column(batch, column), name, limit, problems)
+            columns.append(pa.array(numbers).cast(OPTIONAL_COLUMNS[name]))
+            names.append(name)
+    rows = pa.RecordBatch.from_arrays(columns, names=names)
+    found = problems.bad()
+    if not found:
+        return rows, []
+    said = [Operation(number).name.lower() for number in operations]
+    bad = [
+        BadRow(status, reason, said[index], keys[index].as_py(), values[index].as_py())
+        for index, status, reason in found
+    ]
+    return rows.filter(pa.array(problems.good)), bad
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    return batch.column(batch.schema.get_field_index(name))
+
+
+def _nulls(column: pa.Array) -> Mask:
+    found: Mask = column.is_null().to_numpy(zero_copy_only=False)
+    return found
+
+
+def _lengths(column: pa.Array) -> NDArray[np.int64]:
+    """How many bytes each has; 1 where it is null."""
+    found: NDArray[np.int64] = pc.binary_length(column).fill_null(1).to_numpy()
+    return found
+
+
+def _operations(
+    batch: pa.RecordBatch, options: WriteOptions, problems: _Problems
+) -> NDArray[np.uint8]:
+    if options.operation is not None:
+        return np.full(batch.num_rows, options.operation, np.uint8)
+    assert options.operation_column is not None
+    words = pc.utf8_lower(_column(batch, options.operation_column).cast(pa.string()))
+    known = pa.array(list(WORDS), pa.string())
+    at = pc.index_in(words, known).fill_null(len(WORDS)).to_numpy()
+    problems.add(
+        at == len(WORDS), Status.BAD_ARGUMENT, f"the operation is none of {', '.join(WORDS)}"
+    )
+    numbers = np.array([*WORDS.values(), Operation.SET], np.uint8)
+    found: NDArray[np.uint8] = numbers[at]
+    return found
+
+
+def _values(
+    batch: pa.RecordBatch,
+    options: WriteOptions,
+    operations: NDArray[np.uint8],
+    problems: _Problems,
+) -> pa.Array:
+    nothing = pa.scalar(b"", TEXT)
+    if options.operation is Operation.DELETE:
+        return pa.repeat(nothing, batch.num_rows)
+    columns = [_column(batch, name) for name in options.value_columns]
+    if options.value_is_object:
+        values = objects(columns, options.value_columns)
+    else:
+        values = texts(columns[0])
+    deletes = operations == Operation.DELETE
+    if deletes.any():
+        values = pc.if_else(pa.array(deletes), nothing, values)
+    problems.add(_nulls(values), Status.BAD_ARGUMENT, "the value is null")
+    problems.add(
+        _lengths(values) > VALUE_BYTES_MAX,
+        Status.TOO_LARGE,
+        f"a value has at most {VALUE_BYTES_MAX >> 20} MiB",
+    )
+    counts = np.isin(operations, _COUNTS)
+    return _deltas(values, operations, counts, problems) if counts.any() else values
+
+
+def _deltas(
+    values: pa.Array, operations: NDArray[np.uint8], counts: Mask, problems: _Problems
+) -> pa.Array:
+    """The values, with those of counters as the protocol has them."""
+    found: list[Any] = values.to_pylist()
+    wrong = np.zeros(len(found), np.bool_)
+    for index in np.flatnonzero(counts).tolist():
+        text = found[index] or b""
+        delta = int(text) if text.isdigit() and len(text) <= 20 else _U64_MAX + 1
+        if delta > _U64_MAX:
+            wrong[index] = True
+        else:
+            found[index] = counter_delta(Operation(int(operations[index])), delta, None, True)
+    problems.add(
+        wrong, Status.NOT_A_NUMBER, "a counter changes by a whole number from 0 to 2**64 - 1"
+    )
+    return pa.array(found, TEXT)
+
+
+def _numbers(column: pa.Array, name: str, limit: int, problems: _Problems) -> NDArray[np.int64]:
+    """A column of whole numbers, or of times as seconds since 1970; 0 where it is null."""
+    if pa.types.is_date(column.type):
+        column = column.cast(pa.timestamp("s"))
+    if pa.types.is_timestamp(column.type):
+        column = pc.floor_temporal(column, unit="second").cast(pa.timestamp("s", column.type.tz))
+    found: NDArray[np.int64] = column.cast(pa.int64()).fill_null(0).to_numpy().copy()
+    wrong = found < 0
+    if limit == _U32_MAX:
+        wrong |= found > limit
+    problems.add(wrong, Status.BAD_ARGUMENT, f"{name} is a number from 0 to {limit}")
+    found[wrong] = 0
+    return found
