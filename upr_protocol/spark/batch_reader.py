@@ -1,0 +1,141 @@
+"""Reading what is there: a consistent cut of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from upr_protocol.client import PartitionInfo
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.port import Port, ServerPort, explained
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.reading import read_task
+from upr_protocol.spark.schema import check_schema
+from upr_protocol.spark.slices import Slice, Task, tasks_of
+
+
+class BatchReader(DataSourceReader):
+    """Reads every change that a bucket has, up to a barrier: all that was acknowledged before the
+    first action on the DataFrame is among the rows. Every later action gets the same rows, for as
+    long as the lease lives on which they are pinned, and longer if nothing of them was compacted
+    away; then it fails.
+
+    Args:
+        options: What is asked for.
+        schema: Which columns.
+        lease_id: The lease; the same for all actions on one DataFrame.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType, lease_id: int) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+        self._lease_id = lease_id
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Pins what is to be read, and packs it into tasks.
+
+        Raises:
+            PipelineError: It cannot be read.
+        """
+        port = ServerPort(self._options)
+        try:
+            return plan(self._options, port, self._lease_id) or [Task((), 0)]
+        except ServerError as error:
+            raise _not_readable(error, self._options) from error
+        finally:
+            port.close()
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one task."""
+        assert isinstance(partition, Task)
+        return read_task(partition, self._options, self._schema)
+
+
+def plan(options: ReadOptions, port: Port, lease_id: int) -> list[Task]:
+    """The tasks of a read.
+
+    Raises:
+        OptionError: A start or an end is not there.
+        ServerError: What was pinned is gone, or deletions behind a start are.
+        PipelineError: The server cannot be asked.
+    """
+    numbers = port.persist() if options.durable else port.numbers()
+    infos = port.infos()
+    ranges = []
+    for partition, row in numbers.items():
+        start = _start(options, partition)
+        has = row.persisted_seq if options.durable else row.high_seq
+        end = has if isinstance(options.end, str) else options.end.get(partition, has)
+        if end > has or start > end:
+            raise OptionError(
+                f"partition {partition} cannot be read from {start} to {end}: it has numbers up to "
+                f"{has}"
+            )
+        ranges.append((partition, SeqNo(start), SeqNo(end)))
+    if not options.durable:
+        slices = [_slice(infos, *found) for found in ranges]
+        lease_id = 0
+    else:
+        slices = _pinned(options, port, infos, ranges, lease_id)
+    return tasks_of(
+        [one for one in slices if one.start < one.end],
+        lease_id,
+        bytes_max=options.task_bytes,
+        tasks_min=options.min_tasks,
+    )
+
+
+def _start(options: ReadOptions, partition: PartitionId) -> SeqNo:
+    if isinstance(options.start, str):
+        return SeqNo(0)
+    return SeqNo(options.start.get(partition, 0))
+
+
+def _pinned(
+    options: ReadOptions,
+    port: Port,
+    infos: Mapping[PartitionId, PartitionInfo],
+    ranges: list[tuple[PartitionId, SeqNo, SeqNo]],
+    lease_id: int,
+) -> list[Slice]:
+    # To the end that is on disk when the lease is granted: nothing is overtaken there.
+    to_the_end = isinstance(options.end, str)
+    held = port.acquire(
+        lease_id,
+        [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in ranges],
+    )
+    return [
+        attrs.evolve(_slice(infos, found.partition, found.start, found.end), nbytes=found.nbytes)
+        for found in held.ranges
+    ]
+
+
+def _slice(
+    infos: Mapping[PartitionId, PartitionInfo], partition: PartitionId, start: SeqNo, end: SeqNo
+) -> Slice:
+    log = infos[partition].log if start else FailoverLog()
+    return Slice(partition, log, start, end, start, end)
+
+
+def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:
+    if error.status is Status.RANGE_GONE:
+        return PipelineError(
+            "UPR_RANGE_GONE",
+            f"{options.address}: what this DataFrame has read before was compacted meanwhile, and "
+            f"its lease of {options.lease_s} s (leaseSeconds) was over: load it anew, or cache it",
+        )
+    if error.status is Status.ROLLBACK_NEEDED:
+        return PipelineError(
+            "UPR_RANGE_GONE",
+            f"{options.address}: deletions behind startingOffsets are forgotten ({error.sentence}):"
+            " read from the beginning",
+        )
+    return explained(error, options.address)

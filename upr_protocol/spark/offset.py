@@ -1,0 +1,155 @@
+"""Where a stream stands, as Spark keeps it in its offset log.
+
+Spark compares offsets as texts, so the same offset is always the same JSON. It holds all that is
+needed to read the batch that ends there again, also by another process: the numbers with their
+histories, the snapshots that they are part of, the lease that pins them, and whether the batch
+begins with a rollback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+import attrs
+
+from upr_protocol.failover import FailoverLog, Position
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+
+_VERSION: Final = 1
+
+
+@attrs.frozen
+class PartitionOffset:
+    """Where a stream stands in one partition.
+
+    Attributes:
+        log: The failover log under which it came there.
+        seq: The number.
+        snapshot_start: Where the snapshot begins that the number is part of.
+        snapshot_end: Where that ends: below it, some keys may be missing that were changed again
+            before it.
+        came_from: The number from which the batch that ends here went back to 0 before it went on;
+            None when it did not.
+    """
+
+    log: FailoverLog = attrs.field(factory=FailoverLog)
+    seq: SeqNo = SeqNo(0)
+    snapshot_start: SeqNo = SeqNo(0)
+    snapshot_end: SeqNo = SeqNo(0)
+    came_from: SeqNo | None = None
+
+    @property
+    def position(self) -> Position:
+        """The same, as the start of a stream. What is read under a lease stays as it is, so that
+        being inside a snapshot does not matter."""
+        return Position(self.log, self.seq, self.seq, None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        found: dict[str, Any] = {
+            "log": [[f"{history_id:016x}", seq] for history_id, seq in self.log.pairs()],
+            "seq": self.seq,
+            "snapshot": [self.snapshot_start, self.snapshot_end],
+        }
+        if self.came_from is not None:
+            found["came_from"] = self.came_from
+        return found
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Self:
+        """The reverse of `to_json`."""
+        start, end = found["snapshot"]
+        came_from = found.get("came_from")
+        return cls(
+            FailoverLog.of((int(text, 16), _number(seq)) for text, seq in found["log"]),
+            _number(found["seq"]),
+            _number(start),
+            _number(end),
+            None if came_from is None else _number(came_from),
+        )
+
+
+@attrs.frozen
+class Offset:
+    """Where a stream stands.
+
+    Attributes:
+        bucket: The bucket's name.
+        partitions: Its partitions; one that is missing is at 0.
+        lease_id: The lease that pins what lies between the offset before and this; 0 for none.
+        initial: In the offset in which the stream begins, empty; in the one where its first batch
+            ends, where that began; None in all later ones. Spark asks a second time where to begin
+            when it is restarted before it committed the first batch, and must get the same answer.
+    """
+
+    bucket: str
+    partitions: Mapping[PartitionId, PartitionOffset]
+    lease_id: int = 0
+    initial: Mapping[PartitionId, PartitionOffset] | None = None
+
+    @property
+    def is_initial(self) -> bool:
+        """Whether this is where the stream begins."""
+        return self.initial is not None and not self.initial
+
+    def at(self, partition: PartitionId) -> PartitionOffset:
+        """Where the stream stands in a partition."""
+        return self.partitions.get(partition, PartitionOffset())
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON: equal offsets are equal texts."""
+        found: dict[str, Any] = {"version": _VERSION, "bucket": self.bucket}
+        if self.lease_id:
+            found["lease"] = f"{self.lease_id:016x}"
+        if self.initial is not None:
+            found["initial"] = _partitions_to_json(self.initial)
+        found["partitions"] = _partitions_to_json(self.partitions)
+        return found
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Self:
+        """The reverse of `to_json`.
+
+        Raises:
+            PipelineError: It is no offset of this data source.
+        """
+        try:
+            version = found["version"]
+            if version != _VERSION:
+                raise PipelineError(
+                    "UPR_OFFSET",
+                    f"the checkpoint holds offsets of version {version}, and this library reads "
+                    f"{_VERSION}: use the one it was made with, or begin with a new checkpoint",
+                )
+            initial = found.get("initial")
+            return cls(
+                str(found["bucket"]),
+                _partitions_of_json(found["partitions"]),
+                int(found.get("lease", "0"), 16),
+                None if initial is None else _partitions_of_json(initial),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PipelineError(
+                "UPR_OFFSET",
+                f"the checkpoint holds an offset that is none of this data source ({error!r}): was "
+                "it made by another one? Begin with a new checkpoint",
+            ) from error
+
+
+def _partitions_to_json(
+    partitions: Mapping[PartitionId, PartitionOffset],
+) -> dict[str, dict[str, Any]]:
+    return {str(number): partitions[number].to_json() for number in sorted(partitions)}
+
+
+def _partitions_of_json(found: Mapping[str, Any]) -> dict[PartitionId, PartitionOffset]:
+    numbered = sorted((PartitionId(int(name)), value) for name, value in found.items())
+    return {number: PartitionOffset.of_json(value) for number, value in numbered}
+
+
+def _number(value: Any) -> SeqNo:
+    if not isinstance(value, int) or not 0 <= value <= SEQ_MAX:
+        raise ValueError(f"{value!r} is no 64-bit number")
+    return SeqNo(value)

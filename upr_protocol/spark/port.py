@@ -1,0 +1,201 @@
+"""What a driver asks the server about its bucket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from upr_protocol.client import (
+    Address,
+    BlockingClient,
+    HeldLease,
+    PartitionInfo,
+    PartitionNumbers,
+    calls,
+)
+from upr_protocol.client.retry import Patience
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.read_options import ReadOptions
+
+T = TypeVar("T")
+
+DRIVER: Final = "spark:driver"
+OWNER: Final = "spark"
+"""Who holds its leases."""
+
+_ANSWERS: Final = (Status.RANGE_GONE, Status.ROLLBACK_NEEDED)
+"""Refusals that the one who asks deals with."""
+
+_CODES: Final = {
+    Status.RANGE_GONE: "UPR_RANGE_GONE",
+    Status.ROLLBACK: "UPR_ROLLBACK",
+    Status.NO_BUCKET: "UPR_NO_BUCKET",
+    Status.LIMIT_REACHED: "UPR_LIMIT",
+}
+
+_WAIT_S: Final = 30.0
+"""How long the server may take to put on disk what it has, before it is asked again."""
+
+
+class Port(Protocol):
+    """A bucket, as a driver sees it. What a method raises is a `PipelineError`."""
+
+    def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+        """How far each partition of the bucket is."""
+
+    def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        """Each partition's failover log, at least as new as the numbers that were asked for last,
+        and its purge number, which is new only if it is asked for anew."""
+
+    def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
+        """Waits until all is on disk that the bucket has when this is called: a barrier. Gives how
+        far each partition is then."""
+
+    def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        """Pins ranges; see `BlockingClient.acquire_lease`. Raises `ServerError` with `RANGE_GONE`
+        or `ROLLBACK_NEEDED`."""
+
+    def renew(self, lease_id: int) -> HeldLease:
+        """Pins the ranges of a lease for longer. Raises `ServerError` with `RANGE_GONE`."""
+
+    def release(self, lease_id: int) -> None:
+        """Ends a lease, if it is there."""
+
+    def close(self) -> None:
+        """Closes the connection."""
+
+
+class ServerPort:
+    """The port to a server; connects when it is first asked, and again after a lost connection.
+
+    Args:
+        options: Which bucket; and how long to go on trying.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._client: BlockingClient | None = None
+        self._numbers: dict[PartitionId, PartitionNumbers] = {}
+
+    def _patiently(self, ask: Callable[[BlockingClient], T]) -> T:
+        """Asks, and asks again while that may help."""
+        patience = Patience(self._options.timeout_s)
+        while True:
+            try:
+                if self._client is None:
+                    self._client = BlockingClient(self._options.address, identity=DRIVER)
+                return ask(self._client)
+            except TimeoutError as error:
+                trouble: UprError = BrokenError(str(error))
+            except UprError as error:
+                trouble = error
+            if isinstance(trouble, ServerError) and trouble.status in _ANSWERS:
+                raise trouble
+            self.close()
+            try:
+                wait_s = patience.wait_s(trouble, time.monotonic())
+            except UprError as error:
+                raise explained(error, self._options.address) from error
+            time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
+
+    def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+        """See `Port`."""
+        found = self._patiently(lambda client: client.seqnos())
+        wanted = self._options.partitions
+        self._numbers = {
+            row.partition: row for row in found if not wanted or row.partition in wanted
+        }
+        for partition in wanted:
+            if partition not in self._numbers:
+                raise OptionError(
+                    f"the option partitions names {partition}, and the bucket has 0 to "
+                    f"{len(found) - 1}"
+                )
+        return self._numbers
+
+    def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        """See `Port`."""
+        found = self._told()
+        if anew or any(
+            number not in found or found[number].log.current != row.history_id
+            for number, row in self._numbers.items()
+        ):
+            # What a connection knows of the logs is from when it was made.
+            self.close()
+            found = self._told()
+        return found
+
+    def _told(self) -> Mapping[PartitionId, PartitionInfo]:
+        infos = self._patiently(lambda client: client.partitions())
+        return {info.partition: info for info in infos if info.partition in self._numbers}
+
+    def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
+        """See `Port`."""
+        barrier = self.numbers()
+        for row in barrier.values():
+            if row.persisted_seq < row.high_seq:
+                self._patiently(partial(_await_persisted, row))
+        return self.numbers()
+
+    def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        """See `Port`."""
+        return self._patiently(
+            lambda client: client.acquire_lease(
+                ranges, time_to_live_s=self._options.lease_s, owner=OWNER, lease_id=lease_id
+            )
+        )
+
+    def renew(self, lease_id: int) -> HeldLease:
+        """See `Port`."""
+        return self._patiently(
+            lambda client: client.renew_lease(lease_id, time_to_live_s=self._options.lease_s)
+        )
+
+    def release(self, lease_id: int) -> None:
+        """See `Port`."""
+        # It would end by itself: that is not worth waiting for a server that is away.
+        with suppress(UprError, TimeoutError):
+            if self._client is not None:
+                self._client.release_lease(lease_id)
+
+    def close(self) -> None:
+        """See `Port`."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> None:
+    with suppress_status(Status.HISTORY_CHANGED):
+        client.ask(
+            calls.await_durable(
+                row.partition, row.history_id, row.high_seq, Durability.PERSISTED, 0, _WAIT_S
+            )
+        )
+
+
+@contextmanager
+def suppress_status(status: Status) -> Iterator[None]:
+    """Goes on after a refusal with this status: what was asked for is moot."""
+    try:
+        yield
+    except ServerError as error:
+        if error.status is not status:
+            raise
+
+
+def explained(error: UprError, address: Address) -> PipelineError:
+    """What a user of Spark is told of an error that trying again does not mend."""
+    if isinstance(error, PipelineError):
+        return error
+    code = "UPR_SERVER"
+    if isinstance(error, ServerError):
+        code = _CODES.get(error.status, code)
+    elif isinstance(error, BrokenError):
+        code = "UPR_UNREACHABLE"
+    return PipelineError(code, f"{address}: {error}")

@@ -1,0 +1,152 @@
+"""What a read or a stream is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Self
+
+import attrs
+import msgspec
+
+from upr_protocol.client import Address
+from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
+from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.options import Options
+
+LEASE_S_DEFAULT: Final = 3600
+"""How long a range stays pinned though nobody renews it: longer than most batches take."""
+
+TASK_BYTES_DEFAULT: Final = 64 * 1024 * 1024
+"""A task costs Spark some 50 ms, whatever it does: this much takes it longer."""
+
+TIMEOUT_S_DEFAULT: Final = 600
+"""A server that is not there for so long wants a person."""
+
+
+@attrs.frozen
+class ReadOptions:
+    """Options of a read or a stream, as docs/spark.md describes them.
+
+    Attributes:
+        address: Server and bucket.
+        partitions: Those to read; empty for all.
+        start: Where to start: `earliest`, `latest`, or a number for each partition named.
+        end: Where a read ends: `latest`, or a number for each partition named.
+        metadata: Whether the columns are all there are, or the few that most need.
+        include_value: Whether values are among them.
+        durable: Whether only what is on disk is read: else it may be undone by a crash.
+        marks_rollback: Whether a rollback becomes a row; else it fails the query.
+        fails_on_data_loss: Whether a range that is not whole any more fails the query.
+        max_rows: Sequence numbers in one batch of a stream, at most; None for any number.
+        max_bytes: Bytes in one batch of a stream, about; None for any number.
+        task_bytes: Bytes that one task reads, about.
+        min_tasks: Tasks there are at least, if there is enough to read.
+        lease_s: How long ranges stay pinned though nobody renews them.
+        timeout_s: How long to go on without a server.
+    """
+
+    address: Address
+    partitions: tuple[int, ...]
+    start: str | Mapping[int, int]
+    end: str | Mapping[int, int]
+    metadata: bool
+    include_value: bool
+    durable: bool
+    marks_rollback: bool
+    fails_on_data_loss: bool
+    max_rows: int | None
+    max_bytes: int | None
+    task_bytes: int
+    min_tasks: int
+    lease_s: int
+    timeout_s: int
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str], *, streaming: bool = False) -> Self:
+        """Takes them out of what Spark hands over.
+
+        Raises:
+            OptionError: One is missing, unknown, or wrong.
+        """
+        options = Options(given)
+        address = options.address()
+        partitions = _partitions(options.text("partitions", ""))
+        start = _offsets(options, "startingOffsets", "earliest", ("earliest", "latest"))
+        metadata = options.flag("metadata", default=True)
+        include_value = options.flag("includeValue", default=True)
+        durable = options.choice("stability", "durable", ("durable", "any")) == "durable"
+        fails = options.flag("failOnDataLoss", default=True)
+        task_bytes = options.number("maxPartitionBytes", TASK_BYTES_DEFAULT, low=1)
+        min_tasks = options.number("minPartitions", 1, low=1, high=100_000)
+        lease_s = options.number(
+            "leaseSeconds", LEASE_S_DEFAULT, low=1, high=LEASE_TIME_TO_LIVE_S_MAX
+        )
+        timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
+        end: str | Mapping[int, int] = "latest"
+        marks_rollback, max_rows, max_bytes = False, None, None
+        if streaming:
+            on_rollback = options.choice("onRollback", "fail", ("fail", "marker"))
+            marks_rollback = on_rollback == "marker"
+            max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
+            max_bytes = options.number("maxBytesPerTrigger", None, low=1)
+        else:
+            end = _offsets(options, "endingOffsets", "latest", ("latest",))
+            if start == "latest":
+                raise OptionError("the option startingOffsets is latest: a read would find nothing")
+        options.finish()
+        return cls(
+            address,
+            partitions,
+            start,
+            end,
+            metadata,
+            include_value,
+            durable,
+            marks_rollback,
+            fails,
+            max_rows,
+            max_bytes,
+            task_bytes,
+            min_tasks,
+            lease_s,
+            timeout_s,
+        )
+
+
+def _partitions(text: str) -> tuple[int, ...]:
+    """The partitions in a text like `0-3,7`."""
+    found: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        low, _, high = part.partition("-")
+        try:
+            first, last = int(low), int(high or low)
+        except ValueError:
+            first, last = 1, 0
+        if not 0 <= first <= last < PARTITIONS_END:
+            raise OptionError(f"the option partitions is {text!r}; what it takes is like 0-3,7")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def _offsets(
+    options: Options, name: str, default: str, words: tuple[str, ...]
+) -> str | Mapping[int, int]:
+    """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`."""
+    text = options.text(name, default)
+    if not text.lstrip().startswith("{"):
+        return options.choice(name, default, words)
+    try:
+        named = msgspec.json.decode(text, type=dict[str, int])
+        numbers = {int(partition): number for partition, number in named.items()}
+    except (msgspec.DecodeError, ValueError):
+        numbers = {-1: 0}
+    if not all(
+        0 <= partition < PARTITIONS_END and 0 <= number < SEQ_MAX
+        for partition, number in numbers.items()
+    ):
+        raise OptionError(
+            f"the option {name} is {text!r}; what it takes is {', '.join(words)}, or numbers by "
+            'partition like {"0": 17, "3": 4}'
+        )
+    return numbers

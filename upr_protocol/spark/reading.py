@@ -1,0 +1,93 @@
+"""What a task does: reads its slices, over one connection, and makes rows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from upr_protocol.client import (
+    BlockingConsumer,
+    ChunkReceived,
+    ResumeState,
+    RolledBack,
+    SnapshotStart,
+)
+from upr_protocol.errors import UprError
+from upr_protocol.failover import Position
+from upr_protocol.ids import PartitionId
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.port import explained
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.record_batches import Columns, sized
+from upr_protocol.spark.slices import Slice, Task
+
+EXECUTOR: Final = "spark:executor"
+
+
+def read_task(task: Task, options: ReadOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
+    """The rows of a task's slices; those of each partition in the order of their numbers.
+
+    Raises:
+        PipelineError: They cannot be read, or are not there any more.
+    """
+    columns = Columns(schema)
+    for one in task.slices:
+        if one.marker is not None:
+            yield columns.of_marker(one.partition, one.marker)
+    slices = {one.partition: one for one in task.slices if one.start < one.end}
+    if slices:
+        yield from sized(_batches(slices, task.lease_id, options, columns))
+
+
+def _batches(
+    slices: dict[PartitionId, Slice], lease_id: int, options: ReadOptions, columns: Columns
+) -> Iterator[pa.RecordBatch]:
+    histories: dict[PartitionId, str] = {}
+    try:
+        with BlockingConsumer(
+            options.address,
+            partitions=sorted(slices),
+            resume=ResumeState(
+                options.address.bucket,
+                {
+                    number: Position(one.log, one.start, one.start, None)
+                    for number, one in slices.items()
+                },
+            ),
+            end={number: one.end for number, one in slices.items()},
+            lease_id=lease_id,
+            identity=EXECUTOR,
+            patience_s=options.timeout_s,
+        ) as consumer:
+            for event in consumer:
+                if isinstance(event, SnapshotStart):
+                    histories[event.partition] = f"{event.history_id:016x}"
+                elif isinstance(event, ChunkReceived):
+                    one = slices[event.partition]
+                    # One that is pinned ends where the slice ends; else its snapshot may go on.
+                    chunk = event.chunk.slice(one.start, one.end)
+                    if chunk.count:
+                        yield columns.of_chunk(
+                            event.partition,
+                            histories[event.partition],
+                            one.snapshot_start,
+                            one.snapshot_end,
+                            chunk,
+                        )
+                elif isinstance(event, RolledBack):
+                    raise rolled_back(slices[event.partition], event)
+    except UprError as error:
+        raise explained(error, options.address) from error
+
+
+def rolled_back(one: Slice, event: RolledBack) -> PipelineError:
+    """What a user is told when the server's history parted from a slice's before it was read."""
+    return PipelineError(
+        "UPR_ROLLBACK",
+        f"partition {event.partition} has to go back from {one.end} to {event.ceiling} "
+        f"({event.reason}): there was a failover, or data was lost. What was planned cannot be "
+        "read any more. Read again from the beginning, or stream with onRollback=marker",
+    )

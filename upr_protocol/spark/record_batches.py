@@ -1,0 +1,186 @@
+"""Chunks as Arrow record batches: the columns that were asked for, mostly over the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.schema import check_schema
+from upr_protocol.spark.slices import Marker
+
+BATCH_ROWS: Final = 64 * 1024
+BATCH_BYTES: Final = 8 * 1024 * 1024
+"""A batch handed to Spark has at most so many rows, and about so many bytes: Spark's binary columns
+have 32-bit offsets, and a batch is held whole at several places."""
+
+SMALL_ROWS: Final = 4096
+"""Batches of fewer rows are put together: each costs Spark some tenths of a millisecond."""
+
+_OPERATION_NAMES: Final = pa.array(["", "set", "delete", "expire"])
+"""The operations that are stored, by their code."""
+
+
+class Columns:
+    """Makes record batches of the columns that a schema names.
+
+    Args:
+        schema: The columns.
+
+    Raises:
+        OptionError: There is no such column.
+    """
+
+    def __init__(self, schema: StructType) -> None:
+        check_schema(schema)
+        self._names = schema.fieldNames()
+        self._schema = to_arrow_schema(schema, timezone="UTC")
+
+    def of_chunk(
+        self,
+        partition: PartitionId,
+        history: str,
+        snapshot_start: SeqNo,
+        snapshot_end: SeqNo,
+        chunk: Chunk,
+    ) -> pa.RecordBatch:
+        """A chunk's mutations, in their order.
+
+        Args:
+            partition: Its partition.
+            history: Its history ID, as text.
+            snapshot_start: Where the snapshot begins that it belongs to.
+            snapshot_end: Where that ends.
+            chunk: The chunk.
+
+        Raises:
+            PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
+        """
+        count = chunk.count
+        make: dict[str, Callable[[], pa.Array]] = {
+            "op": lambda: _OPERATION_NAMES.take(_codes(chunk)),
+            "partition": lambda: pa.repeat(pa.scalar(partition, pa.int32()), count),
+            "history_id": lambda: pa.repeat(history, count),
+            "seq": lambda: _long(chunk.seqs, "seq"),
+            "snapshot_start": lambda: pa.repeat(pa.scalar(snapshot_start, pa.int64()), count),
+            "snapshot_end": lambda: pa.repeat(pa.scalar(snapshot_end, pa.int64()), count),
+            "key": lambda: _bytes(chunk.key_offsets, chunk.key_bytes, None),
+            "value": lambda: _bytes(chunk.value_offsets, chunk.value_bytes, _present(chunk)),
+            "deleted": lambda: pc.not_equal(_codes(chunk), _SET),
+            "cas": lambda: _long(chunk.cas, "cas"),
+            "flags": lambda: _unsigned(chunk.flags),
+            "expiry": lambda: _unsigned(chunk.expiries),
+        }
+        columns = [
+            _as(name, make[name](), kind)
+            for name, kind in zip(self._names, self._schema.types, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def of_marker(self, partition: PartitionId, marker: Marker) -> pa.RecordBatch:
+        """One row that says that a partition went back."""
+        values: dict[str, object] = {
+            "op": "rollback",
+            "partition": partition,
+            "history_id": f"{marker.history_id:016x}",
+            "seq": marker.to,
+            "snapshot_start": marker.to,
+            "snapshot_end": marker.came_from,
+            "key": b"",
+            "value": None,
+            "deleted": False,
+            "cas": 0,
+            "flags": 0,
+            "expiry": 0,
+        }
+        columns = [
+            pa.array([values[name]], pa.binary() if name == "key" else kind).cast(kind)
+            for name, kind in zip(self._names, self._schema.types, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+
+_SET: Final = pa.scalar(int(Operation.SET), pa.int8())
+
+
+def _as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A column of bytes as texts, where that was asked for."""
+    if column.type == kind:
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise PipelineError(
+            "UPR_NO_TEXT",
+            f"the column {name} was asked for as string, and holds bytes that are no UTF-8: ask "
+            f"for it as binary ({error})",
+        ) from error
+
+
+def _codes(chunk: Chunk) -> pa.Array:
+    return pa.Array.from_buffers(pa.int8(), chunk.count, [None, pa.py_buffer(chunk.operations)])
+
+
+def _present(chunk: Chunk) -> pa.Buffer | None:
+    """Which rows have a value, as a bitmap; None when all have."""
+    present = pc.equal(_codes(chunk), _SET)
+    return None if pc.all(present).as_py() else present.buffers()[1]
+
+
+def _long(column: memoryview, name: str) -> pa.Array:
+    found = pa.Array.from_buffers(pa.int64(), len(column), [None, pa.py_buffer(column)])
+    least = pc.min(found).as_py()
+    if least < 0:
+        raise PipelineError(
+            "UPR_TOO_LARGE",
+            f"the column {name} holds {least + (1 << 64)}, and Spark has no type for it: leave the "
+            "column out by .schema(...)",
+        )
+    return found
+
+
+def _unsigned(column: memoryview) -> pa.Array:
+    found = pa.Array.from_buffers(pa.uint32(), len(column), [None, pa.py_buffer(column)])
+    return found.cast(pa.int64())
+
+
+def _bytes(offsets: memoryview, data: memoryview, present: pa.Buffer | None) -> pa.Array:
+    buffers = [present, pa.py_buffer(offsets), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
+
+
+def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows, in batches that are neither small nor large; none of them is empty."""
+    few: list[pa.RecordBatch] = []
+    rows = nbytes = 0
+    for batch in batches:
+        is_small = batch.num_rows < SMALL_ROWS and batch.nbytes < BATCH_BYTES
+        if few and (
+            not is_small
+            or rows + batch.num_rows > BATCH_ROWS
+            or nbytes + batch.nbytes > BATCH_BYTES
+        ):
+            yield pa.concat_batches(few)
+            few, rows, nbytes = [], 0, 0
+        if not is_small:
+            yield from _cut(batch)
+        elif batch.num_rows:
+            few.append(batch)
+            rows += batch.num_rows
+            nbytes += batch.nbytes
+    if few:
+        yield pa.concat_batches(few)
+
+
+def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-batch.nbytes // BATCH_BYTES))
+    size = max(1, -(-batch.num_rows // pieces))
+    for at in range(0, batch.num_rows, size):
+        yield batch.slice(at, size)

@@ -1,0 +1,71 @@
+"""The columns of what is read."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.read_options import ReadOptions
+
+COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
+    "op": (StringType(), False),
+    "partition": (IntegerType(), False),
+    "history_id": (StringType(), False),
+    "seq": (LongType(), False),
+    "snapshot_start": (LongType(), False),
+    "snapshot_end": (LongType(), False),
+    "key": (BinaryType(), False),
+    "value": (BinaryType(), True),
+    "deleted": (BooleanType(), False),
+    "cas": (LongType(), False),
+    "flags": (LongType(), False),
+    "expiry": (LongType(), False),
+}
+"""Each column's type, and whether it may be null. What they mean stands in docs/spark.md.
+
+Identity comes first: a row is identified by partition, history and sequence number. A number alone
+is used again after a failover.
+"""
+
+_FEW: Final = ("key", "value", "seq", "deleted")
+_TEXTS: Final = ("key", "value")
+"""Columns that may be asked for as texts."""
+
+
+def default_schema(options: ReadOptions) -> StructType:
+    """The columns of a read whose user named none."""
+    names = [
+        name
+        for name in COLUMNS
+        if (options.metadata or name in _FEW) and (options.include_value or name != "value")
+    ]
+    return StructType([StructField(name, *COLUMNS[name]) for name in names])
+
+
+def check_schema(schema: StructType) -> None:
+    """Makes sure that every column asked for is one that can be had.
+
+    Raises:
+        OptionError: One cannot.
+    """
+    for field in schema.fields:
+        if field.name not in COLUMNS:
+            raise OptionError(f"there is no column {field.name}. There are {', '.join(COLUMNS)}")
+        kind, _ = COLUMNS[field.name]
+        allowed = [kind, StringType()] if field.name in _TEXTS else [kind]
+        if field.dataType not in allowed:
+            names = " or ".join(one.simpleString() for one in allowed)
+            raise OptionError(
+                f"the column {field.name} is {names}, and not {field.dataType.simpleString()}"
+            )

@@ -1,0 +1,108 @@
+"""What the tasks of a read are to do: ranges of numbers, packed by size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+from pyspark.sql.datasource import InputPartition
+
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+
+@attrs.frozen
+class Marker:
+    """A partition went back: what was read of it above `to` is to be dropped.
+
+    Attributes:
+        history_id: The history in which it goes on.
+        came_from: The number it had come to.
+        to: The number it goes on from.
+    """
+
+    history_id: HistoryId
+    came_from: SeqNo
+    to: SeqNo
+
+
+@attrs.frozen
+class Slice:
+    """A range of one partition's numbers, (start, end].
+
+    Attributes:
+        partition: The partition.
+        log: The failover log that goes with the start.
+        start: Where it begins, exclusive.
+        end: Where it ends.
+        snapshot_start: Where the snapshot begins of which it is a part.
+        snapshot_end: Where that ends: only there is the partition consistent.
+        nbytes: What it takes on the server's disk, about.
+        marker: What is to be told before it.
+    """
+
+    partition: PartitionId
+    log: FailoverLog
+    start: SeqNo
+    end: SeqNo
+    snapshot_start: SeqNo
+    snapshot_end: SeqNo
+    nbytes: int = 0
+    marker: Marker | None = None
+
+    def pieces(self, bytes_max: int) -> Iterator[Slice]:
+        """The same in pieces of about so many bytes."""
+        numbers = self.end - self.start
+        count = max(1, min(numbers, -(-self.nbytes // bytes_max)))
+        cuts = [self.start + numbers * index // count for index in range(count + 1)]
+        for index in range(count):
+            yield attrs.evolve(
+                self,
+                start=SeqNo(cuts[index]),
+                end=SeqNo(cuts[index + 1]),
+                nbytes=self.nbytes // count,
+                marker=self.marker if index == 0 else None,
+            )
+
+
+class Task(InputPartition):
+    """The slices that one task reads, no two of one partition.
+
+    Args:
+        slices: The slices.
+        lease_id: The lease that pins them; 0 for none.
+    """
+
+    def __init__(self, slices: tuple[Slice, ...], lease_id: int) -> None:
+        super().__init__(None)
+        self.slices = slices
+        self.lease_id = lease_id
+
+
+def tasks_of(
+    slices: Iterable[Slice], lease_id: int, *, bytes_max: int, tasks_min: int
+) -> list[Task]:
+    """The slices, packed into few tasks of about the same size.
+
+    Args:
+        slices: What is to be read, each partition once.
+        lease_id: The lease that pins them; 0 for none.
+        bytes_max: What a task reads, about.
+        tasks_min: Tasks there are at least, if there are numbers enough.
+    """
+    found = sorted(slices, key=lambda one: one.partition)
+    total = sum(max(one.nbytes, 1) for one in found)
+    bytes_max = max(1, min(bytes_max, -(-total // tasks_min)))
+    tasks: list[Task] = []
+    group: dict[PartitionId, Slice] = {}
+    nbytes = 0
+    for whole in found:
+        for piece in whole.pieces(bytes_max):
+            if group and (nbytes + piece.nbytes > bytes_max or piece.partition in group):
+                tasks.append(Task(tuple(group.values()), lease_id))
+                group, nbytes = {}, 0
+            group[piece.partition] = piece
+            nbytes += max(piece.nbytes, 1)
+    if group:
+        tasks.append(Task(tuple(group.values()), lease_id))
+    return tasks

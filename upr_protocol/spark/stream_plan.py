@@ -1,0 +1,425 @@
+"""What the next batch of a stream is: decided from where it stands and what the server says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import attrs
+
+from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog, RollBack, decide_start
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.offset import Offset, PartitionOffset
+from upr_protocol.spark.port import Port
+from upr_protocol.spark.slices import Marker, Slice
+
+_NOTHING: Final = PartitionOffset()
+
+Partitions = dict[PartitionId, PartitionOffset]
+
+
+@attrs.frozen
+class Limits:
+    """How much one batch may have.
+
+    Attributes:
+        numbers: Sequence numbers, at most: no batch has more rows than that.
+        nbytes: Bytes, about.
+    """
+
+    numbers: int | None = None
+    nbytes: int | None = None
+
+
+class StreamPlan:
+    """Plans the batches of one stream.
+
+    What there is is taken in as snapshots from disk: a lease pins, in each partition that has
+    something new, all from where the stream stands to the persisted snapshot end. Without a limit a
+    batch has all of it; with one, several batches go through it, and only the last of them ends
+    where the partitions are consistent. Each offset says so.
+
+    Args:
+        port: The server.
+        bucket: The bucket's name.
+        durable: Whether only what is on disk is planned. Else the newest there is, unpinned.
+        marks_rollback: Whether a rollback becomes a marker; else it raises.
+        new_lease_id: Draws a fresh non-zero random number.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        bucket: str,
+        *,
+        durable: bool,
+        marks_rollback: bool,
+        new_lease_id: Callable[[], int],
+    ) -> None:
+        self._port = port
+        self._bucket = bucket
+        self._durable = durable
+        self._marks_rollback = marks_rollback
+        self._new_lease_id = new_lease_id
+        self._held: dict[int, HeldLease] = {}
+        """Leases of this process that are not released, oldest first."""
+        self._target: HeldLease | None = None
+        """What there was when the query began that is to end there."""
+        self._target_numbers: Mapping[PartitionId, SeqNo] = {}
+
+    # Where it begins.
+
+    def initial(self, start: str | Mapping[int, int]) -> Offset:
+        """Where a new stream begins: at `earliest`, `latest`, or at numbers by partition.
+
+        Raises:
+            PipelineError: A partition does not have the number that is named.
+        """
+        if start == "earliest":
+            return Offset(self._bucket, {}, initial={})
+        numbers, infos = self._port.numbers(), self._port.infos()
+        partitions: Partitions = {}
+        for number, row in numbers.items():
+            if isinstance(start, str):
+                seq = row.persisted_seq if self._durable else row.high_seq
+            else:
+                seq = SeqNo(start.get(number, 0))
+            if seq > row.high_seq:
+                raise PipelineError(
+                    "UPR_OPTION",
+                    f"startingOffsets names {seq} for partition {number}, which has numbers up to "
+                    f"{row.high_seq}",
+                )
+            if seq:
+                partitions[number] = PartitionOffset(infos[number].log, seq, seq, seq)
+        return Offset(self._bucket, partitions, initial={})
+
+    def stop_at_what_there_is(self) -> None:
+        """No batch will go beyond what there is now, once it is on disk."""
+        if self._durable:
+            rows = self._port.persist()
+            self._target = self._acquire(dict.fromkeys(rows, SeqNo(0)))
+            self._target_numbers = {found.partition: found.end for found in self._target.ranges}
+        else:
+            rows = self._port.numbers()
+            self._target_numbers = {number: row.high_seq for number, row in rows.items()}
+
+    # The next batch.
+
+    def next(self, start: Offset, limits: Limits) -> Offset:
+        """Where the batch ends that begins at `start`; `start` itself when there is nothing new.
+
+        Raises:
+            PipelineError: The server cannot be asked; or the stream has to go back, and is not to
+                mark that.
+        """
+        rows = self._port.numbers()
+        partitions = self._after_rollbacks(start, rows)
+        went_back = any(found.came_from is not None for found in partitions.values())
+        if not self._durable:
+            partitions = self._newest(partitions, rows)
+            return self._end(start, partitions, 0, limits, {})
+        if not went_back and start.lease_id and self._is_inside(partitions):
+            held = self._renewed(start.lease_id)
+            if held is not None:
+                return self._end(start, partitions, start.lease_id, limits, sizes_of(held))
+        return self._from_a_new_lease(start, partitions, rows, limits)
+
+    def _after_rollbacks(
+        self, start: Offset, rows: Mapping[PartitionId, PartitionNumbers]
+    ) -> Partitions:
+        """Where the stream stands, having gone back where it must."""
+        partitions: Partitions = {
+            number: attrs.evolve(found, came_from=None)
+            for number, found in start.partitions.items()
+        }
+        changed = [
+            number
+            for number, found in partitions.items()
+            if found.seq and (number not in rows or rows[number].history_id != found.log.current)
+        ]
+        if not changed:
+            return partitions
+        infos = self._port.infos()
+        for number in changed:
+            found, info = partitions[number], infos.get(number)
+            error = has_gone_back(number, found, info)
+            if error is not None:
+                if not self._marks_rollback:
+                    raise error
+                partitions[number] = _back(found, info)
+        return partitions
+
+    def _after_purges(self, partitions: Partitions, error: ServerError) -> Partitions:
+        """The same where the stream was away for so long that deletions behind it are forgotten."""
+        if not self._marks_rollback:
+            raise PipelineError(
+                "UPR_RANGE_GONE",
+                f"the stream was away for so long that deletions behind it are forgotten "
+                f"({error.sentence}): begin with a new checkpoint and an empty sink, or stream "
+                "with onRollback=marker into a sink that can undo",
+            ) from error
+        infos = self._port.infos(anew=True)
+        return {
+            number: _back(found, infos[number])
+            if number in infos and 0 < found.seq < infos[number].purge_seq
+            else found
+            for number, found in partitions.items()
+        }
+
+    def _is_inside(self, partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+        return any(found.seq < found.snapshot_end for found in partitions.values())
+
+    def _renewed(self, lease_id: int) -> HeldLease | None:
+        """The lease under which the stream is inside a snapshot; None when it is gone. That does no
+        harm: what it held of later batches was planned for none yet."""
+        try:
+            held = self._port.renew(lease_id)
+        except ServerError as error:
+            if error.status is not Status.RANGE_GONE:
+                raise
+            return None
+        self._held.setdefault(lease_id, held)
+        return held
+
+    def _from_a_new_lease(
+        self,
+        start: Offset,
+        partitions: Partitions,
+        rows: Mapping[PartitionId, PartitionNumbers],
+        limits: Limits,
+    ) -> Offset:
+        behind = self._behind(partitions, rows)
+        held = self._target
+        if held is None and behind:
+            try:
+                held = self._acquire(behind)
+            except ServerError as error:
+                if error.status is not Status.ROLLBACK_NEEDED:
+                    raise
+                partitions = self._after_purges(partitions, error)
+                behind = self._behind(partitions, rows)
+                held = self._acquire(behind)
+        if held is None or not behind:
+            # Perhaps a partition went back that has nothing.
+            return self._end(start, partitions, 0, limits, {})
+        infos = self._port.infos()
+        for found in held.ranges:
+            if found.partition in behind:
+                before = partitions.get(found.partition, _NOTHING)
+                partitions[found.partition] = PartitionOffset(
+                    infos[found.partition].log,
+                    before.seq,
+                    before.seq,
+                    found.end,
+                    before.came_from,
+                )
+        return self._end(start, partitions, held.lease_id, limits, sizes_of(held))
+
+    def _behind(
+        self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
+    ) -> dict[PartitionId, SeqNo]:
+        """Partitions of which there is more on disk, and where the stream stands in them."""
+        seqs = {number: partitions.get(number, _NOTHING).seq for number in rows}
+        return {
+            number: seqs[number]
+            for number, row in rows.items()
+            if seqs[number] < self._limit(number, row.persisted_seq)
+        }
+
+    def _limit(self, number: PartitionId, end: SeqNo) -> SeqNo:
+        """How far a partition may be read."""
+        if not self._target_numbers:
+            return end
+        return min(end, self._target_numbers.get(number, SeqNo(0)))
+
+    def _acquire(self, starts: Mapping[PartitionId, SeqNo]) -> HeldLease:
+        lease_id = self._new_lease_id()
+        ranges = [(number, seq, SEQ_MAX) for number, seq in starts.items()]
+        held = self._held[lease_id] = self._port.acquire(lease_id, ranges)
+        return held
+
+    def _newest(
+        self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
+    ) -> Partitions:
+        infos = self._port.infos()
+        for number, row in rows.items():
+            before = partitions.get(number, _NOTHING)
+            end = self._limit(number, row.high_seq)
+            if before.seq < end:
+                partitions[number] = PartitionOffset(
+                    infos[number].log, before.seq, before.seq, end, before.came_from
+                )
+        return partitions
+
+    def _end(
+        self,
+        start: Offset,
+        partitions: Partitions,
+        lease_id: int,
+        limits: Limits,
+        sizes: Mapping[PartitionId, float],
+    ) -> Offset:
+        """The offset behind as much as the limits allow of what lies before the snapshots' ends."""
+        ends = shared(partitions, limits, sizes)
+        moved = {
+            number: attrs.evolve(found, seq=ends.get(number, found.seq))
+            for number, found in partitions.items()
+        }
+        if all(
+            found.came_from is None and found.seq == start.at(number).seq
+            for number, found in moved.items()
+        ):
+            return start
+        initial = start.partitions if start.is_initial else None
+        return Offset(self._bucket, moved, lease_id, initial)
+
+    # What is behind it.
+
+    def committed(self, end: Offset) -> None:
+        """Nothing up to `end` is read again: its leases are not needed any more, but for the one
+        that the stream is in."""
+        over = list(self._held)
+        # If it is one of another process, what this one has acquired is for later batches.
+        over = over[: over.index(end.lease_id)] if end.lease_id in self._held else []
+        if end.lease_id and not self._is_inside(end.partitions):
+            over.append(end.lease_id)
+        for lease_id in over:
+            if self._target is None or lease_id != self._target.lease_id:
+                self._held.pop(lease_id, None)
+                self._port.release(lease_id)
+
+    def latest(self) -> Offset:
+        """How far the server is, for the query's progress."""
+        rows = self._port.numbers()
+        return Offset(
+            self._bucket,
+            {
+                number: PartitionOffset(
+                    FailoverLog(), row.persisted_seq if self._durable else row.high_seq
+                )
+                for number, row in rows.items()
+            },
+        )
+
+
+def shared(
+    partitions: Mapping[PartitionId, PartitionOffset],
+    limits: Limits,
+    sizes: Mapping[PartitionId, float],
+) -> dict[PartitionId, SeqNo]:
+    """How far each partition is read in the next batch: all that there is, or the same share of
+    each partition's backlog.
+
+    Args:
+        partitions: Where the stream stands in each, and where the snapshots end.
+        limits: How much the batch may have.
+        sizes: Bytes a sequence number, by partition.
+    """
+    backlogs = {
+        number: found.snapshot_end - found.seq
+        for number, found in partitions.items()
+        if found.seq < found.snapshot_end
+    }
+    total = sum(backlogs.values())
+    if not total:
+        return {}
+    allowed = total if limits.numbers is None else min(total, limits.numbers)
+    nbytes = sum(sizes.get(number, 0.0) * backlog for number, backlog in backlogs.items())
+    if limits.nbytes is not None and nbytes > limits.nbytes:
+        allowed = min(allowed, max(1, int(total * limits.nbytes / nbytes)))
+    parts = {number: allowed * backlog // total for number, backlog in backlogs.items()}
+    rest = allowed - sum(parts.values())
+    # What rounding left goes to those that have most left.
+    for number in sorted(backlogs, key=lambda one: (parts[one] - backlogs[one], one))[:rest]:
+        parts[number] += 1
+    return {number: SeqNo(partitions[number].seq + part) for number, part in parts.items()}
+
+
+def sizes_of(held: HeldLease) -> dict[PartitionId, float]:
+    """Bytes a sequence number of what a lease holds, by partition."""
+    return {
+        found.partition: found.nbytes / (found.end - found.start)
+        for found in held.ranges
+        if found.end > found.start
+    }
+
+
+def _back(found: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
+    """A partition that went back to the beginning."""
+    log = FailoverLog() if info is None else info.log
+    return PartitionOffset(log, came_from=found.seq)
+
+
+def _has_to_go_back(found: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
+    """Whether the server's history has parted from a stream's below where that stands."""
+    log, high, purge = FailoverLog(), SeqNo(0), SeqNo(0)
+    if info is not None:
+        log, high, purge = info.log, info.high_seq, info.purge_seq
+    decision = decide_start(log, max(high, found.seq), purge, found.position)
+    return decision if isinstance(decision, RollBack) else None
+
+
+def has_gone_back(
+    partition: PartitionId, found: PartitionOffset, info: PartitionInfo | None
+) -> PipelineError | None:
+    """What a user is told when a stream has to go back, and is not to mark it; None when it has
+    not.
+
+    Args:
+        partition: The partition.
+        found: Where the stream stands in it.
+        info: The partition as it is now; None when there is none.
+    """
+    back = _has_to_go_back(found, info)
+    if back is None:
+        return None
+    theirs = FailoverLog() if info is None else info.log
+    return PipelineError(
+        "UPR_ROLLBACK",
+        f"partition {partition} has to go back from {found.seq} to {back.ceiling}, as "
+        f"{back.reason.value}: there was a failover, or data was lost. The stream followed "
+        f"{_told(found.log)}; the server now has {_told(theirs)}. Rows above {back.ceiling} are in "
+        "the sink and on no server. Begin with a new checkpoint and an empty sink; or stream with "
+        "onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
+    )
+
+
+def _told(log: FailoverLog) -> str:
+    entries = [f"{history_id:016x} from {seq}" for history_id, seq in log.pairs()]
+    return f"[{', '.join(entries)}]"
+
+
+def slices_of(start: Offset, end: Offset, sizes: Mapping[PartitionId, float]) -> list[Slice]:
+    """What is to be read between two offsets.
+
+    Args:
+        start: Where the batch begins. Of the first batch, the end knows it better.
+        end: Where it ends.
+        sizes: Bytes a sequence number, by partition.
+    """
+    starts = start.partitions if end.initial is None else end.initial
+    found = []
+    for number, ends in end.partitions.items():
+        begins, marker = starts.get(number, _NOTHING), None
+        if ends.came_from is not None:
+            begins, marker = _NOTHING, Marker(ends.log.current, ends.came_from, SeqNo(0))
+        if marker is None and begins.seq >= ends.seq:
+            continue
+        nbytes = int(sizes.get(number, 0.0) * (ends.seq - begins.seq))
+        found.append(
+            Slice(
+                number,
+                begins.log,
+                begins.seq,
+                ends.seq,
+                ends.snapshot_start,
+                ends.snapshot_end,
+                nbytes,
+                marker,
+            )
+        )
+    return found

@@ -1,0 +1,188 @@
+"""Streaming what changes: the face that Spark knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionId
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.offset import Offset
+from upr_protocol.spark.port import Port, ServerPort, explained
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.reading import read_task
+from upr_protocol.spark.schema import check_schema
+from upr_protocol.spark.slices import Slice, tasks_of
+from upr_protocol.spark.stream_plan import Limits, StreamPlan, has_gone_back, sizes_of, slices_of
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Streams the changes of a bucket. A batch that Spark reads again has the same rows: what it is
+    made of is pinned until the batch behind it begins.
+
+    Args:
+        options: What is asked for.
+        schema: Which columns.
+        port: The server, where that is not the one that the options name.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType, port: Port | None = None) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+        self._port = port
+        self._plan: StreamPlan | None = None
+        self._initial: Offset | None = None
+
+    # Neither before it is asked for: executors get a copy of the reader, too.
+
+    @property
+    def _server(self) -> Port:
+        if self._port is None:
+            self._port = ServerPort(self._options)
+        return self._port
+
+    @property
+    def _planner(self) -> StreamPlan:
+        if self._plan is None:
+            self._plan = StreamPlan(
+                self._server,
+                self._options.address.bucket,
+                durable=self._options.durable,
+                marks_rollback=self._options.marks_rollback,
+                new_lease_id=lambda: int.from_bytes(os.urandom(8), "little") | 1,
+            )
+        return self._plan
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
+        """Where a new query begins."""
+        if self._initial is None:
+            self._initial = self._planner.initial(self._options.start)
+        return self._initial.to_json()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """What the options say of the size of a batch."""
+        if self._options.max_rows is not None:
+            return ReadMaxRows(self._options.max_rows)
+        if self._options.max_bytes is not None:
+            return ReadMaxBytes(self._options.max_bytes)
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Where the batch ends that begins at `start`."""
+        before = self._offset(start)
+        limits = Limits()
+        if not isinstance(limit, ReadAllAvailable):
+            # Spark hands back one of the two.
+            limits = Limits(self._options.max_rows, self._options.max_bytes)
+        try:
+            end = self._planner.next(before, limits)
+        except ServerError as error:
+            raise explained(error, self._options.address) from error
+        return start if end is before else end.to_json()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """How far the server is, for the query's progress."""
+        return self._planner.latest().to_json()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """The query is to end at what there is now."""
+        self._planner.stop_at_what_there_is()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """The tasks that read a batch, for the first time or again."""
+        before, after = self._offset(start), self._offset(end)
+        lease_id, sizes = after.lease_id, dict[PartitionId, float]()
+        slices = self._without_what_went_back(slices_of(before, after, sizes), after)
+        if lease_id and slices:
+            try:
+                sizes = sizes_of(self._server.renew(lease_id))
+            except ServerError as error:
+                lease_id = self._repinned(slices, error)
+            slices = [
+                one for one in slices_of(before, after, sizes) if one.partition in _ids(slices)
+            ]
+        return tasks_of(
+            slices,
+            lease_id,
+            bytes_max=self._options.task_bytes,
+            tasks_min=self._options.min_tasks,
+        )
+
+    def _without_what_went_back(self, slices: list[Slice], end: Offset) -> list[Slice]:
+        """What can be read: of a partition whose history has parted from the batch's, nothing."""
+        rows = self._server.numbers()
+        infos = None
+        found = []
+        for one in slices:
+            offset = end.at(one.partition)
+            row = rows.get(one.partition)
+            if row is None or row.history_id != offset.log.current:
+                infos = self._server.infos() if infos is None else infos
+                error = has_gone_back(one.partition, offset, infos.get(one.partition))
+                if error is not None:
+                    if not self._options.marks_rollback:
+                        raise error
+                    # The next batch begins with a marker that undoes this one.
+                    continue
+            found.append(one)
+        return found
+
+    def _repinned(self, slices: list[Slice], error: ServerError) -> int:
+        """A new lease on what is left of a batch, if that is good enough."""
+        if error.status is not Status.RANGE_GONE:
+            raise explained(error, self._options.address) from error
+        if self._options.fails_on_data_loss:
+            raise PipelineError(
+                "UPR_RANGE_GONE",
+                f"{self._options.address}: a batch is to be read again, and some of what it had "
+                f"was compacted since: the query was away for longer than its lease of "
+                f"{self._options.lease_s} s (leaseSeconds). The newest version of every key is "
+                "still there: set failOnDataLoss=false to go on without the older ones, or begin "
+                "with a new checkpoint",
+            ) from error
+        lease_id = int.from_bytes(os.urandom(8), "little") | 1
+        ranges = [(one.partition, one.start, one.end) for one in slices]
+        return self._server.acquire(lease_id, ranges).lease_id
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one task."""
+        return read_task(partition, self._options, self._schema)  # type: ignore[arg-type]
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """The batch that ends there is done with."""
+        self._planner.committed(self._offset(end))
+
+    def stop(self) -> None:
+        """The query is over. What it has pinned stays so for as long as its lease: it may be
+        started again, and read its last batch again."""
+        if self._port is not None:
+            self._port.close()
+
+    def _offset(self, found: Mapping[str, Any]) -> Offset:
+        offset = Offset.of_json(found)
+        bucket = self._options.address.bucket
+        if offset.bucket != bucket:
+            raise PipelineError(
+                "UPR_OFFSET",
+                f"the checkpoint is of the bucket {offset.bucket!r}, and not of {bucket!r}: begin "
+                "with a new checkpoint",
+            )
+        return offset
+
+
+def _ids(slices: list[Slice]) -> set[PartitionId]:
+    return {one.partition for one in slices}
