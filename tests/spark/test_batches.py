@@ -1,0 +1,397 @@
+"""Rows as chunks, against the same done row by row."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from pyspark.sql import types
+
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Cas, Durability, Operation, PartitionId
+from upr_protocol.spark.batches import ROW_BYTES, Gathering, chunks
+from upr_protocol.spark.dead_letter import DeadLetters
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.rows import BadRow, encode
+from upr_protocol.spark.texts import objects, texts
+from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
+
+PARTITIONS = 7
+URL = "upr://host:1/b"
+
+
+TYPES = {
+    "string": types.StringType(),
+    "binary": types.BinaryType(),
+    "int": types.IntegerType(),
+    "long": types.LongType(),
+    "date": types.DateType(),
+    "timestamp": types.TimestampType(),
+    "interval": types.DayTimeIntervalType(),
+}
+
+
+def schema_of(text: str) -> types.StructType:
+    """The schema of "name type, name type", without asking a JVM."""
+    fields = [field.split() for field in text.split(", ")]
+    return types.StructType([types.StructField(name, TYPES[kind]) for name, kind in fields])
+
+
+def options(schema: str = "key string, value string", **given: object) -> WriteOptions:
+    said = {"url": URL, **{name: str(value) for name, value in given.items()}}
+    return WriteOptions.parse(said, schema_of(schema), overwrite=False)
+
+
+# Batches.
+
+APPLY = options(
+    "op string, key binary, value binary, cas long, flags long, expiry long",
+    operation="apply",
+    casColumn="cas",
+    flagsColumn="flags",
+    expiryColumn="expiry",
+)
+ROWS = st.lists(
+    st.builds(
+        Mutation,
+        st.sampled_from((Operation.SET, Operation.ADD, Operation.REPLACE)),
+        st.binary(min_size=1, max_size=6),
+        st.binary(max_size=40),
+        cas=st.integers(0, 2**63 - 1),
+        flags=st.integers(0, 2**32 - 1),
+        expiry=st.integers(0, 2**32 - 1),
+    ),
+    max_size=60,
+)
+
+
+def batch_of(rows: list[Mutation]) -> pa.RecordBatch:
+    return pa.record_batch(
+        {
+            "op": pa.array([row.op.name for row in rows], pa.string()),
+            "key": pa.array([row.key for row in rows], pa.binary()),
+            "value": pa.array([row.value for row in rows], pa.binary()),
+            "cas": pa.array([row.cas for row in rows], pa.int64()),
+            "flags": pa.array([row.flags for row in rows], pa.int64()),
+            "expiry": pa.array([row.expiry for row in rows], pa.int64()),
+        }
+    )
+
+
+def made(
+    rows: list[Mutation], cuts: list[int], batch_bytes: int
+) -> list[tuple[PartitionId, Chunk]]:
+    """The batches of rows that Spark hands over in pieces."""
+    gathering = Gathering(batch_bytes)
+
+    def parts() -> Iterator[pa.RecordBatch]:
+        whole = batch_of(rows)
+        bounds = [0, *sorted(cut % (len(rows) + 1) for cut in cuts), len(rows)]
+        for first, end in pairwise(bounds):
+            encoded, bad = encode(whole.slice(first, end - first), APPLY)
+            assert not bad
+            yield from gathering.add(encoded)
+        yield from gathering.finish()
+
+    return [batch for part in parts() for batch in chunks(part, PARTITIONS)]
+
+
+def made_naively(rows: list[Mutation], batch_bytes: int) -> list[tuple[int, list[Mutation]]]:
+    gathered: list[list[Mutation]] = [[]]
+    nbytes = 0
+    for row in rows:
+        size = ROW_BYTES + len(row.key) + len(row.value)
+        if gathered[-1] and nbytes + size > batch_bytes:
+            gathered.append([])
+            nbytes = 0
+        gathered[-1].append(row)
+        nbytes += size
+    found = []
+    for some in gathered:
+        homes = defaultdict[int, list[Mutation]](list)
+        for row in some:
+            homes[partition_of(row.key, PARTITIONS)].append(row)
+        found += sorted(homes.items())
+    return found
+
+
+@given(ROWS, st.lists(st.integers(0, 100), max_size=5), st.integers(1, 2000))
+def test_batches_are_those_of_the_rows_however_they_come(
+    rows: list[Mutation], cuts: list[int], batch_bytes: int
+) -> None:
+    batches = made(rows, cuts, batch_bytes)
+    naive = made_naively(rows, batch_bytes)
+    assert [(partition, list(chunk)) for partition, chunk in batches] == naive
+    for _, chunk in batches:
+        chunk.check_published()
+        assert chunk.nbytes <= max(batch_bytes, 1) + 160 or chunk.count == 1
+
+
+def test_one_partition_is_not_sorted() -> None:
+    rows, _ = encode(pa.record_batch({"key": ["b", "a"], "value": ["1", "2"]}), options())
+    ((partition, chunk),) = chunks(rows, 1)
+    assert (partition, chunk.keys(), chunk.values()) == (0, [b"b", b"a"], [b"1", b"2"])
+    assert chunk.is_unconditional
+
+
+# Texts.
+
+UTC_TIME = pa.timestamp("us", "UTC")
+MOMENT = dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "expected"),
+    [
+        (["ä", "", None], pa.string(), ["ä".encode(), b"", None]),
+        (["ä"], pa.large_string(), ["ä".encode()]),
+        ([b"\0\xff"], pa.binary(), [b"\0\xff"]),
+        ([-5, None, 127], pa.int8(), [b"-5", None, b"127"]),
+        ([2**63 - 1], pa.int64(), [b"9223372036854775807"]),
+        ([1.0, 0.1, 1e20, float("nan"), float("inf")], pa.float64(), None),
+        ([1.5, 0.1], pa.float32(), [b"1.5", b"0.1"]),
+        ([Decimal("1.50"), None], pa.decimal128(10, 2), [b"1.50", None]),
+        ([Decimal(0), None], pa.decimal128(38, 18), [b"0.000000000000000000", None]),
+        ([Decimal("1e-12")], pa.decimal128(38, 18), [b"0.000000000001000000"]),
+        ([True, False, None], pa.bool_(), [b"true", b"false", None]),
+        ([dt.date(2024, 1, 31), dt.date(1, 1, 1)], pa.date32(), [b"2024-01-31", b"0001-01-01"]),
+        ([MOMENT, None], UTC_TIME, [b"2024-01-31T12:00:00.000005Z", None]),
+        ([MOMENT], pa.timestamp("us", "Asia/Tokyo"), [b"2024-01-31T12:00:00.000005Z"]),
+        ([MOMENT.replace(tzinfo=None)], pa.timestamp("us"), [b"2024-01-31T12:00:00.000005"]),
+        ([[1, None], None, []], pa.list_(pa.int32()), [b"[1,null]", None, b"[]"]),
+        ([{"a": 1, "b": b"\0"}], pa.struct({"a": pa.int8(), "b": pa.binary()}), None),
+        ([[("k", MOMENT)]], pa.map_(pa.string(), pa.timestamp("us", "Asia/Tokyo")), None),
+        ([[(1, Decimal("1.50"))]], pa.map_(pa.int32(), pa.decimal128(9, 2)), [b'{"1":1.50}']),
+        ([[{"a": None}, None]], pa.list_(pa.struct({"a": pa.int8()})), [b'[{"a":null},null]']),
+        ([None], pa.null(), [None]),
+    ],
+)
+def test_the_text_of_each_type(
+    values: list[Any], kind: pa.DataType, expected: list[bytes | None] | None
+) -> None:
+    special: dict[pa.DataType, list[bytes | None]] = {
+        pa.float64(): [b"1", b"0.1", b"1e+20", b"nan", b"inf"],
+        pa.struct({"a": pa.int8(), "b": pa.binary()}): [b'{"a":1,"b":"AA=="}'],
+        pa.map_(pa.string(), pa.timestamp("us", "Asia/Tokyo")): [
+            b'{"k":"2024-01-31T12:00:00.000005Z"}'
+        ],
+    }
+    expected = special[kind] if expected is None else expected
+    assert texts(pa.array(values, kind)).to_pylist() == expected
+    sliced = pa.array([None, *values, None], kind).slice(1, len(values))
+    assert texts(sliced).to_pylist() == expected
+
+
+def test_an_object_of_several_columns() -> None:
+    found = objects([pa.array([1, None]), pa.array(["x", "y"])], ["a", "b"])
+    assert [json.loads(text) for text in found.to_pylist()] == [
+        {"a": 1, "b": "x"},
+        {"a": None, "b": "y"},
+    ]
+
+
+# Rows that cannot be written.
+
+
+def bad_rows(wanted: WriteOptions, **columns: list[Any]) -> tuple[list[bytes], list[BadRow]]:
+    rows, bad = encode(pa.record_batch(columns), wanted)
+    return rows.column("key").to_pylist(), bad
+
+
+def test_keys_and_values_that_are_none() -> None:
+    long = "k" * 251
+    good, bad = bad_rows(
+        options(), key=["a", None, "", long, "b", "k" * 250], value=["1", "2", "3", "4", None, ""]
+    )
+    assert good == [b"a", b"k" * 250]
+    assert [(row.status, row.reason, row.key, row.value) for row in bad] == [
+        (Status.BAD_KEY, "the key is null", None, b"2"),
+        (Status.BAD_KEY, "a key has 1 to 250 bytes", b"", b"3"),
+        (Status.BAD_KEY, "a key has 1 to 250 bytes", long.encode(), b"4"),
+        (Status.BAD_ARGUMENT, "the value is null", b"b", None),
+    ]
+    large = bytes(20 * 1024 * 1024 + 1)
+    good, bad = bad_rows(options(), key=["a", "b"], value=[large[1:], large])
+    assert (good, [row.status for row in bad]) == ([b"a"], [Status.TOO_LARGE])
+
+
+def test_a_deletion_needs_no_value() -> None:
+    assert bad_rows(options("key string", operation="delete"), key=["a"]) == ([b"a"], [])
+    wanted = options("op string, key string, value string", operation="apply")
+    rows, bad = encode(
+        pa.record_batch({"op": ["Delete", "UPSERT"], "key": ["a", "b"], "value": [None, "v"]}),
+        wanted,
+    )
+    assert (rows.column("value").to_pylist(), bad) == ([b"", b"v"], [])
+    assert rows.column("op").to_pylist() == [Operation.DELETE, Operation.SET]
+
+
+def test_operations_that_are_none() -> None:
+    wanted = options(
+        "what string, key string, value string", operation="apply", operationColumn="What"
+    )
+    good, bad = bad_rows(
+        wanted, what=["set", "drop", None], key=["a", "b", "c"], value=["1", "2", "3"]
+    )
+    assert good == [b"a"]
+    assert [(row.status, row.key) for row in bad] == [
+        (Status.BAD_ARGUMENT, b"b"),
+        (Status.BAD_ARGUMENT, b"c"),
+    ]
+
+
+def test_counters() -> None:
+    wanted = options("op string, key string, value string", operation="apply")
+    deltas = ["5", "3", "-1", "x", str(2**64 - 1), str(2**64)]
+    names = ["increment", "decrement", *["increment"] * 4]
+    batch = pa.record_batch({"op": names, "key": list("abcdef"), "value": deltas})
+    rows, bad = encode(batch, wanted)
+    assert rows.column("value").to_pylist() == [
+        CounterDelta(5, 5).encode(),
+        CounterDelta(3, 0).encode(),
+        CounterDelta(2**64 - 1, 2**64 - 1).encode(),
+    ]
+    assert [(row.key, row.status) for row in bad] == [
+        (key, Status.NOT_A_NUMBER) for key in (b"c", b"d", b"f")
+    ]
+
+
+def test_numbers_out_of_range_and_times() -> None:
+    wanted = options(
+        "key string, value string, f long, e timestamp, c long",
+        flagsColumn="f",
+        expiryColumn="e",
+        casColumn="c",
+    )
+    late = dt.datetime(2200, 1, 1, tzinfo=dt.UTC)
+    batch = pa.record_batch(
+        {
+            "key": list("abcde"),
+            "value": list("12345"),
+            "f": [7, 2**32, None, 0, 0],
+            "e": pa.array([MOMENT, None, None, late, None], UTC_TIME),
+            "c": [9, 0, None, 0, -1],
+        }
+    )
+    rows, bad = encode(batch, wanted)
+    ((_, chunk),) = chunks(rows, 1)
+    seconds = int(MOMENT.timestamp())
+    assert list(chunk) == [
+        Mutation(Operation.SET, b"a", b"1", cas=Cas(9), flags=7, expiry=seconds),
+        Mutation(Operation.SET, b"c", b"3"),
+    ]
+    assert [row.reason.split()[0] for row in bad] == ["flags", "expiry", "cas"]
+    wanted = options("key string, value string, e date", expiryColumn="e")
+    rows, bad = encode(
+        pa.record_batch({"key": ["a"], "value": ["1"], "e": [dt.date(1970, 1, 2)]}), wanted
+    )
+    assert (rows.column("expiry").to_pylist(), bad) == ([86400], [])
+
+
+# Options.
+
+
+def test_options_as_they_are_by_default() -> None:
+    found = options()
+    assert (found.operation, found.key_column, found.value_columns) == (
+        Operation.SET,
+        "key",
+        ("value",),
+    )
+    assert (found.durability, found.value_is_object) == (Durability.PERSISTED, False)
+    assert options("KEY string, Value int").key_column == "KEY"
+    several = options("key string, op string, a int, b int", operation="apply", valueColumn="*")
+    assert (several.value_columns, several.value_is_object) == (("a", "b"), True)
+    assert options("key string, a int, b int", valueColumn="b, a").value_columns == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "sentence"),
+    [
+        ("key string, value string", {"opration": "insert"}, "perhaps operation was meant"),
+        ("key string, value string", {"operation": "merge"}, "not one of upsert, insert"),
+        ("id string, value string", {}, "there is no column key; name one with keyColumn: id"),
+        ("key string", {}, "there is no column value"),
+        ("key string, value interval", {}, "cast it to string"),
+        ("key string, value string", {"operationColumn": "key"}, '"operation", "apply"'),
+        ("key string, value string, op int", {"operation": "apply"}, "op .* is int, and not text"),
+        ("key string, value string", {"flagsColumn": "value"}, "and not a whole number"),
+        ("key string, value string", {"expiryColumn": "value"}, "seconds since 1970"),
+        ("key string, value string", {"onError": "deadLetter"}, "give both or neither"),
+        ("key string, value string", {"deadLetterPath": "/x"}, "give both or neither"),
+        (
+            "key string, value string",
+            {"onError": "deadletter", "deadLetterPath": "s3://x"},
+            "not a folder that every executor reaches",
+        ),
+        ("key string, value string", {"batchBytes": BATCH_BYTES_MIN - 1}, "whole number from"),
+        ("key string, value string", {"durability": "replicated"}, "not one of memory, persisted"),
+    ],
+)
+def test_options_that_are_wrong(schema: str, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence):
+        options(schema, **given)
+
+
+def test_a_bucket_is_not_overwritten() -> None:
+    with pytest.raises(OptionError, match="write with mode append"):
+        WriteOptions.parse({"url": URL}, types.StructType(), overwrite=True)
+
+
+# Dead letters.
+
+
+def letter(key: bytes | None, value: bytes | None = None) -> BadRow:
+    return BadRow(Status.BAD_KEY, "because", "set", key, value)
+
+
+def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "letters"
+    for attempt in (1, 2):
+        letters = DeadLetters(str(folder), "7", attempt)
+        rows = [letter(b"%d" % number, b"v") for number in range(25_000)]
+        letters.add([*rows, letter(None)])
+        names = [path.name for path in folder.iterdir()]
+        assert [name for name in names if not name.startswith("_")] == ["part-7.parquet"][
+            : attempt - 1
+        ]
+        letters.finish()
+        letters.abandon()
+        assert [path.name for path in folder.iterdir()] == ["part-7.parquet"]
+    found = parquet.read_table(folder).to_pylist()
+    assert len(found) == 25_001
+    assert found[-1] == {
+        "reason": "because",
+        "status": "BAD_KEY",
+        "operation": "set",
+        "key": None,
+        "value": None,
+    }
+
+
+def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    letters = DeadLetters(str(tmp_path), "7", 1)
+    letters.add([letter(b"k", bytes(1024 * 1024))] * 5)
+    assert [path.name for path in tmp_path.iterdir()] == [f"_part-7-{1:016x}.unfinished"]
+    letters.abandon()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_rows_there_is_no_file(tmp_path: Path) -> None:
+    letters = DeadLetters(str(tmp_path / "none"), "7", 1)
+    letters.finish()
+    letters.abandon()
+    assert not (tmp_path / "none").exists()
