@@ -79,20 +79,17 @@ class Offset:
         bucket: The bucket's name.
         partitions: Its partitions; one that is missing is at 0.
         lease_id: The lease that pins what lies between the offset before and this; 0 for none.
-        initial: In the offset in which the stream begins, empty; in the one where its first batch
-            ends, where that began; None in all later ones. Spark asks a second time where to begin
-            when it is restarted before it committed the first batch, and must get the same answer.
+        initial: Of the offset where the stream's first batch ends, where that began; None of all
+            others. Spark asks a second time where to begin when it is restarted before it committed
+            the first batch, and by then the answer may be another.
+        is_initial: Whether this is where the stream begins.
     """
 
     bucket: str
     partitions: Mapping[PartitionId, PartitionOffset]
     lease_id: int = 0
     initial: Mapping[PartitionId, PartitionOffset] | None = None
-
-    @property
-    def is_initial(self) -> bool:
-        """Whether this is where the stream begins."""
-        return self.initial is not None and not self.initial
+    is_initial: bool = False
 
     def at(self, partition: PartitionId) -> PartitionOffset:
         """Where the stream stands in a partition."""
@@ -103,6 +100,8 @@ class Offset:
         found: dict[str, Any] = {"version": _VERSION, "bucket": self.bucket}
         if self.lease_id:
             found["lease"] = f"{self.lease_id:016x}"
+        if self.is_initial:
+            found["is_initial"] = True
         if self.initial is not None:
             found["initial"] = _partitions_to_json(self.initial)
         found["partitions"] = _partitions_to_json(self.partitions)
@@ -129,6 +128,7 @@ class Offset:
                 _partitions_of_json(found["partitions"]),
                 int(found.get("lease", "0"), 16),
                 None if initial is None else _partitions_of_json(initial),
+                bool(found.get("is_initial", False)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PipelineError(

@@ -63,8 +63,12 @@ class ReadOptions:
     timeout_s: int
 
     @classmethod
-    def parse(cls, given: Mapping[str, str], *, streaming: bool = False) -> Self:
+    def parse(cls, given: Mapping[str, str], *, streaming: bool | None = False) -> Self:
         """Takes them out of what Spark hands over.
+
+        Args:
+            given: By name, in whatever case.
+            streaming: Whether a stream is asked for, or a read; None when that is not known yet.
 
         Raises:
             OptionError: One is missing, unknown, or wrong.
@@ -85,14 +89,14 @@ class ReadOptions:
         timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
         end: str | Mapping[int, int] = "latest"
         marks_rollback, max_rows, max_bytes = False, None, None
-        if streaming:
+        if streaming is not False:
             on_rollback = options.choice("onRollback", "fail", ("fail", "marker"))
             marks_rollback = on_rollback == "marker"
             max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
             max_bytes = options.number("maxBytesPerTrigger", None, low=1)
-        else:
+        if not streaming:
             end = _offsets(options, "endingOffsets", "latest", ("latest",))
-            if start == "latest":
+            if streaming is False and start == "latest":
                 raise OptionError("the option startingOffsets is latest: a read would find nothing")
         options.finish()
         return cls(

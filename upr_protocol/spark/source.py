@@ -35,7 +35,7 @@ class UprDataSource(DataSource):
         from upr_protocol.spark.read_options import ReadOptions
         from upr_protocol.spark.schema import default_schema
 
-        return default_schema(ReadOptions.parse(self.options))
+        return default_schema(ReadOptions.parse(self.options, streaming=None))
 
     def reader(self, schema: StructType) -> BatchReader:
         """Reads what is there."""

@@ -79,7 +79,7 @@ class StreamPlan:
             PipelineError: A partition does not have the number that is named.
         """
         if start == "earliest":
-            return Offset(self._bucket, {}, initial={})
+            return Offset(self._bucket, {}, is_initial=True)
         numbers, infos = self._port.numbers(), self._port.infos()
         partitions: Partitions = {}
         for number, row in numbers.items():
@@ -95,7 +95,7 @@ class StreamPlan:
                 )
             if seq:
                 partitions[number] = PartitionOffset(infos[number].log, seq, seq, seq)
-        return Offset(self._bucket, partitions, initial={})
+        return Offset(self._bucket, partitions, is_initial=True)
 
     def stop_at_what_there_is(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
@@ -203,6 +203,11 @@ class StreamPlan:
                 partitions = self._after_purges(partitions, error)
                 behind = self._behind(partitions, rows)
                 held = self._acquire(behind)
+        # Of the snapshots before, nothing is to be read any more.
+        partitions = {
+            number: attrs.evolve(found, snapshot_end=found.seq)
+            for number, found in partitions.items()
+        }
         if held is None or not behind:
             # Perhaps a partition went back that has nothing.
             return self._end(start, partitions, 0, limits, {})
@@ -246,6 +251,10 @@ class StreamPlan:
         self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
         infos = self._port.infos()
+        partitions = {
+            number: attrs.evolve(found, snapshot_end=found.seq)
+            for number, found in partitions.items()
+        }
         for number, row in rows.items():
             before = partitions.get(number, _NOTHING)
             end = self._limit(number, row.high_seq)

@@ -1,0 +1,186 @@
+"""A bucket for planners: what a driver may ask of a server, answered by a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import attrs
+
+from upr_protocol.client import HeldLease, LeasedRange, PartitionInfo, PartitionNumbers
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, PartitionState, SeqNo
+
+BYTES_A_ROW = 10
+
+
+@attrs.define
+class ModelPartition:
+    """One partition.
+
+    Attributes:
+        log: Its failover log.
+        rows: Key by number, of those that were not compacted away.
+        high: Its highest number.
+        persisted: How much of it is on disk.
+    """
+
+    log: FailoverLog
+    rows: dict[int, int] = attrs.field(factory=dict)
+    high: int = 0
+    persisted: int = 0
+
+    def newest(self) -> dict[int, int]:
+        """By key its newest number."""
+        return {key: seq for seq, key in sorted(self.rows.items())}
+
+
+@attrs.define
+class ModelLease:
+    """A lease: its ranges, whether it is held, and whether it is whole."""
+
+    ranges: list[tuple[int, int, int]]
+    held: bool = True
+    whole: bool = True
+
+
+class ModelPort:
+    """A port without a server behind it."""
+
+    def __init__(self, partitions: int) -> None:
+        self._histories = count(1)
+        self.partitions = [self._new() for _ in range(partitions)]
+        self.leases: dict[int, ModelLease] = {}
+
+    def _new(self) -> ModelPartition:
+        return ModelPartition(FailoverLog().branch(HistoryId(next(self._histories)), SeqNo(0)))
+
+    # What happens to the bucket.
+
+    def write(self, number: int, key: int) -> None:
+        partition = self.partitions[number]
+        partition.high += 1
+        partition.rows[partition.high] = key
+
+    def flush(self, number: int) -> None:
+        self.partitions[number].persisted = self.partitions[number].high
+
+    def fail_over(self, number: int, to: int) -> None:
+        """The partition goes on from `to`; what was above is gone, also from disk."""
+        partition = self.partitions[number]
+        to = min(to, partition.high)
+        partition.log = partition.log.branch(HistoryId(next(self._histories)), SeqNo(to))
+        partition.rows = {seq: key for seq, key in partition.rows.items() if seq <= to}
+        partition.high = to
+        partition.persisted = min(partition.persisted, to)
+        for lease in self.leases.values():
+            if any(found == number and end > to for found, _, end in lease.ranges):
+                lease.whole = False
+
+    def add_partition(self) -> None:
+        self.partitions.append(self._new())
+
+    def let_leases_lapse(self) -> None:
+        for lease in self.leases.values():
+            lease.held = False
+
+    def compact(self, number: int) -> None:
+        partition = self.partitions[number]
+        newest = partition.newest()
+        for seq, key in list(partition.rows.items()):
+            if newest[key] != seq and seq <= partition.persisted and not self._is_held(number, seq):
+                del partition.rows[seq]
+                for lease in self.leases.values():
+                    if _holds(lease, number, seq):
+                        lease.whole = False
+
+    def _is_held(self, number: int, seq: int) -> bool:
+        return any(lease.held and _holds(lease, number, seq) for lease in self.leases.values())
+
+    def read(self, number: int, start: int, end: int, lease_id: int) -> list[tuple[int, int]]:
+        """Numbers and keys of (start, end], as a task gets them."""
+        lease = self.leases[lease_id]
+        assert lease.whole, "a task would be told that the range is gone"
+        assert any(
+            found == number and low <= start and end <= high for found, low, high in lease.ranges
+        ), "the lease does not hold this"
+        rows = self.partitions[number].rows
+        return [(seq, rows[seq]) for seq in sorted(rows) if start < seq <= end]
+
+    # The port.
+
+    def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+        return {
+            PartitionId(number): PartitionNumbers(
+                PartitionId(number),
+                partition.log.current,
+                SeqNo(partition.high),
+                SeqNo(partition.persisted),
+                SeqNo(0),
+            )
+            for number, partition in enumerate(self.partitions)
+        }
+
+    def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        return {
+            PartitionId(number): PartitionInfo(
+                PartitionId(number),
+                owned=True,
+                state=PartitionState.ACTIVE,
+                high_seq=SeqNo(partition.high),
+                persisted_seq=SeqNo(partition.persisted),
+                purge_seq=SeqNo(0),
+                log=partition.log,
+            )
+            for number, partition in enumerate(self.partitions)
+        }
+
+    def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
+        for number in range(len(self.partitions)):
+            self.flush(number)
+        return self.numbers()
+
+    def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        if lease_id in self.leases:
+            return self.renew(lease_id)
+        settled = []
+        for number, start, end in ranges:
+            persisted = self.partitions[number].persisted
+            assert end == SEQ_MAX or end <= persisted
+            settled.append((number, start, min(end, persisted)))
+        self.leases[lease_id] = ModelLease(settled)
+        return self._told(lease_id)
+
+    def renew(self, lease_id: int) -> HeldLease:
+        lease = self.leases.get(lease_id)
+        if lease is None or not lease.whole:
+            raise ServerError(Status.RANGE_GONE)
+        lease.held = True
+        return self._told(lease_id)
+
+    def _told(self, lease_id: int) -> HeldLease:
+        return HeldLease(
+            lease_id,
+            60,
+            tuple(
+                LeasedRange(
+                    PartitionId(number),
+                    self.partitions[number].log.current,
+                    SeqNo(start),
+                    SeqNo(end),
+                    BYTES_A_ROW * (end - start),
+                )
+                for number, start, end in self.leases[lease_id].ranges
+            ),
+        )
+
+    def release(self, lease_id: int) -> None:
+        self.leases.pop(lease_id, None)
+
+    def close(self) -> None:
+        pass
+
+
+def _holds(lease: ModelLease, number: int, seq: int) -> bool:
+    return any(found == number and start < seq <= end for found, start, end in lease.ranges)

@@ -1,0 +1,421 @@
+"""What a stream promises Spark, whatever happens to the bucket: without Spark, against a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Final
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+
+from tests.spark.model_port import BYTES_A_ROW, ModelPort
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.offset import Offset, PartitionOffset
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.schema import default_schema
+from upr_protocol.spark.slices import Slice, Task, tasks_of
+from upr_protocol.spark.stream_plan import Limits, shared
+from upr_protocol.spark.stream_reader import StreamReader
+
+PARTITIONS: Final = 3
+ROWS_MAX: Final = 7
+NUMBERS = st.integers(0, PARTITIONS - 1)
+
+Json = dict[str, Any]
+Ranges = list[tuple[int, int, int, int | None]]
+
+
+def options_of(**given: str) -> ReadOptions:
+    return ReadOptions.parse({"url": "upr://localhost/b", **given}, streaming=True)
+
+
+def reader_of(port: ModelPort, **given: str) -> StreamReader:
+    options = options_of(**given)
+    return StreamReader(options, default_schema(options), port)
+
+
+def ranges_of(tasks: list[Task]) -> Ranges:
+    """Partition, start and end of what tasks read, and from where it went back."""
+    slices: list[Slice] = sorted(
+        (one for task in tasks for one in task.slices), key=lambda one: (one.partition, one.start)
+    )
+    return [
+        (one.partition, one.start, one.end, None if one.marker is None else one.marker.came_from)
+        for one in slices
+    ]
+
+
+class Query(RuleBasedStateMachine):
+    """A query as Spark runs it: its offset log, its sink, and its restarts."""
+
+    given: ClassVar[dict[str, str]] = {}
+    limit: Any = ReadAllAvailable()
+    may_lose_leases = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = ModelPort(PARTITIONS)
+        self.reader = reader_of(self.port, **self.given)
+        self.first = self.start = self.reader.initialOffset()
+        self.end: Json | None = None
+        """Where the batch ends that is planned and not committed."""
+        self.batch: Ranges = []
+        self.rows: list[tuple[int, int, int]] = []
+        self.batches = 0
+        self.restarts = 0
+        # The sink: by partition and key the newest number.
+        self.sink: dict[int, dict[int, int]] = {}
+        self.reached = {
+            int(number): found["seq"] for number, found in self.first["partitions"].items()
+        }
+
+    # The bucket.
+
+    @rule(number=NUMBERS, keys=st.lists(st.integers(0, 4), max_size=12))
+    def write(self, number: int, keys: list[int]) -> None:
+        for key in keys:
+            self.port.write(number, key)
+
+    @rule(number=NUMBERS)
+    def flush(self, number: int) -> None:
+        self.port.flush(number)
+
+    @rule(number=NUMBERS)
+    def compact(self, number: int) -> None:
+        self.port.compact(number)
+
+    @precondition(lambda self: len(self.port.partitions) < 6)
+    @rule()
+    def add_partition(self) -> None:
+        self.port.add_partition()
+        self.port.write(len(self.port.partitions) - 1, 0)
+        self.port.flush(len(self.port.partitions) - 1)
+
+    # The query.
+
+    @precondition(lambda self: self.end is None)
+    @rule()
+    def plan(self) -> None:
+        end = self.reader.latestOffset(self.start, self.limit)
+        text = json.dumps(end)
+        assert json.dumps(Offset.of_json(json.loads(text)).to_json()) == text, "canonical"
+        if end is self.start:
+            return
+        assert text != json.dumps(self.start)
+        self.end = json.loads(text)
+        if self.batches:
+            # Of the batch before: only now does Spark say that it is committed.
+            self.reader.commit(self.start)
+        tasks = list(self.reader.partitions(self.start, end))
+        self.batch = ranges_of(tasks)  # type: ignore[arg-type]
+        self.check_batch(end)
+        self.rows = self.read(tasks)
+
+    def check_batch(self, end: Json) -> None:
+        rows = 0
+        seen = set()
+        for number, start, stop, came_from in self.batch:
+            if number not in seen:
+                seen.add(number)
+                if came_from is not None:
+                    assert came_from == self.reached.get(number, 0)
+                    assert start == 0
+                else:
+                    assert start == self.reached.get(number, 0), "nothing is missed or repeated"
+            rows += stop - start
+            assert stop <= self.port.partitions[number].persisted
+            found = end["partitions"][str(number)]
+            assert found["snapshot"][0] <= start <= stop <= found["snapshot"][1]
+            assert found["seq"] == stop
+            before = self.start["partitions"].get(str(number))
+            if not self.may_lose_leases and before and before["seq"] < before["snapshot"][1]:
+                assert found["snapshot"] == before["snapshot"], "a snapshot that began is ended"
+        if isinstance(self.limit, ReadMaxRows):
+            assert rows <= self.limit.max_rows
+        elif isinstance(self.limit, ReadMaxBytes):
+            assert rows <= max(1, self.limit.max_bytes // BYTES_A_ROW)
+        assert rows or any(came_from is not None for *_, came_from in self.batch)
+
+    def read(self, tasks: Any) -> list[tuple[int, int, int]]:
+        """What the tasks read, or would: partition, number, key; a key of -1 is a marker."""
+        found = []
+        for task in tasks:
+            for one in task.slices:
+                if one.marker is not None:
+                    found.append((one.partition, 0, -1))
+                if one.start < one.end:
+                    rows = self.port.read(one.partition, one.start, one.end, task.lease_id)
+                    found += [(one.partition, seq, key) for seq, key in rows]
+        return sorted(found)
+
+    @precondition(lambda self: self.end is not None)
+    @rule()
+    def read_it_again(self) -> None:
+        assert self.end is not None
+        tasks = list(self.reader.partitions(self.start, self.end))
+        assert ranges_of(tasks) == self.batch  # type: ignore[arg-type]
+        assert self.read(tasks) == self.rows
+
+    @precondition(lambda self: self.end is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.end is not None
+        for number, seq, key in self.rows:
+            if key == -1:
+                self.sink[number] = {}
+            else:
+                self.sink.setdefault(number, {})[key] = seq
+        for number, _, stop, _ in self.batch:
+            self.reached[number] = stop
+        self.start, self.end = self.end, None
+        self.batches += 1
+
+    @rule()
+    def restart(self) -> None:
+        self.restarts += 1
+        self.reader.stop()
+        self.reader = reader_of(self.port, **self.given)
+        if not self.batches:
+            # Batch 0 is not committed: Spark asks a second time where to begin.
+            again = self.reader.initialOffset()
+            if self.end is None:
+                self.first = self.start = again
+                self.reached = {
+                    int(number): found["seq"] for number, found in again["partitions"].items()
+                }
+            else:
+                self.start = again
+        if self.end is not None:
+            tasks = list(self.reader.partitions(self.start, self.end))
+            assert ranges_of(tasks) == self.batch  # type: ignore[arg-type]
+            assert self.read(tasks) == self.rows
+
+    @precondition(lambda self: self.end is None)
+    @rule(writes=st.lists(st.tuples(NUMBERS, st.integers(0, 4)), max_size=2))
+    def run_until_what_there_is_now(self, writes: list[tuple[int, int]]) -> None:
+        """`availableNow` ends, whatever is written meanwhile."""
+        self.restart()
+        self.reader.prepareForTriggerAvailableNow()
+        target = {number: partition.high for number, partition in enumerate(self.port.partitions)}
+        for _ in range(sum(target.values()) + 2):
+            for number, key in writes:
+                self.port.write(number, key)
+                self.port.flush(number)
+            self.plan()
+            if self.end is None:
+                break
+            assert all(stop <= target[number] for number, _, stop, _ in self.batch)
+            self.commit()
+        else:
+            raise AssertionError("it does not end")
+        assert all(self.reached.get(number, 0) == seq for number, seq in target.items())
+        self.restart()
+
+    @invariant()
+    def leases_are_few(self) -> None:
+        assert sum(lease.held for lease in self.port.leases.values()) <= 2 + 2 * self.restarts
+
+    def teardown(self) -> None:
+        """In the end the sink has what the bucket has."""
+        self.port.persist()
+        for _ in range(1000):
+            if self.end is not None:
+                self.commit()
+            self.plan()
+            if self.end is None:
+                break
+        began = {int(number): found["seq"] for number, found in self.first["partitions"].items()}
+        for number, partition in enumerate(self.port.partitions):
+            newest = {
+                key: seq for key, seq in partition.newest().items() if seq > began.get(number, 0)
+            }
+            assert self.sink.get(number, {}) == newest
+
+
+class WithLimits(Query):
+    given: ClassVar = {"maxOffsetsPerTrigger": str(ROWS_MAX)}
+    limit = ReadMaxRows(ROWS_MAX)
+
+
+class WithBytes(Query):
+    given: ClassVar = {"maxBytesPerTrigger": str(ROWS_MAX * BYTES_A_ROW)}
+    limit = ReadMaxBytes(ROWS_MAX * BYTES_A_ROW)
+
+
+class FromLatest(Query):
+    given: ClassVar = {"startingOffsets": "latest"}
+
+    @precondition(lambda self: self.end is None and not self.batches)
+    @rule()
+    def begin_anew(self) -> None:
+        """There is something before it begins."""
+        self.restart()
+
+
+class WithFailovers(WithLimits):
+    """Histories part, leases lapse, and rollbacks are marked."""
+
+    may_lose_leases = True
+    given: ClassVar = {**WithLimits.given, "onRollback": "marker"}
+
+    @precondition(lambda self: self.end is None)
+    @rule(number=NUMBERS, to=st.integers(0, 30))
+    def fail_over(self, number: int, to: int) -> None:
+        self.port.fail_over(number, to)
+
+    @precondition(lambda self: self.end is None)
+    @rule()
+    def let_leases_lapse(self) -> None:
+        self.port.let_leases_lapse()
+
+
+PROFILE: Final = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQuery = Query.TestCase
+TestQuery.settings = PROFILE
+TestWithLimits = WithLimits.TestCase
+TestWithLimits.settings = PROFILE
+TestWithBytes = WithBytes.TestCase
+TestWithBytes.settings = PROFILE
+TestFromLatest = FromLatest.TestCase
+TestFromLatest.settings = PROFILE
+TestWithFailovers = WithFailovers.TestCase
+TestWithFailovers.settings = PROFILE
+
+
+# The parts.
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(),
+        Limits(numbers=1000),
+        Limits(numbers=40),
+        Limits(numbers=1),
+        Limits(nbytes=2020),
+        Limits(nbytes=202),
+        Limits(nbytes=1),
+        Limits(numbers=30, nbytes=900),
+    ],
+)
+def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
+    stands = {0: (0, 100), 1: (200, 300), 2: (50, 50), 3: (5, 7)}
+    partitions = {
+        PartitionId(number): PartitionOffset(
+            FailoverLog(), SeqNo(seq), SeqNo(seq), SeqNo(snapshot_end)
+        )
+        for number, (seq, snapshot_end) in stands.items()
+    }
+    found = shared(partitions, limits, dict.fromkeys(partitions, 10.0))
+    assert all(found[PartitionId(number)] <= stands[number][1] for number in found)
+    total = sum(seq - stands[number][0] for number, seq in found.items())
+    if limits.numbers is not None:
+        assert total <= limits.numbers
+    if limits.nbytes is not None:
+        assert total <= max(1, limits.nbytes // 10)
+    allowed = min(limits.numbers or 202, max(1, (limits.nbytes or 2020) // 10), 202)
+    assert total == allowed
+    for number in found:
+        backlog = stands[number][1] - stands[number][0]
+        assert abs(found[number] - stands[number][0] - allowed * backlog / 202) <= 1
+
+
+def test_an_offset_that_is_none_of_ours_is_refused() -> None:
+    good = Offset("b", {PartitionId(0): PartitionOffset(FailoverLog(), SeqNo(5))}).to_json()
+    assert Offset.of_json(good).to_json() == good
+    for wrong, sentence in (
+        ({**good, "version": 2}, "version 2"),
+        ({}, "none of this data source"),
+        ({"0": 5}, "none of this data source"),
+        ({**good, "partitions": {"0": {"seq": -1, "log": [], "snapshot": [0, 0]}}}, "none of"),
+        ({**good, "partitions": []}, "none of"),
+    ):
+        with pytest.raises(PipelineError, match=sentence) as refused:
+            Offset.of_json(wrong)
+        assert refused.value.code == "UPR_OFFSET"
+    reader = reader_of(ModelPort(1))
+    with pytest.raises(PipelineError, match="of the bucket 'other'"):
+        reader.commit({**good, "bucket": "other"})
+
+
+def test_a_rollback_fails_the_query_and_says_everything() -> None:
+    port = ModelPort(2)
+    for _ in range(10):
+        port.write(1, 0)
+    port.flush(1)
+    reader = reader_of(port)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    port.fail_over(1, 4)
+    with pytest.raises(PipelineError) as failed:
+        reader.latestOffset(start, ReadAllAvailable())
+    assert failed.value.code == "UPR_ROLLBACK"
+    text = str(failed.value)
+    assert "partition 1 has to go back from 10 to 4" in text
+    first, second = (port.partitions[1].log.pairs())[::-1]
+    assert f"followed [{first[0]:016x} from 0]" in text
+    assert f"has [{second[0]:016x} from 4, {first[0]:016x} from 0]" in text
+    # Also where the log has a batch that is to be read again.
+    initial = Offset("b", {}, is_initial=True).to_json()
+    with pytest.raises(PipelineError, match="UPR_ROLLBACK"):
+        reader.partitions(initial, start)
+
+
+def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:
+    port = ModelPort(1)
+    for key in (0, 1, 0, 1, 2):
+        port.write(0, key)
+    port.flush(0)
+    reader = reader_of(port)
+    initial = reader.initialOffset()
+    end = reader.latestOffset(initial, ReadAllAvailable())
+    port.let_leases_lapse()
+    port.compact(0)
+    with pytest.raises(PipelineError, match="failOnDataLoss=false") as failed:
+        reader.partitions(initial, end)
+    assert failed.value.code == "UPR_RANGE_GONE"
+    tasks = list(reader_of(port, failOnDataLoss="false").partitions(initial, end))
+    assert ranges_of(tasks) == [(0, 0, 5, None)]  # type: ignore[arg-type]
+
+
+def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
+    port = ModelPort(1)
+    port.write(0, 0)
+    reader = reader_of(port)
+    start = reader.initialOffset()
+    assert reader.latestOffset(start, ReadAllAvailable()) is start
+    reader = reader_of(port, stability="any")
+    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    assert end["partitions"]["0"]["seq"] == 1
+    assert "lease" not in end
+    (task,) = list(reader.partitions(start, end))
+    assert isinstance(task, Task)
+    assert task.lease_id == 0
+    reader.prepareForTriggerAvailableNow()
+    port.write(0, 0)
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+
+
+def test_tasks_are_few_and_about_equal() -> None:
+    log = FailoverLog().branch(HistoryId(1), SeqNo(0))
+    slices = [
+        Slice(PartitionId(number), log, SeqNo(0), SeqNo(100), SeqNo(0), SeqNo(100), nbytes)
+        for number, nbytes in enumerate([10, 10, 1000, 10, 350, 0, 10])
+    ]
+    for bytes_max, tasks_min in ((10_000, 1), (100, 1), (10_000, 4), (1, 1), (10_000, 10_000)):
+        tasks = tasks_of(slices, 7, bytes_max=bytes_max, tasks_min=tasks_min)
+        assert {task.lease_id for task in tasks} == {7}
+        reached = dict.fromkeys(range(7), 0)
+        for task in tasks:
+            assert len({one.partition for one in task.slices}) == len(task.slices)
+            for one in task.slices:
+                assert one.start == reached[one.partition] < one.end
+                reached[one.partition] = one.end
+        assert set(reached.values()) == {100}
+        assert len(tasks) >= min(tasks_min, 100)
+        assert len(tasks) <= 2 * max(1390 // bytes_max, tasks_min) + 2 * len(slices)
+    assert len(tasks_of(slices, 0, bytes_max=10_000, tasks_min=1)) == 1
