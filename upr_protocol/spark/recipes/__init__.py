@@ -1,0 +1,35 @@
+"""Recipes: what most who use Spark with UPR want, made of the data source.
+
+- `latest`: of changes, the newest row of each key.
+- `LatestState` and `keep_latest_state`: a Delta table that holds what a bucket holds.
+- `snapshot` and `read_snapshot`: what a bucket holds at one moment, as Parquet files.
+- `backup` and `restore`: a chain of increments, and back into a bucket.
+- `bulk_load`: any DataFrame into a bucket.
+
+Each is a script, too, in deploy/spark; docs/spark.md shows them.
+"""
+
+from __future__ import annotations
+
+from upr_protocol.spark.recipes.backup import backup
+from upr_protocol.spark.recipes.bulk_load import Loaded, bulk_load
+from upr_protocol.spark.recipes.latest import latest
+from upr_protocol.spark.recipes.latest_state import LatestState, keep_latest_state
+from upr_protocol.spark.recipes.manifest import Manifest, PartitionPart
+from upr_protocol.spark.recipes.restore import Restored, restore
+from upr_protocol.spark.recipes.snapshot import read_snapshot, snapshot
+
+__all__ = [
+    "LatestState",
+    "Loaded",
+    "Manifest",
+    "PartitionPart",
+    "Restored",
+    "backup",
+    "bulk_load",
+    "keep_latest_state",
+    "latest",
+    "read_snapshot",
+    "restore",
+    "snapshot",
+]

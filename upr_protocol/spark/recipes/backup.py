@@ -1,0 +1,175 @@
+"""A bucket's changes as a chain of increments, each of which goes on where the last one ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pyspark.sql import SparkSession
+
+from upr_protocol.failover import RollBack, Start, decide_start
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.recipes.cut import Infos, consistent_cut
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.folder import held, plain_path, remove, things_in
+from upr_protocol.spark.recipes.latest_state import Tell, quiet
+from upr_protocol.spark.recipes.manifest import DATA, MANIFEST, Manifest
+from upr_protocol.spark.recipes.snapshot import described
+
+_DIGITS: Final = 6
+
+
+def backup(
+    spark: SparkSession,
+    url: str,
+    path: str | os.PathLike[str],
+    *,
+    options: Mapping[str, str] | None = None,
+    tell: Tell = quiet,
+) -> Manifest:
+    """Adds an increment to a backup: every change, deletions too, since the last one; the first
+    has all that there is.
+
+    Increments are folders `000000`, `000001` and so on, each with `data/*.parquet` and
+    `manifest.json`, which is written last and makes it count. One that was never finished is
+    removed by the next call.
+
+    Before anything is written it is made sure that the bucket still has the history that the backup
+    has followed, and has forgotten no deletion since. Else the increments so far stay good, and
+    nothing can be added to them.
+
+    Args:
+        spark: A session.
+        url: `upr://host:port/bucket`.
+        path: The backup's folder; a plain path that every executor reaches.
+        options: More options of the read: `leaseSeconds`, `timeoutSeconds`.
+        tell: Is told how it goes on.
+
+    Returns:
+        What the increment holds.
+
+    Raises:
+        PipelineError: `UPR_ROLLBACK` when the histories have parted, `UPR_RANGE_GONE` when
+            deletions are forgotten: begin a new backup in another folder. Or the folder holds
+            something else, or the bucket cannot be read.
+    """
+    folder = plain_path(path)
+    with plain_errors(), held(folder):
+        found = chain(folder)
+        last = found[-1] if found else None
+        number = len(found)
+
+        def starts_of(infos: Infos) -> Mapping[PartitionId, SeqNo]:
+            return {} if last is None else _starts(last, infos)
+
+        with consistent_cut(spark, url, options or {}, starts_of) as cut:
+            if last is not None and last.bucket != cut.bucket:
+                raise PipelineError(
+                    "UPR_FOLDER",
+                    f"{folder} is a backup of the bucket {last.bucket!r}, and not of "
+                    f"{cut.bucket!r}: take another folder",
+                )
+            into = increment_folder(folder, number)
+            into.mkdir(exist_ok=True)
+            remove(things_in(into))
+            tell(f"increment {number}: {_numbers(cut.starts, cut.ends)} numbers to read")
+            cut.changes.write.parquet(str(into / DATA))
+            made = described(spark, cut, into, "increment", number)
+            made.write(into)
+            tell(f"increment {number}: {made.rows} rows, {made.deletions} of them deletions")
+            return made
+
+
+def chain(folder: Path) -> list[Manifest]:
+    """The increments of a backup, first to last; none when there is nothing yet.
+
+    Raises:
+        PipelineError: One is missing or damaged, or does not go on where the one before it ends;
+            or the folder holds something else.
+    """
+    found: list[Manifest] = []
+    gap: int | None = None
+    for thing in things_in(folder):
+        if not (thing.is_dir() and thing.name.isdigit() and len(thing.name) == _DIGITS):
+            raise PipelineError(
+                "UPR_FOLDER", f"{folder} has something else in it ({thing.name}) than a backup"
+            )
+        number = int(thing.name)
+        if not (thing / MANIFEST).exists():
+            # The last one may be unfinished. If another is behind it, it is missing.
+            gap = number if gap is None else gap
+            continue
+        missing = len(found) if gap is None else gap
+        if number != len(found) or gap is not None:
+            raise _gap(folder, f"increment {missing} is missing, and {number} is there")
+        made = Manifest.read(thing)
+        if made.kind != "increment" or made.number != number:
+            raise _gap(folder, f"{thing.name} holds something else than increment {number}")
+        _check_joint(folder, found[-1] if found else None, made)
+        found.append(made)
+    return found
+
+
+def increment_folder(folder: Path, number: int) -> Path:
+    """Where an increment lies in a backup."""
+    return folder / f"{number:0{_DIGITS}}"
+
+
+def _check_joint(folder: Path, before: Manifest | None, made: Manifest) -> None:
+    """Makes sure that an increment begins where the one before it ends."""
+    ends = {} if before is None else before.ends
+    for name, part in made.partitions.items():
+        end = ends.get(PartitionId(int(name)), 0)
+        if part.start != end:
+            raise _gap(
+                folder,
+                f"increment {made.number} begins at {part.start} in partition {name}, and what is "
+                f"before it ends at {end}",
+            )
+    if before is not None and (before.bucket, set(before.partitions)) != (
+        made.bucket,
+        set(made.partitions),
+    ):
+        raise _gap(folder, f"increment {made.number} is of another bucket")
+
+
+def _gap(folder: Path, sentence: str) -> PipelineError:
+    return PipelineError(
+        "UPR_BACKUP_GAP",
+        f"{folder}: {sentence}. Put back what is missing, or restore only what is before it",
+    )
+
+
+def _starts(last: Manifest, infos: Infos) -> Mapping[PartitionId, SeqNo]:
+    """Where the next increment begins, if it can follow the last one."""
+    anew = "Begin a new backup in another folder; the increments so far can still be restored"
+    if len(infos) != last.partition_count:
+        raise PipelineError(
+            "UPR_ROLLBACK",
+            f"the bucket has {len(infos)} partitions, and had {last.partition_count} at the last "
+            f"increment: it is another one. {anew}",
+        )
+    for number, info in infos.items():
+        part = last.partitions[str(number)]
+        if 0 < part.end < info.purge_seq:
+            raise PipelineError(
+                "UPR_RANGE_GONE",
+                f"partition {number} has forgotten deletions up to {info.purge_seq}, and the last "
+                f"increment ends at {part.end}: it was made too long ago. {anew}",
+            )
+        decision = decide_start(info.log, info.high_seq, info.purge_seq, part.position)
+        if not isinstance(decision, Start):
+            ceiling = decision.ceiling if isinstance(decision, RollBack) else info.high_seq
+            raise PipelineError(
+                "UPR_ROLLBACK",
+                f"partition {number} has parted from the backup: that has it up to {part.end}, and "
+                f"the server only shares {ceiling} ({decision.reason.value}). {anew}",
+            )
+    return last.ends
+
+
+def _numbers(starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]) -> int:
+    return sum(ends.values()) - sum(starts.values())

@@ -1,0 +1,99 @@
+"""Any DataFrame into a bucket, with what became of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+from pyarrow import parquet
+from pyspark.sql import DataFrame, Observation
+from pyspark.sql import functions as F
+
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.folder import plain_path
+from upr_protocol.spark.recipes.latest_state import Tell, quiet
+from upr_protocol.spark.source import UprDataSource
+
+
+@attrs.frozen
+class Loaded:
+    """What became of a load.
+
+    Attributes:
+        rows: How many rows were written.
+        failed: How many are among the dead letters instead.
+        seconds: How long it took.
+    """
+
+    rows: int
+    failed: int
+    seconds: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows written in a second."""
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows written, {self.failed} failed, in {self.seconds:.1f} s "
+            f"({self.rows_per_s:.0f} rows/s)"
+        )
+
+
+def bulk_load(
+    frame: DataFrame,
+    url: str,
+    *,
+    key: str = "key",
+    value: str = "value",
+    dead_letters: str | os.PathLike[str] | None = None,
+    options: Mapping[str, str] | None = None,
+    tell: Tell = quiet,
+) -> Loaded:
+    """Writes the rows of a DataFrame to a bucket.
+
+    Nothing is undone when it fails: with `operation=upsert`, the default, it may be run again.
+
+    Args:
+        frame: The rows.
+        url: `upr://host:port/bucket`.
+        key: The column of the keys.
+        value: The column of the values; several, with commas between them, or `*` for all but the
+            key, make a JSON object.
+        dead_letters: A folder for rows that are refused; None to fail with the first of them.
+        options: More options of the write, as `operation`, `expiryColumn` or `durability`.
+        tell: Is told how it went.
+
+    Returns:
+        How many rows there were, and how long it took.
+
+    Raises:
+        PipelineError: An option is wrong, rows were refused, or the server cannot be reached.
+    """
+    began = time.monotonic()
+    frame.sparkSession.dataSource.register(UprDataSource)
+    counted = Observation()
+    rows = frame.observe(counted, F.count(F.lit(1)).alias("rows"))
+    writer = rows.write.format("upr").mode("append").options(**(options or {}))
+    writer = writer.option("url", url).option("keyColumn", key).option("valueColumn", value)
+    before: set[Path] = set()
+    folder = None
+    if dead_letters is not None:
+        folder = plain_path(dead_letters)
+        before = set(_letters(folder))
+        writer = writer.option("onError", "deadLetter").option("deadLetterPath", str(folder))
+    with plain_errors():
+        writer.save()
+    new = [] if folder is None else [path for path in _letters(folder) if path not in before]
+    failed = sum(parquet.read_metadata(path).num_rows for path in new)
+    found = Loaded(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
+    tell(str(found))
+    return found
+
+
+def _letters(folder: Path) -> list[Path]:
+    return sorted(folder.glob("part-*.parquet"))

@@ -1,0 +1,134 @@
+"""What the scripts in deploy/spark have in common: a session, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pyspark.errors import PySparkException
+from pyspark.errors.exceptions.base import PySparkRuntimeError
+from pyspark.sql import SparkSession
+
+from upr_protocol.errors import UprError
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.source import UprDataSource
+
+FAILED: Final = 1
+USAGE: Final = 2
+REFUSED: Final = 3
+CONNECTION: Final = 4
+INTERRUPTED: Final = 128 + signal.SIGINT
+
+EXIT_CODES_HELP: Final = """\
+exit codes:
+  0    done
+  1    it could not be done, or only in part
+  2    the command line or an option is wrong
+  3    the server refused
+  4    no server there, or the connection was lost
+  130  ended by Ctrl-C
+"""
+
+_CODES: Final = {
+    "UPR_OPTION": USAGE,
+    "UPR_UNREACHABLE": CONNECTION,
+    "UPR_REFUSED": REFUSED,
+    "UPR_SERVER": REFUSED,
+    "UPR_NO_BUCKET": REFUSED,
+    "UPR_LIMIT": REFUSED,
+}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser that tells the exit codes, too.
+
+    Args:
+        description: What the script does.
+    """
+    made = argparse.ArgumentParser(
+        description=description,
+        epilog=EXIT_CODES_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        type=_pair,
+        help="one more option of the data source (docs/spark.md); may be given often",
+    )
+    return made
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like NAME=VALUE")
+    return name, value
+
+
+def session(name: str) -> SparkSession:
+    """The session that `spark-submit` describes; without it, one that uses all cores.
+
+    Args:
+        name: What Spark calls the application.
+    """
+    # Workers are to be of the same Python, with the same packages.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    made = SparkSession.builder.appName(name).getOrCreate()
+    made.sparkContext.setLogLevel("ERROR")
+    made.dataSource.register(UprDataSource)
+    return made
+
+
+def say(sentence: str) -> None:
+    """Tells a sentence on standard error, at once."""
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()
+
+
+def run(
+    arguments: argparse.ArgumentParser,
+    work: Callable[[SparkSession, argparse.Namespace], int],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Does a script's work; what can be expected to go wrong becomes a sentence and an exit code.
+
+    Args:
+        arguments: What the command line may say.
+        work: What is to be done; gives the exit code.
+        argv: The command line, where it is not the process's own.
+
+    Returns:
+        The exit code. A fault of ours keeps its traceback instead.
+    """
+    given = arguments.parse_args(argv)
+    spark = None
+    try:
+        spark = session(f"upr {arguments.prog.removesuffix('.py')}")
+        with plain_errors():
+            return work(spark, given)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UprError as error:
+        say(f"{arguments.prog}: {error}")
+        return _CODES.get(error.code, FAILED) if isinstance(error, PipelineError) else FAILED
+    except PySparkException as error:
+        if isinstance(error, PySparkRuntimeError) and spark is None:
+            say(f"{arguments.prog}: Spark does not start; is Java 17 or newer there? {error}")
+            return FAILED
+        say(f"{arguments.prog}: {str(error).splitlines()[0]}")
+        return FAILED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        say(f"{arguments.prog}: {where}{error.strerror or error}")
+        return FAILED
+    finally:
+        if spark is not None:
+            spark.stop()

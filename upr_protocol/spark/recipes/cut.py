@@ -1,0 +1,123 @@
+"""A consistent cut of a bucket: where it begins and ends in every partition, and its rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import attrs
+import msgspec
+from pyspark.sql import DataFrame, SparkSession
+
+from upr_protocol.client import PartitionInfo
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.port import ServerPort, explained
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.source import UprDataSource
+
+_OURS: Final = frozenset(
+    {
+        "url",
+        "partitions",
+        "startingoffsets",
+        "endingoffsets",
+        "metadata",
+        "includevalue",
+        "stability",
+    }
+)
+"""Options that a recipe sets by itself, in lower case."""
+
+
+@attrs.frozen
+class Cut:
+    """What a bucket had at one moment, behind where it was read before.
+
+    Attributes:
+        bucket: The bucket's name.
+        logs: Each partition's failover log.
+        starts: Where it begins in each partition, exclusive.
+        ends: Where it ends in each.
+        changes: The rows: every change that there is in between. Reading them asks the server.
+    """
+
+    bucket: str
+    logs: Mapping[PartitionId, FailoverLog]
+    starts: Mapping[PartitionId, SeqNo]
+    ends: Mapping[PartitionId, SeqNo]
+    changes: DataFrame
+
+
+Infos = Mapping[PartitionId, PartitionInfo]
+
+
+@contextmanager
+def consistent_cut(
+    spark: SparkSession,
+    url: str,
+    options: Mapping[str, str],
+    starts_of: Callable[[Infos], Mapping[PartitionId, SeqNo]] = lambda _: {},
+) -> Iterator[Cut]:
+    """Pins a cut for as long as the context: all that was acknowledged before is in it. The ends
+    are those of the lease, so that also of a partition without rows it is known where it ends.
+
+    Args:
+        spark: A session.
+        url: `upr://host:port/bucket`.
+        options: More options of a read: `leaseSeconds`, `timeoutSeconds`, and how tasks are made.
+        starts_of: Where to begin, of what is known about each partition; 0 where it says nothing.
+            It may raise.
+
+    Raises:
+        PipelineError: The server cannot be asked, or deletions behind a start are forgotten.
+    """
+    given = merged(url, options)
+    asked = ReadOptions.parse(given)
+    port = ServerPort(asked)
+    lease_id = int.from_bytes(os.urandom(8), "little") | 1
+    try:
+        numbers = port.persist()
+        begins = starts_of(port.infos(anew=True))
+        starts = {number: begins.get(number, SeqNo(0)) for number in numbers}
+        held = port.acquire(lease_id, [(number, seq, SEQ_MAX) for number, seq in starts.items()])
+        # A history that began since the lease was granted began behind its end.
+        port.numbers()
+        logs = {number: info.log for number, info in port.infos().items()}
+        ends = {found.partition: found.end for found in held.ranges}
+        spark.dataSource.register(UprDataSource)
+        reader = spark.read.format("upr").options(**given)
+        reader = reader.option("startingOffsets", _offsets(starts))
+        reader = reader.option("endingOffsets", _offsets(ends))
+        yield Cut(asked.address.bucket, logs, starts, ends, reader.load())
+    except ServerError as error:
+        if error.status is Status.ROLLBACK_NEEDED:
+            raise PipelineError(
+                "UPR_RANGE_GONE",
+                f"{url}: deletions behind the start are forgotten ({error.sentence}): begin anew, "
+                "with all that there is",
+            ) from error
+        raise explained(error, asked.address) from error
+    finally:
+        port.release(lease_id)
+        port.close()
+
+
+def merged(url: str, options: Mapping[str, str]) -> dict[str, str]:
+    """The options of a read, with the URL.
+
+    Raises:
+        OptionError: One is among them that the recipe sets by itself.
+    """
+    for name in options:
+        if name.lower() in _OURS:
+            raise OptionError(f"the option {name} is not for you to give: this recipe sets it")
+    return {**options, "url": url}
+
+
+def _offsets(numbers: Mapping[PartitionId, SeqNo]) -> str:
+    return msgspec.json.encode({str(number): seq for number, seq in numbers.items()}).decode()

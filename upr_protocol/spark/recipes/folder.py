@@ -1,0 +1,94 @@
+"""Folders that are whole or not there: what is written last makes the rest count."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from upr_protocol.spark.errors import OptionError, PipelineError
+
+LOCK: Final = ".lock"
+
+
+def plain_path(text: str | os.PathLike[str]) -> Path:
+    """A folder that driver and executors reach by a plain path.
+
+    Args:
+        text: A path, or a `file:` URL.
+
+    Raises:
+        OptionError: It is a URL of another kind.
+    """
+    parts = urlsplit(os.fspath(text))
+    if parts.scheme not in ("", "file"):
+        raise OptionError(
+            f"{os.fspath(text)!r} is no folder that every executor reaches by a plain path: name "
+            "one, as of a shared file system, and copy it elsewhere when it is whole"
+        )
+    return Path(unquote(parts.path) if parts.scheme else os.fspath(text)).absolute()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps a folder to oneself, for as long as the context; makes it when it is missing.
+
+    Raises:
+        PipelineError: Another is at work in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PipelineError(
+                "UPR_FOLDER", f"{folder}: another process is at work in it; wait until it is done"
+            ) from None
+        yield
+
+
+def things_in(folder: Path) -> list[Path]:
+    """What is in a folder, without the lock; nothing when it is not there."""
+    if not folder.exists():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name != LOCK)
+
+
+def persist(folder: Path) -> None:
+    """Has all that is below a folder on disk, names and contents."""
+    for base, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(base, name))
+        _sync(Path(base))
+    _sync(folder.parent)
+
+
+def write_last(path: Path, text: bytes) -> None:
+    """Writes a file that is there whole or not at all, even after a crash."""
+    unfinished = path.with_name(f"_{path.name}.unfinished")
+    unfinished.write_bytes(text)
+    _sync(unfinished)
+    unfinished.replace(path)
+    _sync(path.parent)
+
+
+def remove(paths: list[Path]) -> None:
+    """Removes files and folders, with what is in them."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,86 @@
+"""The newest row of each key."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from upr_protocol.spark.errors import OptionError
+
+_NEEDED: Final = ("key", "seq", "deleted")
+_OF_MARKERS: Final = ("op", "partition", "history_id")
+
+
+def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
+    """What a bucket holds, of changes that were read from it: the newest row of each key, without
+    the deleted ones.
+
+    A stream with `onRollback=marker` has rows that say that a partition went back: what was before
+    one of them is dropped. Rows of a table have no order, so it has to be known which were before:
+
+    - Of a read, or of one batch of a stream, nothing has to be said: a marker stands before all
+      rows of its partition.
+    - Of several batches that were kept in a table, `order` names a column that rises from one batch
+      to the next, as `foreachBatch`'s batch ID does.
+
+    Args:
+        changes: Rows with columns key, seq and deleted at least; where there may be markers, also
+            op, partition and history_id. More columns are kept as they are.
+        order: See above.
+
+    Returns:
+        The same columns.
+
+    Raises:
+        OptionError: A column is missing. A marker among rows of more than one history fails the
+            query when `order` is None: they are more than one batch.
+    """
+    for name in (*_NEEDED, *([] if order is None else [order])):
+        if name not in changes.columns:
+            raise OptionError(f"there is no column {name}, and the newest of each key needs it")
+    rows = changes
+    if set(_OF_MARKERS) <= set(changes.columns):
+        rows = _after_markers(changes, order)
+    elif "op" in changes.columns:
+        rows = changes.where(F.col("op") != "rollback")
+    columns = [F.col(name) for name in changes.columns]
+    newest = rows.groupBy("key").agg(
+        F.max_by(F.struct(*columns), F.struct(*_order(order), "seq")).alias("newest")
+    )
+    return newest.select("newest.*").where(~F.col("deleted"))
+
+
+def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
+    """The rows that no marker drops, without the markers."""
+    is_marker = F.col("op") == "rollback"
+    place = F.lit(0) if order is None else F.col(order)
+    markers = (
+        changes.where(is_marker)
+        .groupBy(F.col("partition").alias("_partition"))
+        .agg(
+            F.max(place).alias("_from"),
+            F.max("history_id").alias("_history"),
+            F.count(F.lit(1)).alias("_count"),
+        )
+    )
+    rows = changes.where(~is_marker).join(
+        F.broadcast(markers), F.col("partition") == F.col("_partition"), "left"
+    )
+    if order is None:
+        is_mixed = (F.col("_count") > 1) | (F.col("_history") != F.col("history_id"))
+        sentence = (
+            "[UPR_OPTION] there are changes of several batches, with a rollback among them: name "
+            "the column that says in which order the batches came"
+        )
+        rows = rows.where(
+            F.when(is_mixed, F.raise_error(sentence).cast("boolean")).otherwise(F.lit(True))
+        )
+    else:
+        rows = rows.where(F.col("_from").isNull() | (place >= F.col("_from")))
+    return rows.drop("_partition", "_from", "_history", "_count")
+
+
+def _order(order: str | None) -> list[Column]:
+    return [] if order is None else [F.col(order)]

@@ -1,0 +1,280 @@
+"""A Delta table that holds what a bucket holds, kept by a stream, without Delta's jars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
+
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.source import UprDataSource
+
+Tell = Callable[[str], None]
+"""Is told how a recipe goes on, a sentence at a time."""
+
+SCHEMA: Final = pa.schema(
+    [
+        pa.field("key", pa.binary(), nullable=False),
+        pa.field("value", pa.binary(), nullable=False),
+        pa.field("partition", pa.int32(), nullable=False),
+        pa.field("history_id", pa.string(), nullable=False),
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("cas", pa.int64(), nullable=False),
+        pa.field("flags", pa.int64(), nullable=False),
+        pa.field("expiry", pa.int64(), nullable=False),
+    ]
+)
+"""The columns of the table."""
+
+BATCH_BYTES_DEFAULT: Final = 256 * 1024 * 1024
+"""A batch is held whole by the driver, twice for a moment."""
+
+_QUERY_ID: Final = "sql.streaming.queryId"
+
+
+def quiet(sentence: str) -> None:
+    """Tells nobody."""
+    del sentence
+
+
+class LatestState:
+    """Takes the batches of a stream: `writeStream.foreachBatch(LatestState("/a/table"))`.
+
+    Each batch becomes one commit of the table: the newest row of each key is put in its place,
+    deleted keys vanish, and of a partition that went back (`onRollback=marker`) every row vanishes
+    that the batch does not have anew. When a limit on the size of batches cuts what follows the
+    marker, the table lacks rows of that partition until a batch has reached the number the marker
+    came from (its `snapshot_end`); the same is true of the first batches of a query.
+
+    The commit says which batch of which query it is, so that a batch that is run again changes
+    nothing. Batches of one query only: a table that has rows of another is refused.
+
+    Args:
+        table: The table's path, or a URL that `deltalake` knows; made with the first batch.
+        app_id: What stands for the query in the commits; None for its ID, which is part of its
+            checkpoint. Who gives one must give another when the checkpoint is a new one: batches
+            are numbered anew then.
+        begin_anew: Whether the first batch of a query that the table does not know drops all rows
+            that are there. Else it is refused when there are any.
+        storage_options: For a table that is not on a disk; see `deltalake`.
+        tell: Is told of each batch.
+
+    Raises:
+        PipelineError: `deltalake` is not installed.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        app_id: str | None = None,
+        *,
+        begin_anew: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+        tell: Tell = quiet,
+    ) -> None:
+        self._table = table
+        self._app_id = app_id
+        self._begin_anew = begin_anew
+        self._storage_options = dict(storage_options or {})
+        self._tell = tell
+        _deltalake()
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        """Puts one batch into the table; nothing when it is there already.
+
+        Args:
+            batch: Changes that were read from a bucket, with all columns but perhaps the
+                snapshots'.
+            batch_id: Its number in its query.
+
+        Raises:
+            OptionError: A column is missing.
+            PipelineError: The table has rows of another query.
+        """
+        app_id = self._app_id or _query_id(batch)
+        found = self._open()
+        done = None if found is None else found.transaction_version(app_id)
+        if done is not None and done >= batch_id:
+            self._tell(f"batch {batch_id} is in the table already")
+            return
+        is_first = found is not None and done is None
+        if is_first and not self._begin_anew and found.count():
+            raise PipelineError(
+                "UPR_TABLE",
+                f"{self._table} has rows of another query, or the query has a new checkpoint: "
+                "take another table, or have this one begun anew (begin_anew)",
+            )
+        rows, went_back = newest_of_batch(batch)
+        properties = _properties(app_id, batch_id)
+        if found is None:
+            self._make(rows, properties)
+        else:
+            self._merge(found, rows, None if is_first else went_back, properties)
+        back = f", after {len(went_back)} partitions went back" if went_back else ""
+        self._tell(f"batch {batch_id}: {rows.num_rows} keys changed{back}")
+
+    def _open(self) -> Any:
+        delta = _deltalake()
+        if not delta.DeltaTable.is_deltatable(self._table, self._storage_options):
+            return None
+        return delta.DeltaTable(self._table, storage_options=self._storage_options)
+
+    def _make(self, rows: pa.Table, properties: Any) -> None:
+        live = rows.filter(pc.invert(rows["deleted"])).select(SCHEMA.names).cast(SCHEMA)
+        _deltalake().write_deltalake(
+            self._table,
+            live,
+            mode="error",
+            storage_options=self._storage_options,
+            commit_properties=properties,
+        )
+
+    def _merge(
+        self, table: Any, rows: pa.Table, went_back: list[int] | None, properties: Any
+    ) -> None:
+        """One commit.
+
+        Args:
+            table: The table.
+            rows: The newest row of each key, live or deleted.
+            went_back: Partitions of which only these rows are left; None for all.
+            properties: What the commit says.
+        """
+        before = table.version()
+        columns = {name: f"s.{name}" for name in SCHEMA.names}
+        merge = (
+            table.merge(
+                rows,
+                "t.key = s.key",
+                source_alias="s",
+                target_alias="t",
+                commit_properties=properties,
+            )
+            .when_matched_delete("s.deleted")
+            .when_matched_update(columns)
+            .when_not_matched_insert(columns, "NOT s.deleted")
+        )
+        if went_back is None:
+            merge = merge.when_not_matched_by_source_delete()
+        elif went_back:
+            numbers = ", ".join(map(str, went_back))
+            merge = merge.when_not_matched_by_source_delete(f"t.partition IN ({numbers})")
+        merge.execute()
+        if self._open().version() == before:
+            # Nothing was to be changed. That the batch is done is to be known all the same.
+            table.create_write_transaction(
+                [], "append", table.schema(), commit_properties=properties
+            )
+
+
+def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
+    """What one batch of a stream comes to. The batch is read once.
+
+    In a batch, what there is of a partition is all of one branch of its history: a marker stands
+    before its first row. So the highest number of a key is its newest.
+
+    Args:
+        batch: Changes that were read from a bucket.
+
+    Returns:
+        The newest row of each key, with the table's columns and `deleted`; and the partitions that
+        went back.
+
+    Raises:
+        OptionError: A column is missing.
+    """
+    columns = [*SCHEMA.names, "deleted", "op"]
+    for name in columns:
+        if name not in batch.columns:
+            raise OptionError(f"the column {name} is missing: stream with metadata and values")
+    marker_of = F.when(F.col("op") == "rollback", F.col("partition"))
+    newest = batch.groupBy("key", marker_of.alias("marker")).agg(
+        F.max_by(F.struct(*columns), "seq").alias("newest")
+    )
+    found = newest.select("newest.*").toArrow()
+    is_marker = pc.equal(found["op"], "rollback")
+    went_back = sorted(set(found.filter(is_marker)["partition"].to_pylist()))
+    rows = found.filter(pc.invert(is_marker)).select([*SCHEMA.names, "deleted"])
+    # Of what is deleted there is no value; it is never put in.
+    nullable = [field.with_nullable(field.name == "value") for field in SCHEMA]
+    return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_back
+
+
+def keep_latest_state(
+    spark: SparkSession,
+    url: str,
+    table: str,
+    checkpoint: str,
+    *,
+    available_now: bool = False,
+    interval: str | None = None,
+    options: Mapping[str, str] | None = None,
+    begin_anew: bool = False,
+    storage_options: Mapping[str, str] | None = None,
+    tell: Tell = quiet,
+) -> StreamingQuery:
+    """Starts a query that has a Delta table hold what a bucket holds.
+
+    Args:
+        spark: A session.
+        url: `upr://host:port/bucket`.
+        table: See `LatestState`.
+        checkpoint: The folder where the query keeps how far it is; its own.
+        available_now: Whether it ends when the table has all that there is now.
+        interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
+        options: More options of a stream, or others in place of the defaults here:
+            `onRollback=marker` and `maxBytesPerTrigger`.
+        begin_anew: See `LatestState`.
+        storage_options: See `LatestState`.
+        tell: See `LatestState`.
+
+    Returns:
+        The query, which runs: `awaitTermination()` waits for its end.
+
+    Raises:
+        OptionError: Both triggers are given.
+        PipelineError: `deltalake` is not installed.
+    """
+    if available_now and interval is not None:
+        raise OptionError("available_now and interval exclude each other")
+    sink = LatestState(table, begin_anew=begin_anew, storage_options=storage_options, tell=tell)
+    spark.dataSource.register(UprDataSource)
+    given = {name.lower(): value for name, value in (options or {}).items()}
+    given.setdefault("onrollback", "marker")
+    if "maxoffsetspertrigger" not in given:
+        given.setdefault("maxbytespertrigger", str(BATCH_BYTES_DEFAULT))
+    changes = spark.readStream.format("upr").options(**given).option("url", url).load()
+    writer = changes.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+    if available_now:
+        writer = writer.trigger(availableNow=True)
+    elif interval is not None:
+        writer = writer.trigger(processingTime=interval)
+    return writer.start()
+
+
+def _query_id(batch: DataFrame) -> str:
+    found = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+    if not found:
+        raise OptionError("outside of a query nothing stands for it: give app_id")
+    return f"upr:{found}"
+
+
+def _properties(app_id: str, batch_id: int) -> Any:
+    delta = _deltalake()
+    return delta.CommitProperties(app_transactions=[delta.Transaction(app_id, batch_id)])
+
+
+def _deltalake() -> ModuleType:
+    try:
+        import deltalake
+    except ImportError as error:
+        raise PipelineError(
+            "UPR_DEPENDENCY", "the package deltalake is missing: pip install 'upr[delta]'"
+        ) from error
+    return deltalake

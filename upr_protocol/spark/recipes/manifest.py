@@ -1,0 +1,131 @@
+"""What a folder of Parquet files holds of a bucket, as a file that is written when it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from upr_protocol.failover import FailoverLog, Position
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.recipes.folder import persist, write_last
+
+FORMAT_VERSION: Final = 1
+
+MANIFEST: Final = "manifest.json"
+DATA: Final = "data"
+"""The folder beside it that has the rows."""
+
+
+class PartitionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What there is of one partition.
+
+    Attributes:
+        history_id: The history that `end` is a number of, in hexadecimal.
+        failover_log: (history ID, number) pairs, newest first.
+        start: Where it begins, exclusive.
+        end: Where it ends.
+        rows: How many rows it has.
+    """
+
+    history_id: str
+    failover_log: tuple[tuple[str, int], ...]
+    start: int
+    end: int
+    rows: int
+
+    @property
+    def position(self) -> Position:
+        """The end, as a place where a stream may go on."""
+        log = FailoverLog.of((int(text, 16), seq) for text, seq in self.failover_log)
+        return Position(log, SeqNo(self.end), SeqNo(self.end))
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a folder holds.
+
+    Attributes:
+        format_version: The version of this format.
+        kind: Whether it has the newest live row of each key, or all changes of a range.
+        bucket: The bucket's name.
+        created: When the cut was made, in UTC.
+        partition_count: How many partitions the bucket had.
+        partitions: Those that there are, by number.
+        rows: All rows.
+        deletions: How many of them are deletions.
+        files: The length in bytes of each file below `data`.
+        number: Its place in a chain of increments, from 0; 0 of a snapshot.
+    """
+
+    kind: Literal["snapshot", "increment"]
+    bucket: str
+    created: str
+    partition_count: int
+    partitions: dict[str, PartitionPart]
+    rows: int
+    deletions: int
+    files: dict[str, int]
+    number: int = 0
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def ends(self) -> dict[PartitionId, SeqNo]:
+        """Where each partition ends."""
+        return {PartitionId(int(name)): SeqNo(part.end) for name, part in self.partitions.items()}
+
+    def write(self, folder: Path) -> None:
+        """Makes a folder count: first its data is on disk, then this."""
+        persist(folder / DATA)
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        write_last(folder / MANIFEST, text + b"\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a folder, once it is sure that all files are there.
+
+        Raises:
+            PipelineError: There is none: what is in the folder was never finished; or it is none
+                of this version; or a file is missing or has another length.
+        """
+        path = folder / MANIFEST
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            raise PipelineError(
+                "UPR_FOLDER",
+                f"{folder} has no {MANIFEST}: it was never finished, or is something else",
+            ) from None
+        try:
+            found = msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise PipelineError(
+                "UPR_FOLDER", f"{path} is damaged, or of another version: {error}"
+            ) from error
+        if found.format_version != FORMAT_VERSION:
+            raise PipelineError(
+                "UPR_FOLDER",
+                f"{path} is of version {found.format_version}, and this library reads "
+                f"{FORMAT_VERSION}: use the one it was made with",
+            )
+        there = files_below(folder / DATA)
+        for name, nbytes in found.files.items():
+            if there.get(name) != nbytes:
+                raise PipelineError(
+                    "UPR_FOLDER",
+                    f"{folder / DATA / name} has {there.get(name, 'not a single one')} of its "
+                    f"{nbytes} bytes: get a whole copy",
+                )
+        return found
+
+
+def files_below(folder: Path) -> Mapping[str, int]:
+    """The lengths of the data files below a folder, by their paths in it. What others have put
+    there does not count."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*.parquet"))
+        if not path.name.startswith((".", "_"))
+    }

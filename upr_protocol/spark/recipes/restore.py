@@ -1,0 +1,145 @@
+"""A backup's increments, one after the other, into a bucket."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import attrs
+from pyspark.sql import Observation, SparkSession
+from pyspark.sql import functions as F
+
+from upr_protocol.client import BlockingClient
+from upr_protocol.errors import UprError
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.options import Options
+from upr_protocol.spark.port import explained
+from upr_protocol.spark.recipes.backup import chain, increment_folder
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.folder import held, plain_path
+from upr_protocol.spark.recipes.latest_state import Tell, quiet
+from upr_protocol.spark.recipes.manifest import Manifest
+from upr_protocol.spark.recipes.snapshot import rows_of
+from upr_protocol.spark.source import UprDataSource
+
+_COLUMNS: Final = ("op", "key", "value", "flags", "expiry")
+_OURS: Final = frozenset(
+    {"url", "operation", "operationcolumn", "keycolumn", "valuecolumn"}
+    | {"flagscolumn", "expirycolumn", "cascolumn", "onerror", "deadletterpath"}
+)
+
+
+@attrs.frozen
+class Restored:
+    """What was restored.
+
+    Attributes:
+        increments: How many increments.
+        rows: How many rows were applied: the newest of each key in each increment.
+        seconds: How long it took.
+    """
+
+    increments: int
+    rows: int
+    seconds: float
+
+
+def restore(
+    spark: SparkSession,
+    path: str | os.PathLike[str],
+    url: str,
+    *,
+    through: int | None = None,
+    may_have_contents: bool = False,
+    options: Mapping[str, str] | None = None,
+    tell: Tell = quiet,
+) -> Restored:
+    """Makes a bucket hold what another held when an increment of its backup was made.
+
+    Keys, values, flags and expiry times are as they were; numbers and CAS values are the bucket's
+    own, and it may have another number of partitions. A restore that was cut off may be run again,
+    with `may_have_contents`.
+
+    Args:
+        spark: A session.
+        path: The backup's folder.
+        url: `upr://host:port/bucket`; the bucket has to be there, and to be empty.
+        through: The number of the last increment that is applied; None for all.
+        may_have_contents: Whether the bucket may hold something. Keys that the backup does not
+            know stay.
+        options: More options of the writes, as `durability`.
+        tell: Is told of each increment.
+
+    Raises:
+        OptionError: There is no such increment, or an option is wrong.
+        PipelineError: The chain has a gap, a file is missing, the bucket has contents, or it
+            cannot be written.
+    """
+    began = time.monotonic()
+    for name in options or {}:
+        if name.lower() in _OURS:
+            raise OptionError(f"the option {name} is not for you to give: this recipe sets it")
+    folder = plain_path(path)
+    if not folder.exists():
+        raise PipelineError("UPR_FOLDER", f"{folder} is not there")
+    with plain_errors(), held(folder):
+        found = chain(folder)
+        if not found:
+            raise PipelineError("UPR_FOLDER", f"{folder} has no increment that was finished")
+        if through is not None:
+            if not 0 <= through < len(found):
+                raise OptionError(f"there is no increment {through}; the last is {len(found) - 1}")
+            found = found[: through + 1]
+        if not may_have_contents:
+            _check_empty(url)
+        spark.dataSource.register(UprDataSource)
+        total = 0
+        for manifest in found:
+            where = increment_folder(folder, manifest.number)
+            rows = _apply(spark, where, manifest, url, options or {})
+            total += rows
+            tell(f"increment {manifest.number}: {rows} rows")
+        return Restored(len(found), total, time.monotonic() - began)
+
+
+def _check_empty(url: str) -> None:
+    address = Options({"url": url}).address()
+    try:
+        with BlockingClient(address, identity="spark:restore") as client:
+            has_something = any(row.high_seq for row in client.seqnos())
+    except UprError as error:
+        raise explained(error, address) from error
+    if has_something:
+        raise PipelineError(
+            "UPR_NOT_EMPTY",
+            f"{url} has had contents: restore into a new bucket, or say that it may have contents "
+            "(may_have_contents): keys that the backup does not know stay then",
+        )
+
+
+def _apply(
+    spark: SparkSession,
+    folder: Path,
+    manifest: Manifest,
+    url: str,
+    options: Mapping[str, str],
+) -> int:
+    """Writes the newest row of each key of one increment; gives how many those are."""
+    columns = [F.col(name) for name in _COLUMNS]
+    newest = (
+        rows_of(spark, folder, manifest)
+        .groupBy("key")
+        .agg(F.max_by(F.struct(*columns), "seq").alias("newest"))
+        .select("newest.*")
+        # To the one who restores it is the same why a key went.
+        .withColumn("op", F.when(F.col("op") == "set", "set").otherwise("delete"))
+    )
+    counted = Observation()
+    rows = newest.observe(counted, F.count(F.lit(1)).alias("rows"))
+    writer = rows.write.format("upr").mode("append").options(**options).option("url", url)
+    writer = writer.option("operation", "apply").option("operationColumn", "op")
+    writer.option("flagsColumn", "flags").option("expiryColumn", "expiry").save()
+    return int(counted.get["rows"])

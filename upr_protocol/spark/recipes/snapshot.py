@@ -1,0 +1,150 @@
+"""A bucket's contents at one moment, as a folder of Parquet files with a manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.recipes.cut import Cut, consistent_cut
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.folder import held, plain_path, remove, things_in
+from upr_protocol.spark.recipes.latest import latest
+from upr_protocol.spark.recipes.latest_state import SCHEMA, Tell, quiet
+from upr_protocol.spark.recipes.manifest import (
+    DATA,
+    MANIFEST,
+    Manifest,
+    PartitionPart,
+    files_below,
+)
+
+
+def snapshot(
+    spark: SparkSession,
+    url: str,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    options: Mapping[str, str] | None = None,
+    tell: Tell = quiet,
+) -> Manifest:
+    """Writes what a bucket holds to a folder: `data/*.parquet`, a row for each key, and
+    `manifest.json`, which is written last and makes it count.
+
+    All that was acknowledged before the call is in it. Until the manifest is there `read_snapshot`
+    refuses the folder.
+
+    Args:
+        spark: A session.
+        url: `upr://host:port/bucket`.
+        path: The folder; a plain path that every executor reaches.
+        overwrite: Whether what is in the folder is removed first, when that is a snapshot, whole
+            or not. Else nothing may be there.
+        options: More options of the read: `leaseSeconds`, `timeoutSeconds`.
+        tell: Is told how it goes on.
+
+    Returns:
+        What the folder holds.
+
+    Raises:
+        PipelineError: There is something in the folder, or the bucket cannot be read.
+    """
+    folder = plain_path(path)
+    with plain_errors(), held(folder), consistent_cut(spark, url, options or {}) as cut:
+        _empty(folder, overwrite=overwrite)
+        tell(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
+        rows = latest(cut.changes).select(*SCHEMA.names)
+        rows.write.parquet(str(folder / DATA))
+        found = described(spark, cut, folder, "snapshot")
+        found.write(folder)
+        tell(f"{found.rows} rows in {len(found.files)} files")
+        return found
+
+
+def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFrame:
+    """The rows of a snapshot: key, value, partition, history_id, seq, cas, flags, expiry.
+
+    Raises:
+        PipelineError: It is none, or was never finished, or is not whole.
+    """
+    folder = plain_path(path)
+    found = Manifest.read(folder)
+    if found.kind != "snapshot":
+        raise PipelineError("UPR_FOLDER", f"{folder} is an increment of a backup, and no snapshot")
+    return rows_of(spark, folder, found)
+
+
+def rows_of(spark: SparkSession, folder: Path, found: Manifest) -> DataFrame:
+    """The rows that a manifest speaks of, and no others."""
+    paths = [str(folder / DATA / name) for name in found.files]
+    return spark.read.parquet(*paths)
+
+
+def described(
+    spark: SparkSession,
+    cut: Cut,
+    folder: Path,
+    kind: Literal["snapshot", "increment"],
+    number: int = 0,
+) -> Manifest:
+    """The manifest of what was written of a cut: rows are counted in the files."""
+    files = dict(files_below(folder / DATA))
+    written = spark.read.parquet(str(folder / DATA))
+    deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
+    counts = {
+        row["partition"]: (row["rows"], row["deletions"])
+        for row in written.groupBy("partition")
+        .agg(
+            F.count(F.lit(1)).alias("rows"),
+            F.sum(deleted.cast("long")).alias("deletions"),
+        )
+        .collect()
+    }
+    partitions = {
+        str(number): PartitionPart(
+            f"{cut.logs[number].current:016x}",
+            tuple((f"{history_id:016x}", seq) for history_id, seq in cut.logs[number].pairs()),
+            cut.starts[number],
+            end,
+            counts.get(number, (0, 0))[0],
+        )
+        for number, end in sorted(cut.ends.items())
+    }
+    return Manifest(
+        kind=kind,
+        bucket=cut.bucket,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        partition_count=len(partitions),
+        partitions=partitions,
+        rows=sum(rows for rows, _ in counts.values()),
+        deletions=sum(deletions for _, deletions in counts.values()),
+        files=files,
+        number=number,
+    )
+
+
+def _empty(folder: Path, *, overwrite: bool) -> None:
+    things = things_in(folder)
+    if not things:
+        return
+    ours = {DATA, MANIFEST, f"_{MANIFEST}.unfinished"}
+    others = [thing.name for thing in things if thing.name not in ours]
+    if others:
+        raise PipelineError(
+            "UPR_FOLDER", f"{folder} has something else in it ({others[0]}): take another folder"
+        )
+    if not overwrite:
+        state = "a snapshot" if folder / MANIFEST in things else "a snapshot that was not finished"
+        raise PipelineError(
+            "UPR_FOLDER",
+            f"{folder} has {state} in it: take another folder, or have it overwritten (overwrite)",
+        )
+    # What makes the rest count goes first.
+    remove(sorted(things, key=lambda thing: thing.name != MANIFEST))
