@@ -35,6 +35,9 @@ BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
 
 TIMEOUT_S_DEFAULT: Final = 600
 
+_OF_STREAMS: Final = frozenset({"checkpointlocation", "queryname"})
+"""Options that a stream has for Spark itself."""
+
 _DURABILITIES: Final = {"memory": Durability.MEMORY, "persisted": Durability.PERSISTED}
 
 
@@ -89,7 +92,9 @@ class WriteOptions:
                 "a bucket cannot be overwritten as a whole: write with mode append, or a stream "
                 "with output mode append or update, which stores each row at its key"
             )
-        bag = Options(options)
+        bag = Options(
+            {name: text for name, text in options.items() if name.lower() not in _OF_STREAMS}
+        )
         columns = _Columns(schema)
         address = bag.address()
         operation = bag.choice("operation", "upsert", (*OPERATIONS, APPLY))
