@@ -24,16 +24,19 @@ ARGS ?=
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
 
-.PHONY: help demo test check bench docs clean
+.PHONY: help java demo test check bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## stream 336,776 flights to three consumers at once, and compare
+java:
+	@sh deploy/java.sh
+
+demo: $(INSTALLED) java ## stream 336,776 flights to three consumers at once, and compare
 	$(BIN)/python deploy/demo.py
 
-test: $(INSTALLED) ## run the tests (ARGS="-k name" for some of them)
+test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
