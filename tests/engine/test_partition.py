@@ -704,8 +704,8 @@ class TasksRunAgain(RuleBasedStateMachine):
         self.partition._writers.check_invariants()
 
 
-test_tasks_that_are_run_again = TasksRunAgain.TestCase
-test_tasks_that_are_run_again.settings = settings(max_examples=60, stateful_step_count=12)
+TestTasksRunAgain = TasksRunAgain.TestCase
+TestTasksRunAgain.settings = settings(max_examples=60, stateful_step_count=12)
 
 
 def test_a_fence_and_a_difference_in_words() -> None:
