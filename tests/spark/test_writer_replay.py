@@ -1,0 +1,84 @@
+"""Tasks that are run again though the server has forgotten how they began, without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import types
+
+from tests.spark.interrupted import mutations
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
+from upr_protocol.spark.writer import Task, WriteCounts, attempt_of, writer_id
+
+NewBucket = Callable[..., str]
+
+BATCHES = 100
+ROWS = 2 * BATCHES
+"""Of some 31 KiB: two a batch."""
+
+SCHEMA = types.StructType(
+    [
+        types.StructField("key", types.StringType()),
+        types.StructField("value", types.StringType()),
+    ]
+)
+WRITER = writer_id(b"job", 7)
+
+
+def rows(count: int, value: str = "v") -> Iterator[pa.RecordBatch]:
+    for first in range(0, count, 20):
+        keys = [f"key-{number}" for number in range(first, min(first + 20, count))]
+        yield pa.record_batch({"key": keys, "value": [value * 31_000] * len(keys)})
+
+
+def run(url: str, attempt: int, count: int = ROWS, value: str = "v", **more: str) -> WriteCounts:
+    said = {"url": url, "batchBytes": str(BATCH_BYTES_MIN), **more}
+    options = WriteOptions.parse(said, SCHEMA, overwrite=False)
+    return Task(options, WRITER, attempt).write(rows(count, value))
+
+
+def test_what_is_too_old_to_tell_is_passed_over(new_bucket: NewBucket) -> None:
+    url = new_bucket(1)
+    first = run(url, 1)
+    assert (first.rows, first.failed) == (ROWS, 0)
+    assert run(url, 2) == first
+    assert run(url, 3, ROWS + 2).rows == ROWS + 2
+    assert mutations(url) == ROWS + 2
+
+
+def test_what_is_too_old_to_tell_is_vouched_for_by_what_is_not(new_bucket: NewBucket) -> None:
+    url = new_bucket(1)
+    run(url, 1)
+    with pytest.raises(PipelineError, match=r"UPR_REPLAY_DIFFERS.*is another than"):
+        run(url, 2, value="w")
+    with pytest.raises(PipelineError, match=r"UPR_REPLAY_DIFFERS.*fewer rows"):
+        run(url, 3, 10)
+    assert mutations(url) == ROWS
+
+
+def test_what_is_too_old_to_tell_may_have_failed(new_bucket: NewBucket) -> None:
+    url = new_bucket(1)
+    run(url, 1, operation="insert")
+    with pytest.raises(PipelineError, match=r"UPR_REPLAY_TOO_OLD.*upsert or delete"):
+        run(url, 2, operation="insert")
+    assert mutations(url) == ROWS
+
+
+def test_an_attempt_that_was_overtaken(new_bucket: NewBucket) -> None:
+    url = new_bucket(1)
+    run(url, attempt_of(1_700_000_000, 9))
+    run(url, attempt_of(1_700_000_001, 1))
+    with pytest.raises(PipelineError, match=r"UPR_FENCED.*stop"):
+        run(url, attempt_of(1_700_000_000, 10))
+    assert mutations(url) == ROWS
+
+
+def test_who_a_task_is() -> None:
+    ids = {writer_id(job, task) for job in (b"a", b"b") for task in (0, 1)}
+    assert len(ids) == 4
+    assert {len(found) for found in ids} == {16}
+    assert writer_id(b"a", 0) == writer_id(b"a", 0)
+    assert attempt_of(5, 1) < attempt_of(5, 2) < attempt_of(6, 0) < 1 << 64
