@@ -1,6 +1,6 @@
 """Adds an increment to a backup of a bucket; the first one has all that there is.
 
-spark-submit deploy/spark/backup.py upr://127.0.0.1:12000/planes /backup/planes
+`spark-submit deploy/spark/backup.py upr://127.0.0.1:12000/planes /backup/planes`
 """
 
 from __future__ import annotations

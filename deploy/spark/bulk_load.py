@@ -1,7 +1,7 @@
 """Loads files into a bucket.
 
-`spark-submit deploy/spark/bulk_load.py upr://127.0.0.1:12000/planes planes.csv --format csv --header
---key tailnum --value '*' --dead-letters /data/refused`
+`spark-submit deploy/spark/bulk_load.py upr://127.0.0.1:12000/planes planes.csv --format csv
+--header --key tailnum --value '*' --dead-letters /data/refused`
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Restores a backup into a bucket.
 
-upr bucket create planes
-spark-submit deploy/spark/restore.py /backup/planes upr://127.0.0.1:12000/planes
+`upr bucket create planes`, then
+`spark-submit deploy/spark/restore.py /backup/planes upr://127.0.0.1:12000/planes`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes what a bucket holds to Parquet files.
 
-spark-submit deploy/spark/snapshot.py upr://127.0.0.1:12000/planes /data/planes-2024-05-01
+`spark-submit deploy/spark/snapshot.py upr://127.0.0.1:12000/planes /data/planes-2024-05-01`
 """
 
 from __future__ import annotations

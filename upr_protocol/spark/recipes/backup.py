@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from upr_protocol.failover import RollBack, Start, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.options import Options
 from upr_protocol.spark.recipes.cut import Infos, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import held, plain_path, remove, things_in
@@ -61,17 +62,18 @@ def backup(
         found = chain(folder)
         last = found[-1] if found else None
         number = len(found)
+        bucket = Options({"url": url}).address().bucket
+        if last is not None and last.bucket != bucket:
+            raise PipelineError(
+                "UPR_FOLDER",
+                f"{folder} is a backup of the bucket {last.bucket!r}, and not of {bucket!r}: take "
+                "another folder",
+            )
 
         def starts_of(infos: Infos) -> Mapping[PartitionId, SeqNo]:
             return {} if last is None else _starts(last, infos)
 
         with consistent_cut(spark, url, options or {}, starts_of) as cut:
-            if last is not None and last.bucket != cut.bucket:
-                raise PipelineError(
-                    "UPR_FOLDER",
-                    f"{folder} is a backup of the bucket {last.bucket!r}, and not of "
-                    f"{cut.bucket!r}: take another folder",
-                )
             into = increment_folder(folder, number)
             into.mkdir(exist_ok=True)
             remove(things_in(into))

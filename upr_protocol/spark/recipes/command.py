@@ -109,6 +109,8 @@ def run(
         The exit code. A fault of ours keeps its traceback instead.
     """
     given = arguments.parse_args(argv)
+    # One that is there already is another's.
+    is_ours = SparkSession.getActiveSession() is None
     spark = None
     try:
         spark = session(f"upr {arguments.prog.removesuffix('.py')}")
@@ -130,5 +132,5 @@ def run(
         say(f"{arguments.prog}: {where}{error.strerror or error}")
         return FAILED
     finally:
-        if spark is not None:
+        if spark is not None and is_ours:
             spark.stop()

@@ -1,0 +1,61 @@
+"""Loading a DataFrame, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.spark.bucket import FAR, Stored, contents
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.recipes import bulk_load
+
+NewBucket = Callable[..., str]
+
+
+def test_every_row_is_written_or_told_of(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket()
+    letters = tmp_path / "letters"
+    told: list[str] = []
+    rows = [(f"k{number}", f"v{number}", number, FAR) for number in range(50)]
+    # Keys that are empty, or missing, or too long.
+    rows += [("", "x", 0, 0), (None, "x", 0, 0), ("y" * 251, "x", 0, 0)]  # type: ignore[list-item]
+    frame = spark.createDataFrame(rows, "id string, text string, f int, e long")
+    options = {"flagsColumn": "f", "expiryColumn": "e"}
+    for _ in range(2):
+        # A second load counts only its own dead letters.
+        found = bulk_load(
+            frame,
+            url,
+            key="id",
+            value="text",
+            dead_letters=letters,
+            options=options,
+            tell=told.append,
+        )
+        assert (found.rows, found.failed) == (50, 3)
+        assert found.rows_per_s == found.rows / found.seconds > 0
+    assert "50 rows written, 3 failed" in told[0]
+    assert contents(url) == {
+        b"k%d" % number: Stored(b"v%d" % number, number, FAR) for number in range(50)
+    }
+    assert spark.read.parquet(str(letters)).count() == 6
+
+
+def test_without_a_folder_for_them_a_bad_row_fails_the_load(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket()
+    frame = spark.sql("SELECT '' AS key, 'x' AS value")
+    with pytest.raises(PipelineError, match="BAD_KEY") as caught:
+        bulk_load(frame, url)
+    assert caught.value.code == "UPR_ROWS_REFUSED"
+    with pytest.raises(OptionError, match="no column id"):
+        bulk_load(frame, url, key="id")
+    found = bulk_load(frame.where("false"), url)
+    assert (found.rows, found.failed) == (0, 0)
+    assert contents(url) == {}

@@ -1,0 +1,263 @@
+"""Snapshots, backups and restores, compared with the server key by key."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.spark.bucket import (
+    FAR,
+    change,
+    contents,
+    contents_of_frame,
+    drop,
+    made_anew,
+    put,
+)
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import BlockingClient, PartitionInfo
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.recipes import (
+    Manifest,
+    PartitionPart,
+    backup,
+    read_snapshot,
+    restore,
+    snapshot,
+)
+from upr_protocol.spark.recipes.backup import _starts
+from upr_protocol.spark.recipes.folder import held, plain_path
+
+NewBucket = Callable[..., str]
+
+
+def ends(url: str) -> dict[str, int]:
+    """How far each partition is."""
+    with BlockingClient(url) as client:
+        return {str(row.partition): row.high_seq for row in client.seqnos()}
+
+
+def failing(code: str, action: Callable[[], object]) -> str:
+    """The sentence of the error that an action has to end with."""
+    with pytest.raises(PipelineError) as caught:
+        action()
+    assert caught.value.code == code
+    return str(caught.value)
+
+
+# Snapshots.
+
+
+def test_a_snapshot_holds_what_the_bucket_held(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket()
+    folder = tmp_path / "snapshot"
+    change(url, put(range(60)))
+    change(url, put(range(10), "newer"))
+    change(url, drop(range(5)))
+    held_then, ends_then = contents(url), ends(url)
+    found = snapshot(spark, url, folder)
+    assert contents_of_frame(read_snapshot(spark, folder)) == held_then
+    assert Manifest.read(folder) == found
+    assert found.rows == 55
+    assert found.deletions == 0
+    assert found.bucket == url.rpartition("/")[2]
+    assert {name: part.end for name, part in found.partitions.items()} == ends_then
+    assert sum(part.rows for part in found.partitions.values()) == 55
+    assert all(part.start == 0 for part in found.partitions.values())
+    with BlockingClient(url) as client:
+        for info in client.partitions():
+            part = found.partitions[str(info.partition)]
+            assert part.position.log == info.log
+            assert part.history_id == f"{info.log.current:016x}"
+
+
+def test_a_snapshot_that_was_not_finished_is_none(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket()
+    change(url, put(range(10)))
+    folder = tmp_path / "snapshot"
+    snapshot(spark, url, folder)
+    (folder / "manifest.json").rename(tmp_path / "manifest.json")
+    assert "never finished" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    assert "not finished" in failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
+    change(url, drop([3]))
+    snapshot(spark, url, folder, overwrite=True)
+    assert contents_of_frame(read_snapshot(spark, folder)) == contents(url)
+    failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
+
+    # A copy that is not whole, and one that has more than it should.
+    first = min(folder.glob("data/*.parquet"))
+    shutil.copy(first, folder / "data" / "stray.parquet")
+    assert contents_of_frame(read_snapshot(spark, folder)) == contents(url)
+    first.write_bytes(b"short")
+    assert "whole copy" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    (folder / "manifest.json").write_text('{"format_version": 1}')
+    assert "damaged" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("dear")
+    sentence = failing(
+        "UPR_FOLDER", lambda: snapshot(spark, url, tmp_path / "other", overwrite=True)
+    )
+    assert "letter.txt" in sentence
+
+
+def test_what_cannot_be_a_snapshot(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket()
+    folder = tmp_path / "snapshot"
+    with held(plain_path(folder)):
+        assert "another process" in failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
+    with pytest.raises(OptionError, match="plain path"):
+        snapshot(spark, url, "s3://bucket/folder")
+    with pytest.raises(OptionError, match="startingOffsets"):
+        snapshot(spark, url, folder, options={"startingOffsets": "latest"})
+    failing("UPR_NO_BUCKET", lambda: snapshot(spark, url + "-not", folder))
+    # An empty bucket is one like any other.
+    found = snapshot(spark, url, folder.as_uri())
+    assert found.rows == 0
+    assert read_snapshot(spark, folder).count() == 0
+
+
+# Backups.
+
+
+def test_increments_restore_each_state(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket()
+    folder = tmp_path / "backup"
+    told: list[str] = []
+    states = []
+    for mutations in (
+        [],
+        put(range(40)) + put(range(5), "newer"),
+        drop(range(10)) + put(range(30, 50), "newest") + put([3]),
+        [],
+        [Mutation(Operation.SET, b"\0\xff", b"", flags=2**32 - 1, expiry=FAR), *drop([49])],
+    ):
+        change(url, mutations)
+        states.append(contents(url))
+        made = backup(spark, url, folder, tell=told.append)
+        assert {name: part.end for name, part in made.partitions.items()} == ends(url)
+        assert made.number == len(states) - 1
+    assert "increment 2: 31 numbers to read" in told
+    assert Manifest.read(folder / "000002").deletions == 9
+    assert Manifest.read(folder / "000003").rows == 0
+
+    for through in (1, 2, None):
+        target = new_bucket(3)
+        found = restore(spark, folder, target, through=through)
+        assert contents(target) == states[-1 if through is None else through]
+        assert found.increments == (5 if through is None else through + 1)
+        failing("UPR_NOT_EMPTY", lambda target=target: restore(spark, folder, target))
+    change(target, put(range(100, 102)))
+    restore(spark, folder, target, may_have_contents=True)
+    assert set(contents(target)) == {*states[-1], b"key-100", b"key-101"}
+    with pytest.raises(OptionError, match="no increment 5"):
+        restore(spark, folder, target, through=5, may_have_contents=True)
+
+
+def test_a_chain_with_a_gap_is_refused(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket(2)
+    folder = tmp_path / "backup"
+    for first in (0, 10, 20):
+        change(url, put(range(first, first + 10)))
+        backup(spark, url, folder)
+    target = new_bucket(2)
+
+    # The last one was not finished: what is before it stands, and it is made anew.
+    (folder / "000002" / "manifest.json").unlink()
+    restore(spark, folder, target)
+    assert len(contents(target)) == 20
+    assert backup(spark, url, folder).number == 2
+    made_anew(target, 2)
+    restore(spark, folder, target)
+    assert contents(target) == contents(url)
+
+    middle = folder / "000001"
+    manifest = json.loads((middle / "manifest.json").read_text())
+    part = next(one for one in manifest["partitions"].values() if one["rows"])
+    part["end"] += 1
+    (middle / "manifest.json").write_text(json.dumps(manifest))
+    assert "ends at" in failing("UPR_BACKUP_GAP", lambda: restore(spark, folder, target))
+    shutil.rmtree(middle)
+    failing("UPR_BACKUP_GAP", lambda: restore(spark, folder, target))
+    assert "1 is missing" in failing("UPR_BACKUP_GAP", lambda: backup(spark, url, folder))
+    failing("UPR_FOLDER", lambda: restore(spark, tmp_path / "nowhere", target))
+    (tmp_path / "empty").mkdir()
+    failing("UPR_FOLDER", lambda: restore(spark, tmp_path / "empty", target))
+
+
+def test_a_bucket_that_has_parted_is_not_added(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url, other = new_bucket(4), new_bucket(4)
+    folder = tmp_path / "backup"
+    change(url, put(range(20)))
+    state = contents(url)
+    backup(spark, url, folder)
+    assert "not of" in failing("UPR_FOLDER", lambda: backup(spark, other, folder))
+    made_anew(url, 4)
+    change(url, put(range(90)))
+    assert "new backup" in failing("UPR_ROLLBACK", lambda: backup(spark, url, folder))
+    made_anew(url, 5)
+    assert "had 4" in failing("UPR_ROLLBACK", lambda: backup(spark, url, folder))
+    # What there is stays good.
+    restore(spark, folder, other)
+    assert contents(other) == state
+
+
+@pytest.mark.parametrize(
+    ("high", "purge", "log", "code"),
+    [
+        (10, 0, [(7, 4), (5, 0)], None),
+        (90, 0, [(9, 10), (7, 4), (5, 0)], None),
+        (90, 10, [(7, 4), (5, 0)], None),
+        (90, 11, [(7, 4), (5, 0)], "UPR_RANGE_GONE"),
+        (90, 0, [(9, 8), (7, 4), (5, 0)], "UPR_ROLLBACK"),
+        (90, 0, [(9, 4), (5, 0)], "UPR_ROLLBACK"),
+        (90, 0, [(9, 0)], "UPR_ROLLBACK"),
+        (9, 0, [(7, 4), (5, 0)], "UPR_ROLLBACK"),
+    ],
+)
+def test_whether_an_increment_may_follow(
+    high: int, purge: int, log: list[tuple[int, int]], code: str | None
+) -> None:
+    number = PartitionId(0)
+    part = PartitionPart("7", (("7", 4), ("5", 0)), 0, 10, 3)
+    last = Manifest(
+        kind="increment",
+        bucket="b",
+        created="",
+        partition_count=1,
+        partitions={"0": part},
+        rows=3,
+        deletions=0,
+        files={},
+    )
+    info = PartitionInfo(
+        number,
+        True,
+        PartitionState.ACTIVE,
+        SeqNo(high),
+        SeqNo(high),
+        SeqNo(purge),
+        FailoverLog.of(log),
+    )
+    if code is None:
+        assert _starts(last, {number: info}) == {number: 10}
+    else:
+        assert "new backup" in failing(code, lambda: _starts(last, {number: info}))

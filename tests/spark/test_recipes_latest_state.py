@@ -1,0 +1,243 @@
+"""A Delta table that holds what a bucket holds, compared with the server key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.spark.bucket import (
+    Contents,
+    change,
+    contents,
+    contents_of_frame,
+    contents_of_rows,
+    drop,
+    made_anew,
+    put,
+)
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.recipes import LatestState, keep_latest_state, latest
+from upr_protocol.spark.recipes.failure import plain_errors
+
+NewBucket = Callable[..., str]
+
+
+class Kept:
+    """A table, its checkpoint, and what was told."""
+
+    def __init__(self, spark: SparkSession, url: str, folder: Path) -> None:
+        self._spark = spark
+        self.url = url
+        self.table = str(folder / "table")
+        self.checkpoint = folder / "checkpoint"
+        self.told: list[str] = []
+
+    def run(self, *, begin_anew: bool = False, **options: object) -> None:
+        """Has the table catch up, with a query of its own."""
+        query = keep_latest_state(
+            self._spark,
+            self.url,
+            self.table,
+            str(self.checkpoint),
+            available_now=True,
+            begin_anew=begin_anew,
+            options={name: str(value) for name, value in options.items()},
+            tell=self.told.append,
+        )
+        with plain_errors():
+            query.awaitTermination()
+
+    @property
+    def version(self) -> int:
+        return DeltaTable(self.table).version()
+
+    @property
+    def contents(self) -> Contents:
+        return contents_of_rows(DeltaTable(self.table).to_pyarrow_table().to_pylist())
+
+    def forget_last_commit(self) -> None:
+        """Has the next query run the last batch again."""
+        commits = self.checkpoint / "commits"
+        last = max((path for path in commits.iterdir() if path.name.isdigit()), key=_number)
+        last.unlink()
+        (commits / f".{last.name}.crc").unlink(missing_ok=True)
+
+
+def _number(path: Path) -> int:
+    return int(path.name)
+
+
+@pytest.fixture
+def kept(spark: SparkSession, new_bucket: NewBucket, tmp_path: Path) -> Kept:
+    return Kept(spark, new_bucket(), tmp_path)
+
+
+def test_the_table_holds_what_the_bucket_holds(kept: Kept) -> None:
+    change(kept.url, put(range(50)))
+    change(kept.url, put(range(10), "newer"))
+    change(kept.url, drop(range(40, 50)))
+    kept.run()
+    assert kept.contents == contents(kept.url)
+    assert len(kept.contents) == 40
+    assert kept.version == 0, "the first batch makes the table in one commit"
+
+    # Overwritten, deleted, deleted and set again, new; and one that was never in the table.
+    change(kept.url, put(range(5, 15), "newest"))
+    change(kept.url, drop(range(10, 20)))
+    change(kept.url, put([10, 60, 61, 62]))
+    change(kept.url, drop([62]))
+    kept.run()
+    assert kept.contents == contents(kept.url)
+    assert kept.version == 1
+
+    # The last batch once more: its commit says that it is done.
+    kept.forget_last_commit()
+    kept.run()
+    assert kept.version == 1
+    assert kept.told[-1] == "batch 1 is in the table already"
+    assert kept.contents == contents(kept.url)
+
+    # A batch that changes nothing in the table is a commit all the same.
+    change(kept.url, put([70]))
+    change(kept.url, drop([70]))
+    kept.run()
+    assert kept.version == 2
+    assert kept.contents == contents(kept.url)
+
+
+@pytest.mark.parametrize("partitions", [8, 3])
+def test_after_a_rollback_it_equals_the_server_again(kept: Kept, partitions: int) -> None:
+    change(kept.url, put(range(40)))
+    kept.run()
+    made_anew(kept.url, partitions)
+    change(kept.url, put(range(30, 60), "another"))
+    change(kept.url, drop(range(50, 60)))
+    kept.run()
+    assert kept.contents == contents(kept.url)
+    assert kept.version == 1, "what vanished and what is new are one commit"
+    kept.forget_last_commit()
+    kept.run()
+    assert kept.version == 1
+    # An empty bucket leaves an empty table.
+    made_anew(kept.url)
+    kept.run()
+    assert kept.contents == {}
+
+
+def test_a_rollback_may_come_in_several_batches(kept: Kept) -> None:
+    change(kept.url, put(range(40)))
+    kept.run(maxOffsetsPerTrigger=15)
+    assert kept.contents == contents(kept.url)
+    assert kept.version == 2
+    made_anew(kept.url)
+    change(kept.url, put(range(20, 50), "another"))
+    kept.run(maxOffsetsPerTrigger=15)
+    assert kept.contents == contents(kept.url)
+    assert kept.version == 4
+
+
+def test_without_markers_a_rollback_fails_the_query(kept: Kept) -> None:
+    change(kept.url, put(range(10)))
+    kept.run()
+    made_anew(kept.url)
+    change(kept.url, put(range(5)))
+    with pytest.raises(PipelineError, match="onRollback=marker") as caught:
+        kept.run(onRollback="fail")
+    assert caught.value.code == "UPR_ROLLBACK"
+    assert len(kept.contents) == 10
+
+
+def test_a_table_of_another_query_is_refused_or_begun_anew(kept: Kept) -> None:
+    change(kept.url, put(range(10)))
+    kept.run()
+    change(kept.url, drop(range(5)))
+    kept.checkpoint = kept.checkpoint.with_name("another")
+    with pytest.raises(PipelineError, match="begin_anew") as caught:
+        kept.run()
+    assert caught.value.code == "UPR_TABLE"
+    assert len(kept.contents) == 10
+    kept.run(begin_anew=True)
+    assert kept.contents == contents(kept.url)
+    assert len(kept.contents) == 5
+
+
+def changes_of(spark: SparkSession, url: str) -> DataFrame:
+    return spark.read.format("upr").option("url", url).load()
+
+
+def test_the_sink_does_a_batch_once(spark: SparkSession, kept: Kept) -> None:
+    change(kept.url, put(range(10)))
+    sink = LatestState(kept.table, "an application", tell=kept.told.append)
+    sink(changes_of(spark, kept.url), 0)
+    first = kept.contents
+    assert first == contents(kept.url)
+    change(kept.url, drop(range(10)))
+    sink(changes_of(spark, kept.url), 0)
+    assert kept.version == 0
+    assert kept.contents == first
+    sink(changes_of(spark, kept.url), 1)
+    assert kept.version == 1
+    assert kept.contents == {}
+    with pytest.raises(OptionError, match="column op"):
+        sink(changes_of(spark, kept.url).drop("op"), 2)
+    with pytest.raises(OptionError, match="app_id"):
+        LatestState(kept.table)(changes_of(spark, kept.url), 2)
+
+
+# The newest row of each key.
+
+CHANGES = (
+    "batch int, op string, partition int, history_id string, seq long, key string, value string, "
+    "deleted boolean"
+)
+
+
+def row(batch: int, partition: int, history: str, seq: int, key: str, value: str | None) -> Any:
+    op = "delete" if value is None else "set"
+    return (batch, op, partition, history, seq, key, value, value is None)
+
+
+def marker(batch: int, partition: int, history: str) -> Any:
+    return (batch, "rollback", partition, history, 0, "", None, False)
+
+
+def newest(spark: SparkSession, rows: list[Any], order: str | None = None) -> dict[str, str]:
+    found = latest(spark.createDataFrame(rows, CHANGES), order).collect()
+    return {row["key"]: row["value"] for row in found}
+
+
+def test_the_latest_of_what_was_read_is_what_there_is(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket()
+    change(url, put(range(30)))
+    change(url, put(range(10), "newer"))
+    change(url, drop(range(5)))
+    found = latest(changes_of(spark, url))
+    assert found.columns == changes_of(spark, url).columns
+    assert contents_of_frame(found) == contents(url)
+    few = spark.read.format("upr").option("url", url).option("metadata", "false").load()
+    assert {bytes(row["key"]) for row in latest(few).collect()} == set(contents(url))
+
+
+def test_a_marker_drops_what_was_before_it_in_its_partition(spark: SparkSession) -> None:
+    old = [
+        row(1, 0, "a", 1, "x", "old"),
+        row(1, 0, "a", 9, "y", "old"),
+        row(1, 1, "a", 1, "z", "1"),
+    ]
+    new = [marker(2, 0, "b"), row(2, 0, "b", 1, "x", "new"), row(2, 0, "b", 2, "w", None)]
+    after = [row(3, 0, "c", 3, "v", "newer"), row(3, 1, "a", 2, "z", None)]
+    assert newest(spark, old + new + after, "batch") == {"x": "new", "v": "newer"}
+    again = [marker(4, 0, "d"), row(4, 0, "d", 1, "u", "last")]
+    assert newest(spark, old + new + after + again, "batch") == {"u": "last"}
+    assert newest(spark, [*new, row(2, 1, "a", 1, "z", "1")]) == {"x": "new", "z": "1"}
+    with pytest.raises(PipelineError, match="in which order the batches came"), plain_errors():
+        newest(spark, old + new)
+    with pytest.raises(OptionError, match="no column time"):
+        newest(spark, old, "time")

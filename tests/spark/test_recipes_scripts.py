@@ -1,0 +1,205 @@
+"""The scripts: what they do, and how they end. Two by `spark-submit`, one by Python alone, and all
+of them inside the tests' own session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+
+from deploy.spark import backup, bulk_load, latest_state, restore, snapshot
+from tests.kit.process import ROOT
+from tests.spark.bucket import change, contents, contents_of_frame, contents_of_rows, drop, put
+from tests.spark.conftest import SPARK_OPTIONS
+from upr_protocol.spark.recipes import command, read_snapshot
+
+NewBucket = Callable[..., str]
+SCRIPTS = ROOT / "deploy" / "spark"
+SUBMIT = Path(sys.executable).with_name("spark-submit")
+PATIENCE_S = 110.0
+
+
+def environment() -> Mapping[str, str]:
+    here = {
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    return {**os.environ, **here}
+
+
+def submit(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    options = [
+        word for name, value in SPARK_OPTIONS.items() for word in ("--conf", f"{name}={value}")
+    ]
+    return subprocess.run(
+        [str(SUBMIT), "--master", "local[2]", *options, str(SCRIPTS / script), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def ran(script: ModuleType, *arguments: object) -> int:
+    """A script's exit code, in the session that there is."""
+    return command.run(script.arguments(), script.work, [str(word) for word in arguments])
+
+
+@pytest.mark.timeout(240)
+def test_submitted_to_spark(spark: SparkSession, new_bucket: NewBucket, tmp_path: Path) -> None:
+    url = new_bucket()
+    table = tmp_path / "planes.csv"
+    table.write_text("tailnum,seats\nN1,10\nN2,20\n,30\n")
+    loaded = submit(
+        "bulk_load.py",
+        *(url, str(table), "--format", "csv", "--header", "--key", "tailnum", "--value", "*"),
+        *("--dead-letters", str(tmp_path / "letters")),
+    )
+    assert loaded.returncode == 1, loaded.stderr
+    assert loaded.stdout.startswith("2 rows written, 1 failed")
+    found = contents(url)
+    assert {key: stored.value for key, stored in found.items()} == {
+        b"N1": b'{"seats":"10"}',
+        b"N2": b'{"seats":"20"}',
+    }
+
+    folder = str(tmp_path / "snapshot")
+    written = submit("snapshot.py", url, folder)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith("2 rows of")
+    assert contents_of_frame(read_snapshot(spark, folder)) == found
+
+
+@contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(240)
+def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
+    url = new_bucket()
+    change(url, put(range(10)))
+    table = str(tmp_path / "table")
+    script = str(SCRIPTS / "latest_state.py")
+    with started(script, url, table, "--checkpoint", str(tmp_path / "checkpoint")) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line.startswith("batch 0: 10 keys changed"):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(seen) + rest
+        assert "Traceback" not in rest
+    assert contents_of_rows(DeltaTable(table).to_pyarrow_table().to_pylist()) == contents(url)
+
+
+@pytest.mark.parametrize("script", [latest_state, snapshot, backup, restore, bulk_load])
+def test_help_needs_no_java(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.run(script.arguments(), lambda *_: pytest.fail("it did something"), ["--help"])
+    assert caught.value.code == 0
+    assert "130  ended by Ctrl-C" in capsys.readouterr().out
+
+
+def test_without_java_it_says_so() -> None:
+    assert script_without_java("--help").returncode == 0
+    found = script_without_java("upr://127.0.0.1:1/b", "/nowhere/at/all")
+    assert found.returncode == command.FAILED
+    assert "is Java 17 or newer there?" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def script_without_java(*arguments: str) -> subprocess.CompletedProcess[str]:
+    nothing = {name: value for name, value in environment().items() if name != "JAVA_HOME"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "snapshot.py"), *arguments],
+        env={**nothing, "PATH": "/usr/bin/nothing"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_back_and_forth(
+    spark: SparkSession,
+    new_bucket: NewBucket,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, target = new_bucket(), new_bucket()
+    folder, table = tmp_path / "backup", tmp_path / "table"
+    change(url, put(range(20)))
+    assert ran(backup, url, folder) == 0
+    change(url, drop(range(5)))
+    assert ran(backup, url, folder, "--option", "leaseSeconds=60") == 0
+    assert ran(restore, folder, target, "--through", 1) == 0
+    assert contents(target) == contents(url)
+    assert ran(restore, folder, target) == command.FAILED
+    assert ran(restore, folder, target, "--may-have-contents") == 0
+    assert "15 rows" in capsys.readouterr().out
+    words = (url, table, "--checkpoint", tmp_path / "checkpoint", "--once")
+    assert ran(latest_state, *words) == 0
+    kept = DeltaTable(table).to_pyarrow_table().to_pylist()
+    assert contents_of_rows(kept) == contents(url)
+    rows = tmp_path / "rows.json"
+    rows.write_text('{"key": "a", "value": "1"}\n')
+    assert ran(bulk_load, target, rows, "--format", "json") == 0
+    assert len(contents(target)) == 16
+    spark.sql("SELECT 'b' AS key, '2' AS value").write.parquet(str(tmp_path / "rows"))
+    assert ran(bulk_load, target, tmp_path / "rows") == 0
+    assert len(contents(target)) == 17
+
+
+def test_errors_are_a_sentence_and_a_code(
+    spark: SparkSession,
+    new_bucket: NewBucket,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = new_bucket()
+    folder = tmp_path / "folder"
+    missing = url + "-missing"
+    away = "upr://127.0.0.1:1/bucket"
+    few = ("--option", "timeoutSeconds=1")
+    for code, words in {
+        command.USAGE: (snapshot, "http://host/bucket", folder),
+        command.REFUSED: (snapshot, missing, folder),
+        command.CONNECTION: (snapshot, away, folder, *few),
+        command.FAILED: (bulk_load, url, tmp_path / "nowhere"),
+    }.items():
+        script, *arguments = words
+        assert isinstance(script, ModuleType)
+        assert ran(script, *arguments) == code
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, said
+        assert "Traceback" not in said
+    words = (missing, tmp_path / "table", "--checkpoint", tmp_path / "checkpoint", "--once")
+    assert ran(latest_state, *words) == command.REFUSED
+    assert "UPR_NO_BUCKET" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        ran(snapshot, url, folder, "--option", "nothing")
