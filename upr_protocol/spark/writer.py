@@ -13,8 +13,8 @@ the server does each of them once:
 
 The server knows the newest 64 batches of a task in each partition. When a task is further than
 that and is run again, the older ones are passed over as done, if they are of a kind that cannot
-fail row by row: the chain of the next one that is known vouches for them. And it knows the 1,024 tasks
-that it heard of last in each partition: what is run again after more of them counts as new.
+fail row by row: the chain of the next one that is known vouches for them. And it knows the 1,024
+tasks that it heard of last in each partition: what is run again after more of them counts as new.
 
 There is a chain for each of the bucket's partitions: rows that the second run lacks are noticed in
 those partitions that it writes to, and in no other.
