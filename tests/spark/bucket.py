@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pyspark.sql import DataFrame
 
@@ -65,13 +65,13 @@ def contents(url: str) -> Contents:
     return found
 
 
-def contents_of_rows(rows: Iterable[dict[str, object]]) -> Contents:
+def contents_of_rows(rows: Iterable[dict[str, Any]]) -> Contents:
     """The same of rows that were read elsewhere; no key may be there twice."""
     found: Contents = {}
     for row in rows:
-        key = bytes(row["key"])  # type: ignore[call-overload]
+        key = bytes(row["key"])
         assert key not in found
-        found[key] = Stored(bytes(row["value"]), row["flags"], row["expiry"])  # type: ignore[call-overload]
+        found[key] = Stored(bytes(row["value"]), row["flags"], row["expiry"])
     return found
 
 

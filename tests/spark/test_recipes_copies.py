@@ -160,12 +160,14 @@ def test_increments_restore_each_state(
         found = restore(spark, folder, target, through=through)
         assert contents(target) == states[-1 if through is None else through]
         assert found.increments == (5 if through is None else through + 1)
-        failing("UPR_NOT_EMPTY", lambda target=target: restore(spark, folder, target))
-    change(target, put(range(100, 102)))
-    restore(spark, folder, target, may_have_contents=True)
-    assert set(contents(target)) == {*states[-1], b"key-100", b"key-101"}
+    full = new_bucket(3)
+    change(full, put([1]))
+    failing("UPR_NOT_EMPTY", lambda: restore(spark, folder, full))
+    change(full, put(range(100, 102)))
+    restore(spark, folder, full, may_have_contents=True)
+    assert set(contents(full)) == {*states[-1], b"key-100", b"key-101"}, "key-1 is deleted by it"
     with pytest.raises(OptionError, match="no increment 5"):
-        restore(spark, folder, target, through=5, may_have_contents=True)
+        restore(spark, folder, full, through=5, may_have_contents=True)
 
 
 def test_a_chain_with_a_gap_is_refused(

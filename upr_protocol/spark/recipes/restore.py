@@ -19,7 +19,7 @@ from upr_protocol.spark.options import Options
 from upr_protocol.spark.port import explained
 from upr_protocol.spark.recipes.backup import chain, increment_folder
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.folder import held, plain_path
+from upr_protocol.spark.recipes.folder import plain_path
 from upr_protocol.spark.recipes.latest_state import Tell, quiet
 from upr_protocol.spark.recipes.manifest import Manifest
 from upr_protocol.spark.recipes.snapshot import rows_of
@@ -85,7 +85,7 @@ def restore(
     folder = plain_path(path)
     if not folder.exists():
         raise PipelineError("UPR_FOLDER", f"{folder} is not there")
-    with plain_errors(), held(folder):
+    with plain_errors():
         found = chain(folder)
         if not found:
             raise PipelineError("UPR_FOLDER", f"{folder} has no increment that was finished")

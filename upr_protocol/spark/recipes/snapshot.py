@@ -57,8 +57,11 @@ def snapshot(
         PipelineError: There is something in the folder, or the bucket cannot be read.
     """
     folder = plain_path(path)
+    _check_may_be_used(folder, overwrite=overwrite)
     with plain_errors(), held(folder), consistent_cut(spark, url, options or {}) as cut:
-        _empty(folder, overwrite=overwrite)
+        _check_may_be_used(folder, overwrite=overwrite)
+        # What makes the rest count goes first.
+        remove(sorted(things_in(folder), key=lambda thing: thing.name != MANIFEST))
         tell(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
         rows = latest(cut.changes).select(*SCHEMA.names)
         rows.write.parquet(str(folder / DATA))
@@ -130,7 +133,7 @@ def described(
     )
 
 
-def _empty(folder: Path, *, overwrite: bool) -> None:
+def _check_may_be_used(folder: Path, *, overwrite: bool) -> None:
     things = things_in(folder)
     if not things:
         return
@@ -146,5 +149,3 @@ def _empty(folder: Path, *, overwrite: bool) -> None:
             "UPR_FOLDER",
             f"{folder} has {state} in it: take another folder, or have it overwritten (overwrite)",
         )
-    # What makes the rest count goes first.
-    remove(sorted(things, key=lambda thing: thing.name != MANIFEST))
