@@ -1,6 +1,6 @@
 """Writers whose tasks are interrupted in the middle, and a program that has Spark run them again.
 
-`main`, with URL and HOW, writes 20,000 increments, with four attempts a task.
+`main`, with URL and HOW, writes 20,000 increments, with two attempts a task.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Waiting(Interrupted):
 
 
 def main() -> None:
-    builder = SparkSession.builder.master("local[2,4]")
+    builder = SparkSession.builder.master("local[2,2]")
     for name, value in SPARK_OPTIONS.items():
         builder = builder.config(name, value)
     spark = builder.getOrCreate()

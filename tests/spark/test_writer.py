@@ -258,7 +258,7 @@ def test_a_server_that_dies_in_the_middle_of_a_write(spark: SparkSession) -> Non
 
 
 def run_again(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Has a Spark of its own write increments, with four attempts a task."""
+    """Has a Spark of its own write increments, with two attempts a task."""
     return subprocess.run(
         # Spark's workers know the writers by their module, which must not be `__main__`.
         [sys.executable, "-c", "from tests.spark.interrupted import main; main()", *arguments],
