@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from pyspark.sql import SparkSession
 
@@ -91,7 +92,7 @@ def test_a_snapshot_that_was_not_finished_is_none(
     assert "never finished" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     assert "not finished" in failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
     change(url, drop([3]))
-    snapshot(spark, url, folder, overwrite=True)
+    found = snapshot(spark, url, folder, overwrite=True)
     assert contents_of_frame(read_snapshot(spark, folder)) == contents(url)
     failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
 
@@ -103,6 +104,12 @@ def test_a_snapshot_that_was_not_finished_is_none(
     assert "whole copy" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     (folder / "manifest.json").write_text('{"format_version": 1}')
     assert "damaged" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    newer = {**msgspec.to_builtins(found), "format_version": 2}
+    (folder / "manifest.json").write_text(json.dumps(newer))
+    assert "of version 2" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    increment = {**msgspec.to_builtins(found), "kind": "increment", "files": {}}
+    (folder / "manifest.json").write_text(json.dumps(increment))
+    assert "no snapshot" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
     sentence = failing(

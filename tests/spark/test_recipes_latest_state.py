@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,18 @@ def test_a_table_of_another_query_is_refused_or_begun_anew(kept: Kept) -> None:
     kept.run(begin_anew=True)
     assert kept.contents == contents(kept.url)
     assert len(kept.contents) == 5
+
+
+def test_what_cannot_be_kept(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (spark, "upr://host/bucket", str(tmp_path / "table"), str(tmp_path / "checkpoint"))
+    with pytest.raises(OptionError, match="exclude each other"):
+        keep_latest_state(*words, available_now=True, interval="1 second")
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(PipelineError, match=r"pip install 'upr\[delta\]'") as caught:
+        keep_latest_state(*words, available_now=True)
+    assert caught.value.code == "UPR_DEPENDENCY"
 
 
 def changes_of(spark: SparkSession, url: str) -> DataFrame:

@@ -25,6 +25,9 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
     - Of several batches that were kept in a table, `order` names a column that rises from one batch
       to the next, as `foreachBatch`'s batch ID does.
 
+    Markers are looked for first, which reads `changes` twice. A plain read has none: leave out the
+    column op there.
+
     Args:
         changes: Rows with columns key, seq and deleted at least; where there may be markers, also
             op, partition and history_id. More columns are kept as they are.
