@@ -20,6 +20,7 @@ from upr_protocol.spark import UprDataSource
 
 SPARK_OPTIONS = {
     "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.sql.shuffle.partitions": "2",

@@ -11,7 +11,6 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.port import Port, ServerPort, explained
@@ -121,8 +120,7 @@ def _pinned(
 def _slice(
     infos: Mapping[PartitionId, PartitionInfo], partition: PartitionId, start: SeqNo, end: SeqNo
 ) -> Slice:
-    log = infos[partition].log if start else FailoverLog()
-    return Slice(partition, log, start, end, start, end)
+    return Slice(partition, infos[partition].log, start, end, start, end)
 
 
 def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:

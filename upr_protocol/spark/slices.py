@@ -32,7 +32,7 @@ class Slice:
 
     Attributes:
         partition: The partition.
-        log: The failover log that goes with the start.
+        log: The failover log under which it was planned.
         start: Where it begins, exclusive.
         end: Where it ends.
         snapshot_start: Where the snapshot begins of which it is a part.

@@ -422,7 +422,7 @@ def slices_of(start: Offset, end: Offset, sizes: Mapping[PartitionId, float]) ->
         found.append(
             Slice(
                 number,
-                begins.log,
+                ends.log,
                 begins.seq,
                 ends.seq,
                 ends.snapshot_start,

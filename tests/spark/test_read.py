@@ -1,0 +1,321 @@
+"""Reading with Spark: what comes is what a consumer gets, each time the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import trio
+from pyspark import InheritableThread
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, Row, SparkSession
+
+from tests.spark.server import BlockingServer
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import BlockingClient, ChunkReceived, SnapshotStart, consume
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Durability, Operation
+from upr_protocol.limits import VALUE_BYTES_MAX
+
+FAR = (1 << 32) - 1
+"""The latest expiry time there is, and the largest flags."""
+
+NewBucket = Callable[..., str]
+WAIT_S = 60.0
+
+
+def load(spark: SparkSession, url: str, schema: str = "", **options: object) -> DataFrame:
+    reader = spark.read.format("upr").option("url", url)
+    for name, value in options.items():
+        reader = reader.option(name, str(value))
+    return (reader.schema(schema) if schema else reader).load()
+
+
+@contextmanager
+def durable_client(url: str) -> Iterator[BlockingClient]:
+    with BlockingClient(url, durability=Durability.PERSISTED) as client:
+        yield client
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits until `condition` is true, of something that can only be asked and does not tell."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not yet: {what}"
+        threading.Event().wait(0.05)
+
+
+async def consumed(url: str) -> list[tuple[Any, ...]]:
+    """Every row of a bucket, by the client for Trio, with all columns."""
+    rows: list[tuple[Any, ...]] = []
+    histories: dict[int, tuple[str, int, int]] = {}
+    names = {Operation.SET: "set", Operation.DELETE: "delete", Operation.EXPIRE: "expire"}
+    async with consume(url, end="now") as consumer:
+        async for event in consumer:
+            if isinstance(event, SnapshotStart):
+                history = f"{event.history_id:016x}"
+                histories[event.partition] = (history, event.start, event.end)
+            elif isinstance(event, ChunkReceived):
+                for one in event.chunk:
+                    is_set = one.op is Operation.SET
+                    rows.append(
+                        (
+                            *(names[one.op], event.partition, histories[event.partition][0]),
+                            *(one.seq, *histories[event.partition][1:]),
+                            *(one.key, one.value if is_set else None, not is_set),
+                            *(one.cas, one.flags, one.expiry),
+                        )
+                    )
+    return rows
+
+
+def rows_of(frame: DataFrame) -> list[tuple[Any, ...]]:
+    return [
+        tuple(bytes(value) if isinstance(value, bytearray) else value for value in row)
+        for row in frame.collect()
+    ]
+
+
+def test_rows_are_those_of_a_consumer(spark: SparkSession, new_bucket: NewBucket) -> None:
+    """Every kind of row, edges of every column, a value of 20 MiB, partitions without any."""
+    url = new_bucket(16)
+    draw = random.Random(1)
+    with durable_client(url) as client:
+        some = [
+            Mutation(
+                Operation.SET,
+                b"key %d" % number,
+                draw.randbytes(draw.choice((0, 1, 100))),
+                flags=draw.choice((0, 1, FAR)),
+                expiry=draw.choice((0, FAR)),
+            )
+            for number in range(400)
+        ]
+        client.apply(row for row in some if partition_of(row.key, 16) > 3)
+        client.apply([Mutation(Operation.SET, b"\xff" * 250, bytes(range(256)))])
+        client.set("large", draw.randbytes(VALUE_BYTES_MAX))
+        client.set("counter", str((1 << 64) - 1))
+        gone = [row.key for row in some if partition_of(row.key, 16) > 3][:40]
+        client.apply(Mutation(Operation.DELETE, key) for key in gone[:20])
+    # Where snapshots begin and end depends on when they were read.
+    expected = [row[:4] + row[6:] for row in trio.run(consumed, url)]
+    found = rows_of(load(spark, url))
+    assert sorted(row[:4] + row[6:] for row in found) == sorted(expected)
+    assert sum(row[8] for row in found) == 20
+    special = {partition_of(key, 16) for key in (b"\xff" * 250, b"large", b"counter")}
+    assert (empty := set(range(4)) - special)
+    assert empty.isdisjoint({row[1] for row in found})
+    by_partition: dict[int, list[int]] = {}
+    for row in found:
+        by_partition.setdefault(row[1], []).append(row[3])
+    assert all(sorted(numbers) == numbers for numbers in by_partition.values())
+
+
+def test_an_empty_bucket_has_no_rows(spark: SparkSession, new_bucket: NewBucket) -> None:
+    assert load(spark, new_bucket(1)).collect() == []
+
+
+def test_all_that_was_acknowledged_is_there(spark: SparkSession, new_bucket: NewBucket) -> None:
+    """Though it was only in memory: reading is a barrier."""
+    url = new_bucket()
+    with BlockingClient(url) as client:
+        for number in range(10):
+            client.set(f"key {number}", str(number))
+            assert load(spark, url, "key binary").count() == number + 1
+
+
+def overwrite(client: BlockingClient, keys: list[str], until_compacted: int) -> None:
+    """Writes keys again and again, until so many more compactions were done."""
+    draw = random.Random(2)
+
+    def compactions() -> int:
+        bucket = client.address.bucket
+        return int(client.stats(bucket)["disk"]["compactions"])
+
+    for _ in range(until_compacted):
+        before = compactions()
+        for _ in range(3):
+            client.apply(
+                Mutation(Operation.SET, key.encode(), draw.randbytes(20_000)) for key in keys
+            )
+        # It is looked after when nothing is written for a moment.
+        until(lambda before=before: compactions() > before, "a compaction")  # type: ignore[misc]
+
+
+def keys_of(partition: int, partitions: int, count: int) -> list[str]:
+    found = (f"key {number}" for number in range(10_000_000))
+    mine = (key for key in found if partition_of(key.encode(), partitions) == partition)
+    return [next(mine) for _ in range(count)]
+
+
+def test_actions_on_one_frame_agree_while_keys_are_overwritten_and_compacted(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket(1024)
+    keys = keys_of(5, 1024, 10)
+    with durable_client(url) as client:
+        for value in ("first", "second"):
+            for key in keys:
+                client.set(key, value)
+        frame = load(spark, url)
+        first = sorted(rows_of(frame))
+        assert len(first) == 2 * len(keys), "every version"
+        overwrite(client, keys, 3)
+        assert sorted(rows_of(frame)) == first
+        assert frame.count() == len(first)
+        assert sorted(rows_of(frame.filter("seq > 3"))) == [row for row in first if row[3] > 3]
+        now = rows_of(load(spark, url))
+        assert max(row[3] for row in now) == 11 * len(keys)
+        assert len(now) < 8 * len(keys), "what came later was compacted"
+
+
+def test_a_frame_whose_rows_are_gone_says_so(spark: SparkSession, new_bucket: NewBucket) -> None:
+    url = new_bucket(1024)
+    keys = keys_of(5, 1024, 10)
+    with durable_client(url) as client:
+        for key in keys:
+            client.set(key, "first")
+        frame = load(spark, url, leaseSeconds=1)
+        assert frame.count() == 10
+        until(lambda: leases(client)["lapsed"] == 1, "the lease lapses")
+        assert frame.count() == 10, "it is whole still"
+        until(lambda: leases(client)["lapsed"] == 1, "the lease lapses again")
+        overwrite(client, keys, 2)
+        until(lambda: leases(client)["broken"] == 1, "the lease is broken")
+        with pytest.raises(PySparkException, match=r"\[UPR_RANGE_GONE\]"):
+            frame.count()
+
+
+def leases(client: BlockingClient) -> dict[str, Any]:
+    found: dict[str, Any] = client.stats(client.address.bucket)["leases"]
+    return found
+
+
+def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: NewBucket) -> None:
+    url = new_bucket(4)
+    with durable_client(url) as client:
+        client.apply(Mutation(Operation.SET, b"key %d" % number, b"value") for number in range(200))
+        everything = rows_of(load(spark, url))
+        rows = rows_of(load(spark, url, partitions="1-2, 3"))
+        assert sorted(rows) == sorted(row for row in everything if row[1] > 0)
+        rows = rows_of(
+            load(spark, url, startingOffsets='{"0": 10, "2": 1}', endingOffsets='{"0": 20, "1": 3}')
+        )
+        assert sorted(row[1:2] + row[3:4] for row in rows) == sorted(
+            (row[1], row[3])
+            for row in everything
+            if {0: 10, 2: 1}.get(row[1], 0) < row[3] <= {0: 20, 1: 3}.get(row[1], 1 << 60)
+        )
+        assert load(spark, url, includeValue="false").columns == [
+            *("op", "partition", "history_id", "seq", "snapshot_start", "snapshot_end", "key"),
+            *("deleted", "cas", "flags", "expiry"),
+        ]
+        assert load(spark, url, metadata="false").columns == ["seq", "key", "value", "deleted"]
+        chosen = load(spark, url, "value string, key string, deleted boolean")
+        assert Row(value="value", key="key 7", deleted=False) in chosen.collect()
+        assert load(spark, url, minPartitions=7).rdd.getNumPartitions() >= 7
+        assert load(spark, url, maxPartitionBytes=1000).rdd.getNumPartitions() > 10
+        assert sorted(rows_of(load(spark, url, maxPartitionBytes=1000))) == sorted(everything)
+        assert load(spark, url, stability="any").count() == 200
+        client.set(b"\xff", b"\xfe")
+        with pytest.raises(PySparkException, match=r"\[UPR_NO_TEXT\].*column key"):
+            load(spark, url, "key string").collect()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"maxOffsetPerTrigger": 5}, "there is no option maxoffsetpertrigger; perhaps"),
+        ({"stability": "sometimes"}, "the option stability is 'sometimes', and not one of"),
+        ({"partitions": "3-1"}, "what it takes is like 0-3,7"),
+        ({"partitions": "x"}, "what it takes is like 0-3,7"),
+        ({"startingOffsets": '{"0": -1}'}, "numbers by partition like"),
+        ({"endingOffsets": "{"}, "numbers by partition like"),
+        ({"leaseSeconds": "0"}, "no whole number from 1 to 86400"),
+        ({"url": "http://localhost/x"}, "it does not begin with upr://"),
+        ({"url": "upr://localhost"}, "the bucket is missing"),
+    ],
+)
+def test_options_that_are_wrong(
+    spark: SparkSession, options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(AnalysisException, match=r"\[UPR_OPTION\]") as refused:
+        load(spark, **{"url": "upr://localhost/b", **options})  # type: ignore[arg-type]
+    assert sentence in str(refused.value)
+
+
+def test_what_cannot_be_read(
+    spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
+) -> None:
+    url = new_bucket(2)
+    for wrong, code in (
+        (load(spark, url, startingOffsets='{"0": 5}'), "UPR_OPTION"),
+        (load(spark, url, startingOffsets="latest"), "UPR_OPTION"),
+        (load(spark, url, partitions="5"), "UPR_OPTION"),
+        (load(spark, url, "key int"), "UPR_OPTION"),
+        (load(spark, url, "colour string"), "UPR_OPTION"),
+        (load(spark, server.url("missing")), "UPR_NO_BUCKET"),
+        (load(spark, "upr://127.0.0.1:1/b", timeoutSeconds=1), "UPR_UNREACHABLE"),
+    ):
+        with pytest.raises(PySparkException, match=rf"\[{code}\]"):
+            wrong.collect()
+
+
+@pytest.mark.timeout(300)
+def test_who_takes_little_leaves_nothing_behind(
+    spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
+) -> None:
+    """A hundred times: limited, taken from, and cancelled."""
+    url = new_bucket(4)
+    with durable_client(url) as client, BlockingClient(server.url()) as observer:
+        client.apply(
+            Mutation(Operation.SET, b"key %d" % number, bytes(5000)) for number in range(4000)
+        )
+
+        def connections() -> int:
+            return len(observer.stats()["connections"])
+
+        before = connections()
+        frame = load(spark, url, leaseSeconds=2, minPartitions=2)
+        for _ in range(45):
+            assert len(frame.limit(3).collect()) == 3
+        for _ in range(45):
+            assert len(frame.select("key").take(1)) == 1
+        for number in range(10):
+            cancel_one(spark, load(spark, url, leaseSeconds=2), f"group {number}")
+        until(lambda: connections() == before, "every connection is closed")
+        until(lambda: leases(client)["held"] == 0, "no lease is held")
+        assert client.stats(client.address.bucket)["leases"]["backfills"] == 0
+
+
+def cancel_one(spark: SparkSession, frame: DataFrame, group: str) -> None:
+    """Begins to read, and is cancelled in the middle of it."""
+    context = spark.sparkContext
+    context.setJobGroup(group, "", interruptOnCancel=True)
+    failures: list[BaseException] = []
+
+    def slowly(rows: Iterable[Row]) -> Iterator[Row]:
+        for row in rows:
+            time.sleep(0.01)  # noqa: TID251  a reader that takes its time
+            yield row
+
+    def run() -> None:
+        try:
+            frame.select("key").rdd.mapPartitions(slowly).count()
+        except Exception as error:  # noqa: BLE001  it is looked at below
+            failures.append(error)
+
+    thread = InheritableThread(target=run, session=spark)
+    thread.start()
+    tracker = context.statusTracker()
+    until(lambda: bool(tracker.getJobIdsForGroup(group)), "the job has begun")
+    context.cancelJobGroup(group)
+    thread.join()
+    context.setLocalProperty("spark.jobGroup.id", "")
+    (failure,) = failures
+    assert "cancel" in str(failure)
