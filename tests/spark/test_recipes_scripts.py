@@ -67,7 +67,8 @@ def test_submitted_to_spark(spark: SparkSession, new_bucket: NewBucket, tmp_path
         *("--dead-letters", str(tmp_path / "letters")),
     )
     assert loaded.returncode == 1, loaded.stderr
-    assert loaded.stdout.startswith("2 rows written, 1 failed")
+    # Spark puts warnings of its own libraries there, too.
+    assert loaded.stdout.splitlines()[-1].startswith("2 rows written, 1 failed")
     found = contents(url)
     assert {key: stored.value for key, stored in found.items()} == {
         b"N1": b'{"seats":"10"}',
@@ -77,7 +78,7 @@ def test_submitted_to_spark(spark: SparkSession, new_bucket: NewBucket, tmp_path
     folder = str(tmp_path / "snapshot")
     written = submit("snapshot.py", url, folder)
     assert written.returncode == 0, written.stderr
-    assert written.stdout.startswith("2 rows of")
+    assert written.stdout.splitlines()[-1].startswith("2 rows of")
     assert contents_of_frame(read_snapshot(spark, folder)) == found
 
 
@@ -113,7 +114,7 @@ def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(seen) + rest
-        assert "Traceback" not in rest
+        assert "Traceback" not in rest, rest
     assert contents_of_rows(DeltaTable(table).to_pyarrow_table().to_pylist()) == contents(url)
 
 
@@ -160,8 +161,7 @@ def test_back_and_forth(
     assert ran(restore, folder, target, "--through", 1) == 0
     assert contents(target) == contents(url)
     assert ran(restore, folder, target) == command.FAILED
-    assert ran(restore, folder, target, "--may-have-contents") == 0
-    assert "15 rows" in capsys.readouterr().out
+    assert "25 rows of 2 increments" in capsys.readouterr().out
     words = (url, table, "--checkpoint", tmp_path / "checkpoint", "--once")
     assert ran(latest_state, *words) == 0
     kept = DeltaTable(table).to_pyarrow_table().to_pylist()
@@ -170,9 +170,6 @@ def test_back_and_forth(
     rows.write_text('{"key": "a", "value": "1"}\n')
     assert ran(bulk_load, target, rows, "--format", "json") == 0
     assert len(contents(target)) == 16
-    spark.sql("SELECT 'b' AS key, '2' AS value").write.parquet(str(tmp_path / "rows"))
-    assert ran(bulk_load, target, tmp_path / "rows") == 0
-    assert len(contents(target)) == 17
 
 
 def test_errors_are_a_sentence_and_a_code(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -93,6 +94,13 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    """Whether a record tells of anything but Ctrl-C: the bridge to the JVM takes that for an error
+    of its own, and logs a traceback."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, KeyboardInterrupt)
+
+
 def run(
     arguments: argparse.ArgumentParser,
     work: Callable[[SparkSession, argparse.Namespace], int],
@@ -109,6 +117,7 @@ def run(
         The exit code. A fault of ours keeps its traceback instead.
     """
     given = arguments.parse_args(argv)
+    logging.getLogger().addFilter(_is_no_interrupt)
     # One that is there already is another's.
     is_ours = SparkSession.getActiveSession() is None
     spark = None
