@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Final
 
 from pyspark.errors import PySparkException
@@ -94,11 +94,12 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
-def _is_no_interrupt(record: logging.LogRecord) -> bool:
-    """Whether a record tells of anything but Ctrl-C: the bridge to the JVM takes that for an error
-    of its own, and logs a traceback."""
-    kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or not issubclass(kind, KeyboardInterrupt)
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Ends the process. The bridge to the JVM cannot be interrupted inside a call and used again,
+    and there is nothing to tidy up: what is not finished does not count, and the JVM ends with its
+    Python. Leases lapse."""
+    del number, frame
+    os._exit(INTERRUPTED)
 
 
 def run(
@@ -117,12 +118,13 @@ def run(
         The exit code. A fault of ours keeps its traceback instead.
     """
     given = arguments.parse_args(argv)
-    logging.getLogger().addFilter(_is_no_interrupt)
     # One that is there already is another's.
     is_ours = SparkSession.getActiveSession() is None
     spark = None
     try:
         spark = session(f"upr {arguments.prog.removesuffix('.py')}")
+        if is_ours:
+            signal.signal(signal.SIGINT, _interrupted)
         with plain_errors():
             return work(spark, given)
     except KeyboardInterrupt:
