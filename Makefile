@@ -33,7 +33,7 @@ help: ## list the commands
 java:
 	@sh deploy/java.sh
 
-demo: $(INSTALLED) java ## stream 336,776 flights to three consumers at once, and compare
+demo: $(INSTALLED) java ## write 336,776 flights with Spark, stream them to three consumers, compare
 	$(BIN)/python deploy/demo.py
 
 test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)

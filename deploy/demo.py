@@ -1,20 +1,23 @@
-"""The demonstration: real mutations in, consistent streams out.
+"""The demonstration: real mutations in, consistent streams out, with Spark at both ends.
 
-A server takes in the 336,776 flights that left New York in 2013, each under its aircraft's tail
-number and in the order of their departure, so that the newest flight of each aircraft is what
-stays. Meanwhile three consumers stream: one from the start, one that joins half-way, and one that
-is slow. In the end each has a barrier come back, and then all contents are compared, key by key and
+A Spark job takes the 336,776 flights that left New York in 2013 and writes them to a server, each
+under its aircraft's tail number and in the order of their departure, so that the newest flight of
+each aircraft is what stays. Meanwhile three consumers stream: one from the start, one that joins
+half-way, and one that is slow; and half-way the server is stopped, and started again on its data.
+In the end each consumer has a barrier come back, and then all contents are compared, key by key and
 byte by byte: what each consumer has, what the server gives for each key, and what the file says.
+At last Spark adds up what the stream holds, and that is compared with the file's sums.
 
-The server and the consumers are processes of their own; this one publishes, watches and compares.
+The server, the consumers and the Spark job (`demo_job.py`) are processes of their own; this one
+watches and compares.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib.util
-import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +27,7 @@ import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import attrs
 import msgspec
@@ -37,7 +40,6 @@ from upr_protocol.client import (
     SnapshotEnd,
     connect,
     consume,
-    publisher,
 )
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Operation
@@ -53,6 +55,7 @@ PATIENCE_S: Final = 60.0
 """How long anything may take that is not the work itself."""
 
 Contents = dict[bytes, bytes]
+Totals = dict[str, list[int]]
 
 
 class DemoError(Exception):
@@ -67,14 +70,18 @@ class Flights(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: How many flights there are.
-        keyed: Tail number and flight as JSON, in the order of departure.
-        newest: The newest flight of each aircraft.
+        kept: How many of them name an aircraft.
+        nbytes: The bytes of those: tail numbers, and flights as JSON.
+        newest: The newest flight of each aircraft, as JSON.
+        totals: Of these, by carrier: flights, miles, minutes in the air.
         read_s: How long it took to read them.
     """
 
     rows: int
-    keyed: list[tuple[bytes, bytes]]
+    kept: int
+    nbytes: int
     newest: Contents
+    totals: Totals
     read_s: float
 
 
@@ -93,57 +100,61 @@ def flights_path() -> Path:
     return Path(spec.origin).with_name("data") / "flights.csv.zip"
 
 
-def read_flights(path: Path) -> Flights:
-    """Reads the file. Its months stand in the order 1, 10, 11, 12, 2, …, so it has to be sorted.
+def unpack_flights(archive_path: Path, folder: Path) -> Path:
+    """Takes the file out of its archive, which Spark does not read."""
+    with zipfile.ZipFile(archive_path) as archive:
+        return Path(archive.extract("flights.csv", folder))
 
-    The newest flight of each aircraft is found without the sorting, and by other columns: it is
-    what the outcome is compared with.
-    """
+
+def read_flights(path: Path) -> Flights:
+    """Reads the file without Spark, and finds the newest flight of each aircraft by other columns
+    than the job sorts by: it is what the outcome is compared with."""
     began = time.monotonic()
     encode = msgspec.json.Encoder().encode
-    by_departure: list[tuple[tuple[int, int, int, int, int], bytes, bytes]] = []
-    newest: dict[bytes, tuple[tuple[str, int, int], bytes]] = {}
-    number = 0
-    with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as binary:
-        rows = csv.reader(io.TextIOWrapper(binary, encoding="utf-8", newline=""))
-        names = next(rows)
-        for number, texts in enumerate(rows, 1):
-            row = dict(zip(names, texts, strict=True))
+    newest: dict[bytes, tuple[tuple[str, int, str, int], bytes]] = {}
+    rows = kept = nbytes = 0
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            rows += 1
             if row["tailnum"] in ("", "NA"):
                 continue
             key = row["tailnum"].encode()
             flight = encode({name: None if text == "NA" else text for name, text in row.items()})
-            local = (
-                int(row["year"]),
-                int(row["month"]),
-                int(row["day"]),
-                int(row["sched_dep_time"]),
-                number,
-            )
-            by_departure.append((local, key, flight))
-            utc = (row["time_hour"], int(row["minute"]), number)
-            if key not in newest or newest[key][0] < utc:
-                newest[key] = (utc, flight)
-    by_departure.sort()
-    return Flights(
-        number,
-        [(key, flight) for _, key, flight in by_departure],
-        {key: flight for key, (_, flight) in newest.items()},
-        time.monotonic() - began,
-    )
+            kept += 1
+            nbytes += len(key) + len(flight)
+            departs = (row["time_hour"], int(row["minute"]), row["carrier"], int(row["flight"]))
+            if key not in newest or newest[key][0] < departs:
+                newest[key] = (departs, flight)
+    contents = {key: flight for key, (_, flight) in newest.items()}
+    return Flights(rows, kept, nbytes, contents, totals(contents), time.monotonic() - began)
+
+
+def totals(contents: Contents) -> Totals:
+    """By carrier: flights, miles, minutes in the air."""
+    found: Totals = {}
+    for value in contents.values():
+        flight = msgspec.json.decode(value)
+        total = found.setdefault(flight["carrier"], [0, 0, 0])
+        total[0] += 1
+        total[1] += int(flight["distance"])
+        total[2] += int(flight["air_time"] or 0)
+    return found
 
 
 # Processes.
 
 
 @asynccontextmanager
-async def child(*command: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[trio.Process]:
-    """A process that lives no longer than the context. Ctrl-C is for this one: it tells the others
-    in time."""
+async def child(
+    *command: str, stdin: int = subprocess.DEVNULL, stderr: int | None = None
+) -> AsyncIterator[trio.Process]:
+    """A process that lives no longer than the context, nor do those that it started. Ctrl-C is for
+    this one: it tells the others in time."""
     process = await trio.lowlevel.open_process(
         (sys.executable, *command),
         stdin=stdin,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         start_new_session=True,
         # Settings that are meant for other servers are not meant for this one.
         env={name: value for name, value in os.environ.items() if not name.startswith("UPR_")},
@@ -157,6 +168,9 @@ async def child(*command: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator
                 await process.wait()
             process.kill()
             await process.wait()
+            # Java is one of them: it notices late that nobody needs it any more.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 async def lines_of(process: trio.Process) -> AsyncGenerator[bytes, None]:
@@ -268,6 +282,9 @@ class Errand(msgspec.Struct, frozen=True):
 
 
 REPORT_INTERVAL_S: Final = 0.2
+
+WATCH_INTERVAL_S: Final = 0.02
+"""How often the server is asked how far the job is: half-way is soon over."""
 
 
 class Follower:
@@ -393,35 +410,99 @@ class Watched:
         self.ended.set()
 
 
-# The publisher.
+# The Spark job.
+
+
+def check_java() -> None:
+    """Sees whether Spark will find a Java.
+
+    Raises:
+        DemoError: It will not.
+    """
+    home = os.environ.get("JAVA_HOME")
+    if shutil.which("java", path=os.path.join(home, "bin") if home else None) is None:
+        raise DemoError(
+            "Spark needs Java 17 or newer, and there is none: install it (openjdk-17-jre-headless "
+            "on Debian), or run this with `make demo`; JAVA_HOME says where one is that is not on "
+            "the PATH"
+        )
+
+
+class Job:
+    """The Spark job, as seen from here.
+
+    Args:
+        process: Its process.
+        log_path: What Spark says.
+    """
+
+    def __init__(self, process: trio.Process, log_path: Path) -> None:
+        self._process = process
+        self._log_path = log_path
+        self._lines = lines_of(process)
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, flights: Path, folder: Path) -> AsyncIterator[Job]:
+        """Starts it: `answer` tells when it is ready."""
+        check_java()
+        log_path = folder / "spark.log"
+        command = (str(Path(__file__).with_name("demo_job.py")), str(flights), str(folder))
+        with log_path.open("wb") as log:
+            async with child(*command, stdin=subprocess.PIPE, stderr=log.fileno()) as process:
+                job = cls(process, log_path)
+                async with aclosing(job._lines):
+                    yield job
+
+    async def ask(self, **command: str) -> Any:
+        """Gives it a command, and waits for what comes of it.
+
+        Raises:
+            DemoError: It ended instead.
+        """
+        assert self._process.stdin is not None
+        # When it is gone already, that shows in a moment.
+        with suppress(trio.BrokenResourceError):
+            await self._process.stdin.send_all(msgspec.json.encode(command) + b"\n")
+        return await self.answer()
+
+    async def answer(self) -> Any:
+        """What it says next."""
+        async for line in self._lines:
+            return msgspec.json.decode(line)
+        code = await self._process.wait()
+        said = self._log_path.read_text(errors="replace").splitlines()
+        reason = next((line for line in reversed(said) if line.strip()), "it does not say why")
+        raise DemoError(f"the Spark job ended too early, with code {code}: {reason}")
 
 
 @attrs.define
 class Load:
-    """How far the publisher is."""
+    """How far the job is.
+
+    Attributes:
+        total: Flights that it is to write.
+        taken: Those that the server has taken in.
+        seconds: How long it took until all were on disk; 0 before.
+    """
 
     total: int
-    handed_over: int = 0
-    acknowledged_s: float = 0.0
-    began_at: float = attrs.field(factory=time.monotonic)
+    taken: int = 0
+    seconds: float = 0.0
 
-    async def run(self, url: str, flights: Flights, half_way: trio.Event) -> None:
-        """Publishes every flight, in order; all are acknowledged when this returns."""
-        self.began_at = time.monotonic()
-        async with publisher(url, identity="demo:publisher") as sink:
-            for key, flight in flights.keyed:
-                await sink.set(key, flight)
-                self.handed_over += 1
-                if self.handed_over * 2 >= self.total and not half_way.is_set():
-                    half_way.set()
-            await sink.flush()
-        self.acknowledged_s = time.monotonic() - self.began_at
-
-    @property
-    def rate(self) -> float:
-        """Flights a second."""
-        seconds = self.acknowledged_s or time.monotonic() - self.began_at
-        return self.handed_over / max(seconds, 0.001)
+    async def watch(self, url: str, half_way: trio.Event) -> None:
+        """Asks the server again and again how many it has taken in, for ever."""
+        while True:
+            # It is away for a moment, half-way.
+            with suppress(UprError, OSError):
+                async with connect(url, identity="demo:watch") as client:
+                    while True:
+                        rows = await client.seqnos()
+                        self.taken = sum(row.high_seq for row in rows)
+                        if self.taken * 2 >= self.total:
+                            half_way.set()
+                        await trio.sleep(WATCH_INTERVAL_S)
+            await trio.sleep(WATCH_INTERVAL_S)
 
 
 # What is shown meanwhile.
@@ -459,9 +540,9 @@ async def keep_showing(screen: Screen, load: Load, watched: list[Watched]) -> No
 
 def show(screen: Screen, load: Load, watched: list[Watched]) -> None:
     """Shows how far everyone is."""
-    share = load.handed_over / load.total
+    share = load.taken / load.total
     bar = ("█" * round(share * BAR)).ljust(BAR, "░")
-    lines = [f"  publisher       {load.handed_over:>9,} flights    {bar} {share:4.0%}"]
+    lines = [f"  Spark writes    {load.taken:>9,} flights    {bar} {share:4.0%}"]
     for one in watched:
         report = one.report
         state = f"{report.mutations:>9,} mutations  {report.items:>6,} aircraft"
@@ -483,70 +564,87 @@ async def demo() -> None:
         DemoError: Contents differ, or something is missing.
     """
     began = time.monotonic()
-    path = flights_path()
-    print("Reading the flights that left New York in 2013 …", flush=True)
-    flights = await trio.to_thread.run_sync(read_flights, path, abandon_on_cancel=True)
-    print(
-        f"  {flights.rows:,} flights in {flights.read_s:.1f} s. "
-        f"{flights.rows - len(flights.keyed):,} name no aircraft and are left out.\n"
-        f"  {len(flights.keyed):,} remain, of {len(flights.newest):,} aircraft; "
-        "of each, the newest flight is to stay."
-    )
+    archive = flights_path()
+    with tempfile.TemporaryDirectory(prefix="upr-demo-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        path = unpack_flights(archive, folder)
+        async with (
+            Job.started(path, folder) as job,
+            Server(folder / "data") as server,
+        ):
+            print(
+                "Starting Spark, and reading the flights that left New York in 2013 …", flush=True
+            )
+            flights = await trio.to_thread.run_sync(read_flights, path, abandon_on_cancel=True)
+            print(
+                f"  {flights.rows:,} flights in {flights.read_s:.1f} s. "
+                f"{flights.rows - flights.kept:,} name no aircraft and are left out.\n"
+                f"  {flights.kept:,} remain, of {len(flights.newest):,} aircraft; "
+                "of each, the newest flight is to stay.",
+                flush=True,
+            )
+            await job.answer()
+            await run(job, server, flights, folder)
+    print(f"\nAll contents are equal. {time.monotonic() - began:.1f} s in all.")
+
+
+async def run(job: Job, server: Server, flights: Flights, folder: Path) -> None:
+    """Streams the flights, once everything is there for it, and compares what came of it."""
     early = Watched("from the start")
     late = Watched("from half-way")
     slow = Watched("slow", SLOW_PAUSE_S, WINDOW_BYTES_MIN)
     watched = [early, late, slow]
-    load = Load(len(flights.keyed))
-    with tempfile.TemporaryDirectory(prefix="upr-demo-") as folder:
-        async with Server(Path(folder) / "data") as server:
-            url = f"{server.url}/{BUCKET}"
-            async with connect(server.url, identity="demo:setup") as client:
-                await client.create_bucket(BUCKET, PARTITIONS)
-            print(f"\nStreaming them through {url} …", flush=True)
-            async with (
-                early.started(url, Path(folder)),
-                late.started(url, Path(folder)),
-                slow.started(url, Path(folder)),
-            ):
-                await stream(server, url, flights, load, early, late, slow)
-            numbers, held = await look(url, flights)
-            disk_bytes = server.disk_bytes()
+    load = Load(flights.kept)
+    url = f"{server.url}/{BUCKET}"
+    async with connect(server.url, identity="demo:setup") as client:
+        await client.create_bucket(BUCKET, PARTITIONS)
+    print(f"\nStreaming them through {url} …", flush=True)
+    async with (
+        early.started(url, folder),
+        late.started(url, folder),
+        slow.started(url, folder),
+    ):
+        await stream(job, server, url, load, early, late, slow)
+    numbers, held = await look(url, flights)
     report(flights, load, watched)
     print(
         f"  Half-way the server was stopped, and started again; it was away for "
-        f"{server.restart_s:.1f} s.\n  Its files are now {disk_bytes / 1e6:,.0f} MB."
+        f"{server.restart_s:.1f} s.\n  Its files are now {server.disk_bytes() / 1e6:,.0f} MB.",
+        flush=True,
     )
     compare(flights.newest, held, watched, numbers)
-    print(f"\nAll contents are equal. {time.monotonic() - began:.1f} s in all.")
+    print("\nSpark adds up what the stream holds now …", flush=True)
+    compare_totals(flights.totals, await job.ask(add_up=url))
 
 
 async def stream(
-    server: Server,
-    url: str,
-    flights: Flights,
-    load: Load,
-    early: Watched,
-    late: Watched,
-    slow: Watched,
+    job: Job, server: Server, url: str, load: Load, early: Watched, late: Watched, slow: Watched
 ) -> None:
-    """Publishes, restarts the server, has the consumers join, and end once everything is
-    acknowledged."""
+    """Has the job write, restarts the server, has the consumers join, and end once everything is
+    on disk."""
     watched = [early, late, slow]
-    half_way = trio.Event()
+    half_way, restarted = trio.Event(), trio.Event()
     screen = Screen(sys.stdout)
     async with trio.open_nursery() as nursery:
         for one in (early, slow):
             await one.say("join")
             await one.joined.wait()
         nursery.start_soon(keep_showing, screen, load, watched)
+        nursery.start_soon(load.watch, url, half_way)
 
         async def join_half_way() -> None:
             await half_way.wait()
             await server.restart()
             await late.say("join")
+            restarted.set()
 
         nursery.start_soon(join_half_way)
-        await load.run(url, flights, half_way)
+        began = time.monotonic()
+        written = await job.ask(write=url)
+        load.seconds = time.monotonic() - began
+        if written != load.total:
+            raise DemoError(f"Spark wrote {written:,} flights, and the file has {load.total:,}")
+        await restarted.wait()
         for one in watched:
             await one.say("end")
         for one in watched:
@@ -588,11 +686,10 @@ async def items_of(client: Client) -> int:
 
 def report(flights: Flights, load: Load, watched: list[Watched]) -> None:
     """Prints what each of them did."""
-    published = len(flights.keyed)
-    nbytes = sum(len(key) + len(flight) for key, flight in flights.keyed)
+    published = flights.kept
     print(
-        f"\n{published:,} flights ({nbytes / 1e6:,.0f} MB) were published and acknowledged in "
-        f"{load.acknowledged_s:.1f} s: {load.rate:,.0f} a second.\n"
+        f"\n{published:,} flights ({flights.nbytes / 1e6:,.0f} MB) were written by Spark, and are "
+        f"on disk, after {load.seconds:.1f} s: {published / load.seconds:,.0f} a second.\n"
     )
     print("  consumer         snapshots  mutations    MB  a second         saved    barrier")
     for one in watched:
@@ -607,7 +704,7 @@ def report(flights: Flights, load: Load, watched: list[Watched]) -> None:
     print(
         "\n  saved: mutations that deduplication kept from being sent, as a newer flight of the\n"
         "  same aircraft was there before the consumer came to them. barrier: how long after the\n"
-        "  last acknowledgement the consumer knew that it had everything."
+        "  job ended the consumer knew that it had everything."
     )
 
 
@@ -636,6 +733,29 @@ def compare(
     for one in watched:
         if one.report.ends != numbers:
             raise DemoError(f"the barrier of {one.name!r} is not at the server's numbers")
+
+
+TOTALS_SHOWN: Final = 5
+
+
+def compare_totals(expected: Totals, found: Totals) -> None:
+    """Compares what Spark added up with the file's sums, and says what came of it.
+
+    Raises:
+        DemoError: Some differ.
+    """
+    print("  carrier    aircraft        miles      minutes in the air, of their newest flights")
+    carriers = sorted(expected.keys() | found.keys(), key=lambda one: -expected.get(one, [0])[0])
+    for carrier in carriers[:TOTALS_SHOWN]:
+        aircraft, miles, minutes = found.get(carrier, [0, 0, 0])
+        print(f"  {carrier:<10} {aircraft:>8,} {miles:>12,} {minutes:>12,}")
+    different = [one for one in carriers if expected.get(one) != found.get(one)]
+    print(
+        f"  … of {len(carriers)} carriers; {len(different)} differ from what the file says",
+        flush=True,
+    )
+    if different:
+        raise DemoError(f"Spark's sums differ from the file's: {', '.join(different)}")
 
 
 class Interrupted(Exception):  # noqa: N818  it is no error
