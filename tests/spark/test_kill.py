@@ -1,0 +1,202 @@
+"""Drivers, executors and servers that die: nothing is lost, nothing is done twice, and a batch that
+is read again is what it was."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.kit.process import ROOT, environment
+from tests.spark.driver import Job
+from tests.spark.server import blocking_server
+from tests.spark.test_read import durable_client, keys_of, overwrite, until
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import BlockingClient
+from upr_protocol.ids import Operation
+
+PARTITIONS = 1024
+"""Of so many partitions each is compacted though little of it is garbage."""
+
+KEYS = keys_of(5, PARTITIONS, 10) + keys_of(700, PARTITIONS, 10)
+DRIVER_S = 100.0
+
+
+@contextmanager
+def driver(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver that does a job; what is left of it in the end is killed."""
+    process = subprocess.Popen(
+        (
+            sys.executable,
+            "-c",
+            "from tests.spark.driver import main; main()",
+            msgspec.json.encode(job),
+        ),
+        cwd=ROOT,
+        env=environment(PYSPARK_PYTHON=sys.executable, PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run(job: Job) -> int:
+    """Has a driver do a job; gives its exit code."""
+    with driver(job) as process:
+        out, _ = process.communicate(timeout=DRIVER_S)
+        if process.returncode not in (0, -signal.SIGKILL):
+            raise AssertionError(out.decode()[-4000:])
+        return process.returncode
+
+
+def batches_of(folder: Path) -> dict[int, list[Any]]:
+    """Each batch's rows; they are the same each time that it was done."""
+    found = {}
+    for batch in sorted((folder / "batches").iterdir(), key=lambda one: int(one.name)):
+        times = [msgspec.json.decode(one.read_bytes()) for one in batch.iterdir()]
+        assert all(one == times[0] for one in times), f"batch {batch.name} was not the same"
+        found[int(batch.name)] = times[0]
+    return found
+
+
+def check(batches: dict[int, list[Any]], client: BlockingClient, *, from_start: bool) -> None:
+    """Nothing twice, in order, and in the end what the server has."""
+    reached: Counter[int] = Counter()
+    contents: dict[bytes, bytes] = {}
+    for rows in batches.values():
+        before = dict(reached)
+        for partition, _, seq, key, value, deleted in rows:
+            assert seq > before.get(partition, 0), "a number in two batches"
+            reached[partition] = max(reached[partition], seq)
+            assert not deleted
+            contents[bytes.fromhex(key)] = bytes.fromhex(value)
+    theirs = {key.encode(): client.get(key) for key in KEYS}
+    assert {key: item.value for key, item in theirs.items() if item} == contents
+    for row in client.seqnos():
+        assert reached[row.partition] == row.high_seq
+    if from_start:
+        assert min(seq for rows in batches.values() for _, _, seq, *_ in rows) == 1
+
+
+def write(client: BlockingClient, value: str) -> None:
+    client.apply(Mutation(Operation.SET, key.encode(), value.encode()) for key in KEYS)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("dies", ["planned", "written"])
+def test_a_driver_that_dies_reads_its_batch_again(tmp_path: Path, dies: str) -> None:
+    """Every key is overwritten meanwhile, and all that nobody holds is compacted."""
+    with blocking_server() as server:
+        url = server.create_bucket("b", PARTITIONS)
+        with durable_client(url) as client:
+            for number in range(3):
+                write(client, f"value {number}")
+            job = Job("stream", url, str(tmp_path), options={"maxOffsetsPerTrigger": "25"})
+            job.dies, job.in_batch = dies, 1
+            assert run(job) == -signal.SIGKILL
+            overwrite(client, KEYS, 2)
+            job.dies = ""
+            assert run(job) == 0
+            batches = batches_of(tmp_path)
+            check(batches, client, from_start=True)
+            assert len(list((tmp_path / "batches" / "1").iterdir())) == (1 + (dies == "written"))
+            assert sum(map(len, batches.values())) >= 60, "every version from before it died"
+
+
+@pytest.mark.timeout(240)
+def test_a_driver_that_dies_in_its_first_batch_begins_where_it_began(tmp_path: Path) -> None:
+    with blocking_server() as server:
+        url = server.create_bucket("b", PARTITIONS)
+        with durable_client(url) as client:
+            write(client, "before")
+            job = Job("stream", url, str(tmp_path), options={"startingOffsets": "latest"})
+            job.once, job.dies = False, "planned"
+            with driver(job) as process:
+                until((tmp_path / "began").exists, "the query begins")
+                write(client, "first")
+                assert process.wait(DRIVER_S) == -signal.SIGKILL
+            write(client, "second")
+            job.once, job.dies = True, ""
+            assert run(job) == 0
+            batches = batches_of(tmp_path)
+            check(batches, client, from_start=False)
+            values = [bytes.fromhex(row[4]) for rows in batches.values() for row in rows]
+            assert Counter(values) == {b"first": len(KEYS), b"second": len(KEYS)}
+
+
+@pytest.mark.timeout(240)
+def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    with blocking_server() as server:
+        url, target = server.create_bucket("b", 4), server.create_bucket("c", 4)
+        some = {b"key %d" % number: draw.randbytes(200) for number in range(20_000)}
+        with durable_client(url) as client:
+            client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
+        job = Job("copy", url, str(tmp_path), target, "local-cluster[2,1,1024]")
+        job.options = {"minPartitions": "2"}
+        assert run(job) == 0
+        killed = {one.name for one in tmp_path.iterdir()}
+        assert killed == {"killed while it reads", "killed while it writes"}
+        with BlockingClient(target) as client:
+            items = client.get_many(list(some))
+            assert {item.key: item.value for item in items if item} == some
+            assert sum(row.high_seq for row in client.seqnos()) == len(some), "each once"
+
+
+@pytest.mark.timeout(240)
+def test_a_server_that_dies_in_each_phase_of_a_batch(spark: SparkSession, tmp_path: Path) -> None:
+    """Before it is read, while it is read, and while the sink has it; each time there is a new
+    history, and the stream goes on."""
+    with blocking_server() as server:
+        url = server.create_bucket("b", 4)
+        draw = random.Random(4)
+        some = {b"key %d" % number: draw.randbytes(1000) for number in range(20_000)}
+        with durable_client(url) as client:
+            client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
+        found: dict[bytes, bytes] = {}
+        numbers: list[tuple[int, int]] = []
+
+        def restart() -> threading.Timer:
+            server.kill()
+            timer = threading.Timer(1.0, server.start)
+            timer.start()
+            return timer
+
+        def sink(frame: DataFrame, batch: int) -> None:
+            timers = [restart()] if batch == 0 else []
+            for row in frame.select("partition", "seq", "key", "value").toLocalIterator():
+                if batch == 1 and not timers:
+                    timers.append(restart())
+                found[bytes(row.key)] = bytes(row.value)
+                numbers.append((row.partition, row.seq))
+            if batch == 2:
+                timers.append(restart())
+            for timer in timers:
+                timer.join()
+
+        reader = spark.readStream.format("upr").option("url", url)
+        reader = reader.option("maxOffsetsPerTrigger", "5000")
+        writer = reader.load().writeStream.foreachBatch(sink)
+        writer = writer.option("checkpointLocation", str(tmp_path))
+        query = writer.trigger(availableNow=True).start()
+        assert query.awaitTermination(120)
+        assert found == some
+        assert len(numbers) == len(set(numbers)) == len(some)
+        with BlockingClient(url) as client:
+            assert all(len(info.log) == 4 for info in client.partitions())
