@@ -15,7 +15,7 @@ from benchmarks.kit.machine import ROOT
 from benchmarks.kit.processor import Disturbance
 from benchmarks.kit.results import write_results
 
-ROWS: Final = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9")
+ROWS: Final = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9", "S1", "S2", "S3")
 """Each is a module of `benchmarks.rows`. B1s is measured with B1."""
 
 
@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the rows that are named, or all; 1 when one of them could not be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure this server beside its peers; needs redis-server and redis-benchmark.",
+        description="Measure this server beside its peers; needs redis-server and redis-benchmark, "
+        "and Java for the rows of Spark.",
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all if none")
     parser.add_argument(
@@ -84,8 +85,8 @@ def table(figures: Sequence[Figure]) -> str:
             _number(figure.peer.median),
             figure.unit,
             f"{figure.ratio:.2f} ({figure.ratios.low:.2f}–{figure.ratios.high:.2f})",
-            f"{figure.first_bar:g}",
-            f"{figure.aim:g}",
+            _bar(figure.first_bar),
+            _bar(figure.aim),
             figure.peer_name,
         )
         for figure in figures
@@ -95,6 +96,10 @@ def table(figures: Sequence[Figure]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
+
+
+def _bar(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:g}"
 
 
 def _number(number: float) -> str:

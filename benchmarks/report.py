@@ -57,8 +57,8 @@ def _results(lines: Sequence[Line]) -> str:
             _quantity(line["peer"], line["unit"]),
             f"**{_ratio(line['ratio'])}**",
             "–".join(map(_ratio, line["ratio_range"])),
-            f"{line['first_bar']:g}",
-            f"{line['aim']:g}",
+            _bar(line["first_bar"]),
+            _bar(line["aim"]),
             line["peer_name"],
         )
         for line in lines
@@ -71,10 +71,14 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
+def _bar(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:g}"
+
+
 def _quantity(number: float, unit: str) -> str:
     if unit == "bytes/s":
         return f"{number / 1e9:.2f} GB/s"
-    if unit == "mutations/s":
+    if unit in ("mutations/s", "rows/s"):
         return f"{number / 1e6:.2f} M/s"
     if unit == "s":
         return f"{number:.2f} s"

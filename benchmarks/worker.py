@@ -23,6 +23,7 @@ ROLES: Final[Mapping[str, str]] = {
     "redis-read": "benchmarks.clients.redis_reader",
     "redis-paced-publish": "benchmarks.clients.redis_paced_publisher",
     "redis-timed-consume": "benchmarks.clients.redis_timed_consumer",
+    "spark": "benchmarks.clients.spark",
     "socket-send": "benchmarks.clients.socket_sender",
     "socket-receive": "benchmarks.clients.socket_receiver",
 }

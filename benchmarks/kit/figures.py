@@ -72,8 +72,8 @@ class Figure:
         peer_name: Who that is, and how it was driven.
         ratio: Ours by the peer's, or the reverse where less is better: more is always better.
         ratios: The same for each run alone.
-        first_bar: The ratio that must be reached.
-        aim: The ratio that we want.
+        first_bar: The ratio that must be reached; None where there is none.
+        aim: The ratio that we want; the same.
         runs: How many runs were made.
         details: Whatever else was measured, e.g. processor time a mutation.
     """
@@ -86,8 +86,8 @@ class Figure:
     peer_name: str
     ratio: float
     ratios: Spread
-    first_bar: float
-    aim: float
+    first_bar: float | None
+    aim: float | None
     runs: int
     details: Mapping[str, Any] = attrs.field(factory=dict)
 

@@ -51,6 +51,17 @@ def children_of(pid: int) -> dict[int, list[str]]:
     return found
 
 
+def tree_s(pid: int) -> float:
+    """The processor time of `pid` and of all that it started, also of what has ended since and was
+    waited for; in steps of 10 ms."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    own_s = sum(map(int, fields[11:15])) / _TICKS
+    return own_s + sum(map(tree_s, children_of(pid)))
+
+
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and it has not ended."""
     try:

@@ -1,0 +1,133 @@
+"""What S1, S2 and S3 share: Spark, and what it reads and writes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from benchmarks.kit.errors import CannotMeasureError
+from benchmarks.kit.figures import Spread
+from benchmarks.kit.processes import UprServer, Worker
+from benchmarks.kit.processor import adopt, children_of, tree_s
+from benchmarks.kit.upkeep import rest
+
+ROWS: Final = 2_000_000
+"""256 MB of keys and values."""
+
+NOTHING: Final = ""
+"""The sink that drops what it gets."""
+
+
+@attrs.frozen
+class Moved:
+    """Rows that Spark moved.
+
+    Attributes:
+        seconds: How long it took, with all that Spark does before and after.
+        processor_s: Processor time, by process; `client` is all of Spark's together.
+    """
+
+    seconds: float
+    processor_s: Mapping[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Rows a second."""
+        return ROWS / self.seconds
+
+
+class Spark(Worker):
+    """A Spark of two cores, in processes of its own."""
+
+    def __init__(self) -> None:
+        if shutil.which("java") is None:
+            raise CannotMeasureError(
+                "java is missing: install it with `apt-get install openjdk-17-jre-headless`"
+            )
+        super().__init__("spark")
+        self.answer()
+
+    def make(self, folder: Path) -> str:
+        """Writes the rows as Parquet, and says where."""
+        self.ask(make=ROWS, sink=str(folder))
+        return str(folder)
+
+    def check(self, source: str) -> None:
+        """Counts the rows.
+
+        Raises:
+            CannotMeasureError: They are not as many as there should be.
+        """
+        _check(self.ask(source=source, count=True)["rows"])
+
+    def move(self, source: str, sink: str, server: UprServer | None = None) -> Moved:
+        """Moves all rows; each place is a bucket's URL, a folder, or `NOTHING`."""
+        return self._timed(server, source=source, sink=sink)
+
+    def stream(self, source: str, server: UprServer | None = None) -> Moved:
+        """Streams all rows to nothing, with a checkpoint of its own."""
+        return self._timed(server, source=source, stream=True)
+
+    def _timed(self, server: UprServer | None, **command: Any) -> Moved:
+        if server is not None:
+            server.lap()
+        answer = self.ask(**command)
+        if answer["rows"] is not None:
+            _check(answer["rows"])
+        servers = {} if server is None else server.lap()
+        return Moved(answer["seconds"], {**servers, "client": answer["processor_s"]})
+
+    def __exit__(self, *error: Any) -> None:
+        # Nobody waits for Java.
+        used = sum(map(tree_s, children_of(self.pid)))
+        super().__exit__(*error)
+        adopt(used)
+
+
+def _check(rows: int) -> None:
+    if rows != ROWS:
+        raise CannotMeasureError(f"there are {rows:,} rows, not {ROWS:,}")
+
+
+def load(spark: Spark, server: UprServer, folder: Path) -> str:
+    """Writes the rows to the bucket, and as Parquet what a read of it gives: the same rows, in the
+    same columns. Gives the folder of that.
+
+    Raises:
+        CannotMeasureError: Rows are missing.
+    """
+    spark.move(spark.make(folder / "rows"), server.url)
+    rest(server)
+    copy = str(folder / "copy")
+    spark.move(server.url, copy)
+    for source in (server.url, copy):
+        spark.check(source)
+    return copy
+
+
+def rates(runs: Sequence[Moved]) -> Spread:
+    """Of all runs."""
+    return Spread.of([run.rate for run in runs])
+
+
+def details(ours: Sequence[Moved], peers: Sequence[Moved]) -> dict[str, Any]:
+    """Processor time of all processes."""
+    return {
+        **{f"{role}_ns_per_mutation": _a_row(ours, role).to_json() for role in ours[0].processor_s},
+        **{
+            f"{role}_busy": round(
+                Spread.of([run.processor_s[role] / run.seconds for run in ours]).median, 2
+            )
+            for role in ours[0].processor_s
+        },
+        "parquet_client_ns_per_row": _a_row(peers, "client").to_json(),
+        "rows": ROWS,
+    }
+
+
+def _a_row(runs: Sequence[Moved], role: str) -> Spread:
+    return Spread.of([run.processor_s[role] / ROWS * 1e9 for run in runs])
