@@ -62,6 +62,8 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("pyspark-has-one-room", "upr_protocol.client", "pyspark"),
     ("pyspark-has-one-room", "upr_protocol.cli", "pyspark"),
     ("pyspark-has-one-room", "upr_server.net", "pyspark"),
+    ("deltalake-has-one-room", "upr_protocol.spark", "deltalake"),
+    ("deltalake-has-one-room", "upr_protocol.client", "deltalake"),
     ("lmdb-has-one-room", "upr_server.storage", "lmdb"),
     ("lmdb-has-one-room", "upr_server.net", "lmdb"),
     ("lmdb-has-one-room", "upr_protocol.client", "lmdb"),
