@@ -39,6 +39,11 @@ class BlockingServer:
         """`upr://127.0.0.1:PORT/bucket`."""
         return f"upr://127.0.0.1:{self.port}/{bucket}"
 
+    @property
+    def data_dir(self) -> Path:
+        """Where its data lies."""
+        return self._folder / "data"
+
     def create_bucket(self, name: str, partitions: int = 8, quota_bytes: int = 0) -> str:
         """Makes a bucket; gives its URL."""
         with BlockingClient(self.url()) as client:
@@ -52,7 +57,7 @@ class BlockingServer:
             self._process = process = subprocess.Popen(
                 (
                     *(*UPR_SERVER, "serve", "--listen", f"127.0.0.1:{self.port}"),
-                    *("--log-format", "json", "--data-dir", str(self._folder / "data")),
+                    *("--log-format", "json", "--data-dir", str(self.data_dir)),
                     *self._options,
                 ),
                 stdout=subprocess.PIPE,

@@ -1,0 +1,110 @@
+"""A history that parts from a stream's, in each phase of a batch: after a crash, an older copy of
+the data is put in place, and begins a new history at its end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.spark.bucket import contents, contents_of_rows
+from tests.spark.server import BlockingServer, blocking_server
+from tests.spark.test_read import durable_client
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import Operation
+from upr_protocol.spark.recipes import LatestState
+
+PARTITIONS = 4
+
+
+class Town:
+    """A server whose data goes back, a stream of it, and a table that the stream keeps."""
+
+    def __init__(self, spark: SparkSession, server: BlockingServer, folder: Path) -> None:
+        self._spark = spark
+        self._server = server
+        self._folder = folder
+        self.url = server.create_bucket("b", PARTITIONS)
+        self.table = str(folder / "table")
+        self.batches = 0
+
+    def write(self, numbers: range, value: str) -> None:
+        with durable_client(self.url) as client:
+            client.apply(
+                Mutation(Operation.SET, b"key %d" % number, value.encode()) for number in numbers
+            )
+
+    def go_back(self, *, between: Callable[[], None]) -> None:
+        """Does something that the server then never had; after that it writes something else."""
+        data, copy = self._server.data_dir, self._folder / "copy"
+        self._server.kill()
+        shutil.copytree(data, copy)
+        self._server.start()
+        between()
+        self._server.kill()
+        shutil.rmtree(data)
+        copy.rename(data)
+        self._server.start()
+        self.write(range(60, 90), "in another history")
+
+    def run(self, sink: Callable[[DataFrame, int], None], on_rollback: str) -> None:
+        """Has a query catch up, in batches of 40."""
+        reader = self._spark.readStream.format("upr").option("url", self.url)
+        reader = reader.option("maxOffsetsPerTrigger", "40").option("onRollback", on_rollback)
+        writer = reader.load().writeStream.foreachBatch(sink)
+        writer = writer.option("checkpointLocation", str(self._folder / "checkpoint"))
+        query = writer.trigger(availableNow=True).start()
+        query.awaitTermination()
+
+    def check(self) -> None:
+        """The table is what the server has."""
+        rows = DeltaTable(self.table).to_pyarrow_table().to_pylist()
+        assert contents_of_rows(rows) == contents(self.url)
+
+
+@pytest.fixture
+def town(spark: SparkSession, tmp_path: Path) -> Iterator[Town]:
+    with blocking_server() as server:
+        yield Town(spark, server, tmp_path)
+
+
+class PowerCutError(Exception):
+    """What the sink does not survive."""
+
+
+@pytest.mark.parametrize("phase", ["between batches", "planned", "in the sink"])
+def test_a_history_that_parts(town: Town, phase: str) -> None:
+    """The query fails and says why; with markers it goes on, and its table is the server's."""
+    keep = LatestState(town.table)
+
+    def dies(frame: DataFrame, batch: int) -> None:
+        if batch:
+            if phase == "in the sink":
+                keep(frame, batch)
+            raise PowerCutError
+        keep(frame, batch)
+
+    def between() -> None:
+        town.write(range(20, 80), "never had")
+        if phase == "between batches":
+            town.run(keep, "fail")
+        else:
+            with pytest.raises(StreamingQueryException, match="PowerCutError"):
+                town.run(dies, "fail")
+
+    town.write(range(40), "value")
+    town.run(keep, "fail")
+    town.go_back(between=between)
+    with pytest.raises(StreamingQueryException, match=r"\[UPR_ROLLBACK\] partition") as failed:
+        town.run(keep, "fail")
+    assert "onRollback=marker" in str(failed.value)
+    town.run(keep, "marker")
+    town.check()
+    town.write(range(85, 95), "later")
+    town.run(keep, "marker")
+    town.check()
