@@ -472,7 +472,9 @@ class Job:
             return msgspec.json.decode(line)
         code = await self._process.wait()
         said = self._log_path.read_text(errors="replace").splitlines()
-        reason = next((line for line in reversed(said) if line.strip()), "it does not say why")
+        # Of what went wrong, ours is the better sentence.
+        reasons = [line for line in said if "[UPR_" in line] or list(filter(str.strip, said))
+        reason = reasons[-1].strip() if reasons else "it does not say why"
         raise DemoError(f"the Spark job ended too early, with code {code}: {reason}")
 
 
@@ -607,9 +609,12 @@ async def run(job: Job, server: Server, flights: Flights, folder: Path) -> None:
         await stream(job, server, url, load, early, late, slow)
     numbers, held = await look(url, flights)
     report(flights, load, watched)
+    if sum(numbers.values()) != flights.kept:
+        raise DemoError(f"the server took in {sum(numbers.values()):,} changes")
     print(
         f"  Half-way the server was stopped, and started again; it was away for "
-        f"{server.restart_s:.1f} s.\n  Its files are now {server.disk_bytes() / 1e6:,.0f} MB.",
+        f"{server.restart_s:.1f} s.\n  Its files are now {server.disk_bytes() / 1e6:,.0f} MB.\n"
+        f"  It has given out {sum(numbers.values()):,} sequence numbers: one for each flight.",
         flush=True,
     )
     compare(flights.newest, held, watched, numbers)

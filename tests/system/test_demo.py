@@ -118,6 +118,7 @@ async def test_it_ends_by_itself_with_equal_contents() -> None:
         "the server                    4,043 aircraft, 0 differ",
         "334,264 flights (111 MB) were written by Spark, and are on disk",
         "Half-way the server was stopped, and started again",
+        "It has given out 334,264 sequence numbers",
         "consumer 'from the start'     4,043 aircraft, 0 differ",
         "consumer 'from half-way'      4,043 aircraft, 0 differ",
         "consumer 'slow'               4,043 aircraft, 0 differ",
