@@ -42,6 +42,7 @@ class Columns:
         check_schema(schema)
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._repeated: dict[str | bool, pa.Array] = {}
 
     def of_chunk(
         self,
@@ -64,16 +65,22 @@ class Columns:
             PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
         """
         count = chunk.count
+        is_set = pc.equal(_codes(chunk), _SET)
+        all_set = pc.all(is_set).as_py()
         make: dict[str, Callable[[], pa.Array]] = {
-            "op": lambda: _OPERATION_NAMES.take(_codes(chunk)),
+            "op": lambda: (
+                self._repeat("set", count) if all_set else _OPERATION_NAMES.take(_codes(chunk))
+            ),
             "partition": lambda: pa.repeat(pa.scalar(partition, pa.int32()), count),
-            "history_id": lambda: pa.repeat(history, count),
+            "history_id": lambda: self._repeat(history, count),
             "seq": lambda: _long(chunk.seqs, "seq"),
             "snapshot_start": lambda: pa.repeat(pa.scalar(snapshot_start, pa.int64()), count),
             "snapshot_end": lambda: pa.repeat(pa.scalar(snapshot_end, pa.int64()), count),
             "key": lambda: _bytes(chunk.key_offsets, chunk.key_bytes, None),
-            "value": lambda: _bytes(chunk.value_offsets, chunk.value_bytes, _present(chunk)),
-            "deleted": lambda: pc.not_equal(_codes(chunk), _SET),
+            "value": lambda: _bytes(
+                chunk.value_offsets, chunk.value_bytes, None if all_set else is_set.buffers()[1]
+            ),
+            "deleted": lambda: self._repeat(False, count) if all_set else pc.invert(is_set),
             "cas": lambda: _long(chunk.cas, "cas"),
             "flags": lambda: _unsigned(chunk.flags),
             "expiry": lambda: _unsigned(chunk.expiries),
@@ -83,6 +90,13 @@ class Columns:
             for name, kind in zip(self._names, self._schema.types, strict=True)
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _repeat(self, value: str | bool, count: int) -> pa.Array:
+        """A column of the same value; there are few of them, and they are made once."""
+        column = self._repeated.get(value)
+        if column is None or len(column) < count:
+            column = self._repeated[value] = pa.repeat(value, count)
+        return column[:count]
 
     def of_marker(self, partition: PartitionId, marker: Marker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -126,12 +140,6 @@ def _as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _codes(chunk: Chunk) -> pa.Array:
     return pa.Array.from_buffers(pa.int8(), chunk.count, [None, pa.py_buffer(chunk.operations)])
-
-
-def _present(chunk: Chunk) -> pa.Buffer | None:
-    """Which rows have a value, as a bitmap; None when all have."""
-    present = pc.equal(_codes(chunk), _SET)
-    return None if pc.all(present).as_py() else present.buffers()[1]
 
 
 def _long(column: memoryview, name: str) -> pa.Array:
