@@ -169,11 +169,10 @@ def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     few: list[pa.RecordBatch] = []
     rows = nbytes = 0
     for batch in batches:
-        is_small = batch.num_rows < SMALL_ROWS and batch.nbytes < BATCH_BYTES
+        size = batch.nbytes  # which goes through all columns
+        is_small = batch.num_rows < SMALL_ROWS and size < BATCH_BYTES
         if few and (
-            not is_small
-            or rows + batch.num_rows > BATCH_ROWS
-            or nbytes + batch.nbytes > BATCH_BYTES
+            not is_small or rows + batch.num_rows > BATCH_ROWS or nbytes + size > BATCH_BYTES
         ):
             yield pa.concat_batches(few)
             few, rows, nbytes = [], 0, 0
@@ -182,7 +181,7 @@ def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         elif batch.num_rows:
             few.append(batch)
             rows += batch.num_rows
-            nbytes += batch.nbytes
+            nbytes += size
     if few:
         yield pa.concat_batches(few)
 
