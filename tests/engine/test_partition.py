@@ -565,6 +565,18 @@ def test_a_remembered_answer_is_the_one_given(
     assert unpack(pack(result)) == result
 
 
+def test_an_answer_of_before_tasks_were_run_again_is_read() -> None:
+    older = msgspec.msgpack.encode((7, 1, 2, 9, [0, 2], bytes([Status.EXISTS] * 2), [1], [5]))
+    assert unpack(older) == MutateResult(
+        HistoryId(7),
+        SeqNo(1),
+        SeqNo(2),
+        Cas(9),
+        [(0, Status.EXISTS), (2, Status.EXISTS)],
+        [(1, 5)],
+    )
+
+
 def test_a_refused_state_is_not_remembered() -> None:
     partition = new_partition()
     partition.state = PartitionState.PENDING

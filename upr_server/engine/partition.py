@@ -73,7 +73,8 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
         reasons: Why each failed, a byte each.
         counted: How far each counter stands behind the one before it.
         values: The counters' values.
-        chain: See `MutateResult`.
+        chain: See `MutateResult`. This and what follows are missing in answers on disk that are
+            older than they are.
         attempt: See `MutateResult`.
     """
 
@@ -85,8 +86,8 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
     reasons: bytes
     counted: list[int]
     values: list[int]
-    chain: int
-    attempt: int
+    chain: int = 0
+    attempt: int = 0
 
 
 _encode_packed: Final = msgspec.msgpack.Encoder().encode
