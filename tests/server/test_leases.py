@@ -185,6 +185,67 @@ async def test_what_is_leased_is_read_the_same_each_time(server: Server) -> None
         assert refused.value.status is Status.RANGE_GONE
 
 
+async def test_what_is_leased_is_whole_though_deletions_are_forgotten(server: Server) -> None:
+    """A reader may begin in the middle of it, or go on there after a lost connection."""
+    async with connect(server.url("b")) as client:
+        await write(client, 1, 2)
+        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {found.partition: found.end for found in held.ranges}
+        first = await read(server, 7, ends)
+        for partition in server.service.bucket("b").partitions:
+            partition.purge_seq = SeqNo(partition.high_seq - 1)
+        for info in client.partitions():
+            rows = first[info.partition]
+            position = Position(info.log, rows[2].seq, rows[2].seq, None)
+            some = await read(
+                server,
+                7,
+                {info.partition: ends[info.partition]},
+                starts={info.partition: position},
+            )
+            assert some[info.partition] == rows[3:]
+        rng = random.Random(5)
+        assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
+        with pytest.raises(ServerError) as refused:
+            await client.acquire_lease([(0, 3, SEQ_MAX)], time_to_live_s=60, owner="me")
+        assert refused.value.status is Status.ROLLBACK_NEEDED
+
+
+async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> None:
+    """It must not come to be in another bucket of the same name."""
+    (disk,) = server.service.disks.values()
+
+    async def acquire() -> None:
+        async with connect(server.url("b")) as client:
+            with pytest.raises(ServerError) as refused:
+                await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+            assert refused.value.status in (Status.NO_BUCKET, Status.BUCKET_DELETED)
+
+    async with trio.open_nursery() as nursery, connect(server.url()) as client:
+        await disk.upkeeper._turn.acquire()
+        nursery.start_soon(acquire)
+        while not disk.upkeeper._turn.statistics().tasks_waiting:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+        disk.upkeeper.abandon()
+        disk.upkeeper._turn.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not disk.leases.lapsed()
+        assert len(disk.leases) == 0
+        await client.delete_bucket("b")
+        await client.create_bucket("b", 2)
+    (disk,) = server.service.disks.values()
+    assert len(disk.leases) == 0
+
+
+async def test_ranges_that_are_none(server: Server) -> None:
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        for ranges in ([(0, 0, 1), (0, 1, 2)], [(9, 0, SEQ_MAX)], [(0, 2, 1)], []):
+            with pytest.raises(ServerError) as refused:
+                await client.acquire_lease(ranges, time_to_live_s=60, owner="me")
+            assert refused.value.status is Status.BAD_ARGUMENT
+
+
 async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)

@@ -24,12 +24,14 @@ class ModelPartition:
         rows: Key by number, of those that were not compacted away.
         high: Its highest number.
         persisted: How much of it is on disk.
+        purge: Deletions up to there may be forgotten.
     """
 
     log: FailoverLog
     rows: dict[int, int] = attrs.field(factory=dict)
     high: int = 0
     persisted: int = 0
+    purge: int = 0
 
     def newest(self) -> dict[int, int]:
         """By key its newest number."""
@@ -130,11 +132,14 @@ class ModelPort:
                 state=PartitionState.ACTIVE,
                 high_seq=SeqNo(partition.high),
                 persisted_seq=SeqNo(partition.persisted),
-                purge_seq=SeqNo(0),
+                purge_seq=SeqNo(partition.purge),
                 log=partition.log,
             )
             for number, partition in enumerate(self.partitions)
         }
+
+    def has(self, partition: PartitionId) -> bool:
+        return partition < len(self.partitions)
 
     def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
         for number in range(len(self.partitions)):
@@ -148,6 +153,8 @@ class ModelPort:
         for number, start, end in ranges:
             persisted = self.partitions[number].persisted
             assert end == SEQ_MAX or end <= persisted
+            if 0 < start < self.partitions[number].purge:
+                raise ServerError(Status.ROLLBACK_NEEDED)
             settled.append((number, start, min(end, persisted)))
         self.leases[lease_id] = ModelLease(settled)
         return self._told(lease_id)

@@ -419,3 +419,145 @@ def test_tasks_are_few_and_about_equal() -> None:
         assert len(tasks) >= min(tasks_min, 100)
         assert len(tasks) <= 2 * max(1390 // bytes_max, tasks_min) + 2 * len(slices)
     assert len(tasks_of(slices, 0, bytes_max=10_000, tasks_min=1)) == 1
+
+
+def written(partitions: int, rows: int) -> ModelPort:
+    """A bucket with so many rows in each partition, all on disk."""
+    port = ModelPort(partitions)
+    for number in range(partitions):
+        for key in range(rows):
+            port.write(number, key)
+        port.flush(number)
+    return port
+
+
+def test_what_is_planned_until_now_is_pinned_from_where_the_stream_stands() -> None:
+    """And not the whole bucket, for as long as the lease lives."""
+    port = written(2, 100)
+    reader = reader_of(port)
+    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(first)
+    assert port.leases == {}
+    for number in range(2):
+        port.write(number, 0)
+    reader.prepareForTriggerAvailableNow()
+    port.write(0, 0)
+    port.flush(0)
+    end = reader.latestOffset(first, ReadAllAvailable())
+    assert [lease.ranges for lease in port.leases.values()] == [[(0, 100, 101), (1, 100, 101)]]
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+    reader.commit(end)
+    assert port.leases == {}
+    # Nothing new, or a query that is stopped before it asks: nothing is pinned either.
+    for again in (True, False):
+        reader = reader_of(port, startingOffsets="latest")
+        reader.initialOffset()
+        reader.prepareForTriggerAvailableNow()
+        if again:
+            start = reader.initialOffset()
+            assert reader.latestOffset(start, ReadAllAvailable()) is start
+        reader.stop()
+        assert port.leases == {}
+
+
+@pytest.mark.parametrize("stability", ["durable", "any"])
+@pytest.mark.parametrize("now", [False, True])
+def test_a_stream_that_was_away_while_deletions_were_forgotten(stability: str, now: bool) -> None:
+    port = written(2, 10)
+    reader = reader_of(port, stability=stability)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(start)
+    for _ in range(5):
+        port.write(1, 0)
+    port.flush(1)
+    port.partitions[1].purge = 12
+    for on_rollback in ("fail", "marker"):
+        reader = reader_of(port, stability=stability, onRollback=on_rollback)
+        if now:
+            reader.prepareForTriggerAvailableNow()
+        if on_rollback == "fail":
+            with pytest.raises(PipelineError, match="deletions behind 10") as failed:
+                reader.latestOffset(start, ReadAllAvailable())
+            assert failed.value.code == "UPR_RANGE_GONE"
+            continue
+        end = reader.latestOffset(start, ReadAllAvailable())
+        tasks = list(reader.partitions(start, end))
+        assert ranges_of(tasks) == [(1, 0, 15, 10)]  # type: ignore[arg-type]
+
+
+def test_deletions_that_are_forgotten_do_not_matter_inside_a_snapshot() -> None:
+    port = written(1, 20)
+    reader = reader_of(port, maxOffsetsPerTrigger="5")
+    start = reader.initialOffset()
+    port.partitions[0].purge = 15
+    for number in range(4):
+        end = reader.latestOffset(start, ReadMaxRows(5))
+        if number == 2:
+            port.fail_over(0, 20)  # an unclean restart: a new history at the end
+        tasks = list(reader.partitions(start, end))
+        assert ranges_of(tasks) == [(0, 5 * number, 5 * number + 5, None)]  # type: ignore[arg-type]
+        start = end
+    assert reader.latestOffset(start, ReadMaxRows(5)) is start
+
+
+def test_what_is_left_of_a_batch_is_read_though_deletions_are_forgotten() -> None:
+    port = written(1, 10)
+    reader = reader_of(port)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(start)
+    for key in (0, 0, 1):
+        port.write(0, key)
+    port.flush(0)
+    end = reader.latestOffset(start, ReadAllAvailable())
+    port.let_leases_lapse()
+    port.compact(0)
+    port.partitions[0].purge = 12
+    reader = reader_of(port, failOnDataLoss="false")
+    tasks = list(reader.partitions(start, end))
+    assert ranges_of(tasks) == [(0, 10, 13, None)]  # type: ignore[arg-type]
+    (task,) = tasks
+    assert isinstance(task, Task)
+    assert port.read(0, 10, 13, task.lease_id) == [(12, 0), (13, 1)]
+    # The lease ends when a later batch is committed.
+    port.write(0, 5)
+    port.flush(0)
+    later = reader.latestOffset(end, ReadAllAvailable())
+    reader.commit(later)
+    assert task.lease_id not in port.leases
+
+
+def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> None:
+    port = written(3, 20)
+    reader = reader_of(port, maxOffsetsPerTrigger="30", onRollback="marker")
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(30))
+    few = reader_of(port, maxOffsetsPerTrigger="30", onRollback="marker", partitions="1")
+    few._port = FewerPort(port, {1})  # type: ignore[assignment]
+    end = few.latestOffset(start, ReadMaxRows(30))
+    tasks = list(few.partitions(start, end))
+    assert ranges_of(tasks) == [(1, 10, 20, None)]  # type: ignore[arg-type]
+    assert end["partitions"]["0"]["seq"] == 10
+    # The batch that was planned before is read whole.
+    again = list(few.partitions(reader.initialOffset(), start))
+    assert [one[0] for one in ranges_of(again)] == [0, 1, 2]  # type: ignore[arg-type]
+
+
+class FewerPort:
+    """A port of which only some partitions are asked for."""
+
+    def __init__(self, port: ModelPort, partitions: set[int]) -> None:
+        self._port = port
+        self._partitions = partitions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
+    def numbers(self) -> Any:
+        rows = self._port.numbers()
+        return {number: row for number, row in rows.items() if number in self._partitions}
+
+
+def test_offsets_of_partitions_that_are_not_there() -> None:
+    with pytest.raises(PipelineError, match="names partition 7, which is none"):
+        reader_of(written(2, 5), startingOffsets='{"7": 1}').initialOffset()
+    with pytest.raises(PipelineError, match="needs stability=durable"):
+        options_of(stability="any", maxBytesPerTrigger="5")

@@ -18,6 +18,7 @@ from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Slice, Task, tasks_of
+from upr_protocol.spark.stream_plan import check_named
 
 
 class BatchReader(DataSourceReader):
@@ -68,6 +69,9 @@ def plan(options: ReadOptions, port: Port, lease_id: int) -> list[Task]:
     """
     numbers = port.persist() if options.durable else port.numbers()
     infos = port.infos()
+    for option, named in (("startingOffsets", options.start), ("endingOffsets", options.end)):
+        if not isinstance(named, str):
+            check_named(option, named, numbers)
     ranges = []
     for partition, row in numbers.items():
         start = _start(options, partition)

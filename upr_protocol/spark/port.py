@@ -48,6 +48,10 @@ class Port(Protocol):
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         """How far each partition of the bucket is."""
 
+    def has(self, partition: PartitionId) -> bool:
+        """Whether the bucket has a partition, asked for or not, as of the numbers that were asked
+        for last."""
+
     def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         """Each partition's failover log, at least as new as the numbers that were asked for last,
         and its purge number, which is new only if it is asked for anew."""
@@ -81,11 +85,13 @@ class ServerPort:
         self._options = options
         self._client: BlockingClient | None = None
         self._numbers: dict[PartitionId, PartitionNumbers] = {}
+        self._count = 0
 
     def _patiently(self, ask: Callable[[BlockingClient], T]) -> T:
         """Asks, and asks again while that may help."""
         patience = Patience(self._options.timeout_s)
         while True:
+            is_fresh = self._client is None
             try:
                 if self._client is None:
                     self._client = BlockingClient(self._options.address, identity=DRIVER)
@@ -94,8 +100,15 @@ class ServerPort:
                 trouble: UprError = BrokenError(str(error))
             except UprError as error:
                 trouble = error
-            if isinstance(trouble, ServerError) and trouble.status in _ANSWERS:
-                raise trouble
+            if isinstance(trouble, ServerError):
+                if trouble.status in _ANSWERS:
+                    raise trouble
+                if trouble.status is Status.TIMED_OUT:
+                    # The disk is slow, or full for a while.
+                    trouble = BrokenError(trouble.sentence)
+                elif trouble.status is Status.NO_BUCKET and not is_fresh:
+                    # It was deleted under this connection, and may have been made anew.
+                    trouble = BrokenError(trouble.sentence)
             self.close()
             try:
                 wait_s = patience.wait_s(trouble, time.monotonic())
@@ -106,6 +119,7 @@ class ServerPort:
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         """See `Port`."""
         found = self._patiently(lambda client: client.seqnos())
+        self._count = len(found)
         wanted = self._options.partitions
         self._numbers = {
             row.partition: row for row in found if not wanted or row.partition in wanted
@@ -117,6 +131,10 @@ class ServerPort:
                     f"{len(found) - 1}"
                 )
         return self._numbers
+
+    def has(self, partition: PartitionId) -> bool:
+        """See `Port`."""
+        return partition < self._count
 
     def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         """See `Port`."""

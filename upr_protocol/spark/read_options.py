@@ -98,6 +98,11 @@ class ReadOptions:
             end = _offsets(options, "endingOffsets", "latest", ("latest",))
             if streaming is False and start == "latest":
                 raise OptionError("the option startingOffsets is latest: a read would find nothing")
+        if not durable and max_bytes is not None:
+            raise OptionError(
+                "the option maxBytesPerTrigger needs stability=durable: nobody says how large is "
+                "what is in memory. Take maxOffsetsPerTrigger"
+            )
         options.finish()
         return cls(
             address,

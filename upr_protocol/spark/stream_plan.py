@@ -11,7 +11,7 @@ from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, RollBack, decide_start
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import Offset, PartitionOffset
 from upr_protocol.spark.port import Port
 from upr_protocol.spark.slices import Marker, Slice
@@ -67,7 +67,8 @@ class StreamPlan:
         self._held: dict[int, HeldLease] = {}
         """Leases of this process that are not released, oldest first."""
         self._target: HeldLease | None = None
-        """What there was when the query began that is to end there."""
+        """What there was when the query began that is to end there; until it is known where in it
+        the stream stands."""
         self._target_numbers: Mapping[PartitionId, SeqNo] = {}
 
     # Where it begins.
@@ -81,6 +82,8 @@ class StreamPlan:
         if start == "earliest":
             return Offset(self._bucket, {}, is_initial=True)
         numbers, infos = self._port.numbers(), self._port.infos()
+        if not isinstance(start, str):
+            check_named("startingOffsets", start, numbers)
         partitions: Partitions = {}
         for number, row in numbers.items():
             if isinstance(start, str):
@@ -101,7 +104,8 @@ class StreamPlan:
         """No batch will go beyond what there is now, once it is on disk."""
         if self._durable:
             rows = self._port.persist()
-            self._target = self._acquire(dict.fromkeys(rows, SeqNo(0)))
+            ends = dict.fromkeys(rows, SEQ_MAX)
+            self._target = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
             self._target_numbers = {found.partition: found.end for found in self._target.ranges}
         else:
             rows = self._port.numbers()
@@ -136,11 +140,13 @@ class StreamPlan:
             number: attrs.evolve(found, came_from=None)
             for number, found in start.partitions.items()
         }
-        changed = [
-            number
-            for number, found in partitions.items()
-            if found.seq and (number not in rows or rows[number].history_id != found.log.current)
-        ]
+        changed = []
+        for number, found in partitions.items():
+            if number not in rows and self._port.has(number):
+                # It is not asked for any more.
+                partitions[number] = attrs.evolve(found, snapshot_end=found.seq)
+            elif found.seq and (number not in rows or rows[number].history_id != found.log.current):
+                changed.append(number)
         if not changed:
             return partitions
         infos = self._port.infos()
@@ -153,22 +159,23 @@ class StreamPlan:
                 partitions[number] = _back(found, info)
         return partitions
 
-    def _after_purges(self, partitions: Partitions, error: ServerError) -> Partitions:
+    def _after_purges(self, partitions: Partitions) -> Partitions:
         """The same where the stream was away for so long that deletions behind it are forgotten."""
-        if not self._marks_rollback:
-            raise PipelineError(
-                "UPR_RANGE_GONE",
-                f"the stream was away for so long that deletions behind it are forgotten "
-                f"({error.sentence}): begin with a new checkpoint and an empty sink, or stream "
-                "with onRollback=marker into a sink that can undo",
-            ) from error
         infos = self._port.infos(anew=True)
-        return {
-            number: _back(found, infos[number])
-            if number in infos and 0 < found.seq < infos[number].purge_seq
-            else found
-            for number, found in partitions.items()
-        }
+        after = dict(partitions)
+        for number, found in partitions.items():
+            if number not in infos or not 0 < found.seq < infos[number].purge_seq:
+                continue
+            if not self._marks_rollback:
+                raise PipelineError(
+                    "UPR_RANGE_GONE",
+                    f"the stream was away for so long that deletions behind {found.seq} in "
+                    f"partition {number} are forgotten, up to {infos[number].purge_seq}: begin "
+                    "with a new checkpoint and an empty sink, or stream with onRollback=marker "
+                    "into a sink that can undo",
+                )
+            after[number] = _back(found, infos[number])
+        return after
 
     def _is_inside(self, partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
         return any(found.seq < found.snapshot_end for found in partitions.values())
@@ -192,17 +199,22 @@ class StreamPlan:
         rows: Mapping[PartitionId, PartitionNumbers],
         limits: Limits,
     ) -> Offset:
-        behind = self._behind(partitions, rows)
-        held = self._target
-        if held is None and behind:
+        ends = {number: self._limit(number, row.persisted_seq) for number, row in rows.items()}
+        behind = _behind(partitions, ends)
+        held = None
+        if behind:
+            if not self._target_numbers:
+                # To whatever is on disk when the lease is granted: nothing is overtaken there.
+                ends = dict.fromkeys(ends, SEQ_MAX)
             try:
-                held = self._acquire(behind)
+                held = self._acquire(behind, ends)
             except ServerError as error:
                 if error.status is not Status.ROLLBACK_NEEDED:
                     raise
-                partitions = self._after_purges(partitions, error)
-                behind = self._behind(partitions, rows)
-                held = self._acquire(behind)
+                partitions = self._after_purges(partitions)
+                behind = _behind(partitions, ends)
+                held = self._acquire(behind, ends)
+        self.let_go_of_the_target()
         # Of the snapshots before, nothing is to be read any more.
         partitions = {
             number: attrs.evolve(found, snapshot_end=found.seq)
@@ -224,16 +236,13 @@ class StreamPlan:
                 )
         return self._end(start, partitions, held.lease_id, limits, sizes_of(held))
 
-    def _behind(
-        self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
-    ) -> dict[PartitionId, SeqNo]:
-        """Partitions of which there is more on disk, and where the stream stands in them."""
-        seqs = {number: partitions.get(number, _NOTHING).seq for number in rows}
-        return {
-            number: seqs[number]
-            for number, row in rows.items()
-            if seqs[number] < self._limit(number, row.persisted_seq)
-        }
+    def let_go_of_the_target(self) -> None:
+        """What the stream has yet to read is pinned by a lease that begins where it stands, or
+        there is nothing."""
+        if self._target is not None:
+            target, self._target = self._target.lease_id, None
+            del self._held[target]
+            self._port.release(target)
 
     def _limit(self, number: PartitionId, end: SeqNo) -> SeqNo:
         """How far a partition may be read."""
@@ -241,23 +250,32 @@ class StreamPlan:
             return end
         return min(end, self._target_numbers.get(number, SeqNo(0)))
 
-    def _acquire(self, starts: Mapping[PartitionId, SeqNo]) -> HeldLease:
+    def _acquire(
+        self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
+    ) -> HeldLease:
         lease_id = self._new_lease_id()
-        ranges = [(number, seq, SEQ_MAX) for number, seq in starts.items()]
-        held = self._held[lease_id] = self._port.acquire(lease_id, ranges)
+        ranges = [(number, seq, ends[number]) for number, seq in starts.items()]
+        held = self._port.acquire(lease_id, ranges)
+        self.holds(held)
         return held
+
+    def holds(self, held: HeldLease) -> None:
+        """A lease is to be released when the batches are committed that are planned so far."""
+        self._held[held.lease_id] = held
 
     def _newest(
         self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
-        infos = self._port.infos()
         partitions = {
             number: attrs.evolve(found, snapshot_end=found.seq)
             for number, found in partitions.items()
         }
-        for number, row in rows.items():
+        ends = {number: self._limit(number, row.high_seq) for number, row in rows.items()}
+        if not _behind(partitions, ends):
+            return partitions
+        partitions, infos = self._after_purges(partitions), self._port.infos()
+        for number, end in ends.items():
             before = partitions.get(number, _NOTHING)
-            end = self._limit(number, row.high_seq)
             if before.seq < end:
                 partitions[number] = PartitionOffset(
                     infos[number].log, before.seq, before.seq, end, before.came_from
@@ -315,6 +333,14 @@ class StreamPlan:
         )
 
 
+def _behind(
+    partitions: Mapping[PartitionId, PartitionOffset], ends: Mapping[PartitionId, SeqNo]
+) -> dict[PartitionId, SeqNo]:
+    """Partitions of which there is more, and where the stream stands in them."""
+    seqs = {number: partitions.get(number, _NOTHING).seq for number in ends}
+    return {number: seq for number, seq in seqs.items() if seq < ends[number]}
+
+
 def shared(
     partitions: Mapping[PartitionId, PartitionOffset],
     limits: Limits,
@@ -357,6 +383,18 @@ def sizes_of(held: HeldLease) -> dict[PartitionId, float]:
     }
 
 
+def check_named(
+    option: str, numbers: Mapping[int, int], rows: Mapping[PartitionId, PartitionNumbers]
+) -> None:
+    """Makes sure that an option names only partitions that are read. Raises `OptionError`."""
+    for number in numbers:
+        if number not in rows:
+            raise OptionError(
+                f"the option {option} names partition {number}, which is none of those that are "
+                f"read: {min(rows)} to {max(rows)}"
+            )
+
+
 def _back(found: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
     """A partition that went back to the beginning."""
     log = FailoverLog() if info is None else info.log
@@ -365,10 +403,9 @@ def _back(found: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset
 
 def _has_to_go_back(found: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
     """Whether the server's history has parted from a stream's below where that stands."""
-    log, high, purge = FailoverLog(), SeqNo(0), SeqNo(0)
-    if info is not None:
-        log, high, purge = info.log, info.high_seq, info.purge_seq
-    decision = decide_start(log, max(high, found.seq), purge, found.position)
+    # Whether deletions are forgotten a lease will say; one that is held keeps them.
+    log, high = (FailoverLog(), SeqNo(0)) if info is None else (info.log, info.high_seq)
+    decision = decide_start(log, max(high, found.seq), SeqNo(0), found.position)
     return decision if isinstance(decision, RollBack) else None
 
 

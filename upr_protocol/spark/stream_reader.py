@@ -130,6 +130,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for one in slices:
             offset = end.at(one.partition)
             row = rows.get(one.partition)
+            if row is None and self._server.has(one.partition):
+                # It is not asked for any more, but this batch has it.
+                found.append(one)
+                continue
             if row is None or row.history_id != offset.log.current:
                 infos = self._server.infos() if infos is None else infos
                 error = has_gone_back(one.partition, offset, infos.get(one.partition))
@@ -156,7 +160,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ) from error
         lease_id = int.from_bytes(os.urandom(8), "little") | 1
         ranges = [(one.partition, one.start, one.end) for one in slices]
-        return self._server.acquire(lease_id, ranges).lease_id
+        try:
+            held = self._server.acquire(lease_id, ranges)
+        except ServerError as refusal:
+            if refusal.status is not Status.ROLLBACK_NEEDED:
+                raise explained(refusal, self._options.address) from refusal
+            # Deletions are among what is lost; from the beginning anything can be held.
+            held = self._server.acquire(lease_id, [(one, 0, end) for one, _, end in ranges])
+        self._planner.holds(held)
+        return lease_id
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
@@ -170,6 +182,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The query is over. What it has pinned stays so for as long as its lease: it may be
         started again, and read its last batch again."""
         if self._port is not None:
+            self._planner.let_go_of_the_target()
             self._port.close()
 
     def _offset(self, found: Mapping[str, Any]) -> Offset:

@@ -44,6 +44,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import FetchNeeded, Found, MutateResult, Partition, WriterToken
+from upr_server.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from upr_server.net.connection import Connection
@@ -290,7 +291,11 @@ def _lease(connection: Connection, request: Lease) -> None:
                 )
             else:
                 lease = await disk.leases.renew(request.lease_id, request.time_to_live_s)
-        sizes = await disk.store.measure(disk.bucket.name, lease.ranges)
+        try:
+            sizes = await disk.store.measure(disk.bucket.name, lease.ranges)
+        except StorageError:
+            disk.upkeeper.check_not_abandoned()
+            raise
         ranges = tuple(
             (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)
             for (number, start, end), nbytes in zip(lease.ranges, sizes, strict=True)

@@ -83,8 +83,10 @@ class Streamer:
                 partition,
             )
             return
+        # In what a lease holds no deletion was forgotten, wherever in it the client goes on.
+        purge_seq = SeqNo(0) if request.lease_id else partition.purge_seq
         decision = decide_start(
-            partition.failover_log, partition.high_seq, partition.purge_seq, request.position
+            partition.failover_log, partition.high_seq, purge_seq, request.position
         )
         reason = decision.reason.value
         if isinstance(decision, Retry):

@@ -12,6 +12,7 @@ for so long begins again, behind what it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import Final
 
@@ -30,6 +31,10 @@ BACKFILL_LEASE_S: Final = 3600.0
 
 LAPSED_S: Final = 7 * 24 * 3600.0
 """How long a lapsed lease is remembered, unless others need its place."""
+
+LAPSED_RANGES_MAX: Final = 64 * 1024
+"""Ranges that all lapsed leases may have together: each is looked at in every step of a
+compaction."""
 
 GONE: Final = (
     "lease {:x} is not there, or compaction has dropped some of what it held after it lapsed"
@@ -169,6 +174,8 @@ class LeaseBook:
                 Status.BAD_ARGUMENT,
                 f"a lease lives 1 to {LEASE_TIME_TO_LIVE_S_MAX} seconds, not {time_to_live_s}",
             )
+        if len({number for number, _, _ in ranges}) < len(ranges):
+            raise ServerError(Status.BAD_ARGUMENT, "a lease has one range of a partition")
         for number, start, end in ranges:
             persisted = self._persisted(number)
             if not start <= end <= persisted:
@@ -249,9 +256,16 @@ class LeaseBook:
         self._leases.pop(lease_id, None)
 
     async def forget(self) -> None:
-        """Forgets leases that lapsed long ago."""
-        before = self._time() - LAPSED_S
-        over = [lease.lease_id for lease in self._leases.values() if lease.expires_at <= before]
+        """Forgets leases that lapsed long ago, and the first that did if they are too many."""
+        now = self._time()
+        lapsed = [lease for lease in self._leases.values() if lease.expires_at <= now]
+        lapsed.sort(key=attrgetter("expires_at"), reverse=True)
+        ranges = accumulate(len(lease.ranges) for lease in lapsed)
+        over = [
+            lease.lease_id
+            for lease, total in zip(lapsed, ranges, strict=True)
+            if lease.expires_at <= now - LAPSED_S or total > LAPSED_RANGES_MAX
+        ]
         if over:
             for lease_id in over:
                 del self._leases[lease_id]

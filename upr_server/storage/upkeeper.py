@@ -75,9 +75,19 @@ class Upkeeper:
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
         """No step is under way for as long as the context: what is persisted now, and the purge
-        numbers, are what the next step will respect."""
+        numbers, are what the next step will respect.
+
+        Raises:
+            ServerError: `NO_BUCKET`.
+        """
         async with self._turn:
+            self.check_not_abandoned()
             yield
+
+    def check_not_abandoned(self) -> None:
+        """There may be another bucket of that name already. Raises `ServerError`."""
+        if self._is_abandoned:
+            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
 
     async def until_it_can_be_asked(self, partition: Partition) -> None:
         """Waits until the index knows all that was on disk when the server started.
@@ -91,8 +101,7 @@ class Upkeeper:
             while not partition.can_be_asked:
                 if self._corrupted:
                     raise CorruptionError(self._corrupted)
-                if self._is_abandoned:
-                    raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+                self.check_not_abandoned()
                 if self._full:
                     raise DiskFullError(self._full)
                 if self._progress.is_set():

@@ -247,7 +247,7 @@ def keep_latest_state(
     spark.dataSource.register(UprDataSource)
     given = {name.lower(): value for name, value in (options or {}).items()}
     given.setdefault("onrollback", "marker")
-    if "maxoffsetspertrigger" not in given:
+    if "maxoffsetspertrigger" not in given and given.get("stability", "").lower() != "any":
         given.setdefault("maxbytespertrigger", str(BATCH_BYTES_DEFAULT))
     changes = spark.readStream.format("upr").options(**given).option("url", url).load()
     writer = changes.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
