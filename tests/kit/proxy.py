@@ -16,6 +16,7 @@ class _Pair:
     def __init__(self, near: trio.SocketStream, far: trio.SocketStream) -> None:
         self.near = near
         self.far = far
+        self.carried_bytes = 0
         self.scope = trio.CancelScope()
 
 
@@ -25,6 +26,8 @@ class Proxy:
     Attributes:
         port: Where it listens, at 127.0.0.1.
         delay_s: How long each piece of up to 64 KiB is kept back, in both directions.
+        budget_bytes: When a connection has carried so many bytes from the server, the pieces that
+            follow are lost; None loses nothing.
         connections: How many connections were ever made through it.
     """
 
@@ -32,6 +35,7 @@ class Proxy:
         self._target = (host, port)
         self.port = 0
         self.delay_s = 0.0
+        self.budget_bytes: int | None = None
         self.connections = 0
         self._pairs: set[_Pair] = set()
         self._open = trio.Event()
@@ -85,6 +89,10 @@ class Proxy:
                 if not data:
                     await target.send_eof()
                     return
+                if source is pair.far:
+                    if self.budget_bytes is not None and pair.carried_bytes >= self.budget_bytes:
+                        continue
+                    pair.carried_bytes += len(data)
                 await target.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pair.scope.cancel()

@@ -19,15 +19,19 @@ from pyarrow import parquet
 from pyspark.sql import types
 
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.client.outbox import IN_FLIGHT_MAX
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Cas, Durability, Operation, PartitionId
-from upr_protocol.spark.batches import ROW_BYTES, Gathering, chunks
+from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.spark.batches import COUNTERS_MAX, FALLIBLE_MAX, ROW_BYTES, Gathering, chunks
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.rows import BadRow, encode
 from upr_protocol.spark.texts import objects, texts
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
+from upr_server.engine import MutateResult
+from upr_server.engine.partition import pack
+from upr_server.engine.writers import ANSWER_BYTES, ANSWERS_BYTES_MAX
 
 PARTITIONS = 7
 URL = "upr://host:1/b"
@@ -145,6 +149,78 @@ def test_one_partition_is_not_sorted() -> None:
     ((partition, chunk),) = chunks(rows, 1)
     assert (partition, chunk.keys(), chunk.values()) == (0, [b"b", b"a"], [b"1", b"2"])
     assert chunk.is_unconditional
+
+
+def sizes(
+    operations: list[Operation], partitions: int = 1, cas: list[int] | None = None
+) -> dict[PartitionId, list[int]]:
+    """How many rows the chunks of each partition have."""
+    columns = {
+        "op": pa.array(operations, pa.uint8()),
+        "key": pa.array([b"%d" % number for number in range(len(operations))], pa.large_binary()),
+        "value": pa.array([CounterDelta(1, 1).encode()] * len(operations), pa.large_binary()),
+    }
+    if cas is not None:
+        columns["cas"] = pa.array(cas, pa.uint64())
+    found = defaultdict[PartitionId, list[int]](list)
+    keys = set[bytes]()
+    for partition, chunk in chunks(pa.record_batch(columns), partitions):
+        chunk.check_published()
+        found[partition].append(chunk.count)
+        keys |= set(chunk.keys())
+    assert len(keys) == len(operations)
+    return found
+
+
+ANSWERED: list[tuple[Operation, int]] = [
+    (Operation.INCREMENT, COUNTERS_MAX),
+    (Operation.DECREMENT, COUNTERS_MAX),
+    (Operation.ADD, FALLIBLE_MAX),
+    (Operation.REPLACE, FALLIBLE_MAX),
+]
+
+
+@pytest.mark.parametrize(("operation", "rows_max"), ANSWERED)
+def test_chunks_whose_answers_are_long_are_short(operation: Operation, rows_max: int) -> None:
+    assert sizes([operation] * (2 * rows_max + 1)) == {0: [rows_max, rows_max, 1]}
+    # One such row is enough; what is on another partition is not touched.
+    assert sizes([Operation.SET] * rows_max + [operation]) == {0: [rows_max, 1]}
+    several = sizes([operation] * 9 * rows_max, PARTITIONS)
+    assert len(several) == PARTITIONS
+    for counts in several.values():
+        assert set(counts[:-1]) == {rows_max}
+        assert 0 < counts[-1] <= rows_max
+
+
+def test_chunks_that_expect_a_cas_are_short() -> None:
+    sets = [Operation.SET] * (FALLIBLE_MAX + 1)
+    assert sizes(sets, cas=[0] * FALLIBLE_MAX + [7]) == {0: [FALLIBLE_MAX, 1]}
+    assert sizes(sets, cas=[0] * (FALLIBLE_MAX + 1)) == {0: [FALLIBLE_MAX + 1]}
+
+
+def test_chunks_that_cannot_fail_are_as_long_as_they_were() -> None:
+    assert sizes([Operation.SET, Operation.DELETE] * 10_000) == {0: [20_000]}
+
+
+def worst_answer(*, counted: int = 0, failed: int = 0) -> int:
+    """What a server needs to remember the answer to a batch, at most."""
+    largest = 2**64 - 1
+    answer = MutateResult(
+        HistoryId(largest),
+        SeqNo(largest),
+        SeqNo(largest),
+        Cas(largest),
+        [(number, Status.EXISTS) for number in range(failed)],
+        [(number, largest) for number in range(counted)],
+        chain=largest,
+        attempt=largest,
+    )
+    return ANSWER_BYTES + len(pack(answer))
+
+
+def test_a_server_remembers_the_answers_of_all_that_is_in_flight() -> None:
+    for worst in (worst_answer(counted=COUNTERS_MAX), worst_answer(failed=FALLIBLE_MAX)):
+        assert worst * IN_FLIGHT_MAX <= ANSWERS_BYTES_MAX
 
 
 # Texts.

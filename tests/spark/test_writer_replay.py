@@ -1,14 +1,20 @@
-"""Tasks that are run again though the server has forgotten how they began, without Spark."""
+"""Tasks that send again what the server may have forgotten, without Spark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Thread
 
 import pyarrow as pa
 import pytest
+import trio
 from pyspark.sql import types
 
+from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.threaded import TrioThread, trio_thread
 from tests.spark.interrupted import mutations
+from tests.spark.server import blocking_server
+from upr_protocol.client import BlockingConsumer, ChunkReceived
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_protocol.spark.writer import Task, WriteCounts, attempt_of, writer_id
@@ -82,3 +88,74 @@ def test_who_a_task_is() -> None:
     assert {len(found) for found in ids} == {16}
     assert writer_id(b"a", 0) == writer_id(b"a", 0)
     assert attempt_of(5, 1) < attempt_of(5, 2) < attempt_of(6, 0) < 1 << 64
+
+
+# A connection that is lost.
+
+COUNTERS = 40_000
+LARGEST = 2**64 - 1
+"""A counter that takes as much of an answer as any."""
+IN_DOUBT = 16_000
+"""As many rows as are in flight of a write of counters."""
+
+
+def proxy_in(thread: TrioThread, port: int) -> Proxy:
+    """A proxy to a server, which lives as long as the thread."""
+
+    async def serve(*, task_status: trio.TaskStatus[Proxy]) -> None:
+        async with proxy_to("127.0.0.1", port) as proxy:
+            task_status.started(proxy)
+            await trio.sleep_forever()
+
+    async def start() -> Proxy:
+        started: Proxy = await thread.nursery.start(serve)
+        return started
+
+    return thread.run(start)
+
+
+def counters(url: str) -> dict[bytes, bytes]:
+    with BlockingConsumer(url, end="now") as consumer:
+        return {
+            row.key: row.value
+            for event in consumer
+            if isinstance(event, ChunkReceived)
+            for row in event.chunk
+        }
+
+
+def test_counters_whose_answers_are_lost_with_the_server() -> None:
+    with blocking_server() as server, trio_thread() as thread:
+        url = server.create_bucket("b", 1)
+        proxy = proxy_in(thread, server.port)
+        # Enough for the credit and an answer or two.
+        proxy.budget_bytes = 32 * 1024
+
+        def some() -> Iterator[pa.RecordBatch]:
+            yield pa.record_batch(
+                {
+                    "op": ["increment"] * COUNTERS,
+                    "key": [f"key-{number}" for number in range(COUNTERS)],
+                    "value": [str(LARGEST)] * COUNTERS,
+                }
+            )
+
+        def restart() -> None:
+            while mutations(url) < IN_DOUBT:
+                pass
+            server.stop()
+            proxy.budget_bytes = None
+            server.start()
+
+        schema = types.StructType([types.StructField("op", types.StringType()), *SCHEMA.fields])
+        said = {"url": proxy.url("b"), "operation": "apply", "batchBytes": str(512 * 1024)}
+        options = WriteOptions.parse(said, schema, overwrite=False)
+        restarter = Thread(target=restart)
+        restarter.start()
+        try:
+            assert Task(options, WRITER, 1).write(some()).rows == COUNTERS
+        finally:
+            restarter.join(60)
+        assert mutations(url) == COUNTERS
+        largest = str(LARGEST).encode()
+        assert counters(url) == {b"key-%d" % number: largest for number in range(COUNTERS)}

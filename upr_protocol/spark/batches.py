@@ -15,10 +15,22 @@ from numpy.typing import NDArray
 
 from upr_protocol.chunk import Chunk, encoded_bytes, published_chunk
 from upr_protocol.hashing import partitions_of
-from upr_protocol.ids import PartitionId
+from upr_protocol.ids import Operation, PartitionId
 
 ROW_BYTES: Final = encoded_bytes(8, 0, 0) // 8 + 1
 """What a row takes in a chunk beside its key and value, about."""
+
+COUNTERS_MAX: Final = 1000
+"""Rows of a chunk that has counters. A server remembers 164 KiB of answers for each writer and
+partition, and the 16 batches that are in flight may all be in doubt: some 10,000 bytes for each. A
+counter takes up to 10 of them, its value and where it stands. A batch that is sent again, because a
+connection was lost, ends the write if its answer is not there any more."""
+
+FALLIBLE_MAX: Final = 4000
+"""Rows of a chunk without counters that can fail one by one: 2 bytes for each that does."""
+
+_COUNT: Final = (Operation.INCREMENT, Operation.DECREMENT)
+_CANNOT_FAIL: Final = (Operation.SET, Operation.DELETE)
 
 Column = tuple[NDArray[np.int64], NDArray[np.uint8]]
 """Offsets, and the bytes they point into."""
@@ -65,7 +77,8 @@ class Gathering:
 
 
 def chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId, Chunk]]:
-    """One published chunk for each partition that any of `rows` belongs to, in their order.
+    """A published chunk for each partition that any of `rows` belongs to, in their order; several
+    where the answer to one would be too long.
 
     Args:
         rows: Rows as `rows.encode` gives them.
@@ -86,16 +99,28 @@ def chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId,
     }
     for partition in np.flatnonzero(counts).tolist():
         end = ends[partition]
-        first = end - int(counts[partition])
-        yield (
-            PartitionId(partition),
-            published_chunk(
-                *_slice(keys, first, end),
-                *_slice(values, first, end),
-                operations[first:end].data,
-                **{argument: column[first:end].data for argument, column in others.items()},
-            ),
-        )
+        begin = end - int(counts[partition])
+        rows_max = _rows_max(operations[begin:end], others.get("cas", operations[:0])[begin:end])
+        for first in range(begin, end, rows_max):
+            last = min(first + rows_max, end)
+            yield (
+                PartitionId(partition),
+                published_chunk(
+                    *_slice(keys, first, last),
+                    *_slice(values, first, last),
+                    operations[first:last].data,
+                    **{argument: column[first:last].data for argument, column in others.items()},
+                ),
+            )
+
+
+def _rows_max(operations: NDArray[np.uint8], cas: NDArray[np.uint64]) -> int:
+    """How many of a partition's rows a chunk may have."""
+    if np.isin(operations, _COUNT).any():
+        return COUNTERS_MAX
+    if cas.any() or not np.isin(operations, _CANNOT_FAIL).all():
+        return FALLIBLE_MAX
+    return len(operations)
 
 
 def _sizes(column: pa.Array) -> NDArray[np.int64]:
