@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from upr_protocol.client import Address, AddressError
+from upr_protocol.client.blocking_link import BLOCKING_IDLE_INTERVAL_S
 from upr_protocol.spark.errors import OptionError
 
 T = TypeVar("T")
 
 _SPARK_OWN = frozenset({"path", "paths"})
 """Options that Spark adds by itself."""
+
+IDLE_INTERVAL_S_LEAST: Final = 30
+"""A worker that is busy with Spark does not listen: the server takes it for dead after twice this,
+and it has to connect again."""
 
 
 class Options:
@@ -89,3 +94,9 @@ class Options:
                 hint = f"; perhaps {self._known[near[0]]} was meant" if near else ""
                 known = ", ".join(sorted(self._known.values(), key=str.lower))
                 raise OptionError(f"there is no option {name}{hint}. There are {known}")
+
+
+def idle_interval_s(timeout_s: int) -> int:
+    """The idle interval with which a server that is silent on an open connection is taken for dead
+    after `timeout_s`: twice the interval. From 60 s to 10 minutes."""
+    return max(IDLE_INTERVAL_S_LEAST, min(BLOCKING_IDLE_INTERVAL_S, timeout_s // 2))

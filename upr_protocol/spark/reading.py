@@ -19,6 +19,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.port import explained
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import Columns, sized
@@ -61,6 +62,7 @@ def _batches(
             lease_id=lease_id,
             identity=EXECUTOR,
             patience_s=options.timeout_s,
+            idle_interval_s=idle_interval_s(options.timeout_s),
         ) as consumer:
             for event in consumer:
                 if isinstance(event, SnapshotStart):

@@ -49,6 +49,7 @@ from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.batches import Gathering, chunks
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.rows import BadRow, encode
 from upr_protocol.spark.write_options import WriteOptions
 
@@ -124,6 +125,7 @@ class Task:
             options.address,
             identity="upr:spark-writer",
             patience_s=options.timeout_s,
+            idle_interval_s=idle_interval_s(options.timeout_s),
             # While the server lives and is only short of memory, it is waited for.
             credit_timeout_s=math.inf,
             durability=options.durability,

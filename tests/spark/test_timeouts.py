@@ -1,0 +1,69 @@
+"""What `timeoutSeconds` says to the server: how long a silent connection is waited for."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from threading import Thread
+
+import pytest
+from pyspark.sql import types
+
+from upr_protocol.failover import FailoverEntry, FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.session import ServerSession
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.options import idle_interval_s
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.reading import read_task
+from upr_protocol.spark.slices import Slice
+from upr_protocol.spark.slices import Task as ReadTask
+from upr_protocol.spark.write_options import WriteOptions
+from upr_protocol.spark.writer import Task, writer_id
+
+PAIR = types.StructType(
+    [types.StructField(name, types.StringType()) for name in ("key", "value")],
+)
+
+COLUMNS = types.StructType([types.StructField("key", types.BinaryType())])
+
+
+def write(said: dict[str, str]) -> None:
+    Task(WriteOptions.parse(said, PAIR, overwrite=False), writer_id(b"job", 0), 1).write(iter(()))
+
+
+def read(said: dict[str, str]) -> None:
+    log = FailoverLog((FailoverEntry(HistoryId(1), SeqNo(0)),))
+    one = Slice(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
+    list(read_task(ReadTask((one,), 0), ReadOptions.parse(said), COLUMNS))
+
+
+@pytest.mark.parametrize("work", [write, read])
+def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]], None]) -> None:
+    intervals: list[int] = []
+
+    def listen(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        listener.close()  # nobody answers the second time
+        with line:
+            session = ServerSession("test", now=0)
+            while session.hello is None:
+                session.receive(line.recv(4096), 0)
+                list(session.events())
+            intervals.append(session.hello.idle_interval_s)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    thread = Thread(target=listen, args=(listener,))
+    thread.start()
+    with pytest.raises(PipelineError, match="UPR_UNREACHABLE"):
+        work({"url": f"upr://127.0.0.1:{port}/b", "timeoutSeconds": "1"})
+    thread.join(10)
+    assert intervals == [30]
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "interval_s"), [(1, 30), (61, 30), (120, 60), (600, 300), (604_800, 300)]
+)
+def test_twice_the_interval_is_the_timeout(timeout_s: int, interval_s: int) -> None:
+    assert idle_interval_s(timeout_s) == interval_s
