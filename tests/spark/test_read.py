@@ -274,7 +274,7 @@ def test_who_takes_little_leaves_nothing_behind(
     url = new_bucket(4)
     with durable_client(url) as client, BlockingClient(server.url()) as observer:
         client.apply(
-            Mutation(Operation.SET, b"key %d" % number, bytes(5000)) for number in range(4000)
+            Mutation(Operation.SET, b"key %d" % number, bytes(2000)) for number in range(2000)
         )
 
         def connections() -> int:
