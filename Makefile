@@ -21,6 +21,9 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 # More for one run of pytest: make test ARGS="-k chunk -x"
 ARGS ?=
+# Processes that run the tests, each a file at a time, as many wait for servers and for Spark; 0 for
+# none beside pytest's own: make test WORKERS=0 ARGS="-s -k flips"
+WORKERS ?= 2
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
 
@@ -37,7 +40,7 @@ demo: $(INSTALLED) java ## write 336,776 flights with Spark, stream them to thre
 	$(BIN)/python deploy/demo.py
 
 test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/ruff check $(SOURCES)

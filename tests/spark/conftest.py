@@ -28,6 +28,8 @@ SPARK_OPTIONS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.executorEnv.PYTHONPATH": str(ROOT),
     "spark.driver.memory": "1g",
+    # Most of a short life is compiling.
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 """For every session that the tests make, also in processes of their own."""
 
