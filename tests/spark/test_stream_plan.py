@@ -531,7 +531,7 @@ def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> Non
     reader = reader_of(port, maxOffsetsPerTrigger="30", onRollback="marker")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(30))
     few = reader_of(port, maxOffsetsPerTrigger="30", onRollback="marker", partitions="1")
-    few._port = FewerPort(port, {1})  # type: ignore[assignment]
+    few._port = FewerPort(port, {1})
     end = few.latestOffset(start, ReadMaxRows(30))
     tasks = list(few.partitions(start, end))
     assert ranges_of(tasks) == [(1, 10, 20, None)]  # type: ignore[arg-type]
