@@ -5,6 +5,13 @@
 
 from __future__ import annotations
 
-from upr_protocol.spark.source import UprDataSource
+try:
+    from upr_protocol.spark.source import UprDataSource
+except ModuleNotFoundError as error:
+    if error.name not in ("numpy", "pyarrow", "pyspark"):
+        raise
+    raise ModuleNotFoundError(
+        f"the data source `upr` needs PySpark: pip install 'upr[spark]' ({error})", name=error.name
+    ) from error
 
 __all__ = ["UprDataSource"]
