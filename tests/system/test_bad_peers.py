@@ -521,20 +521,19 @@ async def test_publishers_fill_a_bucket_and_no_more() -> None:
             await stack.enter_async_context(peer(server.host, server.port, "small"))
             for _ in range(50)
         ]
-        numbers, left, waited = count(1), 5 * 32 * MIB, 0
+        numbers, left, most = count(1), 5 * 32 * MIB, 0
+        client = await stack.enter_async_context(connect(server.url()))
         while left > 0 and any(good.credit > 0 for good in peers):
             left -= batch_bytes * sum(good.credit > 0 for good in peers)
-            waited += sum(good.credit <= 0 for good in peers)
             for good in peers:
                 if good.credit > 0:
                     batch = _batch(next(numbers), batch_bytes)
                     good.credit -= sum(map(len, batch.frame()))
                     await good.send(batch)
                     assert (await good.expect(MutateReply)).failures == ()
-        async with connect(server.url()) as client:
             memory = (await client.stats("small"))["memory"]
-        assert waited > 50, "there was not credit for all"
-        assert sum(memory.values()) < 1.5 * 32 * MIB + 50 * batch_bytes
+            most = max(most, sum(memory.values()))
+        assert 0.6 * 32 * MIB < most < 1.5 * 32 * MIB + 50 * batch_bytes
 
 
 # Chunks that are none.
