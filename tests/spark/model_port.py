@@ -22,6 +22,7 @@ class ModelPartition:
     Attributes:
         log: Its failover log.
         rows: Key by number, of those that were not compacted away.
+        written: The same of all that were ever written in this history.
         high: Its highest number.
         persisted: How much of it is on disk.
         purge: Deletions up to there may be forgotten.
@@ -29,6 +30,7 @@ class ModelPartition:
 
     log: FailoverLog
     rows: dict[int, int] = attrs.field(factory=dict)
+    written: dict[int, int] = attrs.field(factory=dict)
     high: int = 0
     persisted: int = 0
     purge: int = 0
@@ -63,21 +65,26 @@ class ModelPort:
     def write(self, number: int, key: int) -> None:
         partition = self.partitions[number]
         partition.high += 1
-        partition.rows[partition.high] = key
+        partition.rows[partition.high] = partition.written[partition.high] = key
 
     def flush(self, number: int) -> None:
         self.partitions[number].persisted = self.partitions[number].high
 
     def fail_over(self, number: int, to: int) -> None:
-        """The partition goes on from `to`; what was above is gone, also from disk."""
+        """The partition goes on from `to`. If that is below what there was, it goes on elsewhere:
+        on a server that never had more, has compacted nothing for the sake of it, and knows nothing
+        of leases."""
         partition = self.partitions[number]
         to = min(to, partition.high)
         partition.log = partition.log.branch(HistoryId(next(self._histories)), SeqNo(to))
-        partition.rows = {seq: key for seq, key in partition.rows.items() if seq <= to}
+        if to == partition.high:
+            return
+        partition.written = {seq: key for seq, key in partition.written.items() if seq <= to}
+        partition.rows = dict(partition.written)
         partition.high = to
         partition.persisted = min(partition.persisted, to)
         for lease in self.leases.values():
-            if any(found == number and end > to for found, _, end in lease.ranges):
+            if any(found == number for found, _, _ in lease.ranges):
                 lease.whole = False
 
     def add_partition(self) -> None:

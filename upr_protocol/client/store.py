@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import trio
 
 from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.whole_file import write_whole
 
 
 class ResumeStore(Protocol):
@@ -72,25 +72,7 @@ class FileStore:
         Raises:
             OSError: The file cannot be written; what was there before still is.
         """
-        self._write(state.encode())
-
-    def _write(self, data: bytes) -> None:
-        beside = self.path.with_name(self.path.name + ".new")
-        try:
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self.path)
-        except OSError:
-            with suppress(OSError):
-                beside.unlink()
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(self.path, state.encode())
 
     async def load(self) -> ResumeState | None:
         """See `ResumeStore`, and `load_now` for what it raises."""
@@ -99,4 +81,4 @@ class FileStore:
     async def save(self, state: ResumeState) -> None:
         """See `ResumeStore`, and `save_now` for what it raises."""
         # Encoded here, on the thread that the state belongs to.
-        await trio.to_thread.run_sync(self._write, state.encode())
+        await trio.to_thread.run_sync(write_whole, self.path, state.encode())

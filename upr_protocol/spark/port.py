@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -40,6 +41,11 @@ _CODES: Final = {
 
 _WAIT_S: Final = 30.0
 """How long the server may take to put on disk what it has, before it is asked again."""
+
+
+def new_lease_id() -> int:
+    """A random number that is not 0, for a lease of one's own."""
+    return int.from_bytes(os.urandom(8), "little") | 1
 
 
 class Port(Protocol):
@@ -189,21 +195,14 @@ class ServerPort:
 
 
 def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> None:
-    with suppress_status(Status.HISTORY_CHANGED):
-        client.ask(
-            calls.await_durable(
-                row.partition, row.history_id, row.high_seq, Durability.PERSISTED, 0, _WAIT_S
-            )
-        )
-
-
-@contextmanager
-def suppress_status(status: Status) -> Iterator[None]:
-    """Goes on after a refusal with this status: what was asked for is moot."""
+    call = calls.await_durable(
+        row.partition, row.history_id, row.high_seq, Durability.PERSISTED, 0, _WAIT_S
+    )
     try:
-        yield
+        client.ask(call)
     except ServerError as error:
-        if error.status is not status:
+        # In another history the number is another's: there is nothing to wait for.
+        if error.status is not Status.HISTORY_CHANGED:
             raise
 
 

@@ -13,17 +13,15 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 @attrs.frozen
 class Marker:
-    """A partition went back: what was read of it above `to` is to be dropped.
+    """A partition went back: what was read of it is to be dropped, and it is read anew.
 
     Attributes:
         history_id: The history in which it goes on.
         came_from: The number it had come to.
-        to: The number it goes on from.
     """
 
     history_id: HistoryId
     came_from: SeqNo
-    to: SeqNo
 
 
 @attrs.frozen

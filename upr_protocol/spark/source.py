@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
+
+from upr_protocol.spark.port import new_lease_id
 
 if TYPE_CHECKING:
     from upr_protocol.spark.batch_reader import BatchReader
@@ -23,7 +24,7 @@ class UprDataSource(DataSource):
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)
         # One for each `load()`, and the same for every action on what was loaded.
-        self._lease_id = int.from_bytes(os.urandom(8), "little") | 1
+        self._lease_id = new_lease_id()
 
     @classmethod
     def name(cls) -> str:

@@ -64,11 +64,11 @@ class StreamPlan:
         self._durable = durable
         self._marks_rollback = marks_rollback
         self._new_lease_id = new_lease_id
-        self._held: dict[int, HeldLease] = {}
+        self._held: dict[int, None] = {}
         """Leases of this process that are not released, oldest first."""
-        self._target: HeldLease | None = None
-        """What there was when the query began that is to end there; until it is known where in it
-        the stream stands."""
+        self._target = 0
+        """The lease on what there was when the query began that is to end there; until it is known
+        where in it the stream stands."""
         self._target_numbers: Mapping[PartitionId, SeqNo] = {}
 
     # Where it begins.
@@ -105,8 +105,9 @@ class StreamPlan:
         if self._durable:
             rows = self._port.persist()
             ends = dict.fromkeys(rows, SEQ_MAX)
-            self._target = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
-            self._target_numbers = {found.partition: found.end for found in self._target.ranges}
+            held = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
+            self._target = held.lease_id
+            self._target_numbers = {found.partition: found.end for found in held.ranges}
         else:
             rows = self._port.numbers()
             self._target_numbers = {number: row.high_seq for number, row in rows.items()}
@@ -126,7 +127,7 @@ class StreamPlan:
         if not self._durable:
             partitions = self._newest(partitions, rows)
             return self._end(start, partitions, 0, limits, {})
-        if not went_back and start.lease_id and self._is_inside(partitions):
+        if not went_back and start.lease_id and _is_inside(partitions):
             held = self._renewed(start.lease_id)
             if held is not None:
                 return self._end(start, partitions, start.lease_id, limits, sizes_of(held))
@@ -177,9 +178,6 @@ class StreamPlan:
             after[number] = _back(found, infos[number])
         return after
 
-    def _is_inside(self, partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
-        return any(found.seq < found.snapshot_end for found in partitions.values())
-
     def _renewed(self, lease_id: int) -> HeldLease | None:
         """The lease under which the stream is inside a snapshot; None when it is gone. That does no
         harm: what it held of later batches was planned for none yet."""
@@ -189,7 +187,7 @@ class StreamPlan:
             if error.status is not Status.RANGE_GONE:
                 raise
             return None
-        self._held.setdefault(lease_id, held)
+        self.holds(lease_id)
         return held
 
     def _from_a_new_lease(
@@ -201,47 +199,30 @@ class StreamPlan:
     ) -> Offset:
         ends = {number: self._limit(number, row.persisted_seq) for number, row in rows.items()}
         behind = _behind(partitions, ends)
-        held = None
-        if behind:
-            if not self._target_numbers:
-                # To whatever is on disk when the lease is granted: nothing is overtaken there.
-                ends = dict.fromkeys(ends, SEQ_MAX)
-            try:
-                held = self._acquire(behind, ends)
-            except ServerError as error:
-                if error.status is not Status.ROLLBACK_NEEDED:
-                    raise
-                partitions = self._after_purges(partitions)
-                behind = _behind(partitions, ends)
-                held = self._acquire(behind, ends)
-        self.let_go_of_the_target()
-        # Of the snapshots before, nothing is to be read any more.
-        partitions = {
-            number: attrs.evolve(found, snapshot_end=found.seq)
-            for number, found in partitions.items()
-        }
-        if held is None or not behind:
+        if not behind:
+            self.let_go_of_the_target()
             # Perhaps a partition went back that has nothing.
-            return self._end(start, partitions, 0, limits, {})
-        infos = self._port.infos()
-        for found in held.ranges:
-            if found.partition in behind:
-                before = partitions.get(found.partition, _NOTHING)
-                partitions[found.partition] = PartitionOffset(
-                    infos[found.partition].log,
-                    before.seq,
-                    before.seq,
-                    found.end,
-                    before.came_from,
-                )
+            return self._end(start, _begun(partitions, {}, {}), 0, limits, {})
+        # Without a target to whatever is on disk when the lease is granted: nothing is overtaken.
+        to = ends if self._target_numbers else dict.fromkeys(ends, SEQ_MAX)
+        try:
+            held = self._acquire(behind, to)
+        except ServerError as error:
+            if error.status is not Status.ROLLBACK_NEEDED:
+                raise
+            partitions = self._after_purges(partitions)
+            held = self._acquire(_behind(partitions, ends), to)
+        self.holds(held.lease_id)
+        self.let_go_of_the_target()
+        pinned = {found.partition: found.end for found in held.ranges}
+        partitions = _begun(partitions, self._port.infos(), pinned)
         return self._end(start, partitions, held.lease_id, limits, sizes_of(held))
 
     def let_go_of_the_target(self) -> None:
         """What the stream has yet to read is pinned by a lease that begins where it stands, or
         there is nothing."""
-        if self._target is not None:
-            target, self._target = self._target.lease_id, None
-            del self._held[target]
+        if self._target:
+            target, self._target = self._target, 0
             self._port.release(target)
 
     def _limit(self, number: PartitionId, end: SeqNo) -> SeqNo:
@@ -253,34 +234,21 @@ class StreamPlan:
     def _acquire(
         self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
     ) -> HeldLease:
-        lease_id = self._new_lease_id()
         ranges = [(number, seq, ends[number]) for number, seq in starts.items()]
-        held = self._port.acquire(lease_id, ranges)
-        self.holds(held)
-        return held
+        return self._port.acquire(self._new_lease_id(), ranges)
 
-    def holds(self, held: HeldLease) -> None:
+    def holds(self, lease_id: int) -> None:
         """A lease is to be released when the batches are committed that are planned so far."""
-        self._held[held.lease_id] = held
+        self._held.setdefault(lease_id)
 
     def _newest(
         self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
-        partitions = {
-            number: attrs.evolve(found, snapshot_end=found.seq)
-            for number, found in partitions.items()
-        }
         ends = {number: self._limit(number, row.high_seq) for number, row in rows.items()}
         if not _behind(partitions, ends):
-            return partitions
-        partitions, infos = self._after_purges(partitions), self._port.infos()
-        for number, end in ends.items():
-            before = partitions.get(number, _NOTHING)
-            if before.seq < end:
-                partitions[number] = PartitionOffset(
-                    infos[number].log, before.seq, before.seq, end, before.came_from
-                )
-        return partitions
+            return _begun(partitions, {}, {})
+        partitions = self._after_purges(partitions)
+        return _begun(partitions, self._port.infos(), ends)
 
     def _end(
         self,
@@ -312,12 +280,11 @@ class StreamPlan:
         over = list(self._held)
         # If it is one of another process, what this one has acquired is for later batches.
         over = over[: over.index(end.lease_id)] if end.lease_id in self._held else []
-        if end.lease_id and not self._is_inside(end.partitions):
+        if end.lease_id and not _is_inside(end.partitions):
             over.append(end.lease_id)
         for lease_id in over:
-            if self._target is None or lease_id != self._target.lease_id:
-                self._held.pop(lease_id, None)
-                self._port.release(lease_id)
+            self._held.pop(lease_id, None)
+            self._port.release(lease_id)
 
     def latest(self) -> Offset:
         """How far the server is, for the query's progress."""
@@ -331,6 +298,27 @@ class StreamPlan:
                 for number, row in rows.items()
             },
         )
+
+
+def _is_inside(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+    """Whether there is more of the snapshots that were begun."""
+    return any(found.seq < found.snapshot_end for found in partitions.values())
+
+
+def _begun(
+    partitions: Partitions,
+    infos: Mapping[PartitionId, PartitionInfo],
+    ends: Mapping[PartitionId, SeqNo],
+) -> Partitions:
+    """Where the stream stands, with a new snapshot begun up to each of `ends` that is behind that;
+    of those before, nothing is to be read any more."""
+    begun = {
+        number: attrs.evolve(found, snapshot_end=found.seq) for number, found in partitions.items()
+    }
+    for number, seq in _behind(partitions, ends).items():
+        came_from = partitions.get(number, _NOTHING).came_from
+        begun[number] = PartitionOffset(infos[number].log, seq, seq, ends[number], came_from)
+    return begun
 
 
 def _behind(
@@ -439,23 +427,21 @@ def _told(log: FailoverLog) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def slices_of(start: Offset, end: Offset, sizes: Mapping[PartitionId, float]) -> list[Slice]:
+def slices_of(start: Offset, end: Offset) -> list[Slice]:
     """What is to be read between two offsets.
 
     Args:
         start: Where the batch begins. Of the first batch, the end knows it better.
         end: Where it ends.
-        sizes: Bytes a sequence number, by partition.
     """
     starts = start.partitions if end.initial is None else end.initial
     found = []
     for number, ends in end.partitions.items():
         begins, marker = starts.get(number, _NOTHING), None
         if ends.came_from is not None:
-            begins, marker = _NOTHING, Marker(ends.log.current, ends.came_from, SeqNo(0))
+            begins, marker = _NOTHING, Marker(ends.log.current, ends.came_from)
         if marker is None and begins.seq >= ends.seq:
             continue
-        nbytes = int(sizes.get(number, 0.0) * (ends.seq - begins.seq))
         found.append(
             Slice(
                 number,
@@ -464,8 +450,7 @@ def slices_of(start: Offset, end: Offset, sizes: Mapping[PartitionId, float]) ->
                 ends.seq,
                 ends.snapshot_start,
                 ends.snapshot_end,
-                nbytes,
-                marker,
+                marker=marker,
             )
         )
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -17,11 +17,11 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from upr_protocol.client import HeldLease
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import PartitionId
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.offset import Offset
-from upr_protocol.spark.port import Port, ServerPort, explained
+from upr_protocol.spark.port import Port, ServerPort, explained, new_lease_id
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
@@ -63,7 +63,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._options.address.bucket,
                 durable=self._options.durable,
                 marks_rollback=self._options.marks_rollback,
-                new_lease_id=lambda: int.from_bytes(os.urandom(8), "little") | 1,
+                new_lease_id=new_lease_id,
             )
         return self._plan
 
@@ -105,15 +105,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
         before, after = self._offset(start), self._offset(end)
-        lease_id, sizes = after.lease_id, dict[PartitionId, float]()
-        slices = self._without_what_went_back(slices_of(before, after, sizes), after)
+        lease_id = after.lease_id
+        slices = self._without_what_went_back(slices_of(before, after), after)
         if lease_id and slices:
-            try:
-                sizes = sizes_of(self._server.renew(lease_id))
-            except ServerError as error:
-                lease_id = self._repinned(slices, error)
+            held = self._pinned(lease_id, slices)
+            lease_id, sizes = held.lease_id, sizes_of(held)
             slices = [
-                one for one in slices_of(before, after, sizes) if one.partition in _ids(slices)
+                attrs.evolve(one, nbytes=int(sizes.get(one.partition, 0) * (one.end - one.start)))
+                for one in slices
             ]
         return tasks_of(
             slices,
@@ -145,8 +144,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             found.append(one)
         return found
 
-    def _repinned(self, slices: list[Slice], error: ServerError) -> int:
-        """A new lease on what is left of a batch, if that is good enough."""
+    def _pinned(self, lease_id: int, slices: list[Slice]) -> HeldLease:
+        """The lease of a batch; or a new one on what is left of it, if that is good enough."""
+        try:
+            return self._server.renew(lease_id)
+        except ServerError as error:
+            return self._repinned(slices, error)
+
+    def _repinned(self, slices: list[Slice], error: ServerError) -> HeldLease:
         if error.status is not Status.RANGE_GONE:
             raise explained(error, self._options.address) from error
         if self._options.fails_on_data_loss:
@@ -158,7 +163,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "still there: set failOnDataLoss=false to go on without the older ones, or begin "
                 "with a new checkpoint",
             ) from error
-        lease_id = int.from_bytes(os.urandom(8), "little") | 1
+        lease_id = new_lease_id()
         ranges = [(one.partition, one.start, one.end) for one in slices]
         try:
             held = self._server.acquire(lease_id, ranges)
@@ -167,8 +172,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise explained(refusal, self._options.address) from refusal
             # Deletions are among what is lost; from the beginning anything can be held.
             held = self._server.acquire(lease_id, [(one, 0, end) for one, _, end in ranges])
-        self._planner.holds(held)
-        return lease_id
+        self._planner.holds(lease_id)
+        return held
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
@@ -195,7 +200,3 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "with a new checkpoint",
             )
         return offset
-
-
-def _ids(slices: list[Slice]) -> set[PartitionId]:
-    return {one.partition for one in slices}

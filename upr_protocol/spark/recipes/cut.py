@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
@@ -16,7 +15,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.errors import OptionError, PipelineError
-from upr_protocol.spark.port import ServerPort, explained
+from upr_protocol.spark.port import ServerPort, explained, new_lease_id
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.source import UprDataSource
 
@@ -79,7 +78,7 @@ def consistent_cut(
     given = merged(url, options)
     asked = ReadOptions.parse(given)
     port = ServerPort(asked)
-    lease_id = int.from_bytes(os.urandom(8), "little") | 1
+    lease_id = new_lease_id()
     try:
         numbers = port.persist()
         begins = starts_of(port.infos(anew=True))

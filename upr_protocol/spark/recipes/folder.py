@@ -68,15 +68,6 @@ def persist(folder: Path) -> None:
     _sync(folder.parent)
 
 
-def write_last(path: Path, text: bytes) -> None:
-    """Writes a file that is there whole or not at all, even after a crash."""
-    unfinished = path.with_name(f"_{path.name}.unfinished")
-    unfinished.write_bytes(text)
-    _sync(unfinished)
-    unfinished.replace(path)
-    _sync(path.parent)
-
-
 def remove(paths: list[Path]) -> None:
     """Removes files and folders, with what is in them."""
     for path in paths:

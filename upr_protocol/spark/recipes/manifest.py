@@ -8,10 +8,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from upr_protocol.client.whole_file import write_whole
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.recipes.folder import persist, write_last
+from upr_protocol.spark.recipes.folder import persist
 
 FORMAT_VERSION: Final = 1
 
@@ -80,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Makes a folder count: first its data is on disk, then this."""
         persist(folder / DATA)
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
-        write_last(folder / MANIFEST, text + b"\n")
+        write_whole(folder / MANIFEST, text + b"\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
