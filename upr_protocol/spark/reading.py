@@ -13,6 +13,7 @@ from upr_protocol.client import (
     ChunkReceived,
     ResumeState,
     RolledBack,
+    SnapshotEnd,
     SnapshotStart,
 )
 from upr_protocol.errors import UprError
@@ -22,7 +23,7 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.port import explained
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.record_batches import Columns, sized
+from upr_protocol.spark.record_batches import Columns, SnapshotColumns, sized
 from upr_protocol.spark.slices import Slice, Task
 
 EXECUTOR: Final = "spark:executor"
@@ -46,7 +47,7 @@ def read_task(task: Task, options: ReadOptions, schema: StructType) -> Iterator[
 def _batches(
     slices: dict[PartitionId, Slice], lease_id: int, options: ReadOptions, columns: Columns
 ) -> Iterator[pa.RecordBatch]:
-    histories: dict[PartitionId, str] = {}
+    snapshots: dict[PartitionId, SnapshotColumns] = {}
     try:
         with BlockingConsumer(
             options.address,
@@ -66,19 +67,21 @@ def _batches(
         ) as consumer:
             for event in consumer:
                 if isinstance(event, SnapshotStart):
-                    histories[event.partition] = f"{event.history_id:016x}"
+                    one = slices[event.partition]
+                    snapshots[event.partition] = columns.of_snapshot(
+                        event.partition,
+                        f"{event.history_id:016x}",
+                        one.snapshot_start,
+                        one.snapshot_end,
+                    )
+                elif isinstance(event, SnapshotEnd):
+                    del snapshots[event.partition]
                 elif isinstance(event, ChunkReceived):
                     one = slices[event.partition]
                     # One that is pinned ends where the slice ends; else its snapshot may go on.
                     chunk = event.chunk.slice(one.start, one.end)
                     if chunk.count:
-                        yield columns.of_chunk(
-                            event.partition,
-                            histories[event.partition],
-                            one.snapshot_start,
-                            one.snapshot_end,
-                            chunk,
-                        )
+                        yield snapshots[event.partition].of_chunk(chunk)
                 elif isinstance(event, RolledBack):
                     raise rolled_back(slices[event.partition], event)
     except UprError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -42,61 +42,29 @@ class Columns:
         check_schema(schema)
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
-        self._repeated: dict[str | bool, pa.Array] = {}
 
-    def of_chunk(
-        self,
-        partition: PartitionId,
-        history: str,
-        snapshot_start: SeqNo,
-        snapshot_end: SeqNo,
-        chunk: Chunk,
-    ) -> pa.RecordBatch:
-        """A chunk's mutations, in their order.
+    def of_snapshot(
+        self, partition: PartitionId, history: str, start: SeqNo, end: SeqNo
+    ) -> SnapshotColumns:
+        """What makes record batches of the chunks of one snapshot.
 
         Args:
             partition: Its partition.
             history: Its history ID, as text.
-            snapshot_start: Where the snapshot begins that it belongs to.
-            snapshot_end: Where that ends.
-            chunk: The chunk.
-
-        Raises:
-            PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
+            start: Where it begins.
+            end: Where it ends.
         """
-        count = chunk.count
-        is_set = pc.equal(_codes(chunk), _SET)
-        all_set = pc.all(is_set).as_py()
-        make: dict[str, Callable[[], pa.Array]] = {
-            "op": lambda: (
-                self._repeat("set", count) if all_set else _OPERATION_NAMES.take(_codes(chunk))
-            ),
-            "partition": lambda: pa.repeat(pa.scalar(partition, pa.int32()), count),
-            "history_id": lambda: self._repeat(history, count),
-            "seq": lambda: _long(chunk.seqs, "seq"),
-            "snapshot_start": lambda: pa.repeat(pa.scalar(snapshot_start, pa.int64()), count),
-            "snapshot_end": lambda: pa.repeat(pa.scalar(snapshot_end, pa.int64()), count),
-            "key": lambda: _bytes(chunk.key_offsets, chunk.key_bytes, None),
-            "value": lambda: _bytes(
-                chunk.value_offsets, chunk.value_bytes, None if all_set else is_set.buffers()[1]
-            ),
-            "deleted": lambda: self._repeat(False, count) if all_set else pc.invert(is_set),
-            "cas": lambda: _long(chunk.cas, "cas"),
-            "flags": lambda: _unsigned(chunk.flags),
-            "expiry": lambda: _unsigned(chunk.expiries),
+        same = {
+            "op": pa.scalar("set"),
+            "partition": pa.scalar(partition, pa.int32()),
+            "history_id": pa.scalar(history),
+            "snapshot_start": pa.scalar(start, pa.int64()),
+            "snapshot_end": pa.scalar(end, pa.int64()),
+            "deleted": pa.scalar(False),
         }
-        columns = [
-            _as(name, make[name](), kind)
-            for name, kind in zip(self._names, self._schema.types, strict=True)
-        ]
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
-
-    def _repeat(self, value: str | bool, count: int) -> pa.Array:
-        """A column of the same value; there are few of them, and they are made once."""
-        column = self._repeated.get(value)
-        if column is None or len(column) < count:
-            column = self._repeated[value] = pa.repeat(value, count)
-        return column[:count]
+        return SnapshotColumns(
+            self._schema, {name: same[name] for name in self._names if name in same}
+        )
 
     def of_marker(self, partition: PartitionId, marker: Marker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -119,6 +87,58 @@ class Columns:
             for name, kind in zip(self._names, self._schema.types, strict=True)
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+
+class SnapshotColumns:
+    """Makes record batches of chunks. What is the same in every row of a snapshot is made once for
+    it, as long as its longest chunk.
+
+    Args:
+        schema: The columns.
+        same: What they hold in every row, of those that are the same throughout. `op` and `deleted`
+            are so only while every mutation is a set.
+    """
+
+    def __init__(self, schema: pa.Schema, same: Mapping[str, pa.Scalar]) -> None:
+        self._schema = schema
+        self._same = same
+        self._repeated: dict[str, pa.Array] = {}
+
+    def of_chunk(self, chunk: Chunk) -> pa.RecordBatch:
+        """A chunk's mutations, in their order.
+
+        Raises:
+            PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
+        """
+        codes = _codes(chunk)
+        is_set = pc.equal(codes, _SET)
+        all_set = pc.all(is_set).as_py()
+        columns = []
+        for field in self._schema:
+            name = field.name
+            if name == "op" and not all_set:
+                column = _OPERATION_NAMES.take(codes)
+            elif name == "deleted" and not all_set:
+                column = pc.invert(is_set)
+            elif name in self._same:
+                column = self._repeat(name, chunk.count)
+            elif name == "key":
+                column = _bytes(chunk.key_offsets, chunk.key_bytes, None)
+            elif name == "value":
+                present = None if all_set else is_set.buffers()[1]
+                column = _bytes(chunk.value_offsets, chunk.value_bytes, present)
+            elif name in ("seq", "cas"):
+                column = _long(chunk.seqs if name == "seq" else chunk.cas, name)
+            else:
+                column = _unsigned(chunk.flags if name == "flags" else chunk.expiries)
+            columns.append(_as(name, column, field.type))
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _repeat(self, name: str, count: int) -> pa.Array:
+        column = self._repeated.get(name)
+        if column is None or len(column) < count:
+            column = self._repeated[name] = pa.repeat(self._same[name], count)
+        return column[:count]
 
 
 _SET: Final = pa.scalar(int(Operation.SET), pa.int8())
