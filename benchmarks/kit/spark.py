@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
 from benchmarks.kit.errors import CannotMeasureError
-from benchmarks.kit.figures import Spread
+from benchmarks.kit.figures import Figure, Spread
+from benchmarks.kit.machine import check_disk
 from benchmarks.kit.processes import UprServer, Worker
 from benchmarks.kit.processor import adopt, children_of, tree_s
 from benchmarks.kit.upkeep import rest
+from benchmarks.kit.work import PARTITIONS
 
 ROWS: Final = 2_000_000
 """256 MB of keys and values."""
@@ -107,6 +110,57 @@ def load(spark: Spark, server: UprServer, folder: Path) -> str:
     for source in (server.url, copy):
         spark.check(source)
     return copy
+
+
+def beside_parquet(
+    row: str,
+    text: str,
+    peer_name: str,
+    move: Callable[[Spark, str, UprServer | None], Moved],
+    runs: int,
+    say: Callable[[str], None],
+) -> list[Figure]:
+    """A row about getting all rows out of a bucket, against getting them out of Parquet.
+
+    Args:
+        row: The row's name.
+        text: What is measured.
+        peer_name: What it is compared with.
+        move: Does it once, of a bucket's URL and its server, or of a folder.
+        runs: How often; once more to warm up.
+        say: Is told how it goes on.
+    """
+    check_disk()
+    say(f"{row}: writing {ROWS:,} rows")
+    ours: list[Moved] = []
+    files: list[Moved] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        UprServer(partitions=PARTITIONS) as server,
+        Spark() as spark,
+    ):
+        copy = load(spark, server, Path(folder))
+        for number in range(-1, runs):  # run -1 warms up and is not kept
+            moved = move(spark, server.url, server)
+            file = move(spark, copy, None)
+            if number < 0:
+                continue
+            ours.append(moved)
+            files.append(file)
+            say(f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}")
+    return [
+        Figure.more_is_better(
+            row=row,
+            text=text,
+            unit="rows/s",
+            ours=rates(ours),
+            peer=rates(files),
+            peer_name=peer_name,
+            first_bar=0.5,
+            aim=1.0,
+            details=details(ours, files),
+        )
+    ]
 
 
 def rates(runs: Sequence[Moved]) -> Spread:

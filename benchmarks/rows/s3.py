@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.kit.figures import Figure
-from benchmarks.kit.machine import check_disk
-from benchmarks.kit.processes import UprServer
-from benchmarks.kit.spark import ROWS, Moved, Spark, details, load, rates
-from benchmarks.kit.work import PARTITIONS
+from benchmarks.kit.spark import ROWS, beside_parquet
 
 
 def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     """S3: all columns, into a sink that drops them."""
-    check_disk()
-    say(f"S3: writing {ROWS:,} rows")
-    ours: list[Moved] = []
-    files: list[Moved] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        UprServer(partitions=PARTITIONS) as server,
-        Spark() as spark,
-    ):
-        copy = load(spark, server, Path(folder))
-        for number in range(-1, runs):  # run -1 warms up and is not kept
-            moved = spark.stream(server.url, server)
-            file = spark.stream(copy)
-            if number < 0:
-                continue
-            ours.append(moved)
-            files.append(file)
-            say(f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}")
-    return [
-        Figure.more_is_better(
-            row="S3",
-            text=f"Spark streams {ROWS:,} rows, trigger availableNow from a fresh checkpoint, "
-            "all columns, into the noop sink; local[2].",
-            unit="rows/s",
-            ours=rates(ours),
-            peer=rates(files),
-            peer_name="Spark streaming the same rows and columns as uncompressed Parquet",
-            first_bar=0.5,
-            aim=1.0,
-            details=details(ours, files),
-        )
-    ]
+    return beside_parquet(
+        "S3",
+        f"Spark streams {ROWS:,} rows, trigger availableNow from a fresh checkpoint, all columns, "
+        "into the noop sink; local[2].",
+        "Spark streaming the same rows and columns as uncompressed Parquet",
+        lambda spark, source, server: spark.stream(source, server),
+        runs,
+        say,
+    )
