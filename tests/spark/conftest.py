@@ -18,6 +18,9 @@ from tests.kit.process import ROOT
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.spark import UprDataSource
 
+SHORT_LIVED_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""Most of a short life is compiling."""
+
 SPARK_OPTIONS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -28,8 +31,8 @@ SPARK_OPTIONS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.executorEnv.PYTHONPATH": str(ROOT),
     "spark.driver.memory": "1g",
-    # Most of a short life is compiling.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": SHORT_LIVED_JAVA,
+    "spark.executor.extraJavaOptions": SHORT_LIVED_JAVA,
 }
 """For every session that the tests make, also in processes of their own."""
 
