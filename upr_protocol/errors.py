@@ -33,6 +33,8 @@ class Status(IntEnum):
     RANGE_GONE = 15
     FENCED = 16
     REPLAY_DIFFERS = 17
+    REVISION_CONFLICT = 18
+    NOT_DURABLE_YET = 19
 
     # An answer about one mutation of a batch.
     EXISTS = 32
@@ -87,6 +89,11 @@ ADVICE: Final[dict[Status, str]] = {
     Status.REPLAY_DIFFERS: (
         "the same batch was sent before with other contents: make the input the same each time, "
         "by a checkpoint or a table"
+    ),
+    Status.REVISION_CONFLICT: "another command came first; look at the map, and repeat yours",
+    Status.NOT_DURABLE_YET: (
+        "the change was made and may be lost yet; send the batch again under its token, or await "
+        "its number"
     ),
     Status.EXISTS: "use set or replace if the key may exist",
     Status.NOT_FOUND: "use set or add if the key may be missing",

@@ -30,6 +30,9 @@ PARTITIONS_MAX: Final = PARTITIONS_END
 
 PARTITIONS_DEFAULT: Final = 64
 
+NODES_MAX: Final = 256
+"""Nodes in one partition map: each asks the others for it now and then."""
+
 COOKIE_BYTES_MAX: Final = 64
 """A barrier cookie is "a short text string" (seed 002): a UUID in any spelling fits."""
 

@@ -41,6 +41,7 @@ from upr_protocol.wire import (
     Message,
     Noop,
     Open,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
@@ -53,7 +54,7 @@ from upr_protocol.wire import (
     decode,
 )
 
-SNAPSHOT_MESSAGES: Final = (PartitionStart, PartitionChunk, PartitionEnd)
+SNAPSHOT_MESSAGES: Final = (PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd)
 """What a snapshot consists of; of a stream that was closed, it is dropped."""
 
 _ANSWERS: Final = frozenset(

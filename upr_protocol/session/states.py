@@ -41,6 +41,7 @@ from upr_protocol.wire import (
     DeleteBucket,
     Error,
     Get,
+    GetMap,
     GetReply,
     Go,
     Hello,
@@ -49,12 +50,14 @@ from upr_protocol.wire import (
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    MapReply,
     Message,
     Mutate,
     MutateReply,
     Noop,
     Open,
     Opened,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
@@ -63,6 +66,7 @@ from upr_protocol.wire import (
     ReplicaAck,
     Seqnos,
     SeqnosReply,
+    SetMap,
     Stats,
     StatsReply,
     Stream,
@@ -104,6 +108,9 @@ _ADMIN: Final = (
     ListBucketsReply,
     Stats,
     StatsReply,
+    GetMap,
+    SetMap,
+    MapReply,
     Refusal,
 )
 
@@ -161,6 +168,7 @@ SESSION: Final[Mapping[SessionState, Mapping[type[Message], SessionState]]] = {
         *_DATA,
         PartitionStart,
         PartitionChunk,
+        PartitionAnswers,
         PartitionEnd,
         Completed,
         Barrier,
@@ -193,6 +201,7 @@ class StreamInput(Enum):
     REFUSE = "`StreamReply` with another status"
     START = "`PartitionStart`"
     CHUNK = "`PartitionChunk`"
+    ANSWERS = "`PartitionAnswers`"
     END = "`PartitionEnd`"
     CLOSE = "`CloseStream`"
     ENDED = "`StreamEnd`"
@@ -211,6 +220,7 @@ STREAM: Final[Mapping[StreamState, Mapping[StreamInput, StreamState]]] = {
     },
     StreamState.INSIDE: {
         StreamInput.CHUNK: StreamState.INSIDE,
+        StreamInput.ANSWERS: StreamState.INSIDE,
         StreamInput.END: StreamState.BETWEEN,
         # Its cursor was dropped: a new snapshot with a later end takes this one's place.
         StreamInput.START: StreamState.INSIDE,
@@ -220,6 +230,7 @@ STREAM: Final[Mapping[StreamState, Mapping[StreamInput, StreamState]]] = {
     StreamState.CLOSING: {
         StreamInput.START: StreamState.CLOSING,
         StreamInput.CHUNK: StreamState.CLOSING,
+        StreamInput.ANSWERS: StreamState.CLOSING,
         StreamInput.END: StreamState.CLOSING,
         StreamInput.ENDED: StreamState.ABSENT,
     },
@@ -230,6 +241,7 @@ _STREAM_INPUTS: Final[dict[type[Message], StreamInput]] = {
     Stream: StreamInput.REQUEST,
     PartitionStart: StreamInput.START,
     PartitionChunk: StreamInput.CHUNK,
+    PartitionAnswers: StreamInput.ANSWERS,
     PartitionEnd: StreamInput.END,
     CloseStream: StreamInput.CLOSE,
     StreamEnd: StreamInput.ENDED,

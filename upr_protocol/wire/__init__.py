@@ -19,6 +19,7 @@ from upr_protocol.wire.admin import (
     Stats,
     StatsReply,
 )
+from upr_protocol.wire.cluster import GetMap, MapReply, PartitionAnswers, ReplicaAck, SetMap
 from upr_protocol.wire.frame import HEADER_BYTES, VERSION, FrameBuffer, Header
 from upr_protocol.wire.handshake import (
     Error,
@@ -39,7 +40,6 @@ from upr_protocol.wire.keyvalue import (
     Lease,
     LeaseAction,
     LeaseReply,
-    ReplicaAck,
     Seqnos,
     SeqnosReply,
 )
@@ -73,6 +73,7 @@ MESSAGES: Final[dict[int, type[Message]]] = {
         Go,
         PartitionStart,
         PartitionChunk,
+        PartitionAnswers,
         PartitionEnd,
         Completed,
         Barrier,
@@ -101,6 +102,9 @@ MESSAGES: Final[dict[int, type[Message]]] = {
         ListBucketsReply,
         Stats,
         StatsReply,
+        GetMap,
+        SetMap,
+        MapReply,
         Refusal,
     )
 }
@@ -135,6 +139,7 @@ __all__ = [
     "Error",
     "FrameBuffer",
     "Get",
+    "GetMap",
     "GetReply",
     "Go",
     "Header",
@@ -145,12 +150,14 @@ __all__ = [
     "LeaseReply",
     "ListBuckets",
     "ListBucketsReply",
+    "MapReply",
     "Message",
     "Mutate",
     "MutateReply",
     "Noop",
     "Open",
     "Opened",
+    "PartitionAnswers",
     "PartitionChunk",
     "PartitionEnd",
     "PartitionLog",
@@ -160,6 +167,7 @@ __all__ = [
     "Sender",
     "Seqnos",
     "SeqnosReply",
+    "SetMap",
     "Stats",
     "StatsReply",
     "Stream",

@@ -12,13 +12,22 @@ from upr_protocol.wire.message import Message, Sender
 
 class Refusal(Message, frozen=True):
     """The answer to any request that is refused: the code in the status field, the opaque the
-    request's. The connection goes on."""
+    request's. The connection goes on.
+
+    Attributes:
+        map_revision: The revision of the partition map that the server has, 0 for none: who is
+            told `NOT_MY_PARTITION` needs one that is no older.
+    """
 
     opcode: ClassVar[int] = 0xFF
     sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct("sentence" / text() * "what was wrong")
+    layout: ClassVar[Any] = cs.Struct(
+        "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
+        "sentence" / text() * "what was wrong",
+    )
 
     sentence: str
+    map_revision: int = 0
 
 
 class BucketDone(Message, frozen=True):

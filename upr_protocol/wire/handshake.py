@@ -109,7 +109,7 @@ class Opened(Message, frozen=True):
     sender: ClassVar[Sender] = Sender.SERVER
     layout: ClassVar[Any] = cs.Struct(
         "partition_count" / cs.Int16ul * "how many partitions the bucket has",
-        "map_revision" / cs.Int64ul * "the revision of the partition map",
+        "map_revision" / cs.Int64ul * "the revision of the partition map; 0: the node holds it alone",
     )
 
     partition_count: int
@@ -141,12 +141,14 @@ class StreamReply(Message, frozen=True):
     layout: ClassVar[Any] = cs.Struct(
         "seq" / cs.Int64ul * "where the stream goes on (exclusive), or the rollback's ceiling",
         "reason" / text() * "why there",
+        "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
         "log" / LOG * "the server's failover log; record it before any data",
     )
 
     seq: SeqNo
     reason: str
     log: FailoverLog
+    map_revision: int = 0
 
 
 class Stream(Message, frozen=True):
@@ -159,6 +161,8 @@ class Stream(Message, frozen=True):
             snapshot's end.
         lease_id: The lease that holds the range from the position to `end_seq`: then just that
             range is read from disk, with every version in it, and then the stream ends. 0 for none.
+        with_answers: Whether answers to publishers are to come, too: for a replica, which may have
+            to give them again one day.
     """
 
     opcode: ClassVar[int] = 0x06
@@ -168,6 +172,7 @@ class Stream(Message, frozen=True):
         "state" / member(PartitionState) * "the state the client expects",
         "end_seq" / cs.Int64ul * "where the stream shall end; all ones for never",
         "lease_id" / cs.Int64ul * "the lease whose range is to be read; 0 for none",
+        "with_answers" / cs.Flag * "whether answers to publishers are to come, too",
         "position" / POSITION * "what the client has",
     )
 
@@ -175,6 +180,7 @@ class Stream(Message, frozen=True):
     position: Position
     end_seq: SeqNo = SEQ_MAX
     lease_id: int = 0
+    with_answers: bool = False
 
 
 class Go(Message, frozen=True):

@@ -138,22 +138,6 @@ class Await(Message, frozen=True):
     copies: int = 0
 
 
-class ReplicaAck(Message, frozen=True):
-    """A replica reports the complete snapshot ends that it has received and persisted."""
-
-    opcode: ClassVar[int] = 0x16
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct(
-        "history_id" / cs.Int64ul * "the history the ends belong to",
-        "received" / cs.Int64ul * "the last complete snapshot end received",
-        "persisted" / cs.Int64ul * "the last complete snapshot end persisted",
-    )
-
-    history_id: HistoryId
-    received: SeqNo
-    persisted: SeqNo
-
-
 @unique
 class LeaseAction(IntEnum):
     """What a `Lease` asks for."""

@@ -200,6 +200,7 @@ SAMPLES: Final[dict[type[Message], Message]] = {
         Go(),
         start(3, OPAQUE, 0, 10),
         chunk(3, OPAQUE, 0, 10),
+        PartitionAnswers(((bytes(16), 1, 10, b"answer"),), **_ABOUT),
         end(3, OPAQUE, 10),
         Completed(1),
         Barrier(b"cookie"),
@@ -228,6 +229,9 @@ SAMPLES: Final[dict[type[Message], Message]] = {
         ListBucketsReply((("bucket", 64, 0),), opaque=OPAQUE),
         Stats(opaque=OPAQUE),
         StatsReply("{}", opaque=OPAQUE),
+        GetMap("bucket", opaque=OPAQUE),
+        SetMap(0, "{}", opaque=OPAQUE),
+        MapReply(0, "", opaque=OPAQUE),
         Refusal("no", opaque=OPAQUE, status=7),
     )
 }
@@ -390,6 +394,7 @@ REQUESTS: Final[dict[type[Message], type[Message]]] = {
     BucketDone: CreateBucket,
     ListBucketsReply: ListBuckets,
     StatsReply: Stats,
+    MapReply: GetMap,
     Refusal: Stats,
 }
 """What each answer answers here. `Open`'s answers have a state of their own."""

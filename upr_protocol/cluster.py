@@ -1,0 +1,209 @@
+"""The partition map: which nodes hold a bucket's partitions, and what each is for them.
+
+A map is one value with a revision. Whoever changes it makes the next revision and gives that to the
+nodes one by one; a node takes a map only in place of the one that the giver believes it has, and of
+two maps the one with the higher revision counts. So a command that was held up on its way changes
+nothing when it arrives after a later one. (docs/adr/0010-cluster-map.md)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from upr_protocol.errors import UprError
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+class ClusterMapError(UprError, ValueError):
+    """It is no partition map, or one that cannot be."""
+
+
+class Keeps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a new active must have, to go on in the history of the one before it.
+
+    Attributes:
+        history_id: The newest history in the failover log of the one before.
+        seq: The last number that it gave.
+    """
+
+    history_id: HistoryId
+    seq: SeqNo
+
+
+class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Which nodes hold one partition.
+
+    Attributes:
+        active: The node that takes writes; empty while none does.
+        replicas: The nodes that follow, each with the node that it follows; empty for the active,
+            or for the one that hands over.
+        handing_over: The node that was active, takes no writes any more, and is still followed;
+            empty for none.
+        keeps: What `active` must have to become so in the history of the one before; None when it
+            begins a new one. Means nothing to a node that is active already.
+    """
+
+    active: str = ""
+    replicas: dict[str, str] = {}
+    handing_over: str = ""
+    keeps: Keeps | None = None
+
+    def state_of(self, node: str) -> PartitionState:
+        """What `node` is for the partition."""
+        if node == self.active:
+            return PartitionState.ACTIVE
+        if node == self.handing_over:
+            return PartitionState.PENDING
+        return PartitionState.REPLICA if node in self.replicas else PartitionState.DEAD
+
+    def source_of(self, node: str) -> str:
+        """The node that the replica `node` follows; empty for none."""
+        if node not in self.replicas:
+            return ""
+        return self.replicas[node] or self.active or self.handing_over
+
+    def holders(self) -> list[str]:
+        """Every node that holds it, the active first."""
+        found = (self.active, self.handing_over, *self.replicas)
+        return list(dict.fromkeys(name for name in found if name))
+
+
+class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who holds a bucket's partitions.
+
+    Attributes:
+        bucket: The bucket.
+        revision: Rises with each change, from 1.
+        nodes: Every node's address, `HOST:PORT`, by its name.
+        partitions: The owners of each partition, by its number.
+    """
+
+    bucket: str
+    revision: int
+    nodes: dict[str, str]
+    partitions: tuple[Owners, ...]
+
+    def encode(self) -> str:
+        """The map as JSON: the same map is always the same text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, document: str | bytes) -> ClusterMap:
+        """The reverse of `encode`.
+
+        Raises:
+            ClusterMapError: It is no map, with the place of the mistake.
+        """
+        try:
+            found = msgspec.json.decode(document, type=cls)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise ClusterMapError(f"this is no partition map: {error}") from error
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises `ClusterMapError` when it says something that cannot be."""
+        if not 1 <= len(self.bucket.encode()) <= BUCKET_NAME_BYTES_MAX:
+            raise ClusterMapError(f"{self.bucket!r} is no bucket's name")
+        if not 1 <= self.revision < 1 << 63:
+            raise ClusterMapError(f"a revision is 1 or more, not {self.revision}")
+        if not 1 <= len(self.nodes) <= NODES_MAX:
+            raise ClusterMapError(f"a map names 1 to {NODES_MAX} nodes, not {len(self.nodes)}")
+        if not 1 <= len(self.partitions) <= PARTITIONS_MAX:
+            raise ClusterMapError(
+                f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {len(self.partitions)}"
+            )
+        for name, address in self.nodes.items():
+            if not _NAME.fullmatch(name):
+                raise ClusterMapError(
+                    f"{name!r} is no node's name: 1 to 100 letters, digits, dots, underscores or "
+                    "hyphens"
+                )
+            host, _, port = address.rpartition(":")
+            if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise ClusterMapError(f"node {name}: {address!r} is not HOST:PORT")
+        for number, owners in enumerate(self.partitions):
+            self._check_owners(number, owners)
+
+    def _check_owners(self, number: int, owners: Owners) -> None:
+        for name in (*owners.holders(), *filter(None, owners.replicas.values())):
+            if name not in self.nodes:
+                raise ClusterMapError(f"partition {number}: there is no node {name!r}")
+        if owners.active and owners.handing_over:
+            raise ClusterMapError(f"partition {number}: who hands over is not active any more")
+        for name in owners.replicas:
+            if name in (owners.active, owners.handing_over):
+                raise ClusterMapError(f"partition {number}: {name} cannot be its own replica")
+            seen, source = {name}, owners.source_of(name)
+            while source in owners.replicas:
+                if source in seen:
+                    raise ClusterMapError(f"partition {number}: replicas follow each other")
+                seen.add(source)
+                source = owners.source_of(source)
+            if source not in ("", owners.active, owners.handing_over):
+                raise ClusterMapError(f"partition {number}: {source} is not one of its holders")
+
+    # What clients and nodes ask.
+
+    def active_of(self, partition: PartitionId) -> str:
+        """The address of the node that takes writes of `partition`; empty while none does."""
+        return self.nodes.get(self.partitions[partition].active, "")
+
+    def replicas_of(self, partition: PartitionId) -> list[str]:
+        """The addresses of the nodes from which a replica of `partition` can be read."""
+        return [self.nodes[name] for name in self.partitions[partition].replicas]
+
+    def held_by(self, node: str) -> list[PartitionId]:
+        """The partitions that `node` holds, whatever it is for them."""
+        return [
+            PartitionId(number)
+            for number, owners in enumerate(self.partitions)
+            if owners.state_of(node) is not PartitionState.DEAD
+        ]
+
+    # Changes: each gives the map that comes next.
+
+    def next(self, changed: dict[PartitionId, Owners]) -> ClusterMap:
+        """The next revision, with other owners of some partitions.
+
+        Raises:
+            ClusterMapError: It would be none.
+        """
+        partitions = list(self.partitions)
+        for number, owners in changed.items():
+            partitions[number] = owners
+        return self._following(nodes=self.nodes, partitions=tuple(partitions))
+
+    def with_node(self, name: str, address: str) -> ClusterMap:
+        """The next revision, with one more node, or with another address of one."""
+        return self._following(nodes={**self.nodes, name: address}, partitions=self.partitions)
+
+    def _following(self, *, nodes: dict[str, str], partitions: tuple[Owners, ...]) -> ClusterMap:
+        following = ClusterMap(
+            bucket=self.bucket, revision=self.revision + 1, nodes=nodes, partitions=partitions
+        )
+        following.check()
+        return following
+
+    @classmethod
+    def of_one(cls, bucket: str, partition_count: int, node: str, address: str) -> ClusterMap:
+        """The first map of a bucket that one node holds alone."""
+        owners = Owners(active=node)
+        return cls(
+            bucket=bucket,
+            revision=1,
+            nodes={node: address},
+            partitions=(owners,) * partition_count,
+        )
+
+
+def newest(maps: Iterable[ClusterMap]) -> ClusterMap | None:
+    """The map that counts, of several; None of none."""
+    return max(maps, key=lambda one: one.revision, default=None)

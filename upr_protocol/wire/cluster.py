@@ -1,0 +1,91 @@
+"""The partition map, and what replicas are sent and report beside the changes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import construct as cs
+
+from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_protocol.wire.columns import octets, row, text, tuple_of
+from upr_protocol.wire.message import Message, Sender
+
+
+class MapReply(Message, frozen=True):
+    """The partition map that the node has now."""
+
+    opcode: ClassVar[int] = 0xA0
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = 1024 * 1024
+    layout: ClassVar[Any] = cs.Struct(
+        "revision" / cs.Int64ul * "the map's revision; 0: the node holds the bucket alone",
+        "document" / text(cs.Int32ul) * "the map, as JSON; empty for revision 0",
+    )
+
+    revision: int
+    document: str
+
+
+class GetMap(Message, frozen=True):
+    """Asks for a bucket's partition map."""
+
+    opcode: ClassVar[int] = 0x20
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
+    layout: ClassVar[Any] = cs.Struct("bucket" / text() * "the bucket's name")
+
+    bucket: str
+
+
+class SetMap(Message, frozen=True):
+    """Gives a node another partition map, which is carried out when the answer comes. Refused with
+    `REVISION_CONFLICT` when the node does not have the map that the giver believes it has."""
+
+    opcode: ClassVar[int] = 0x21
+    sender: ClassVar[Sender] = Sender.CLIENT
+    body_bytes_max: ClassVar[int] = 1024 * 1024
+    answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "expected_revision" / cs.Int64ul * "the revision that it replaces; 0 for none",
+        "document" / text(cs.Int32ul) * "the map, as JSON",
+    )
+
+    expected_revision: int
+    document: str
+
+
+class PartitionAnswers(Message, frozen=True):
+    """What publishers were answered to batches that are in the snapshot under way. Sent only on
+    streams that ask for it, before `PartitionEnd`."""
+
+    opcode: ClassVar[int] = 0xA2
+    sender: ClassVar[Sender] = Sender.SERVER
+    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
+    layout: ClassVar[Any] = cs.Struct(
+        "rows"
+        / tuple_of(
+            row(writer=cs.Bytes(16), counter=cs.Int64ul, seq=cs.Int64ul, answer=octets(cs.Int32ul)),
+            cs.Int32ul,
+        )
+        * "writer, batch, the partition's highest number then, and the answer as the server keeps "
+        "it, oldest first",
+    )
+
+    rows: tuple[tuple[bytes, int, int, bytes], ...]
+
+
+class ReplicaAck(Message, frozen=True):
+    """A replica reports the complete snapshot ends that it has received and persisted."""
+
+    opcode: ClassVar[int] = 0x16
+    sender: ClassVar[Sender] = Sender.CLIENT
+    layout: ClassVar[Any] = cs.Struct(
+        "history_id" / cs.Int64ul * "the history the ends belong to",
+        "received" / cs.Int64ul * "the last complete snapshot end received",
+        "persisted" / cs.Int64ul * "the last complete snapshot end persisted",
+    )
+
+    history_id: HistoryId
+    received: SeqNo
+    persisted: SeqNo
