@@ -109,7 +109,7 @@ class Opened(Message, frozen=True):
     sender: ClassVar[Sender] = Sender.SERVER
     layout: ClassVar[Any] = cs.Struct(
         "partition_count" / cs.Int16ul * "how many partitions the bucket has",
-        "map_revision" / cs.Int64ul * "the revision of the partition map; 0: the node holds it alone",
+        "map_revision" / cs.Int64ul * "that of the partition map; 0: the node is alone",
     )
 
     partition_count: int

@@ -11,7 +11,7 @@ import msgspec
 from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Want
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.errors import (
     CorruptionError,
     DataDirectoryError,
@@ -93,6 +93,45 @@ class DeleteLeases(Call, frozen=True, tag=True):
     lease_ids: Sequence[int]
 
 
+class PutMap(Call, frozen=True, tag=True):
+    """`Store.put_map`."""
+
+    bucket: str
+    document: str
+    records: Sequence[tuple[int, PartitionRecord]]
+
+
+class Cut(Call, frozen=True, tag=True):
+    """`Store.cut`."""
+
+    bucket: str
+    partition: int
+    record: PartitionRecord
+    tokens: Sequence[Token]
+
+    answer_type: ClassVar[Any] = list[int]
+
+
+class ForgetIndex(Call, frozen=True, tag=True):
+    """A step of `Store.cut` to 0."""
+
+    bucket: str
+    partition: int
+
+    answer_type: ClassVar[Any] = bool
+
+
+class NewestEnd(Call, frozen=True, tag=True):
+    """`Store.newest_end`."""
+
+    bucket: str
+    partition: int
+    ceiling: SeqNo
+    floor: SeqNo
+
+    answer_type: ClassVar[Any] = SeqNo | None
+
+
 class UpkeepStep(Call, frozen=True, tag=True):
     """`Store.upkeep`; the answer has the bucket's figures, too."""
 
@@ -101,6 +140,7 @@ class UpkeepStep(Call, frozen=True, tag=True):
     leases: Sequence[tuple[int, int, int]]
     lapsed: Sequence[LeaseRecord]
     purge_before_cas: int
+    keep: int = 0
 
     answer_type: ClassVar[Any] = tuple[Upkeep, dict[str, Any]]
 
@@ -158,6 +198,10 @@ AnyCall = (
     | Commit
     | PutLease
     | DeleteLeases
+    | PutMap
+    | Cut
+    | ForgetIndex
+    | NewestEnd
     | UpkeepStep
     | Read
     | Measure
@@ -165,7 +209,7 @@ AnyCall = (
     | FindDue
 )
 
-READS: Final = (Read, Measure, Find, FindDue)
+READS: Final = (Read, Measure, Find, FindDue, NewestEnd)
 """Calls that change nothing: they are answered beside those that do."""
 
 _ERRORS: Final[dict[str, type[StorageError]]] = {

@@ -14,9 +14,10 @@ from typing import Final
 import msgspec
 
 from upr_protocol.chunk import Buffer, Chunk
+from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import ChunkError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import Operation, SeqNo
+from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_server.storage.environment import Reader
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.lmdb_store import COMMIT, LmdbEnvironment
@@ -28,6 +29,7 @@ from upr_server.storage.records import (
     INDEX_KEY_PREFIX,
     KEY,
     LEASE,
+    MAP,
     NUMBERS_END,
     PARTITION,
     PARTITIONS_END,
@@ -306,7 +308,12 @@ def _check_partition_record(reader: Reader, partition: int) -> int:
     """The high number; a ValueError when the record says what cannot be."""
     record = _partition_record(reader, partition)
     log = FailoverLog.of(record.failover_log)
-    if log.entries and log.entries[0].seq > record.high:
+    partial = record.partial
+    if partial is not None and not record.high < partial.received <= partial.end:
+        raise ValueError(f"it cannot have {partial} behind {record.high}")
+    # A replica knows its master's log before it has what that tells of.
+    is_replica = record.state == PartitionState.REPLICA
+    if log.entries and log.entries[0].seq > record.high and not is_replica:
         raise ValueError(f"a history begins at {log.entries[0].seq}, above {record.high}")
     return record.high
 
@@ -334,7 +341,7 @@ def _check_lease(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -
     lease = parse_record(key, value, LeaseRecord)
     if lease_key(lease.lease_id) != key:
         raise ValueError(f"it is the lease {lease.lease_id}")
-    for partition, start, end in lease.ranges:
+    for partition, start, end in lease.ranges if lease.is_whole else ():
         if partition >= count or not start <= end <= highs.get(partition, NUMBERS_END):
             raise ValueError(f"it leases ({start}, {end}] of partition {partition}")
 
@@ -356,10 +363,17 @@ def _check_clean(key: bytes, value: Buffer, _count: int, _highs: dict[int, int])
         raise ValueError("it is no mark of a clean stop")
 
 
+def _check_map(key: bytes, value: Buffer, count: int, _highs: dict[int, int]) -> None:
+    found = ClusterMap.decode(parse_record(key, value, str))
+    if key != MAP or len(found.partitions) != count:
+        raise ValueError(f"it is a partition map of {len(found.partitions)} partitions")
+
+
 _LOG_RECORDS: Final[dict[bytes, Callable[[bytes, Buffer, int, dict[int, int]], None]]] = {
     CHUNK: _check_chunk_key,
     CLEAN: _check_clean,
     LEASE: _check_lease,
+    MAP: _check_map,
     PARTITION: _check_partition_key,
     PURGE: _check_purge,
     TOKEN: _check_token,
@@ -404,10 +418,11 @@ class _Partition:
 
     def walk(self) -> Iterator[_Wrong | Checked]:
         number = self._number
-        high, purge_seq = 0, 0
+        high, received, purge_seq = 0, 0, 0
         try:
             with self._log.read() as reader:
-                high = _partition_record(reader, number).high
+                record = _partition_record(reader, number)
+                high, received = record.high, record.received
                 key = partition_key(PURGE, number)
                 sealed = reader.get(key)
                 purge_seq = 0 if sealed is None else parse_record(key, sealed, SeqNo)
@@ -419,13 +434,13 @@ class _Partition:
             sealed = reader.get(key)
             if sealed is not None:
                 mark = parse_record(key, sealed, Watermark)
-        yield from self._chunks(high, mark.seq)
+        yield from self._chunks(received, mark.seq)
         if mark.seq > high:
             yield number, f"the index knows number {mark.seq}, the log only {high}", True
         if self._is_whole:
             yield from self._entries(mark, purge_seq)
 
-    def _chunks(self, high: int, watermark: int) -> Iterator[_Wrong | Checked]:
+    def _chunks(self, received: int, watermark: int) -> Iterator[_Wrong | Checked]:
         number, at = self._number, 0
         read = Checked()
         with self._log.read() as reader:
@@ -448,9 +463,9 @@ class _Partition:
                     yield read
                     read = Checked()
         yield read
-        if at != high:
+        if at != received:
             self._is_whole = False
-            yield number, f"the log ends at {at}, and should end at {high}", False
+            yield number, f"the log ends at {at}, and should end at {received}", False
 
     def _take(self, chunk: Chunk, watermark: int) -> None:
         if chunk.start >= watermark:

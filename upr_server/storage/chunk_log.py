@@ -1,7 +1,8 @@
 """The log of one bucket: its chunks by partition and number, and what changes with them.
 
-A commit takes whole snapshots of any number of partitions, each with the record that says how far
-the partition has come: what is on disk is at a snapshot's end of each partition, always.
+A commit takes snapshots of any number of partitions, each with the record that says how far the
+partition has come: what counts ends at a snapshot's end of each partition, always. A replica puts
+the front of a snapshot there too, behind that end; it counts when the rest has come.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sortedcontainers import SortedDict
 
 from upr_protocol.chunk import Chunk, Mutation, encoded_bytes
 from upr_protocol.ids import SeqNo
-from upr_server.storage.environment import Environment, Reader
+from upr_server.storage.environment import Environment, Reader, Writer
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.records import (
     BUCKET,
@@ -23,6 +24,7 @@ from upr_server.storage.records import (
     CHUNK_HEAD,
     CLEAN,
     LEASE,
+    MAP,
     NUMBERS_END,
     PARTITION,
     PARTITIONS_END,
@@ -36,6 +38,7 @@ from upr_server.storage.records import (
     lease_key,
     pack_record,
     parse_chunk,
+    parse_chunk_head,
     parse_chunk_key,
     parse_record,
     parse_token_key,
@@ -71,12 +74,16 @@ class PartitionWrite(msgspec.Struct, frozen=True):
         record: What is true of it afterwards.
         chunks: What leads there, each beginning where the one before ends.
         tokens: Answers to keep and to forget.
+        ends: The numbers at which snapshots end, of those at which a chunk ends.
+        purge_seq: Tombstones at or below it may never have come here.
     """
 
     partition: int
     record: PartitionRecord
     chunks: Sequence[Chunk] = ()
     tokens: Sequence[Token] = ()
+    ends: Sequence[SeqNo] = ()
+    purge_seq: SeqNo = SeqNo(0)
 
 
 class StoredPartition(msgspec.Struct, frozen=True):
@@ -105,12 +112,14 @@ class StoredBucket(msgspec.Struct, frozen=True):
         is_clean: Whether it was stopped cleanly.
         partitions: Its partitions, by number.
         leases: Leases on it.
+        cluster_map: Its partition map, as JSON; empty for none.
     """
 
     record: BucketRecord
     is_clean: bool
     partitions: Sequence[StoredPartition]
     leases: Sequence[LeaseRecord]
+    cluster_map: str = ""
 
 
 class ChunkLog:
@@ -166,7 +175,12 @@ class ChunkLog:
                     parse_record(key, value, LeaseRecord)
                     for key, value in reader.scan(LEASE, lease_key(NUMBERS_END))
                 ),
+                self._cluster_map(reader),
             )
+
+    def _cluster_map(self, reader: Reader) -> str:
+        sealed = reader.get(MAP)
+        return "" if sealed is None else parse_record(MAP, sealed, str)
 
     def _record(self, reader: Reader, partition: int) -> PartitionRecord:
         key = partition_key(PARTITION, partition)
@@ -189,6 +203,60 @@ class ChunkLog:
                 key = partition_key(PARTITION, number)
                 writer.put(key, pack_record(key, record))
 
+    def put_map(self, document: str, records: Iterable[tuple[int, PartitionRecord]]) -> None:
+        """Keeps another partition map, and with it what it makes of partitions, in one commit.
+
+        A record may say that the partition ends earlier, at a snapshot's end: then what the log has
+        behind that goes.
+        """
+        with self.environment.write() as writer:
+            writer.put(MAP, pack_record(MAP, document))
+            for number, record in records:
+                self._cut(writer, number, record)
+
+    def cut(
+        self, partition: int, record: PartitionRecord, tokens: Iterable[Token] = ()
+    ) -> list[int]:
+        """Has a partition end at `record.high`, a snapshot's end or 0: what is behind that goes.
+
+        Args:
+            partition: The partition.
+            record: What is true of it afterwards.
+            tokens: Answers to forget.
+
+        Returns:
+            The leases that this broke.
+        """
+        broken: list[int] = []
+        with self.environment.write() as writer:
+            self._cut(writer, partition, record)
+            self._put_tokens(writer, partition, tokens)
+            if not record.high:
+                writer.delete(partition_key(PURGE, partition))
+            for key, sealed in list(writer.scan(LEASE, lease_key(NUMBERS_END))):
+                lease = parse_record(bytes(key), sealed, LeaseRecord)
+                if lease.is_whole and any(
+                    number == partition and end > record.high for number, _, end in lease.ranges
+                ):
+                    broken.append(lease.lease_id)
+            for lease_id in broken:
+                key = lease_key(lease_id)
+                lease = parse_record(key, writer.get(key) or b"", LeaseRecord)
+                writer.put(key, pack_record(key, msgspec.structs.replace(lease, is_whole=False)))
+        return broken
+
+    def _cut(self, writer: Writer, partition: int, record: PartitionRecord) -> None:
+        before = self._record(writer, partition)
+        if record.received > before.received:
+            raise ValueError(f"partition {partition} ends at {before.received}: {record.received}")
+        if record.received < before.received:
+            first = chunk_key(partition, record.received + 1)
+            last = chunk_key(partition, NUMBERS_END)
+            for key in [bytes(key) for key, _ in writer.scan(first, last)]:
+                writer.delete(key)
+        key = partition_key(PARTITION, partition)
+        writer.put(key, pack_record(key, record))
+
     def finish(self) -> None:
         """The server stops, and everything is here."""
         with self.environment.write() as writer:
@@ -206,23 +274,31 @@ class ChunkLog:
         """
         with self.environment.write(reserve_bytes=COMMIT_RESERVE_BYTES) as writer:
             for write in writes:
-                number, high = write.partition, self._record(writer, write.partition).high
+                number, at = write.partition, self._record(writer, write.partition).received
+                ends = frozenset(write.ends)
                 for chunk in write.chunks:
-                    if chunk.start != high:
-                        raise ValueError(f"{chunk!r} of partition {number} does not follow {high}")
-                    high = chunk.end
-                    key = chunk_key(number, chunk.end)
-                    writer.put(key, chunk_head(key, chunk.crc) + bytes(chunk))
-                if write.record.high != high:
-                    raise ValueError(f"partition {number} ends at {high}: {write.record.high}")
+                    if chunk.start != at:
+                        raise ValueError(f"{chunk!r} of partition {number} does not follow {at}")
+                    at = chunk.end
+                    key = chunk_key(number, at)
+                    head = chunk_head(key, chunk.crc, ends_snapshot=at in ends)
+                    writer.put(key, head + bytes(chunk))
+                if write.record.received != at:
+                    raise ValueError(f"partition {number} ends at {at}: {write.record}")
                 key = partition_key(PARTITION, number)
                 writer.put(key, pack_record(key, write.record))
-                for token in write.tokens:
-                    key = token_key(number, token.writer, token.counter)
-                    if token.answer:
-                        writer.put(key, seal(key, token.answer))
-                    else:
-                        writer.delete(key)
+                self._put_tokens(writer, number, write.tokens)
+                if write.purge_seq > self._purge_seq(writer, number):
+                    key = partition_key(PURGE, number)
+                    writer.put(key, pack_record(key, write.purge_seq))
+
+    def _put_tokens(self, writer: Writer, partition: int, tokens: Iterable[Token]) -> None:
+        for token in tokens:
+            key = token_key(partition, token.writer, token.counter)
+            if token.answer:
+                writer.put(key, seal(key, token.answer))
+            else:
+                writer.delete(key)
 
     def put_lease(self, lease: LeaseRecord) -> None:
         """Keeps a lease, new or renewed."""
@@ -242,6 +318,25 @@ class ChunkLog:
         """The persisted snapshot end of a partition."""
         with self.environment.read() as reader:
             return self._record(reader, partition).high
+
+    def newest_end(self, partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
+        """The highest snapshot end in [`floor`, `ceiling`] of which the log knows; None when it
+        knows of none. Above the index's watermark it knows of all. O(chunks above the ceiling)."""
+        with self.environment.read() as reader:
+            high = self._record(reader, partition).high
+            if ceiling >= high >= floor:
+                return high
+            first, at = chunk_key(partition, floor), min(ceiling, high)
+            while at >= floor and at:
+                found = reader.last(first, chunk_key(partition, at))
+                if found is None:
+                    break
+                key, value = bytes(found[0]), found[1]
+                _, end = parse_chunk_key(key)
+                if parse_chunk_head(key, value)[1]:
+                    return SeqNo(end)
+                at = SeqNo(end - 1)
+        return None
 
     def read(
         self,

@@ -182,15 +182,19 @@ class Flusher:
         for number in list(self._dirty):
             partition = self._bucket.partitions[number]
             chunks: list[Chunk] = []
-            for chunk in self._snapshots(partition, COMMIT_BYTES - total):
-                chunks.append(chunk)
-                total += chunk.nbytes
-                unyielded += chunk.nbytes
+            ends: list[SeqNo] = []
+            for item in self._snapshots(partition, COMMIT_BYTES - total):
+                if isinstance(item, SnapshotEnd):
+                    ends.append(item.end)
+                    continue
+                chunks.append(item)
+                total += item.nbytes
+                unyielded += item.nbytes
                 if unyielded > STEP_BYTES:
                     unyielded = 0
                     await trio.lowlevel.checkpoint()
             if chunks:
-                writes.append(self._write(partition, chunks))
+                writes.append(self._write(partition, chunks, ends))
             del self._dirty[number]
             if partition.manager.persistence.poll():
                 self._dirty[number] = None
@@ -198,7 +202,7 @@ class Flusher:
                 break
         return writes
 
-    def _snapshots(self, partition: Partition, room: int) -> Iterator[Chunk]:
+    def _snapshots(self, partition: Partition, room: int) -> Iterator[Chunk | SnapshotEnd]:
         cursor = partition.manager.persistence
         goal = partition.high_seq
         # To the end of the snapshot that holds the goal: others may close it, and with it what came
@@ -208,16 +212,20 @@ class Flusher:
             if isinstance(item, Chunk):
                 room -= item.nbytes
                 yield item
-            elif isinstance(item, SnapshotEnd) and room <= 0:
-                return
+            elif isinstance(item, SnapshotEnd):
+                yield item
+                if room <= 0:
+                    return
 
-    def _write(self, partition: Partition, chunks: list[Chunk]) -> PartitionWrite:
+    def _write(
+        self, partition: Partition, chunks: list[Chunk], ends: list[SeqNo]
+    ) -> PartitionWrite:
         through = chunks[-1].end
         tokens = [
             Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
             for token, answer in partition.take_news(through).items()
         ]
-        return PartitionWrite(partition.id, record_of(partition, through), chunks, tokens)
+        return PartitionWrite(partition.id, record_of(partition, through), chunks, tokens, ends)
 
     async def _commit(self, writes: list[PartitionWrite]) -> None:
         if not writes:

@@ -8,6 +8,7 @@ says how far it has come; what is above it is in the hash table. Lost, it is mad
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -83,8 +84,15 @@ class KeyIndex:
 
     # Following the log.
 
-    def step(self, partition: int, mutations_max: int) -> Watermark:
+    def step(
+        self, partition: int, mutations_max: int, *, through: SeqNo | None = None
+    ) -> Watermark:
         """Takes in about so many mutations of the log behind the watermark.
+
+        Args:
+            partition: The partition.
+            mutations_max: How many.
+            through: Goes no further than this; by default as far as the log does.
 
         Returns:
             The new watermark.
@@ -95,7 +103,9 @@ class KeyIndex:
             raise CorruptionError(
                 f"the index of partition {partition} knows number {mark.seq}, the log only {high}"
             )
-        if mark.seq == high:
+        if through is not None:
+            high = min(high, through)
+        if mark.seq >= high:
             return mark
         chunks = self._log.read(
             partition, mark.seq, high, bytes_max=READ_BYTES_MAX, mutations_max=mutations_max
@@ -121,6 +131,30 @@ class KeyIndex:
             key = partition_key(WATERMARK, partition)
             writer.put(key, pack_record(key, mark))
         return mark
+
+    def knows(self, partition: int) -> bool:
+        """Whether anything stands in it of a partition."""
+        first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
+        with self.environment.read() as reader:
+            return reader.last(first, last) is not None
+
+    def forget(self, partition: int, keys_max: int) -> bool:
+        """Takes so many keys of a partition out, whatever stands there, and the watermark first.
+
+        Returns:
+            Whether there are more.
+        """
+        first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
+        with self.environment.write() as writer:
+            writer.delete(partition_key(WATERMARK, partition))
+            scanned = islice(writer.scan(first, last), keys_max)
+            found = [(bytes(key), bytes(value)) for key, value in scanned]
+            for key, value in found:
+                entry = IndexEntry.parse(key, value)
+                writer.delete(key)
+                if entry.expiry:
+                    writer.delete(expiry_key(entry.expiry, partition, entry.number))
+        return len(found) == keys_max
 
     def compacted(
         self, partition: int, purged: Iterable[tuple[bytes, int]], garbage_bytes: int

@@ -14,15 +14,19 @@ from upr_server.storage.calls import (
     Begin,
     Commit,
     Create,
+    Cut,
     Delete,
     DeleteLeases,
     Find,
     FindDue,
     Finish,
     Forget,
+    ForgetIndex,
     Load,
     Measure,
+    NewestEnd,
     PutLease,
+    PutMap,
     Read,
     UpkeepStep,
 )
@@ -112,6 +116,19 @@ class Library:
     def _delete_leases(self, call: DeleteLeases) -> None:
         self._shelf(call.bucket).log.delete_leases(call.lease_ids)
 
+    def _put_map(self, call: PutMap) -> None:
+        self._shelf(call.bucket).put_map(call.document, call.records)
+
+    def _cut(self, call: Cut) -> object:
+        return self._shelf(call.bucket).cut(call.partition, call.record, call.tokens)
+
+    def _forget_index(self, call: ForgetIndex) -> object:
+        return self._shelf(call.bucket).forget(call.partition)
+
+    def _newest_end(self, call: NewestEnd) -> object:
+        log = self._shelf(call.bucket).log
+        return log.newest_end(call.partition, call.ceiling, call.floor)
+
     def _upkeep(self, call: UpkeepStep) -> tuple[object, dict[str, object]]:
         shelf = self._shelf(call.bucket)
         done = shelf.upkeep(
@@ -119,6 +136,7 @@ class Library:
             leases=call.leases,
             lapsed=call.lapsed,
             purge_before_cas=call.purge_before_cas,
+            keep=call.keep,
         )
         return done, shelf.statistics()
 
@@ -147,6 +165,10 @@ class Library:
         Commit: _commit,
         PutLease: _put_lease,
         DeleteLeases: _delete_leases,
+        PutMap: _put_map,
+        Cut: _cut,
+        ForgetIndex: _forget_index,
+        NewestEnd: _newest_end,
         UpkeepStep: _upkeep,
         Read: _read,
         Measure: _measure,

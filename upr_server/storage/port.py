@@ -16,7 +16,7 @@ import trio
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Want
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.key_index import Due
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
@@ -79,6 +79,23 @@ class Store(Protocol):
     async def delete_leases(self, bucket: str, lease_ids: Sequence[int]) -> None:
         """Forgets leases."""
 
+    async def put_map(
+        self, bucket: str, document: str, records: Sequence[tuple[int, PartitionRecord]]
+    ) -> None:
+        """Keeps another partition map, and what it makes of partitions; see `ChunkLog.put_map`."""
+
+    async def cut(
+        self, bucket: str, partition: int, record: PartitionRecord, tokens: Sequence[Token]
+    ) -> list[int]:
+        """Has a partition end at `record.high`, which is a snapshot's end that is not below what is
+        indexed, or 0. With 0 all of it goes, in several steps: after a crash between them the
+        partition is what it was, and its index is made anew. Gives the leases that this broke."""
+
+    async def newest_end(
+        self, bucket: str, partition: int, ceiling: SeqNo, floor: SeqNo
+    ) -> SeqNo | None:
+        """Where a partition can be cut; see `ChunkLog.newest_end`."""
+
     async def upkeep(
         self,
         bucket: str,
@@ -87,6 +104,7 @@ class Store(Protocol):
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
+        keep: int = 0,
     ) -> Upkeep:
         """One bounded step of indexing or compaction, if there is something to do.
 
@@ -97,6 +115,7 @@ class Store(Protocol):
             lapsed: Leases that are whole and hold nothing back; what is dropped of their ranges
                 makes them broken, in the same commit.
             purge_before_cas: Tombstones with a lower CAS are old enough to go.
+            keep: So many mutations of the bucket are not to be indexed yet: what is not can be cut.
         """
 
     async def read(

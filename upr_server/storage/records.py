@@ -12,6 +12,7 @@ log    ``b``                        a `BucketRecord`: name, settings
 log    ``c``                        there after a clean stop only
 log    ``g`` partition              the purge number
 log    ``l`` lease                  a `LeaseRecord`
+log    ``m``                        the partition map, as JSON; missing while there is none
 log    ``p`` partition              a `PartitionRecord`: state, failover log, numbers
 log    ``s`` partition, last number a chunk as it is sent, behind its `CHUNK_HEAD`
 log    ``t`` partition, writer, n   what a publisher was answered
@@ -36,7 +37,7 @@ from crc32c import crc32c
 
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.errors import ChunkError
-from upr_protocol.ids import PartitionState, SeqNo
+from upr_protocol.ids import HistoryId, PartitionState, SeqNo
 from upr_server.storage.errors import CorruptionError
 
 FORMAT_VERSION: Final = 1
@@ -46,6 +47,7 @@ BUCKET: Final = b"b"
 CLEAN: Final = b"c"
 PURGE: Final = b"g"
 LEASE: Final = b"l"
+MAP: Final = b"m"
 PARTITION: Final = b"p"
 CHUNK: Final = b"s"
 TOKEN: Final = b"t"
@@ -62,8 +64,8 @@ _CRC: Final = Struct("<I")
 _ENTRY: Final = Struct("<qII")
 
 CHUNK_HEAD: Final = Struct("<IIQ")
-"""CRC32C of the chunk, CRC32C of the key and the first field, 0: 16 bytes, so that the chunk's
-columns stay aligned."""
+"""CRC32C of the chunk, CRC32C of the key and the other fields, and 1 where a snapshot ends with the
+chunk, or 0: 16 bytes, so that the chunk's columns stay aligned."""
 
 PARTITIONS_END: Final = 1 << 16
 NUMBERS_END: Final = (1 << 64) - 1
@@ -159,9 +161,35 @@ def unseal(key: bytes, sealed: Buffer) -> bytes:
     return data[4:]
 
 
-def chunk_head(key: bytes, crc: int) -> bytes:
-    """What stands before a chunk stored under `key`."""
-    return CHUNK_HEAD.pack(crc, crc32c(_CRC.pack(crc), crc32c(key)), 0)
+def chunk_head(key: bytes, crc: int, *, ends_snapshot: bool = False) -> bytes:
+    """What stands before a chunk stored under `key`.
+
+    Args:
+        key: The key.
+        crc: The chunk's CRC32C.
+        ends_snapshot: Whether a snapshot ends with it: what the log holds up to there is a state
+            that the partition was in. A compaction forgets it.
+    """
+    return CHUNK_HEAD.pack(crc, _head_crc(key, crc, ends_snapshot), ends_snapshot)
+
+
+def _head_crc(key: bytes, crc: int, mark: int) -> int:
+    return crc32c(_CRC.pack(crc) + bytes([mark] if mark else []), crc32c(key))
+
+
+def parse_chunk_head(key: bytes, value: Buffer) -> tuple[int, bool]:
+    """The CRC32C of the chunk stored under `key`, and whether a snapshot ends with it.
+
+    Raises:
+        CorruptionError: It is not what was stored there.
+    """
+    try:
+        crc, head_crc, mark = CHUNK_HEAD.unpack_from(value)
+    except StructError as error:
+        raise CorruptionError(f"no chunk under {key.hex()}: {error}") from error
+    if mark > 1 or head_crc != _head_crc(key, crc, mark):
+        raise CorruptionError(f"the head of chunk {key.hex()} does not have its checksum")
+    return crc, bool(mark)
 
 
 def parse_chunk(key: bytes, value: Buffer) -> Chunk:
@@ -170,14 +198,12 @@ def parse_chunk(key: bytes, value: Buffer) -> Chunk:
     Raises:
         CorruptionError: It is not what was stored there.
     """
+    crc, _ = parse_chunk_head(key, value)
     try:
-        crc, head_crc, zero = CHUNK_HEAD.unpack_from(value)
-        if zero or head_crc != crc32c(_CRC.pack(crc), crc32c(key)):
-            raise CorruptionError(f"the head of chunk {key.hex()} does not have its checksum")
         chunk = Chunk(memoryview(value)[CHUNK_HEAD.size :])
         if chunk.crc != crc:
             raise CorruptionError(f"{chunk!r} in the log does not have its checksum")
-    except (StructError, ChunkError) as error:
+    except ChunkError as error:
         raise CorruptionError(f"no chunk under {key.hex()}: {error}") from error
     if chunk.end != parse_chunk_key(key)[1]:
         raise CorruptionError(f"{chunk!r} stands under the key {key.hex()}")
@@ -203,7 +229,23 @@ class BucketRecord(msgspec.Struct, frozen=True):
     version: int = FORMAT_VERSION
 
 
-class PartitionRecord(msgspec.Struct, frozen=True):
+class PartialRecord(msgspec.Struct, frozen=True):
+    """The snapshot of which a replica has the front only.
+
+    Attributes:
+        history_id: The history that it is of.
+        start: Where it begins, exclusive.
+        end: Where it ends.
+        received: The log holds everything up to here.
+    """
+
+    history_id: HistoryId
+    start: SeqNo
+    end: SeqNo
+    received: SeqNo
+
+
+class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is known of a partition beside its chunks; changes in one commit with them.
 
     Attributes:
@@ -211,12 +253,19 @@ class PartitionRecord(msgspec.Struct, frozen=True):
         failover_log: (history ID, number) pairs, newest first.
         high: The persisted snapshot end: the log holds everything up to here.
         last_cas: No CAS up to here is given again.
+        partial: What the log holds of the snapshot behind that; None for nothing.
     """
 
     state: PartitionState
     failover_log: tuple[tuple[int, int], ...]
     high: SeqNo
     last_cas: int
+    partial: PartialRecord | None = None
+
+    @property
+    def received(self) -> SeqNo:
+        """The log holds everything up to here."""
+        return self.high if self.partial is None else self.partial.received
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

@@ -13,13 +13,14 @@ from upr_server.storage.chunk_log import (
     ChunkLog,
     PartitionWrite,
     StoredBucket,
+    Token,
 )
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.port import Upkeep
-from upr_server.storage.records import LeaseRecord
+from upr_server.storage.records import LeaseRecord, PartitionRecord
 
 INDEX_MUTATIONS: Final = 16 * 1024
 """Mutations that one step of indexing takes in: 20 to 40 ms, for which a commit may wait."""
@@ -27,6 +28,9 @@ INDEX_MUTATIONS: Final = 16 * 1024
 INDEX_LAG_MUTATIONS: Final = 128 * 1024
 """A bucket's index follows when it is so far behind, or when it is urgent: large batches touch each
 page of the tree once for many keys, and of a key that changes often they see only the last."""
+
+FORGET_KEYS: Final = 64 * 1024
+"""Keys that one step takes out of the index: some 50 ms, for which a commit may wait."""
 
 SWEEP_BYTES: Final = 4 * 1024 * 1024
 """Bytes of chunks that one step of a compaction goes over."""
@@ -73,6 +77,7 @@ class Shelf:
         self._garbage: list[int] = []
         self._garbage_before = 0
         self._is_full = False
+        self._keep = 0
         self._damage: CorruptionError | None = None
         self._commits = 0
         self._sweeps = 0
@@ -87,6 +92,10 @@ class Shelf:
         self._count = count = stored.record.partition_count
         sizes = self.log.sizes()
         marks = [self.index.watermark(number) for number in range(count)]
+        for number, mark in enumerate(marks):
+            # Whoever wanted to cut it to 0 may have come no further than that.
+            while not mark.seq and self.index.knows(number):
+                self.index.forget(number, FORGET_KEYS)
         self._highs = [partition.record.high for partition in stored.partitions]
         self._purges = [partition.purge_seq for partition in stored.partitions]
         self._marks = [mark.seq for mark in marks]
@@ -113,9 +122,41 @@ class Shelf:
         for write in writes:
             number = write.partition
             self._highs[number] = write.record.high
+            self._purges[number] = max(self._purges[number], write.purge_seq)
             self._bytes[number] += sum(
                 chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks
             )
+
+    def put_map(self, document: str, records: Sequence[tuple[int, PartitionRecord]]) -> None:
+        """See `ChunkLog.put_map`. No record may end below the index's watermark."""
+        self.log.put_map(document, records)
+        self._sweep = None
+        for number, record in records:
+            self._highs[number] = record.high
+
+    def cut(self, partition: int, record: PartitionRecord, tokens: Sequence[Token]) -> list[int]:
+        """See `ChunkLog.cut`. Below the index's watermark there is 0 only, once all that the index
+        knows was forgotten: see `forget`."""
+        if record.high < self._marks[partition]:
+            raise ValueError(f"the index knows {self._marks[partition]} of partition {partition}")
+        broken = self.log.cut(partition, record, tokens)
+        self._sweep = None
+        self._highs[partition] = record.high
+        if not record.high:
+            self._purges[partition] = SeqNo(0)
+            self._bytes[partition] = 0
+        return broken
+
+    def forget(self, partition: int) -> bool:
+        """Takes some of what the index knows of a partition out of it, all in the end. O(1).
+
+        Returns:
+            Whether there is more.
+        """
+        self._sweep = None
+        more = self.index.forget(partition, FORGET_KEYS)
+        self._marks[partition] = self._items[partition] = self._garbage[partition] = 0
+        return more
 
     # Upkeep.
 
@@ -126,10 +167,12 @@ class Shelf:
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
+        keep: int = 0,
     ) -> Upkeep:
         """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
         if self._damage is not None:
             raise self._damage
+        self._keep = keep
         behind = self._furthest_behind(urgent)
         sweep = self._sweep_due()
         if sweep is not None and (behind is None or self._is_turn_to_compact(urgent)):
@@ -138,7 +181,7 @@ class Shelf:
             return msgspec.structs.replace(done, broken=broken)
         if behind is None:
             return Upkeep()
-        mark = self.index.step(behind, INDEX_MUTATIONS)
+        mark = self.index.step(behind, INDEX_MUTATIONS, through=self._goal(behind))
         self._marks[behind], self._items[behind] = mark.seq, mark.items
         self._garbage[behind] = mark.garbage_bytes
         return self._report(behind, compacted=False, urgent=urgent)
@@ -154,10 +197,20 @@ class Shelf:
         return self._turn >= indexing
 
     def _furthest_behind(self, urgent: bool) -> int | None:
-        lags = [high - mark for high, mark in zip(self._highs, self._marks, strict=True)]
-        if not any(lags) or (not urgent and sum(lags) < INDEX_LAG_MUTATIONS):
+        lags = self._lags()
+        behind = sum(lags) - self._keep
+        if behind <= 0 or (not urgent and behind < INDEX_LAG_MUTATIONS):
             return None
         return max(range(self._count), key=lags.__getitem__)
+
+    def _lags(self) -> list[int]:
+        return [high - mark for high, mark in zip(self._highs, self._marks, strict=True)]
+
+    def _goal(self, number: int) -> SeqNo:
+        """How far the index is to come in a partition that is furthest behind: what is to be left
+        is left in all of them alike, by what they have."""
+        lags = self._lags()
+        return SeqNo(self._highs[number] - self._keep * lags[number] // sum(lags))
 
     def _sweep_due(self) -> Sweep | None:
         if self._sweep is None:

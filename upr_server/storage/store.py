@@ -16,19 +16,23 @@ from upr_server.storage.calls import (
     Begin,
     Commit,
     Create,
+    Cut,
     Delete,
     DeleteLeases,
     Find,
     FindDue,
     Finish,
     Forget,
+    ForgetIndex,
     Load,
     Measure,
+    NewestEnd,
     PutLease,
+    PutMap,
     Read,
     UpkeepStep,
 )
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.key_index import Due
 from upr_server.storage.port import Upkeep
@@ -100,6 +104,29 @@ class CallingStore(ABC):
         """See `Store`."""
         await self._change(DeleteLeases(bucket, lease_ids))
 
+    async def put_map(
+        self, bucket: str, document: str, records: Sequence[tuple[int, PartitionRecord]]
+    ) -> None:
+        """See `Store`."""
+        await self._change(PutMap(bucket, document, records))
+
+    async def cut(
+        self, bucket: str, partition: int, record: PartitionRecord, tokens: Sequence[Token]
+    ) -> list[int]:
+        """See `Store`."""
+        if not record.high:
+            while await self._change(ForgetIndex(bucket, partition)):
+                pass
+        broken = await self._change(Cut(bucket, partition, record, tokens))
+        return cast("list[int]", broken)
+
+    async def newest_end(
+        self, bucket: str, partition: int, ceiling: SeqNo, floor: SeqNo
+    ) -> SeqNo | None:
+        """See `Store`."""
+        found = await self._answer(NewestEnd(bucket, partition, ceiling, floor))
+        return cast("SeqNo | None", found)
+
     async def upkeep(
         self,
         bucket: str,
@@ -108,10 +135,11 @@ class CallingStore(ABC):
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
+        keep: int = 0,
     ) -> Upkeep:
         """See `Store`."""
         done, figures = await self._change(
-            UpkeepStep(bucket, urgent, leases, lapsed, purge_before_cas)
+            UpkeepStep(bucket, urgent, leases, lapsed, purge_before_cas, keep)
         )
         self._figures[bucket] = figures
         return cast("Upkeep", done)

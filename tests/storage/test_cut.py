@@ -1,0 +1,245 @@
+"""Cutting a partition off at a snapshot's end: what a replica does that received too much."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.storage.log_model import chunk_of, row
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
+from upr_server.engine import Want
+from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.records import (
+    BucketRecord,
+    LeaseRecord,
+    PartialRecord,
+    PartitionRecord,
+)
+from upr_server.storage.shelf import Shelf
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+KEYS: Final = [b"key %d" % number for number in range(5)]
+HISTORY: Final = HistoryId(7)
+PARTITION: Final = 1
+PLENTY: Final = 1 << 40
+
+
+def record(high: int, partial: PartialRecord | None = None) -> PartitionRecord:
+    return PartitionRecord(PartitionState.REPLICA, ((7, 0),), SeqNo(high), high, partial)
+
+
+class Cuts(RuleBasedStateMachine):
+    """Snapshots arrive in pieces, the index follows or stays behind, and all of it is cut off."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.log, self.index = SimulatedDisk(), SimulatedDisk()
+        self.shelf = Shelf(self.log, self.index)
+        self.shelf.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+        self.shelf.open()
+        self.rows: list[Mutation] = []
+        self.ends: list[int] = []
+        self.received = 0
+        self.partial: PartialRecord | None = None
+        self.cas = 0
+
+    @property
+    def high(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def mark(self) -> int:
+        return self.shelf.index.watermark(PARTITION).seq
+
+    @rule(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3), whole=st.booleans())
+    def receive(self, pieces: list[int], whole: bool) -> None:
+        """Pieces of one snapshot; all of it, or one more is missing."""
+        chunks = []
+        for count in pieces:
+            rows = []
+            for number in range(count):
+                self.cas += 1
+                seq = self.received + 2 * number + 1
+                operation = Operation.DELETE if self.cas % 4 == 0 else Operation.SET
+                rows.append(row(operation, KEYS[self.cas * 7 % 5], seq, self.cas, self.cas % 3))
+            chunks.append(chunk_of(rows, self.received, rows[-1].seq))
+            self.received = rows[-1].seq
+            self.rows += rows
+        if whole:
+            self.partial = None
+            written = record(self.received)
+            self.ends.append(self.received)
+        else:
+            end = SeqNo(self.received + 1)
+            self.partial = PartialRecord(HISTORY, SeqNo(self.high), end, SeqNo(self.received))
+            written = record(self.high, self.partial)
+        ends = [SeqNo(self.received)] if whole else []
+        self.shelf.commit([PartitionWrite(PARTITION, written, chunks, ends=ends)])
+
+    @rule(keep=st.sampled_from([0, 3, 10]))
+    def follow(self, keep: int) -> None:
+        before = self.mark
+        self.shelf.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=keep)
+        left = self.high - self.mark
+        assert left >= min(keep, self.high - before)
+
+    @rule(at=st.floats(0, 1))
+    def cut(self, at: float) -> None:
+        """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
+        ceiling, floor = SeqNo(int(at * (self.received + 1))), SeqNo(self.mark)
+        found = self.shelf.log.newest_end(PARTITION, ceiling, floor)
+        known = [end for end in self.ends if floor < end <= ceiling]
+        if known:
+            assert found == known[-1]
+        else:
+            assert found in (None, self.mark), "what is indexed may be forgotten as an end"
+            assert found is None or found in self.ends or found == 0
+        to = found or 0
+        if not to:
+            while self.shelf.forget(PARTITION):
+                pass
+        self.shelf.cut(PARTITION, record(to), ())
+        self.rows = [row for row in self.rows if row.seq <= to]
+        self.ends = [end for end in self.ends if end <= to]
+        self.received, self.partial = to, None
+
+    @rule()
+    def restart(self) -> None:
+        self.shelf = Shelf(self.log, self.index)
+        stored = self.shelf.open().partitions[PARTITION]
+        assert stored.record == record(self.high, self.partial)
+        assert stored.indexed == self.mark
+
+    @invariant()
+    def the_log_has_what_was_received(self) -> None:
+        if not hasattr(self, "rows"):
+            return
+        found: list[Mutation] = []
+        at = SeqNo(0)
+        while at < self.received:
+            chunks = self.shelf.log.read(PARTITION, at, self.received, bytes_max=200)
+            found += [row for chunk in chunks for row in chunk]
+            at = chunks[-1].end
+        assert found == self.rows
+
+    @precondition(lambda self: hasattr(self, "rows"))
+    @invariant()
+    def the_index_knows_what_is_up_to_its_watermark(self) -> None:
+        mark = self.mark
+        state: dict[bytes, Mutation] = {}
+        for one in self.rows:
+            if one.seq <= mark:
+                state[one.key] = one
+        found = self.shelf.index.find(PARTITION, [Want(key, 0, True) for key in KEYS])
+        for key, item in zip(KEYS, found, strict=True):
+            newest = state.get(key)
+            assert item == (newest if newest and newest.op is Operation.SET else None)
+        assert self.shelf.index.watermark(PARTITION).items == sum(
+            row.op is Operation.SET for row in state.values()
+        )
+
+
+TestCuts = Cuts.TestCase
+TestCuts.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+def shelf() -> Shelf:
+    made = Shelf(SimulatedDisk(), SimulatedDisk())
+    made.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    made.open()
+    return made
+
+
+def write(high: int, *ends: int) -> PartitionWrite:
+    start, chunks = 0, []
+    for end in ends:
+        chunks.append(chunk_of([row(Operation.SET, b"k", end, end)], start, end))
+        start = end
+    return PartitionWrite(PARTITION, record(high), chunks, ends=[SeqNo(end) for end in ends])
+
+
+def test_a_cut_breaks_the_leases_that_reach_behind_it() -> None:
+    one = shelf()
+    one.commit([write(30, 10, 20, 30)])
+    for lease_id, end in ((1, 20), (2, 21), (3, 30)):
+        one.log.put_lease(LeaseRecord(lease_id, "me", ((PARTITION, 0, end),), 60, 1.0))
+    one.log.put_lease(LeaseRecord(4, "me", ((0, 0, 30),), 60, 1.0))
+    assert one.cut(PARTITION, record(20), ()) == [2, 3]
+    leases = {lease.lease_id: lease.is_whole for lease in one.log.load().leases}
+    assert leases == {1: True, 2: False, 3: False, 4: True}
+    assert one.cut(PARTITION, record(20), ()) == [], "once"
+
+
+def test_a_cut_forgets_answers() -> None:
+    one = shelf()
+    tokens = [Token(bytes(16), counter, b"answer") for counter in (1, 2)]
+    one.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
+    one.cut(PARTITION, record(0), [Token(bytes(16), 2, b"")])
+    assert one.log.load().partitions[PARTITION].tokens == tokens[:1]
+
+
+def test_nothing_is_cut_that_is_indexed() -> None:
+    one = shelf()
+    one.commit([write(30, 10, 20, 30)])
+    one.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=5)
+    assert one.index.watermark(PARTITION).seq == 25
+    with pytest.raises(ValueError, match="the index knows 25"):
+        one.cut(PARTITION, record(20), ())
+    assert one.log.newest_end(PARTITION, SeqNo(29), SeqNo(25)) is None
+    assert one.log.newest_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
+
+
+def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
+    log, index = SimulatedDisk(), SimulatedDisk()
+    one = Shelf(log, index)
+    one.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    one.open()
+    one.commit([write(30, 10, 20, 30)])
+    one.upkeep(urgent=True, leases=(), purge_before_cas=0)
+    one.index.forget(PARTITION, 0)
+    again = Shelf(log, index)
+    assert again.open().partitions[PARTITION].indexed == 0
+    assert not again.index.knows(PARTITION)
+
+
+@given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))
+def test_what_is_kept_from_the_index_is_shared(keep: int, highs: list[int]) -> None:
+    one = shelf()
+    writes: list[Any] = []
+    for number, high in enumerate(highs):
+        rows = [row(Operation.SET, b"k%d" % seq, seq, seq) for seq in range(1, high + 1)]
+        chunks = [chunk_of(rows, 0, high)] if high else []
+        writes.append(PartitionWrite(number, record(high), chunks))
+    one.commit(writes)
+    while one.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=keep).more:
+        pass
+    left = sum(high - one.index.watermark(number).seq for number, high in enumerate(highs))
+    assert left == min(keep, sum(highs))
+
+
+def test_a_map_is_kept_with_what_it_makes_of_partitions() -> None:
+    one = shelf()
+    one.commit([write(30, 10, 20, 30)])
+    partial = PartialRecord(HISTORY, SeqNo(30), SeqNo(50), SeqNo(40))
+    more = chunk_of([row(Operation.SET, b"k", 40, 40)], 30, 40)
+    one.commit([PartitionWrite(PARTITION, record(30, partial), [more])])
+    assert one.log.load().cluster_map == ""
+    active = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(30), 30)
+    one.put_map("{}", [(PARTITION, active)])
+    stored = one.log.load()
+    assert stored.cluster_map == "{}"
+    assert stored.partitions[PARTITION].record == active
+    after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
+    written = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)
+    one.commit([PartitionWrite(PARTITION, written, [after])])
+    assert [chunk.end for chunk in one.log.read(PARTITION, 0, 31, bytes_max=PLENTY)] == [
+        10,
+        20,
+        30,
+        31,
+    ]
