@@ -317,6 +317,18 @@ class PersistenceCursor(Cursor):
     def _read_whole(self) -> None:
         pass
 
+    def stand_at(self, place: Place) -> None:
+        """Goes to the front of the place `place`, up to which the disk has everything.
+
+        For the manager, which has let go of all other places.
+        """
+        self.held.clear()
+        self.place = place
+        self.at_front = True
+        place.at_front += 1
+        self.seq = self.committed = place.start
+        self._manager.wait(self)
+
     def commit(self, through: SeqNo) -> None:
         """The disk has everything up to `through`, the end of a snapshot that was read whole.
 

@@ -275,6 +275,31 @@ class MutationManager:
         self._freed += 1
         return True
 
+    def stand_at(self, seq: SeqNo) -> None:
+        """Lets go of everything: the disk has what there is up to `seq`, which may never have been
+        here. Whoever reads has to go on from disk, and who waits is woken. O(cursors + segments).
+
+        Raises:
+            ValueError: Something is here that the disk does not have.
+        """
+        if self.persistence.committed < self.high:
+            raise ValueError(f"the disk has {self.persistence.committed} of {self.high}")
+        waiting = list(self._waiting)
+        for cursor in list(self._cursors):
+            if cursor is not self.persistence:
+                cursor.drop()
+        for place in self._places:
+            if isinstance(place.snapshot, ClosedSnapshot):
+                place.snapshot.free()
+        self._candidates.clear()
+        self._collapse = None
+        self.open = OpenSnapshot(seq, self._memory)
+        self._places = [Place(self.open)]
+        self.persistence.stand_at(self._places[0])
+        for cursor in waiting:
+            if cursor is not self.persistence:
+                cursor.wake()
+
     # Collapsing.
 
     @property

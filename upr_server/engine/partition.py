@@ -18,6 +18,7 @@ from upr_server.engine.hash_table import HashTable
 from upr_server.engine.manager import MutationManager
 from upr_server.engine.memory import Memory
 from upr_server.engine.operations import COUNTS, READS, outcome
+from upr_server.engine.replica_reports import ReplicaReports
 from upr_server.engine.wants import FetchNeeded, Found, Want
 from upr_server.engine.writers import Writers, WriterToken
 
@@ -184,6 +185,7 @@ class Partition:
         table: Key to number.
         manager: The snapshots, and the cursors that read them.
         purge_seq: Tombstones at or below it may be gone.
+        replicas: What its replicas have reported.
         indexed: The disk knows the newest mutation up to here of every key.
         restored: The number with which it began, here and now: until `indexed` has come to it,
             the disk cannot be asked for a key.
@@ -206,6 +208,7 @@ class Partition:
         "indexed",
         "manager",
         "purge_seq",
+        "replicas",
         "restored",
         "state",
         "stored_items",
@@ -234,6 +237,7 @@ class Partition:
         self.table = HashTable(memory)
         self.manager = MutationManager(image.high, memory, on_collapsible)
         self._expiries = ExpiryIndex(self.table, memory)
+        self.replicas = ReplicaReports()
         self.purge_seq = image.purge_seq
         self.indexed = image.indexed
         self.restored = image.high
@@ -541,6 +545,65 @@ class Partition:
         self._last_cas = cas
         self.manager.wake()
         return True
+
+    # What this node is for it.
+
+    def become(self, state: PartitionState, failover_log: FailoverLog) -> None:
+        """Has another state from now on, and the log that goes with it."""
+        self.state = state
+        self.failover_log = failover_log
+        self.replicas.clear()
+
+    def stand_at(self, seq: SeqNo, last_cas: Cas = Cas(0)) -> None:
+        """Keeps nothing in memory: the disk has everything up to `seq`. A replica does with each
+        commit, and whoever becomes one.
+
+        Args:
+            seq: The last complete snapshot's end on disk.
+            last_cas: The highest CAS up to there.
+
+        Raises:
+            ValueError: Something is here that the disk does not have.
+        """
+        self.manager.stand_at(seq)
+        memory = self._memory
+        if self.table:
+            memory.table -= self.table.nbytes
+            memory.expiries -= self._expiries.nbytes
+            self.table = HashTable(memory)
+            self._expiries = ExpiryIndex(self.table, memory)
+            self._sweep_left = 0
+        self._last_cas = max(self._last_cas, last_cas)
+        self._has_forgotten = seq > 0
+        self.restored = seq
+
+    def cut(self, seq: SeqNo) -> list[WriterToken]:
+        """Everything above `seq` is gone from disk: goes back to there.
+
+        Returns:
+            The tokens whose answers are forgotten with that.
+        """
+        self.stand_at(seq)
+        if not seq:
+            self.indexed = self.purge_seq = SeqNo(0)
+            self.stored_items = 0
+        return self._writers.cut(seq)
+
+    def answers(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Answers to batches of [`start`, `end`], for a replica: writer, counter, the high number
+        then, and the answer; oldest first. Some may be of batches that are older than `start`.
+        O(log answers), beside what is found."""
+        return self._writers.between(start, end)
+
+    def take_answers(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
+        """What another node gave as `answers`, of changes that are not here yet, or just came."""
+        for writer, counter, seq, answer in rows:
+            token = WriterToken(writer, counter)
+            newest = self._writers.newest(writer)
+            if newest is None or newest[0].counter < counter:
+                self._writers.remember(token, answer, seq, unpack(answer).attempt)
+            elif newest[0] == token and newest[1] != answer:
+                self._writers.replace_newest(token, answer, seq, unpack(answer).attempt)
 
     # The disk.
 

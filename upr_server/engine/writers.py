@@ -31,11 +31,14 @@ number is kept for each writer, and on disk with its newest answer.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
+from operator import itemgetter
 from typing import Final
 
 import msgspec
 
+from upr_protocol.ids import SeqNo
 from upr_server.engine.memory import Memory
 
 BATCHES_MAX: Final = 64
@@ -61,6 +64,13 @@ PUT_OFF_BYTES: Final = 200
 
 NEWS_BYTES: Final = 300
 """What it takes to tell the disk of one answer, beside the answer's own bytes, about."""
+
+
+ORDER_SLACK: Final = 256
+"""So many answers that are forgotten may stand in the order of those that are not, and as many as
+these are; then it is made anew."""
+
+_HIGH: Final = itemgetter(0)
 
 
 class WriterToken(msgspec.Struct, frozen=True):
@@ -112,11 +122,14 @@ class Writers:
         memory: What the bucket holds.
     """
 
-    __slots__ = ("_memory", "_nbytes", "_news", "_put_off", "_writers")
+    __slots__ = ("_answer_count", "_memory", "_nbytes", "_news", "_order", "_put_off", "_writers")
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._nbytes = 0
+        # Answers with the high numbers they were given at, which never fall; some are forgotten.
+        self._order: list[tuple[int, WriterToken]] = []
+        self._answer_count = 0
         # The writer heard from last stands last.
         self._writers: OrderedDict[bytes, _Answers] = OrderedDict()
         # Of writers that are to begin again: the highest counter refused, and how many were.
@@ -211,6 +224,10 @@ class Writers:
             self._writers.move_to_end(token.writer)
         answers.attempt = max(answers.attempt, attempt)
         answers.by_counter[token.counter] = (answer, self._note(token, answer, high))
+        self._answer_count += 1
+        self._order.append((high, token))
+        if len(self._order) > 2 * self._answer_count + ORDER_SLACK:
+            self._tidy_order()
         answers.nbytes += ANSWER_BYTES + len(answer)
         self._count(ANSWER_BYTES + len(answer))
         while len(answers.by_counter) > 1 and (
@@ -227,6 +244,7 @@ class Writers:
 
     def _forget(self, token: WriterToken, answers: _Answers, high: int) -> None:
         answer, told_by = answers.by_counter.pop(token.counter)
+        self._answer_count -= 1
         nbytes = ANSWER_BYTES + len(answer)
         answers.nbytes -= nbytes
         if (
@@ -245,6 +263,56 @@ class Writers:
             told_by.held += nbytes
         else:
             self._count(-nbytes)
+
+    # For replicas.
+
+    def between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
+        and answer. O(log answers), beside what is found."""
+        found: list[tuple[bytes, int, SeqNo, bytes]] = []
+        for at in range(bisect_left(self._order, start, key=_HIGH), len(self._order)):
+            high, token = self._order[at]
+            if high > end:
+                break
+            answers = self._writers.get(token.writer)
+            known = answers and answers.by_counter.get(token.counter)
+            if known:
+                found.append((token.writer, token.counter, SeqNo(high), known[0]))
+        return found
+
+    def cut(self, seq: int) -> list[WriterToken]:
+        """Forgets the answers given at numbers above `seq`, as if they had never been. O(answers).
+
+        Returns:
+            Their tokens.
+        """
+        at = bisect_left(self._order, seq + 1, key=_HIGH)
+        gone = list(dict.fromkeys(token for _, token in self._order[at:]))
+        del self._order[at:]
+        for token in gone:
+            answers = self._writers.get(token.writer)
+            if answers is None or token.counter not in answers.by_counter:
+                continue
+            answer, _ = answers.by_counter.pop(token.counter)
+            self._answer_count -= 1
+            answers.nbytes -= ANSWER_BYTES + len(answer)
+            self._count(-ANSWER_BYTES - len(answer))
+            if not answers.by_counter:
+                del self._writers[token.writer]
+                self._count(-WRITER_BYTES)
+        while self._news and self._news[-1].high > seq:
+            news = self._news.pop()
+            self._count(-news.held - NEWS_BYTES * len(news.changes))
+        return gone
+
+    def _tidy_order(self) -> None:
+        newest: dict[WriterToken, int] = {}
+        for high, token in self._order:
+            answers = self._writers.get(token.writer)
+            if answers is not None and token.counter in answers.by_counter:
+                newest.pop(token, None)
+                newest[token] = high
+        self._order = [(high, token) for token, high in newest.items()]
 
     def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _News | None:
         """Notes a change. Gives the news that it is part of, if it is all that they say of it."""
@@ -281,6 +349,11 @@ class Writers:
             assert sum(sizes) == answers.nbytes
             assert answers.nbytes <= ANSWERS_BYTES_MAX or len(sizes) == 1
             total += WRITER_BYTES + answers.nbytes
+        count = sum(len(answers.by_counter) for answers in self._writers.values())
+        assert count == self._answer_count
+        assert len(self._order) <= 2 * count + ORDER_SLACK + 1
+        order = [high for high, _ in self._order]
+        assert sorted(order) == order, "numbers rise"
         highs = [news.high for news in self._news or ()]
         assert sorted(set(highs)) == highs, "numbers rise"
         total += sum(news.held + NEWS_BYTES * len(news.changes) for news in self._news or ())
