@@ -34,11 +34,13 @@ from upr_protocol.wire import (
     Mutate,
     Open,
     Opened,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
     PartitionStart,
     Refusal,
+    ReplicaAck,
     Seqnos,
     SeqnosReply,
     Stats,
@@ -59,6 +61,7 @@ class _Stream:
     end_seq: SeqNo
     at_least: SeqNo
     opaque: int
+    with_answers: bool = False
     end: SeqNo = _NOTHING
     chunks: Iterator[Chunk] | None = None
 
@@ -92,6 +95,10 @@ class FakeServer:
         self.buckets: dict[str, tuple[int, int]] = {BUCKET: (partition_count, 0)}
         self.held: set[type[Message]] = set()
         """Requests that are never answered."""
+        self.reports: list[ReplicaAck] = []
+        """What replicas reported."""
+        self.answers: tuple[tuple[bytes, int, int, bytes], ...] = ()
+        """What is told in every snapshot on streams that ask for answers."""
         self.paused = False
         """Whether nothing is streamed, and no barrier comes back."""
 
@@ -236,6 +243,10 @@ class FakeConnection:
         if chunk is not None:
             self.session.send(PartitionChunk(chunk, partition=number, opaque=opaque))
             return
+        if stream.with_answers:
+            self.session.send(
+                PartitionAnswers(self._server.answers, partition=number, opaque=opaque)
+            )
         stream.seq, stream.chunks = stream.end, None
         self._turn = None
         self.session.send(PartitionEnd(stream.end, partition=number, opaque=opaque))
@@ -333,7 +344,11 @@ class FakeConnection:
         if isinstance(decision, Retry | RollBack):
             return
         self._streams[partition.id] = _Stream(
-            decision.seq, message.end_seq, decision.end_at_least, message.opaque
+            decision.seq,
+            message.end_seq,
+            decision.end_at_least,
+            message.opaque,
+            message.with_answers,
         )
         if message.end_seq <= decision.seq:
             self._end(partition.id, Status.END_REACHED)
@@ -356,8 +371,14 @@ class FakeConnection:
         if self._server.pays:
             self.session.send(Credit(message.chunk.nbytes + 24 + 32))
 
+    def _on_replicaack(self, message: ReplicaAck) -> None:
+        self._server.reports.append(message)
+
     def _on_get(self, message: Get) -> None:
         partition = self._server.partitions[message.partition]
+        if message.history_id not in (0, partition.log.current):
+            self._refuse(message, Status.HISTORY_CHANGED)
+            return
         builder = ChunkBuilder()
         for key in message.keys[: self._server.get_items_max]:
             found = partition.newest(key)
@@ -367,8 +388,7 @@ class FakeConnection:
                 builder.append(
                     found.op, key, found.value, found.seq, found.cas, found.flags, found.expiry
                 )
-        seqs = builder.seqs
-        chunk = builder.build(_NOTHING, SeqNo(max(seqs)))
+        chunk = builder.build(_NOTHING, partition.high)
         self.session.send(
             GetReply(
                 partition.log.current, len(builder), chunk, partition=partition.id,

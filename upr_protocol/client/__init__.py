@@ -24,6 +24,7 @@ from upr_protocol.client.calls import (
 from upr_protocol.client.client import Client, ClientStatistics, connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
 from upr_protocol.client.events import (
+    AnswersReceived,
     BarrierReached,
     ChunkReceived,
     Completed,
@@ -31,6 +32,7 @@ from upr_protocol.client.events import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamAccepted,
     StreamEnded,
 )
 from upr_protocol.client.keyvalue import Item
@@ -45,11 +47,13 @@ from upr_protocol.client.publisher import (
 from upr_protocol.client.resume import ResumeState, ResumeStateError
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, MemoryStore, ResumeStore
+from upr_protocol.client.undo import Undo
 from upr_protocol.client.writer import Writer
 
 __all__ = [
     "Address",
     "AddressError",
+    "AnswersReceived",
     "BarrierReached",
     "Batch",
     "BlockingClient",
@@ -80,7 +84,9 @@ __all__ = [
     "SaveLimits",
     "SnapshotEnd",
     "SnapshotStart",
+    "StreamAccepted",
     "StreamEnded",
+    "Undo",
     "Writer",
     "Written",
     "connect",

@@ -18,7 +18,7 @@ from upr_protocol.client.blocking_link import (
     SocketOptions,
     dial_socket,
 )
-from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.delivery import Delivery, RollBackAsked
 from upr_protocol.client.events import Event
 from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.ledger import Ledger
@@ -173,9 +173,11 @@ class BlockingConsumer:
             self._save_when_due()
             if self._inbox:
                 delivery = self._inbox.popleft()
-                if delivery.event is not None:
-                    ledger.hand_on(delivery, delivery.event)
-                    return delivery.event
+                event = delivery.event
+                assert not isinstance(event, RollBackAsked)  # nobody undoes here
+                if event is not None:
+                    ledger.hand_on(delivery, event)
+                    return event
                 ledger.deal_with(delivery)
             elif self._follower.done:
                 self.save()

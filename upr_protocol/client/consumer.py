@@ -14,6 +14,7 @@ import trio
 from upr_protocol.client.address import Address
 from upr_protocol.client.background import background
 from upr_protocol.client.barriers import Barriers
+from upr_protocol.client.delivery import RollBackAsked
 from upr_protocol.client.events import BarrierReached, Event
 from upr_protocol.client.feed import Feed
 from upr_protocol.client.follower import Follower
@@ -25,14 +26,16 @@ from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, ResumeStore
+from upr_protocol.client.undo import Undo
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
-from upr_protocol.ids import PartitionState
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import (
     HANDSHAKE_TIMEOUT_S,
     IDLE_INTERVAL_S_DEFAULT,
     WINDOW_BYTES_DEFAULT,
 )
+from upr_protocol.wire import ReplicaAck
 
 Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None
 """Where a consumer begins and what it keeps: a state to begin with, a file's path, a store."""
@@ -93,12 +96,15 @@ class Consumer:
         state: ResumeState,
         store: ResumeStore | None,
         limits: SaveLimits,
+        undo: Undo | None = None,
     ) -> None:
         self.address = address
         self._feed = feed
         self._follower = feed.follower
         self._store = store
         self._ledger = Ledger(state, limits, feed.acknowledge, trio.current_time())
+        self._undo = undo
+        self._to_undo: RollBackAsked | None = None
         self._iterating = False
         self._barriers = Barriers(feed)
         self._saves = 0
@@ -123,13 +129,16 @@ class Consumer:
             self._ledger.finish()
             while True:
                 await self._save_when_due()
+                await self._go_back()
                 delivery = self._feed.mailbox.get_nowait()
                 if delivery is None:
                     with trio.move_on_at(self._save_at()):
                         await self._feed.mailbox.wait()
                     continue
                 event = delivery.event
-                if event is None or self._is_awaited(event):
+                if isinstance(event, RollBackAsked):
+                    self._to_undo = event
+                elif event is None or self._is_awaited(event):
                     self._ledger.deal_with(delivery)
                 else:
                     self._ledger.hand_on(delivery, event)
@@ -143,6 +152,31 @@ class Consumer:
 
     def _is_awaited(self, event: Event) -> bool:
         return isinstance(event, BarrierReached) and self._barriers.returned(event)
+
+    async def _go_back(self) -> None:
+        """Has undone what the server asked for; cancelled, it is for the next call."""
+        asked = self._to_undo
+        if asked is not None:
+            assert self._undo is not None
+            to = await self._undo(asked.partition, asked.ceiling, asked.reason)
+            self._to_undo = None
+            self._feed.rolled_back(asked.partition, to)
+
+    # Replicas.
+
+    def report(
+        self, partition: PartitionId, history_id: HistoryId, received: SeqNo, persisted: SeqNo
+    ) -> None:
+        """Tells the server which complete snapshot ends a replica has. Without a connection it is
+        dropped: whoever reports does so again after a stream was accepted.
+
+        Args:
+            partition: The partition.
+            history_id: The history that the ends belong to.
+            received: The last one received.
+            persisted: The last one on disk.
+        """
+        self._feed.report(ReplicaAck(history_id, received, persisted, partition=partition))
 
     # Barriers.
 
@@ -267,6 +301,9 @@ async def consume(
     state: PartitionState = PartitionState.ACTIVE,
     end: End = None,
     lease_id: int = 0,
+    undo: Undo | None = None,
+    with_answers: bool = False,
+    with_logs: bool = False,
     window_bytes: int = WINDOW_BYTES_DEFAULT,
     identity: str = IDENTITY_DEFAULT,
     patience_s: float = PATIENCE_S_DEFAULT,
@@ -295,6 +332,10 @@ async def consume(
         lease_id: A lease that holds what lies between the positions and `end`: just that is read,
             from disk, with every version in it, and so the same each time; `ServerError` with
             `RANGE_GONE` when it does not hold it. 0 for none.
+        undo: Takes the application back when the server's history has parted from what was
+            received; by default the partition begins again at 0.
+        with_answers: Whether `AnswersReceived` are to come, for a replica.
+        with_logs: Whether `StreamAccepted` are to come.
         window_bytes: How many bytes may be on their way or waiting for the application.
         identity: `what:who`, for the server's logs and statistics.
         patience_s: How long it goes on without a connection that streams before it gives up.
@@ -322,10 +363,19 @@ async def consume(
         found = ResumeState(bucket)
     found.check_bucket(bucket)
     options = TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial)
-    wishes = Wishes(partitions_wanted(partitions), start == "now", state, end, lease_id)
+    wishes = Wishes(
+        partitions_wanted(partitions),
+        start == "now",
+        state,
+        end,
+        lease_id,
+        with_answers,
+        with_logs,
+        undo is not None,
+    )
     patience = Patience(patience_s, draw)
     feed = Feed(Follower(wishes, found.copy()), patience)
-    consumer = Consumer(address, feed, found.copy(), store, save_limits or SaveLimits())
+    consumer = Consumer(address, feed, found.copy(), store, save_limits or SaveLimits(), undo)
     async with background() as nursery:
         await consumer._start(nursery, options, patience, wishes)  # noqa: SLF001
         try:

@@ -8,7 +8,7 @@ import msgspec
 
 from upr_protocol.client.events import Event
 from upr_protocol.failover import Position
-from upr_protocol.ids import PartitionId
+from upr_protocol.ids import PartitionId, SeqNo
 
 
 @unique
@@ -23,18 +23,33 @@ class Weight(Enum):
     """What must not be forgotten: a new log, a rollback."""
 
 
+class RollBackAsked(msgspec.Struct, frozen=True):
+    """The server asks for a rollback; whoever undoes it says so to `Follower.rolled_back`.
+
+    Attributes:
+        partition: The partition.
+        ceiling: The number to go back to, or below.
+        reason: Why, in the server's words.
+    """
+
+    partition: PartitionId
+    ceiling: SeqNo
+    reason: str
+
+
 class Delivery(msgspec.Struct, frozen=True):
     """Something for the application, and what is true once the application has dealt with it.
 
     Attributes:
-        event: What the application is told; None when only the state moves.
+        event: What the application is told, or asked to undo first; None when only the state
+            moves.
         position: The partition and its position afterwards; None when no position moves.
         nbytes: Bytes to be acknowledged then.
         connection: In which connection they came; in another they are not acknowledged.
         weight: How soon it is worth writing down.
     """
 
-    event: Event | None
+    event: Event | RollBackAsked | None
     position: tuple[PartitionId, Position] | None = None
     nbytes: int = 0
     connection: int = 0

@@ -6,6 +6,7 @@ import msgspec
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.errors import Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 
 
@@ -20,6 +21,7 @@ class SnapshotStart(msgspec.Struct, frozen=True):
         end: The last number it covers; `start` itself when only the snapshot's end was missing.
         kind: Where the server reads it from.
         may_repeat: Older versions of a key may appear before its newest.
+        purge_seq: Deletions at or below it may be gone at the server.
     """
 
     partition: PartitionId
@@ -28,6 +30,7 @@ class SnapshotStart(msgspec.Struct, frozen=True):
     end: SeqNo
     kind: SnapshotKind
     may_repeat: bool
+    purge_seq: SeqNo = SeqNo(0)
 
 
 class ChunkReceived(msgspec.Struct, frozen=True):
@@ -40,6 +43,20 @@ class ChunkReceived(msgspec.Struct, frozen=True):
 
     partition: PartitionId
     chunk: Chunk
+
+
+class AnswersReceived(msgspec.Struct, frozen=True):
+    """What publishers were answered to batches that are in the snapshot under way; comes before its
+    end, and only when it was asked for.
+
+    Attributes:
+        partition: The partition.
+        rows: Writer, batch, the partition's highest number then, and the answer as the server keeps
+            it; oldest first.
+    """
+
+    partition: PartitionId
+    rows: tuple[tuple[bytes, int, int, bytes], ...]
 
 
 class SnapshotEnd(msgspec.Struct, frozen=True):
@@ -72,12 +89,13 @@ class RolledBack(msgspec.Struct, frozen=True):
     """The server's history parted from what was received: the application must go back.
 
     Whatever it has of the partition above `to` is to be dropped; with `to` 0, all it has. The
-    stream then goes on from `to`, also where it had started from "now".
+    stream then goes on from `to`, also where it had started from "now". A consumer that was given
+    an `Undo` has gone back already.
 
     Attributes:
         partition: The partition.
         ceiling: The highest number that both have in common.
-        to: The number the stream goes on from.
+        to: The number the stream goes on from; 0 without an `Undo`.
         reason: Why, in the server's words.
     """
 
@@ -85,6 +103,18 @@ class RolledBack(msgspec.Struct, frozen=True):
     ceiling: SeqNo
     to: SeqNo
     reason: str
+
+
+class StreamAccepted(msgspec.Struct, frozen=True):
+    """The server accepted a stream; comes before any of its data, and only when it was asked for.
+
+    Attributes:
+        partition: The partition.
+        log: The server's failover log.
+    """
+
+    partition: PartitionId
+    log: FailoverLog
 
 
 class StreamEnded(msgspec.Struct, frozen=True):
@@ -101,10 +131,12 @@ class StreamEnded(msgspec.Struct, frozen=True):
 
 Event = (
     ChunkReceived
+    | AnswersReceived
     | SnapshotStart
     | SnapshotEnd
     | Completed
     | BarrierReached
     | RolledBack
+    | StreamAccepted
     | StreamEnded
 )

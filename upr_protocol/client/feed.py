@@ -12,7 +12,8 @@ from upr_protocol.client.link import Link
 from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import UprError
-from upr_protocol.wire import Message
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.wire import Message, ReplicaAck
 
 DELIVERIES_MAX: Final = 4096
 """What may wait for the application. Chunks are bounded by the window; this bounds the rest."""
@@ -92,6 +93,21 @@ class Feed:
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has dealt with a delivery: the server may send as much again."""
         if self.follower.acknowledge(delivery) and self._link is not None:
+            self._link.poke()
+
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> None:
+        """The application has undone what it was asked to; `RolledBack` follows.
+
+        Raises:
+            ValueError: `to` is above the ceiling.
+        """
+        self.mailbox.put(self.follower.rolled_back(partition, to))
+        if self._link is not None:
+            self._link.poke()
+
+    def report(self, report: ReplicaAck) -> None:
+        """Sends what a replica has; dropped when there is no connection."""
+        if self.follower.report(report) and self._link is not None:
             self._link.poke()
 
     def barrier(self, cookie: bytes) -> None:

@@ -11,14 +11,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from upr_protocol.client import resume
-from upr_protocol.client.delivery import Delivery, Weight
+from upr_protocol.client.delivery import Delivery, RollBackAsked, Weight
 from upr_protocol.client.events import (
+    AnswersReceived,
     BarrierReached,
     ChunkReceived,
     Completed,
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamAccepted,
     StreamEnded,
 )
 from upr_protocol.client.greeting import Greeting
@@ -42,9 +44,11 @@ from upr_protocol.wire import (
     BarrierReply,
     Go,
     Message,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionStart,
+    ReplicaAck,
     Stream,
     StreamEnd,
     StreamReply,
@@ -88,6 +92,9 @@ class Follower:
         """Whether this connection's answers say anything new of where the streams stand."""
         self._asked: set[PartitionId] = set()
         """Streams of this connection that the server has not answered for yet."""
+        self._undoing: dict[PartitionId, RollBackAsked] = {}
+        """Rollbacks that the application was asked for. Meanwhile nothing of them is asked for, on
+        a later connection neither: their positions are about to move."""
         # By partition the snapshot that was begun last. The session knows it too, but may be ahead:
         # it takes in all that arrived before any of it comes here.
         self._snapshots: dict[PartitionId, PartitionStart] = {}
@@ -119,7 +126,7 @@ class Follower:
                 f"{self._partition_count}",
             )
         self._asked = {p for p in self._wanted if p not in self._finished}
-        for partition in sorted(self._asked):
+        for partition in sorted(self._asked - self._undoing.keys()):
             self._ask(partition)
         if not self._asked:
             self.done = True
@@ -171,6 +178,7 @@ class Follower:
                 position,
                 self._ends.get(partition, SEQ_MAX),
                 lease_id,
+                self._wishes.with_answers,
                 partition=partition,
                 opaque=self._session.new_opaque(),
             )
@@ -198,6 +206,18 @@ class Follower:
             assert self._session is not None
             self._session.send(Barrier(cookie))
         self._barriers.append(cookie)
+
+    def report(self, report: ReplicaAck) -> bool:
+        """Sends what a replica has, when there is a connection that takes it.
+
+        Returns:
+            Whether there is something to write.
+        """
+        session = self._session
+        if session is None or session.state not in (SessionState.OPEN, SessionState.STREAMING):
+            return False
+        session.send(report)
+        return True
 
     def disconnected(self) -> None:
         """The connection is gone; what was received stays."""
@@ -229,6 +249,8 @@ class Follower:
             return (self._chunk(message),)
         if isinstance(message, PartitionStart):
             return (self._start(message),)
+        if isinstance(message, PartitionAnswers):
+            return (Delivery(AnswersReceived(message.partition, message.rows)),)
         if isinstance(message, PartitionEnd):
             return (self._end(message),)
         if isinstance(message, CompletedMessage):
@@ -270,6 +292,7 @@ class Follower:
                 message.end,
                 message.kind,
                 message.may_repeat,
+                message.purge_seq,
             )
         )
 
@@ -293,24 +316,52 @@ class Follower:
             # The first time it is a position that may be nowhere else yet: that of "now".
             self._news |= partition not in self._accepted or after != before
             self._accepted.add(partition)
-            # All are written down at once, before any data: none comes before `Go`.
-            weight = Weight.HEAVY if self._go_when_all_answered() and self._news else Weight.LIGHT
-            deliveries = [Delivery(None, moved, weight=weight)]
-            if after.last_complete != before.last_complete:
+            # All are written down at once, before any data: none comes before `Go`, but an end that
+            # was missing.
+            ends = after.last_complete != before.last_complete
+            news = (self._go_when_all_answered() and self._news) or ends
+            event = StreamAccepted(partition, message.log) if self._wishes.with_logs else None
+            weight = Weight.HEAVY if news else Weight.LIGHT
+            deliveries = [Delivery(event, moved, weight=weight)]
+            if ends:
                 deliveries += _only_the_end(partition, message.log.current, after.last_complete)
             return deliveries
         if status is Status.ROLLBACK and self.state.position(partition).highest_received:
             delivery = self._roll_back(partition, message.seq, message.reason)
-            self._ask(partition)
+            if partition not in self._undoing:
+                self._ask(partition)
             return (delivery,)
         self.trouble = ServerError(status, f"partition {partition}: {message.reason}")
         return ()
 
     def _roll_back(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> Delivery:
+        asked = RollBackAsked(partition, ceiling, reason)
+        if self._wishes.undoes:
+            self._undoing[partition] = asked
+            return Delivery(asked)
+        return self._go_back(asked, SeqNo(0))
+
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """The application has undone what it was asked to, down to `to`: the stream is asked for
+        from there, now or on the next connection.
+
+        Raises:
+            ValueError: That is above the ceiling.
+        """
+        asked = self._undoing[partition]
+        if not 0 <= to <= asked.ceiling:
+            raise ValueError(f"partition {partition} went back to {to}, not to {asked.ceiling}")
+        del self._undoing[partition]
+        delivery = self._go_back(asked, to)
+        if self._session is not None and partition in self._asked:
+            self._ask(partition)
+        return delivery
+
+    def _go_back(self, asked: RollBackAsked, to: SeqNo) -> Delivery:
+        partition = asked.partition
         self.rollbacks += 1
-        to = SeqNo(0)
         position = resume.rolled_back(self.state.position(partition), to)
-        event = RolledBack(partition, ceiling, to, reason)
+        event = RolledBack(partition, asked.ceiling, to, asked.reason)
         return Delivery(event, self._move(partition, position), weight=Weight.HEAVY)
 
     def _ended(self, message: StreamEnd) -> Iterable[Delivery]:

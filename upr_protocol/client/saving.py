@@ -31,7 +31,7 @@ class SaveLimits:
 
     complete_interval_s: float = COMPLETE_INTERVAL_S
     interval_s: float = SAVE_INTERVAL_S
-    nbytes: int = SAVE_BYTES
+    nbytes: float = SAVE_BYTES
 
 
 class SavePlan:

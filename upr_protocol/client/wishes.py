@@ -42,6 +42,9 @@ class Wishes:
         end: Where the streams end.
         lease_id: The lease that holds what lies between the positions and `end`, and under which it
             is read; 0 for none.
+        with_answers: Whether answers to publishers are to come, too.
+        with_logs: Whether the application is told which log each stream was accepted with.
+        undoes: Whether somebody undoes; otherwise a rollback goes back to 0.
     """
 
     partitions: tuple[PartitionId, ...] = ()
@@ -49,3 +52,6 @@ class Wishes:
     state: PartitionState = PartitionState.ACTIVE
     end: End = None
     lease_id: int = 0
+    with_answers: bool = False
+    with_logs: bool = False
+    undoes: bool = False

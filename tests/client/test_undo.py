@@ -1,0 +1,249 @@
+"""Rollbacks that the application undoes itself, and what a replica asks for beside the changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from tests.kit.fake_net import FakeNet
+from tests.kit.fake_server import FakeServer
+from upr_protocol.client import (
+    AnswersReceived,
+    ChunkReceived,
+    Completed,
+    Consumer,
+    Event,
+    MemoryStore,
+    ResumeState,
+    RolledBack,
+    SaveLimits,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamAccepted,
+    consume,
+)
+from upr_protocol.failover import Position
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.wire import Go, ReplicaAck, Stream
+
+URL = "upr://fake/b"
+P = PartitionId(0)
+AT_ONCE = SaveLimits(math.inf, math.inf, math.inf)
+"""Nothing is saved but what must not be forgotten."""
+
+
+class Undoing:
+    """Undoes down to a multiple of ten.
+
+    Attributes:
+        asked: What it was asked.
+        free: Unset, it does not come to an end.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.free = trio.Event()
+        self.free.set()
+
+    async def __call__(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        assert "parted" in reason
+        self.asked.append((partition, ceiling))
+        await self.free.wait()
+        return SeqNo(ceiling // 10 * 10)
+
+
+async def until_completed(consumer: Consumer) -> list[Event]:
+    events: list[Event] = []
+    async for event in consumer:
+        events.append(event)
+        if isinstance(event, Completed):
+            break
+    return events
+
+
+def fill(server: FakeServer, count: int) -> None:
+    server.partitions = server.partitions[:1]
+    for number in range(count):
+        server.put(b"%d" % number, b"v")
+
+
+async def test_the_stream_goes_on_from_where_the_application_went_back_to(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 30)
+    undo = Undoing()
+    async with consume(URL, dial=net.dial, undo=undo) as consumer:
+        await until_completed(consumer)
+        net.cut()
+        server.partitions[0].fail_over(77, 24)
+        server.put(b"new", b"v")
+        rollback, start, chunk, end, *_ = await until_completed(consumer)
+        assert undo.asked == [(0, 24)]
+        assert isinstance(rollback, RolledBack)
+        assert (rollback.partition, rollback.ceiling, rollback.to) == (0, 24, 20)
+        assert isinstance(start, SnapshotStart)
+        assert (start.history_id, start.start, start.end) == (77, 20, 25)
+        assert isinstance(chunk, ChunkReceived)
+        assert list(chunk.chunk.seqs) == [21, 22, 23]
+        assert consumer.statistics().rollbacks == 1
+        assert isinstance(end, ChunkReceived)
+
+
+async def test_nothing_is_streamed_and_no_other_connection_asks_before_it_is_undone(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 30)
+    undo = Undoing()
+    asked: list[Position] = []
+    events: list[Event] = []
+
+    async def follow(consumer: Consumer) -> None:
+        events.extend(await until_completed(consumer))
+
+    async with consume(URL, dial=net.dial, undo=undo) as consumer, trio.open_nursery() as nursery:
+        await until_completed(consumer)
+        server.refuse = lambda m: asked.append(m.position) if isinstance(m, Stream) else None
+        undo.free = trio.Event()
+        server.partitions[0].fail_over(77, 24)
+        net.cut()
+        nursery.start_soon(follow, consumer)
+        await trio.sleep(10)
+        assert [position.highest_received for position in asked] == [30]
+        net.cut()
+        await trio.sleep(10)
+        (connection,) = server.connections
+        assert connection.counts[Stream] == connection.counts[Go] == 0
+        undo.free.set()
+        await trio.sleep(10)
+        assert [position.highest_received for position in asked] == [30, 20]
+        assert undo.asked == [(0, 24)]
+    assert [type(event) for event in events[:2]] == [RolledBack, SnapshotStart]
+
+
+async def test_cancelled_it_is_asked_to_undo_again(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 30)
+    undo = Undoing()
+    async with consume(URL, dial=net.dial, undo=undo) as consumer:
+        await until_completed(consumer)
+        undo.free = trio.Event()
+        server.partitions[0].fail_over(77, 24)
+        net.cut()
+        with trio.move_on_after(60):
+            await anext(consumer)
+        undo.free.set()
+        assert isinstance(await anext(consumer), RolledBack)
+        assert undo.asked == [(0, 24)] * 2
+
+
+async def test_nobody_goes_back_to_above_the_ceiling(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        await trio.lowlevel.checkpoint()
+        return SeqNo(ceiling + 1)
+
+    fill(server, 30)
+    async with consume(URL, dial=net.dial, undo=undo) as consumer:
+        await until_completed(consumer)
+        server.partitions[0].fail_over(77, 24)
+        net.cut()
+        with pytest.raises(ValueError, match="went back to 25, not to 24"):
+            await until_completed(consumer)
+
+
+async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    said: list[object] = []
+
+    class Store(MemoryStore):
+        async def save(self, state: ResumeState) -> None:
+            await trio.lowlevel.checkpoint()
+            await super().save(state)
+            position = state.position(P)
+            said.append((position.log.pairs(), position.highest_received))
+
+    async def say_until_completed(consumer: Consumer) -> None:
+        async for event in consumer:
+            said.append(type(event))
+            if isinstance(event, Completed):
+                break
+
+    fill(server, 3)
+    server.chunk_mutations = 30
+    async with consume(
+        URL, dial=net.dial, resume=Store(), save_limits=AT_ONCE, undo=Undoing()
+    ) as consumer:
+        await say_until_completed(consumer)
+        assert said[:2] == [([(1000, 0)], 0), SnapshotStart]
+        for number in range(30):
+            server.put(b"%d" % number, b"v")
+        await say_until_completed(consumer)
+        said.clear()
+        server.partitions[0].fail_over(77, 24)
+        net.cut()
+        server.put(b"new", b"v")
+        await say_until_completed(consumer)
+        assert said == [
+            RolledBack,
+            ([(1000, 0)], 20),
+            ([(77, 24), (1000, 0)], 20),
+            SnapshotStart,
+            ChunkReceived,
+            SnapshotEnd,
+            Completed,
+        ]
+
+
+async def test_answers_come_before_the_end_of_their_snapshot(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 3)
+    server.answers = ((bytes(16), 1, 3, b"answer"),)
+    async with consume(URL, dial=net.dial, with_answers=True) as consumer:
+        events = await until_completed(consumer)
+        assert [type(event) for event in events[:-1]] == [
+            SnapshotStart,
+            ChunkReceived,
+            AnswersReceived,
+            SnapshotEnd,
+        ]
+        assert events[2] == AnswersReceived(P, server.answers)
+    async with consume(URL, dial=net.dial) as consumer:
+        events = await until_completed(consumer)
+    assert not any(isinstance(event, AnswersReceived) for event in events)
+
+
+async def test_accepted_streams_are_told_to_who_asks(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 3)
+    async with consume(URL, dial=net.dial, with_logs=True) as consumer:
+        accepted = await anext(consumer)
+        assert accepted == StreamAccepted(P, server.partitions[0].log)
+        assert isinstance(await anext(consumer), SnapshotStart)
+
+
+async def test_reports_reach_the_server_while_there_is_a_connection(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    fill(server, 3)
+    async with consume(URL, dial=net.dial) as consumer:
+        await until_completed(consumer)
+        consumer.report(P, HistoryId(1000), SeqNo(3), SeqNo(2))
+        await trio.sleep(1)
+        expected = ReplicaAck(HistoryId(1000), SeqNo(3), SeqNo(2), partition=P)
+        assert server.reports == [expected]
+        net.down = True
+        net.cut()
+        await trio.sleep(1)
+        consumer.report(P, HistoryId(1000), SeqNo(3), SeqNo(3))
+        net.down = False
+        await trio.sleep(20)
+        assert server.reports == [expected]

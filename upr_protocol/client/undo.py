@@ -1,0 +1,27 @@
+"""Going back when the server's history has parted from what was received."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from upr_protocol.ids import PartitionId, SeqNo
+
+
+class Undo(Protocol):
+    """Undoes what the server never had."""
+
+    async def __call__(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        """Brings the application back.
+
+        It is called while the application asks for its next event, so everything before is dealt
+        with. Cancelled, or after a crash, it is called again: what is undone stays undone.
+
+        Args:
+            partition: The partition.
+            ceiling: The highest number that the application and the server have in common.
+            reason: Why, in the server's words.
+
+        Returns:
+            The number that the partition now stands at, and its stream goes on from: the end of a
+            complete snapshot at or below `ceiling`, or 0 for a partition of which nothing is left.
+        """
