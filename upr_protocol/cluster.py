@@ -18,7 +18,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
 
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class ClusterMapError(UprError, ValueError):
@@ -121,7 +121,7 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {len(self.partitions)}"
             )
         for name, address in self.nodes.items():
-            if not _NAME.fullmatch(name):
+            if not NODE_NAME.fullmatch(name):
                 raise ClusterMapError(
                     f"{name!r} is no node's name: 1 to 100 letters, digits, dots, underscores or "
                     "hyphens"

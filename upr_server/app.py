@@ -18,6 +18,7 @@ from upr_protocol.ids import HistoryId
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
 from upr_server.net import Service
+from upr_server.replication import Membership, Peers
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.port import Store
 from upr_server.storage.process_store import open_store
@@ -88,7 +89,11 @@ async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
         connections_max=config.connections_max,
         send_timeout_s=config.send_timeout_s,
         purge_age_s=config.purge_age_s,
+        replication_timeout_s=config.replication_timeout_s,
     )
+    node = config.node or config.identity or socket.gethostname()
+    membership = Membership(service, node, _new_history_id, config.undo_mutations)
+    service.cluster = membership
     async with _listeners(config) as listeners, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
@@ -99,7 +104,7 @@ async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
                     await service.create_bucket(wanted.name, wanted.partitions, quota_bytes)
                 else:
                     _adapt(found, wanted)
-            async with _accepting(config, service, listeners) as server:
+            async with _accepting(config, service, membership, listeners) as server:
                 yield server
         # Everything is on disk.
         nursery.cancel_scope.cancel()
@@ -151,7 +156,10 @@ async def _listeners(config: Config) -> AsyncIterator[list[trio.SocketListener]]
 
 @asynccontextmanager
 async def _accepting(
-    config: Config, service: Service, listeners: list[trio.SocketListener]
+    config: Config,
+    service: Service,
+    membership: Membership,
+    listeners: list[trio.SocketListener],
 ) -> AsyncIterator[Server]:
     host, _ = config.address()
     port = listeners[0].socket.getsockname()[1]
@@ -161,6 +169,8 @@ async def _accepting(
             nursery.start_soon(service.collapse)
             nursery.start_soon(service.free_memory)
             nursery.start_soon(service.expire)
+            nursery.start_soon(membership.run)
+            nursery.start_soon(Peers(membership).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
             await nursery.start(accept, service.serve, listeners)

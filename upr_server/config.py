@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from upr_protocol.cluster import NODE_NAME
 from upr_protocol.errors import UprError
 from upr_protocol.limits import (
     IDENTITY_BYTES_MAX,
@@ -54,9 +55,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         listen: `HOST:PORT`; port 0 takes a free one.
         identity: The server's name for itself; empty takes the host's name.
+        node: What partition maps call this server; empty takes `identity`.
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: Connections at a time.
         send_timeout_s: How long a peer may take nothing of what waits for it.
+        replication_timeout_s: How long replicas may take to have a batch that was to be replicated;
+            then its publisher hears that they do not have it yet.
+        undo_mutations: How many of a bucket's newest mutations a replica can undo, about, when
+            another than its master goes on; beyond it, it begins again from nothing.
         data_dir: Where buckets are kept; empty for the platform's data directory.
         disk_bytes_max: How large each file there may become; 0 for as large as the disk is, and at
             most 256 GiB.
@@ -70,9 +76,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     listen: str = "127.0.0.1:12000"
     identity: str = ""
+    node: str = ""
     quota_bytes: Annotated[int, msgspec.Meta(ge=QUOTA_BYTES_MIN)] = 1024 * 1024 * 1024
     connections_max: _Count = 10_000
     send_timeout_s: _Seconds = SEND_TIMEOUT_S
+    replication_timeout_s: _Seconds = 30.0
+    undo_mutations: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024
     data_dir: str = ""
     disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     purge_age_s: _Seconds = 3 * 24 * 3600.0
@@ -111,6 +120,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"identity is {self.identity!r}, which is not UTF-8") from error
         if len(identity) > IDENTITY_BYTES_MAX:
             raise ConfigError(f"identity is at most {IDENTITY_BYTES_MAX} bytes")
+        if self.node and not NODE_NAME.fullmatch(self.node):
+            raise ConfigError(
+                f"node is {self.node!r}; a node's name is 1 to 100 letters, digits, dots, "
+                "underscores or hyphens"
+            )
         names = [bucket.name for bucket in self.buckets]
         for name in names:
             if names.count(name) > 1:

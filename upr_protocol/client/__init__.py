@@ -36,6 +36,7 @@ from upr_protocol.client.events import (
     StreamEnded,
 )
 from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.maps import fetch_map, give_map
 from upr_protocol.client.outbox import Batch
 from upr_protocol.client.outcome import Failure, Written
 from upr_protocol.client.publisher import (
@@ -91,5 +92,7 @@ __all__ = [
     "Written",
     "connect",
     "consume",
+    "fetch_map",
+    "give_map",
     "publisher",
 ]

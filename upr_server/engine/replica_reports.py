@@ -14,8 +14,9 @@ Replicated = Callable[[bool], None]
 
 @attrs.define
 class _Report:
-    received: SeqNo = SeqNo(0)
-    persisted: SeqNo = SeqNo(0)
+    by: object
+    received: SeqNo
+    persisted: SeqNo
 
     def has(self, *, persisted: bool) -> SeqNo:
         return self.persisted if persisted else self.received
@@ -46,14 +47,23 @@ class ReplicaReports:
         """Replicas that have reported."""
         return len(self._reports)
 
-    def report(self, replica: str, received: SeqNo, persisted: SeqNo) -> None:
-        """A replica has come so far. One that went back says so, too. O(who waits)."""
-        self._reports[replica] = _Report(received, persisted)
+    def report(self, replica: str, received: SeqNo, persisted: SeqNo, by: object = None) -> None:
+        """A replica has come so far. One that went back says so, too. O(who waits).
+
+        Args:
+            replica: Its name.
+            received: The last complete snapshot end that it has received.
+            persisted: The last one that it has on disk.
+            by: What told it: the same replica may connect anew before the old connection is gone.
+        """
+        self._reports[replica] = _Report(by, received, persisted)
         self._answer()
 
-    def forget(self, replica: str) -> None:
-        """A replica does not follow any more. What it was counted for stays counted."""
-        self._reports.pop(replica, None)
+    def forget(self, replica: str, by: object = None) -> None:
+        """What told of a replica does so no more. What it was counted for stays counted."""
+        found = self._reports.get(replica)
+        if found is not None and found.by is by:
+            del self._reports[replica]
 
     def clear(self) -> None:
         """The partition is in another history, or nobody's master any more: nobody who waits is
@@ -65,7 +75,7 @@ class ReplicaReports:
 
     def reached(self, copies: int, *, persisted: bool = False) -> SeqNo:
         """The number that so many replicas have, at least; 0 when there are not so many."""
-        found = sorted((one.has(persisted=persisted) for one in self._reports.values()))
+        found = sorted(one.has(persisted=persisted) for one in self._reports.values())
         return found[-copies] if 0 < copies <= len(found) else SeqNo(0)
 
     def when(

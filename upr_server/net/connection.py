@@ -98,6 +98,7 @@ class Connection:
         self.bucket: Bucket | None = None
         self._disk: BucketDisk | None = None
         self._nursery: trio.Nursery | None = None
+        self._reported: dict[Partition, str] = {}
         self._errands: deque[tuple[Message, Callable[[], Awaitable[None]]]] = deque()
         self._stream = stream
         self._wakeup = trio.Event()
@@ -144,6 +145,8 @@ class Connection:
         finally:
             self.streamer.close()
             self._let_go()
+            for partition, replica in self._reported.items():
+                partition.replicas.forget(replica, self)
 
     async def _part(self) -> None:
         """Ends the conversation so that the peer hears the last word. A connection that is closed
@@ -329,11 +332,19 @@ class Connection:
         self.say(
             Refusal(
                 sentence[:_SENTENCE_MAX],
+                self._map_revision(),
                 partition=request.partition,
                 opaque=request.opaque,
                 status=status,
             )
         )
+
+    def _map_revision(self) -> int:
+        return 0 if self.bucket is None else self.service.cluster.revision(self.bucket.name)
+
+    def reported(self, partition: Partition, replica: str) -> None:
+        """The peer is a replica, and has reported what it has of a partition."""
+        self._reported[partition] = replica
 
     # Writing.
 

@@ -24,26 +24,31 @@ from upr_protocol.wire import (
     CreateBucket,
     DeleteBucket,
     Get,
+    GetMap,
     GetReply,
     Lease,
     LeaseAction,
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    MapReply,
     Message,
     Mutate,
     MutateReply,
     Open,
     Opened,
     PartitionLog,
+    ReplicaAck,
     Seqnos,
     SeqnosReply,
+    SetMap,
     Stats,
     StatsReply,
     Stream,
     StreamReply,
 )
 from upr_server.engine import FetchNeeded, Found, MutateResult, Partition, WriterToken
+from upr_server.net.level import MAX_WAIT_S, Level
 from upr_server.storage.errors import StorageError
 
 if TYPE_CHECKING:
@@ -54,11 +59,12 @@ _NO_WRITER: Final = bytes(16)
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
 
-MAP_REVISION: Final = 1
-"""The partition map of a server without peers never changes."""
+REPLICA: Final = "replica:"
+"""What the identity of a replica begins with; the name of its node follows."""
 
 
 def _owned(connection: Connection, partition: PartitionId) -> Partition:
+    """The partition; `ServerError` when the bucket does not have it."""
     bucket = connection.bucket
     if bucket is None:
         raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
@@ -69,6 +75,26 @@ def _owned(connection: Connection, partition: PartitionId) -> Partition:
             f"not {partition}",
         )
     return bucket.partitions[partition]
+
+
+def _active(connection: Connection, number: PartitionId) -> Partition:
+    """The partition; `ServerError` when it is not this node that answers for it."""
+    partition = _owned(connection, number)
+    if partition.state is not PartitionState.ACTIVE:
+        raise _not_active(partition)
+    return partition
+
+
+def _not_active(partition: Partition) -> ServerError:
+    return ServerError(
+        Status.NOT_MY_PARTITION,
+        f"partition {partition.id} is {partition.state.name.lower()} here, not active",
+    )
+
+
+def _revision(connection: Connection) -> int:
+    bucket = connection.bucket
+    return 0 if bucket is None else connection.service.cluster.revision(bucket.name)
 
 
 def _persisted(partition: Partition) -> SeqNo:
@@ -107,7 +133,7 @@ def _open(connection: Connection, request: Open) -> None:
                 opaque=request.opaque,
             )
         )
-    send(Opened(len(bucket.partitions), MAP_REVISION, opaque=request.opaque))
+    send(Opened(len(bucket.partitions), _revision(connection), opaque=request.opaque))
     connection.pay_credit()
 
 
@@ -120,27 +146,39 @@ def _stream(connection: Connection, request: Stream) -> None:
                 SeqNo(0),
                 str(error),
                 FailoverLog(),
+                _revision(connection),
                 partition=request.partition,
                 opaque=request.opaque,
                 status=Status.NOT_MY_PARTITION,
             )
         )
         return
-    connection.streamer.open(connection.disk, partition, request)
+    connection.streamer.open(connection.disk, partition, request, _revision(connection))
 
 
-def _check_level(level: Durability) -> None:
-    if level not in (Durability.MEMORY, Durability.PERSISTED):
+def _level(
+    connection: Connection, partition: Partition, durability: Durability, copies: int
+) -> Level:
+    """How durable something is to be; `ServerError` when it never will be."""
+    if durability in (Durability.MEMORY, Durability.PERSISTED):
+        return Level(durability)
+    assert connection.bucket is not None
+    there = len(connection.service.cluster.replicas(connection.bucket.name, partition.id))
+    if copies < 1:
+        raise ServerError(Status.BAD_ARGUMENT, "replicated to how many: 1 or more")
+    if copies > there:
         raise ServerError(
             Status.UNSUPPORTED,
-            f"durability {level.name.lower()} is not offered: this server has no replicas",
+            f"partition {partition.id} has {there} replicas that follow this node, not {copies}",
         )
+    deadline = trio.current_time() + connection.service.replication_timeout_s
+    return Level(durability, copies, deadline)
 
 
 def _mutate(connection: Connection, request: Mutate) -> None:
     connection.published()
     partition = _owned(connection, request.partition)
-    _check_level(request.durability)
+    level = _level(connection, partition, request.durability, request.copies)
     flusher = connection.disk.flusher
     writer = None
     if request.writer != _NO_WRITER:
@@ -166,16 +204,20 @@ def _mutate(connection: Connection, request: Mutate) -> None:
             # Until it is tried again, which may never be: the disk may not be readable now.
             partition.put_off(writer)
             raise
-        _answer_mutate(connection, request, partition, result)
+        _answer_mutate(connection, request, partition, result, level)
 
     connection.line(partition).do(connection, request, apply)
 
 
 def _answer_mutate(
-    connection: Connection, request: Mutate, partition: Partition, result: MutateResult
+    connection: Connection,
+    request: Mutate,
+    partition: Partition,
+    result: MutateResult,
+    level: Level,
 ) -> None:
     if result.status is Status.WRONG_STATE:
-        raise ServerError(Status.NOT_MY_PARTITION, f"partition {partition.id} is not active here")
+        raise _not_active(partition)
     if result.status is Status.TEMPORARY_FAILURE:
         raise ServerError(
             result.status, "an earlier batch of this writer is to be sent again first"
@@ -194,16 +236,16 @@ def _answer_mutate(
         opaque=request.opaque,
     )
     # What failed did so because of what was there: that must be as durable as what succeeded.
-    level = partition.high_seq if not succeeded or result.repeated else result.last_seq
-    connection.replies.add(
-        partition, reply, level if request.durability is Durability.PERSISTED else SeqNo(0)
-    )
+    seq = partition.high_seq if not succeeded or result.repeated else result.last_seq
+    connection.replies.add(partition, reply, seq, level)
 
 
 def _get(connection: Connection, request: Get) -> None:
     partition = _owned(connection, request.partition)
 
     def apply(found: Found) -> None:
+        if partition.state is not PartitionState.ACTIVE:
+            raise _not_active(partition)
         history_id = partition.failover_log.current
         if request.history_id not in (0, history_id):
             raise ServerError(
@@ -235,7 +277,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
                     partition.failover_log.current,
                     partition.high_seq,
                     _persisted(partition),
-                    SeqNo(0),
+                    partition.replicas.reached(len(partition.replicas)),
                 )
                 for partition in found
             ),
@@ -245,8 +287,8 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
 
 
 def _await(connection: Connection, request: Await) -> None:
-    partition = _owned(connection, request.partition)
-    _check_level(request.durability)
+    partition = _active(connection, request.partition)
+    level = _level(connection, partition, request.durability, request.copies)
     if request.history_id != partition.failover_log.current:
         raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history")
     if request.seq > partition.high_seq:
@@ -254,26 +296,74 @@ def _await(connection: Connection, request: Await) -> None:
             Status.BAD_ARGUMENT,
             f"partition {partition.id} has given no number above {partition.high_seq}",
         )
-    if request.durability is Durability.MEMORY or _persisted(partition) >= request.seq:
-        reached = partition.high_seq
-        if request.durability is not Durability.MEMORY:
-            reached = _persisted(partition)
-        connection.say(AwaitReply(reached, partition=partition.id, opaque=request.opaque))
+    level = msgspec.structs.replace(level, deadline=trio.current_time() + MAX_WAIT_S)
+    if level.reached(partition) >= request.seq:
+        connection.say(
+            AwaitReply(level.reached(partition), partition=partition.id, opaque=request.opaque)
+        )
         return
 
     async def wait() -> None:
-        with trio.move_on_after(request.deadline_ms / 1000) as scope:
-            await connection.disk.flusher.persisted(partition, request.seq)
-        if scope.cancelled_caught:
+        with trio.move_on_after(request.deadline_ms / 1000):
+            if level.persists:
+                await connection.disk.flusher.persisted(partition, request.seq)
+            if level.copies:
+                await _replicated(partition, request.seq, level)
+        if request.history_id != partition.failover_log.current:
+            raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history now")
+        reached = level.reached(partition)
+        if reached < request.seq:
             raise ServerError(
                 Status.TIMED_OUT,
-                f"partition {partition.id} is on disk up to {_persisted(partition)}",
+                f"partition {partition.id} has reached {reached} at this level",
             )
-        connection.say(
-            AwaitReply(_persisted(partition), partition=partition.id, opaque=request.opaque)
-        )
+        connection.say(AwaitReply(reached, partition=partition.id, opaque=request.opaque))
 
     connection.later(request, wait)
+
+
+async def _replicated(partition: Partition, seq: SeqNo, level: Level) -> None:
+    """Waits until so many replicas have a number, or none of them is promised any more."""
+    called = trio.Event()
+    partition.replicas.when(
+        seq,
+        level.copies,
+        persisted=level.persists,
+        deadline=level.deadline,
+        call=lambda _: called.set(),
+    )
+    await called.wait()
+
+
+def _replica_ack(connection: Connection, request: ReplicaAck) -> None:
+    bucket = connection.bucket
+    if bucket is None or request.partition >= len(bucket.partitions):
+        return
+    name = connection.session.client_identity.removeprefix(REPLICA)
+    partition = bucket.partitions[request.partition]
+    if (
+        request.history_id == partition.failover_log.current
+        and request.received <= partition.high_seq
+        and connection.service.cluster.is_replica(bucket.name, partition.id, name)
+    ):
+        connection.reported(partition, name)
+        partition.replicas.report(name, request.received, request.persisted, connection)
+
+
+def _get_map(connection: Connection, request: GetMap) -> None:
+    connection.service.bucket(request.bucket)
+    found = connection.service.cluster.map_of(request.bucket)
+    revision, document = (0, "") if found is None else (found.revision, found.encode())
+    connection.say(MapReply(revision, document, opaque=request.opaque))
+
+
+def _set_map(connection: Connection, request: SetMap) -> None:
+    async def give() -> None:
+        cluster = connection.service.cluster
+        given = await cluster.give(request.expected_revision, request.document)
+        connection.say(MapReply(given.revision, given.encode(), opaque=request.opaque))
+
+    connection.in_turn(request, give)
 
 
 def _lease(connection: Connection, request: Lease) -> None:
@@ -362,5 +452,8 @@ HANDLERS: Final[Mapping[type[Message], Callable[[Connection, Any], None]]] = {
     DeleteBucket: _delete_bucket,
     ListBuckets: _list_buckets,
     Stats: _stats,
+    GetMap: _get_map,
+    SetMap: _set_map,
+    ReplicaAck: _replica_ack,
 }
 """How each request is answered. A handler that raises `ServerError` has its request refused."""

@@ -12,10 +12,11 @@ import trio
 
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, PartitionState, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_server.engine import Bucket, Buckets, Partition, PartitionImage, Relief, check_bucket
 from upr_server.net.budget import FrameBudget
+from upr_server.net.cluster import Alone, Cluster
 from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.line import Line
@@ -31,6 +32,9 @@ COLLAPSE_MUTATIONS: Final = 2000
 PURGE_AGE_S: Final = 3 * 24 * 3600.0
 """A consumer that was away for less than this hears of every deletion when it comes back; one that
 was away for longer may have to begin again."""
+
+REPLICATION_TIMEOUT_S: Final = 30.0
+"""Long enough for a replica that is being started again; then the publisher is told what is so."""
 
 RELIEF_RETRY_S: Final = 0.05
 """When nothing could be freed, how soon to look again."""
@@ -55,6 +59,7 @@ class Service:
         new_history_id: Makes a random non-zero 64-bit number.
         connections_max: Connections at a time; one more is refused at once.
         send_timeout_s: How long a peer may take nothing of what waits for it.
+        replication_timeout_s: How long replicas may take to have a batch.
         purge_age_s: How old a tombstone must be to be forgotten.
     """
 
@@ -68,6 +73,7 @@ class Service:
         new_history_id: Callable[[], HistoryId],
         connections_max: int,
         send_timeout_s: float = SEND_TIMEOUT_S,
+        replication_timeout_s: float = REPLICATION_TIMEOUT_S,
         purge_age_s: float = PURGE_AGE_S,
     ) -> None:
         self.store = store
@@ -80,6 +86,8 @@ class Service:
         self.frame_budget = FrameBudget()
         self.credit_shares = CreditShares()
         self.send_timeout_s = send_timeout_s
+        self.replication_timeout_s = replication_timeout_s
+        self.cluster: Cluster = Alone()
         self._new_history_id = new_history_id
         self._purge_age_s = purge_age_s
         self._connections_max = connections_max
@@ -172,7 +180,20 @@ class Service:
                     record.name, record.partition_count, record.quota_bytes, images
                 )
                 self._attach(bucket, stored.leases)
+                if stored.cluster_map:
+                    partials = {
+                        PartitionId(number): partition.record.partial
+                        for number, partition in enumerate(stored.partitions)
+                        if partition.record.partial is not None
+                    }
+                    self.cluster.restore(
+                        self.disks[bucket],
+                        stored.cluster_map,
+                        partials,
+                        is_clean=stored.is_clean,
+                    )
             yield
+            await self.cluster.stop()
             await self._stop_disks()
             nursery.cancel_scope.cancel()
 
@@ -196,6 +217,50 @@ class Service:
             return await self.store.load()
         except CorruptionError as error:
             raise CorruptionError(f"{error}; run `upr-server check`") from error
+
+    def disk_of(self, bucket: str) -> BucketDisk | None:
+        """The disk of the bucket with this name, if there is one."""
+        found = self.buckets.get(bucket)
+        return None if found is None else self.disks[found]
+
+    async def create_held(self, name: str, states: Sequence[PartitionState]) -> BucketDisk:
+        """Makes a bucket whose partitions are in these states, and hold nothing.
+
+        Raises:
+            BucketError: It exists, or an argument is out of its range.
+            StorageError: It could not be put on disk.
+        """
+        check_bucket(name, len(states), self.quota_bytes_default)
+        async with self._turn:
+            self.buckets.check_absent(name)
+            with trio.CancelScope(shield=True):
+                bucket = await self._make(name, self.quota_bytes_default, states)
+        return self.disks[bucket]
+
+    async def _make(self, name: str, quota_bytes: int, states: Sequence[PartitionState]) -> Bucket:
+        images = []
+        for state in states:
+            failover_log = FailoverLog()
+            if state is PartitionState.ACTIVE:
+                failover_log = failover_log.branch(self._new_history_id(), SeqNo(0))
+            images.append(PartitionImage(state, failover_log))
+        await self.store.create(
+            BucketRecord(name, len(states), quota_bytes),
+            [
+                PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
+                for image in images
+            ],
+        )
+        bucket = self.buckets.create(name, len(states), quota_bytes, images)
+        self._attach(bucket)
+        return bucket
+
+    def end_streams(self, bucket: Bucket, partition: PartitionId, status: Status) -> None:
+        """Ends the streams of a partition, and says why."""
+        for connection in self.connections:
+            if connection.bucket is bucket:
+                connection.streamer.end(partition, status)
+                connection.wake()
 
     def _attach(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> None:
         disk = BucketDisk(
@@ -221,22 +286,9 @@ class Service:
         check_bucket(name, partition_count, quota_bytes)
         async with self._turn:
             self.buckets.check_absent(name)
-            images = [
-                PartitionImage(
-                    PartitionState.ACTIVE, FailoverLog().branch(self._new_history_id(), SeqNo(0))
-                )
-                for _ in range(partition_count)
-            ]
             # Who asked for it may go meanwhile: what is on disk must be here, and the reverse.
             with trio.CancelScope(shield=True):
-                await self.store.create(
-                    BucketRecord(name, partition_count, quota_bytes),
-                    [
-                        PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
-                        for image in images
-                    ],
-                )
-                self._attach(self.buckets.create(name, partition_count, quota_bytes, images))
+                await self._make(name, quota_bytes, [PartitionState.ACTIVE] * partition_count)
 
     async def delete_bucket(self, name: str) -> None:
         """Deletes a bucket, and ends the streams of those who have it open.
@@ -247,6 +299,7 @@ class Service:
         """
         async with self._turn:
             bucket = self.buckets.delete(name)
+            self.cluster.forget(name)
             self._collapsible.pop(bucket, None)
             self._short.pop(bucket, None)
             self.credit_shares.forget(bucket)
@@ -348,6 +401,9 @@ class Service:
                     pass
                 if disk.bucket.relief() is not Relief.NOTHING:
                     self.relieve(disk.bucket)
+            for bucket in self.buckets:
+                for partition in bucket.partitions:
+                    partition.replicas.give_up(trio.current_time())
             self._pay_credit()
 
     def statistics(self, bucket: str = "") -> dict[str, object]:
@@ -362,6 +418,7 @@ class Service:
                 "bucket": bucket,
                 **found.statistics(),
                 **self.disks[found].statistics(),
+                **self.cluster.statistics(bucket),
             }
         return {
             "server": {

@@ -13,6 +13,7 @@ from upr_protocol.failover import Retry, RollBack, Start, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import (
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionStart,
@@ -31,6 +32,9 @@ BATCH_BYTES: Final = 1024 * 1024
 enough that answers to requests do not wait behind it."""
 
 
+ANSWER_OVERHEAD_BYTES: Final = 36
+"""What an answer takes in a frame beside its own bytes."""
+
 DISK_BATCH_BYTES: Final = 256 * 1024
 """The same of what was read from disk, which is nobody else's: so much memory a connection."""
 
@@ -41,6 +45,8 @@ class _Stream:
     reader: StreamReader | PinnedReader
     opaque: int
     end_seq: SeqNo
+    answers_from: SeqNo | None = None
+    """From which number on answers to publishers are to be sent; None for none."""
     snapshot_end: SeqNo = SeqNo(0)
     turn_end: SeqNo = SeqNo(0)
     """What the turn that it has must reach."""
@@ -60,7 +66,15 @@ class Streamer:
         wake: Called when a partition that had nothing to send has something again.
     """
 
-    __slots__ = ("_disk_streams", "_name", "_session", "_streams", "_turn", "_wake")
+    __slots__ = (
+        "_disk_streams",
+        "_map_revision",
+        "_name",
+        "_session",
+        "_streams",
+        "_turn",
+        "_wake",
+    )
 
     def __init__(self, session: ServerSession, name: str, wake: Callable[[], None]) -> None:
         self._session = session
@@ -69,11 +83,15 @@ class Streamer:
         self._streams: dict[PartitionId, _Stream] = {}
         self._disk_streams: dict[_Stream, None] = {}
         """Streams of which something that was read from disk is being sent."""
+        self._map_revision = 0
         self._turn: _Stream | None = None
         """The stream whose snapshot is being sent."""
 
-    def open(self, disk: BucketDisk, partition: Partition, request: Stream) -> None:
+    def open(
+        self, disk: BucketDisk, partition: Partition, request: Stream, map_revision: int = 0
+    ) -> None:
         """Answers `request` for `partition`: opens a stream, or says why not."""
+        self._map_revision = map_revision
         if partition.state is not request.state:
             self._answer(
                 request,
@@ -108,7 +126,10 @@ class Streamer:
             )
             return
         reader = self._reader(disk, partition, request, decision)
-        self._streams[partition.id] = _Stream(partition, reader, request.opaque, request.end_seq)
+        stream = _Stream(partition, reader, request.opaque, request.end_seq)
+        if request.with_answers:
+            stream.answers_from = request.position.last_complete
+        self._streams[partition.id] = stream
         if reader.poll():
             self._session.ready(partition.id)
 
@@ -142,6 +163,7 @@ class Streamer:
                 seq,
                 reason,
                 partition.failover_log,
+                self._map_revision,
                 partition=partition.id,
                 opaque=request.opaque,
                 status=status,
@@ -228,6 +250,8 @@ class Streamer:
                 )
             )
         elif isinstance(item, SnapshotEnd):
+            if stream.answers_from is not None:
+                self._send_answers(stream, stream.answers_from, item.end)
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
             if item.end >= stream.end_seq:
                 self.end(partition.id, Status.END_REACHED)
@@ -239,6 +263,23 @@ class Streamer:
         else:
             self._end_turn(stream)
         return True
+
+    def _send_answers(self, stream: _Stream, start: SeqNo, end: SeqNo) -> None:
+        """Sends what publishers were answered, of the snapshot that is about to end."""
+        rows: list[tuple[bytes, int, int, bytes]] = []
+        nbytes = 0
+        found = stream.partition.answers(start, end)
+        for at, row in enumerate(found, 1):
+            rows.append(row)
+            nbytes += len(row[3]) + ANSWER_OVERHEAD_BYTES
+            if nbytes >= BATCH_BYTES or at == len(found):
+                self._session.send(
+                    PartitionAnswers(
+                        tuple(rows), partition=stream.partition.id, opaque=stream.opaque
+                    )
+                )
+                rows, nbytes = [], 0
+        stream.answers_from = end
 
     def _end_turn(self, stream: _Stream) -> None:
         self._turn = None

@@ -76,7 +76,7 @@ class BucketDisk:
         self.bucket = bucket
         self.memory = bucket.memory
         self._on_room = on_room
-        self.flusher = Flusher(store, bucket, self._committed)
+        self.flusher = Flusher(store, bucket, self.committed)
         self.leases = LeaseBook(store, bucket, time, new_id, leases)
         self.upkeeper = Upkeeper(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_room
@@ -90,7 +90,8 @@ class BucketDisk:
         self._left: DiskFullError | None = None
         self._ended = trio.Event()
 
-    def _committed(self) -> None:
+    def committed(self) -> None:
+        """Something was put on disk."""
         self.upkeeper.wake()
         self._on_room()
 
@@ -182,7 +183,8 @@ def recovered(
     """The partitions of a bucket, as they are to be served.
 
     After anything but a clean stop each active partition begins a new history, at its persisted
-    snapshot end: what it had above may have been seen, and is gone.
+    snapshot end: what it had above may have been seen, and is gone. Of a bucket with a partition
+    map, whether it is active still, and in which history, is decided when that is confirmed.
 
     Args:
         stored: What was found.
@@ -196,7 +198,8 @@ def recovered(
     for number, partition in enumerate(stored.partitions):
         record = partition.record
         failover_log = FailoverLog.of(record.failover_log)
-        if not stored.is_clean and record.state == PartitionState.ACTIVE:
+        alone = not stored.cluster_map
+        if alone and not stored.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())
             changed.append((number, msgspec.structs.replace(record, failover_log=pairs)))

@@ -62,6 +62,9 @@ class Upkeeper:
         self._asked = 0
         self._corrupted = self._full = ""
         self._is_abandoned = False
+        self.keep = 0
+        """So many of the newest mutations are left out of the index, unless memory is short or they
+        are asked for: what is not indexed can be undone."""
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -152,6 +155,7 @@ class Upkeeper:
             leases=self._leases.ranges(),
             lapsed=self._leases.lapsed(),
             purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
+            keep=0 if short or self._asked else self.keep,
         )
         self._leases.are_broken(done.broken)
         self._flusher.index_moves(True)

@@ -1,0 +1,84 @@
+"""Asking one node for a bucket's partition map, and giving it another."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import attrs
+import trio
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.asker import Asker
+from upr_protocol.client.calls import Call
+from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
+from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.cluster import ClusterMap, ClusterMapError
+from upr_protocol.errors import BrokenError, RemoteProtocolError
+from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
+from upr_protocol.wire import GetMap, MapReply, SetMap
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 10.0
+"""How long a node may take to answer, and to carry out a map."""
+
+
+async def fetch_map(
+    address: Address,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    timeout_s: float = TIMEOUT_S,
+    dial: Dial = dial_tcp,
+) -> ClusterMap | None:
+    """The partition map of the bucket that `address` names, as the node there has it; None when
+    that node holds the bucket alone.
+
+    Raises:
+        BrokenError: There is no connection to be had, or no answer in time.
+        ServerError: There is no such bucket.
+        RemoteProtocolError: What is there is no map.
+    """
+    bucket = address.with_bucket().bucket
+    call = Call(lambda opaque: GetMap(bucket, opaque=opaque), _map_of)
+    return await _ask(address, call, identity, timeout_s, dial)
+
+
+async def give_map(
+    address: Address,
+    expected_revision: int,
+    given: ClusterMap,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    timeout_s: float = TIMEOUT_S,
+    dial: Dial = dial_tcp,
+) -> None:
+    """Has the node at `address` carry out a map, in place of that with `expected_revision`; 0 for
+    none. It has when this returns.
+
+    Raises:
+        BrokenError: There is no connection to be had, or no answer in time: it may have carried it
+            out, or yet do so.
+        ServerError: It refused; with `REVISION_CONFLICT`, because it has another map than expected.
+    """
+    call = Call(
+        lambda opaque: SetMap(expected_revision, given.encode(), opaque=opaque), lambda _: None
+    )
+    await _ask(address, call, identity, timeout_s, dial)
+
+
+def _map_of(reply: MapReply) -> ClusterMap | None:
+    if not reply.revision:
+        return None
+    try:
+        return ClusterMap.decode(reply.document)
+    except ClusterMapError as error:
+        raise RemoteProtocolError(str(error)) from error
+
+
+async def _ask(address: Address, call: Call[T], identity: str, timeout_s: float, dial: Dial) -> T:
+    options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
+    asker = Asker(address, timeout_s)
+    with trio.move_on_after(timeout_s):
+        async with open_link(attrs.evolve(address, bucket=""), options, asker):
+            return await asker.ask(call)
+    raise BrokenError(f"{address} did not answer in time")

@@ -1,0 +1,95 @@
+"""What connections need to know of the cluster that this node is part of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from upr_protocol.cluster import ClusterMap
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionId
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.records import PartialRecord
+
+
+class Cluster(Protocol):
+    """The partition maps, by bucket."""
+
+    def map_of(self, bucket: str) -> ClusterMap | None:
+        """The bucket's map; None while this node holds it alone."""
+
+    def revision(self, bucket: str) -> int:
+        """The map's revision; 0 for none."""
+
+    def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
+        """The nodes that follow this one for a partition."""
+
+    def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
+        """Whether the node `name` follows this one for a partition."""
+
+    async def give(self, expected_revision: int, document: str) -> ClusterMap:
+        """Carries out a map in place of that with `expected_revision`."""
+
+    def restore(
+        self,
+        disk: BucketDisk,
+        document: str,
+        partials: Mapping[PartitionId, PartialRecord],
+        *,
+        is_clean: bool,
+    ) -> None:
+        """A bucket was found on disk, with this map."""
+
+    def forget(self, bucket: str) -> None:
+        """A bucket was deleted."""
+
+    async def stop(self) -> None:
+        """Has what was received on disk, and receives no more."""
+
+    def statistics(self, bucket: str) -> dict[str, object]:
+        """Figures of a bucket."""
+
+
+class Alone:
+    """A node that is part of no cluster, and takes no maps."""
+
+    def map_of(self, bucket: str) -> ClusterMap | None:  # noqa: ARG002
+        """See `Cluster`."""
+        return None
+
+    def revision(self, bucket: str) -> int:  # noqa: ARG002
+        """See `Cluster`."""
+        return 0
+
+    def replicas(self, bucket: str, partition: PartitionId) -> list[str]:  # noqa: ARG002
+        """See `Cluster`."""
+        return []
+
+    def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:  # noqa: ARG002
+        """See `Cluster`."""
+        return False
+
+    async def give(self, expected_revision: int, document: str) -> ClusterMap:  # noqa: ARG002
+        """See `Cluster`."""
+        raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
+
+    def restore(
+        self,
+        disk: BucketDisk,  # noqa: ARG002
+        document: str,  # noqa: ARG002
+        partials: Mapping[PartitionId, PartialRecord],  # noqa: ARG002
+        *,
+        is_clean: bool,  # noqa: ARG002
+    ) -> None:
+        """See `Cluster`."""
+        raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
+
+    def forget(self, bucket: str) -> None:
+        """See `Cluster`."""
+
+    async def stop(self) -> None:
+        """See `Cluster`."""
+
+    def statistics(self, bucket: str) -> dict[str, object]:  # noqa: ARG002
+        """See `Cluster`."""
+        return {}

@@ -1,0 +1,24 @@
+"""What replication needs of the server that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from upr_protocol.errors import Status
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_server.engine import Bucket
+from upr_server.storage.bucket_disk import BucketDisk
+
+
+class Host(Protocol):
+    """The server."""
+
+    def disk_of(self, bucket: str) -> BucketDisk | None:
+        """The disk of the bucket with this name, if there is one."""
+
+    async def create_held(self, name: str, states: Sequence[PartitionState]) -> BucketDisk:
+        """Makes a bucket whose partitions are in these states, and hold nothing."""
+
+    def end_streams(self, bucket: Bucket, partition: PartitionId, status: Status) -> None:
+        """Ends the streams of a partition, and says why."""

@@ -1,0 +1,446 @@
+"""Which partitions this node holds, and what it is for them: carries partition maps out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from upr_protocol.cluster import ClusterMap, ClusterMapError, Owners
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState
+from upr_server.engine import Partition
+from upr_server.replication.host import Host
+from upr_server.replication.incoming import Incoming
+from upr_server.replication.replicator import Replicator
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.records import PartialRecord, PartitionRecord
+
+UNDO_MUTATIONS: Final = 64 * 1024
+"""The newest mutations of a bucket that are left out of its index, so that they can be undone: at
+100,000 a second, more than half a second of what a replica may have ahead of another. On an active
+each takes some 150 bytes of memory for that time."""
+
+log = structlog.get_logger(__name__)
+
+
+@attrs.define(eq=False)
+class _Held:
+    """A bucket of which this node holds something.
+
+    Attributes:
+        disk: The bucket.
+        map: The map that was carried out last.
+        is_confirmed: Whether a peer has said since the start that there is no newer one.
+        is_clean: Whether this node was stopped cleanly before it was started.
+        incoming: What replicas have received.
+        replicators: Whom this node follows, by the name of the node.
+        turn: Maps are carried out one after the other.
+    """
+
+    disk: BucketDisk
+    map: ClusterMap
+    is_confirmed: bool
+    is_clean: bool
+    incoming: dict[PartitionId, Incoming] = attrs.field(factory=dict)
+    replicators: dict[str, Replicator] = attrs.field(factory=dict)
+    turn: trio.Lock = attrs.field(factory=trio.Lock)
+
+
+@attrs.frozen
+class _Change:
+    partition: Partition
+    state: PartitionState
+    failover_log: FailoverLog
+
+    @property
+    def leads_elsewhere(self) -> bool:
+        """Whether who streams the partition must begin again."""
+        return (
+            self.failover_log != self.partition.failover_log
+            or self.state is not self.partition.state
+        )
+
+
+class Membership:
+    """See the module.
+
+    Args:
+        host: The server.
+        node: This node's name.
+        new_history_id: Draws a fresh non-zero random ID.
+        undo_mutations: How many of a bucket's newest mutations can be undone, about.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        node: str,
+        new_history_id: Callable[[], HistoryId],
+        undo_mutations: int = UNDO_MUTATIONS,
+    ) -> None:
+        self.node = node
+        self._host = host
+        self._new_history_id = new_history_id
+        self._undo_mutations = undo_mutations
+        self._held: dict[str, _Held] = {}
+        self._turn = trio.Lock()
+        self._nursery: trio.Nursery | None = None
+
+    # What others ask.
+
+    def map_of(self, bucket: str) -> ClusterMap | None:
+        """The bucket's map; None while this node holds it alone."""
+        held = self._held.get(bucket)
+        return None if held is None else held.map
+
+    def maps(self) -> list[ClusterMap]:
+        """All maps that there are here."""
+        return [held.map for held in self._held.values()]
+
+    def unconfirmed(self) -> list[str]:
+        """Buckets of which this node was an active, and no peer has said yet that it still is."""
+        return [name for name, held in self._held.items() if not held.is_confirmed]
+
+    def revision(self, bucket: str) -> int:
+        """The revision of the bucket's map; 0 for none."""
+        held = self._held.get(bucket)
+        return 0 if held is None else held.map.revision
+
+    def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
+        """The nodes that follow this one for a partition."""
+        held = self._held.get(bucket)
+        if held is None:
+            return []
+        owners = held.map.partitions[partition]
+        return [name for name in owners.replicas if owners.source_of(name) == self.node]
+
+    def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
+        """Whether the node `name` follows this one for a partition."""
+        held = self._held.get(bucket)
+        return held is not None and held.map.partitions[partition].source_of(name) == self.node
+
+    # The beginning and the end.
+
+    def restore(
+        self,
+        disk: BucketDisk,
+        document: str,
+        partials: Mapping[PartitionId, PartialRecord],
+        *,
+        is_clean: bool,
+    ) -> None:
+        """A bucket was found on disk, with this map. Its partitions are what the map says, but an
+        active waits until a peer has confirmed the map.
+
+        Args:
+            disk: The bucket.
+            document: The map.
+            partials: Snapshots of which the disk has the front.
+            is_clean: Whether this node was stopped cleanly.
+
+        Raises:
+            ClusterMapError: What is on disk is no map.
+        """
+        found = ClusterMap.decode(document)
+        alone = not self._peers(found)
+        held = _Held(disk, found, alone, is_clean)
+        self._held[found.bucket] = held
+        disk.upkeeper.keep = self._undo_mutations
+        for partition in disk.bucket.partitions:
+            state = found.partitions[partition.id].state_of(self.node)
+            if state is PartitionState.ACTIVE and not alone:
+                state = PartitionState.PENDING
+            partition.become(state, partition.failover_log)
+            if partition.id in partials:
+                held.incoming[partition.id] = _incoming_of(partition, partials[partition.id])
+
+    def forget(self, bucket: str) -> None:
+        """A bucket was deleted here."""
+        held = self._held.pop(bucket, None)
+        if held is not None:
+            for replicator in held.replicators.values():
+                replicator.cancel()
+
+    async def run(self) -> None:
+        """Follows whom the maps name, for ever."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for held in list(self._held.values()):
+                async with held.turn:
+                    await self._follow(held)
+            await trio.sleep_forever()
+
+    async def stop(self) -> None:
+        """Follows nobody any more; what was received is on disk when this returns."""
+        for held in self._held.values():
+            async with held.turn:
+                for name in list(held.replicators):
+                    await held.replicators.pop(name).stop()
+
+    def _peers(self, cluster_map: ClusterMap) -> list[str]:
+        """The addresses of the other nodes that hold something of the bucket, or are to."""
+        return [address for name, address in cluster_map.nodes.items() if name != self.node]
+
+    def peers(self, bucket: str) -> list[str]:
+        """The addresses of the other nodes of a bucket."""
+        held = self._held.get(bucket)
+        return [] if held is None else self._peers(held.map)
+
+    # Maps.
+
+    async def give(self, expected_revision: int, document: str) -> ClusterMap:
+        """Carries out a map, if the one before it is that of `expected_revision`.
+
+        Returns:
+            The map, on disk.
+
+        Raises:
+            ServerError: `REVISION_CONFLICT`; `BAD_ARGUMENT` for what is no map, or names no node of
+                this name; `WRONG_STATE` when a partition is to be active here in a history of
+                which this node has not everything.
+        """
+        given = _decoded(document)
+        with trio.CancelScope(shield=True):
+            async with self._turn:
+                revision = self.revision(given.bucket)
+                if revision != expected_revision:
+                    raise ServerError(
+                        Status.REVISION_CONFLICT,
+                        f"the map of {given.bucket!r} has revision {revision} here, "
+                        f"not {expected_revision}",
+                    )
+                await self._carry_out(given)
+        return given
+
+    async def adopt(self, found: ClusterMap) -> bool:
+        """Carries out a peer's map, if it is newer than the one that is here.
+
+        Returns:
+            Whether it did.
+        """
+        with trio.CancelScope(shield=True):
+            async with self._turn:
+                if found.revision <= self.revision(found.bucket):
+                    return False
+                log.info("a newer map", bucket=found.bucket, revision=found.revision)
+                await self._carry_out(found)
+        return True
+
+    async def confirm(self, bucket: str, revision: int) -> None:
+        """A peer says that there is no map newer than `revision`: this node is what that says."""
+        with trio.CancelScope(shield=True):
+            async with self._turn:
+                held = self._held.get(bucket)
+                if held is not None and held.map.revision == revision and not held.is_confirmed:
+                    async with held.turn:
+                        await self._change(held, held.map)
+
+    async def _carry_out(self, new: ClusterMap) -> None:
+        if new.revision <= self.revision(new.bucket):
+            raise ServerError(
+                Status.REVISION_CONFLICT,
+                f"revision {new.revision} of {new.bucket!r} is not above that of the map here",
+            )
+        held = self._held.get(new.bucket) or await self._first(new)
+        if len(new.partitions) != len(held.disk.bucket.partitions):
+            raise ServerError(
+                Status.BAD_ARGUMENT,
+                f"the bucket has {len(held.disk.bucket.partitions)} partitions here, not "
+                f"{len(new.partitions)}",
+            )
+        async with held.turn:
+            await self._change(held, new)
+        self._held[new.bucket] = held
+
+    async def _first(self, new: ClusterMap) -> _Held:
+        """Of a bucket that had no map yet: this node held it alone, or not at all."""
+        if self.node not in new.nodes:
+            raise ServerError(
+                Status.BAD_ARGUMENT,
+                f"this node is called {self.node!r}, and the map does not name it; it names "
+                f"{', '.join(sorted(new.nodes))}",
+            )
+        disk = self._host.disk_of(new.bucket)
+        if disk is None:
+            disk = await self._host.create_held(
+                new.bucket, [owners.state_of(self.node) for owners in new.partitions]
+            )
+        disk.upkeeper.keep = self._undo_mutations
+        alone = Owners(active=self.node)
+        before = ClusterMap(
+            bucket=new.bucket,
+            revision=0,
+            nodes=new.nodes,
+            partitions=(alone,) * len(disk.bucket.partitions),
+        )
+        return _Held(disk, before, is_confirmed=True, is_clean=True)
+
+    async def _change(self, held: _Held, new: ClusterMap) -> None:
+        disk, bucket = held.disk, held.disk.bucket
+        states = {
+            partition: new.partitions[partition.id].state_of(self.node)
+            for partition in bucket.partitions
+        }
+        leaving = [
+            partition
+            for partition, state in states.items()
+            if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE
+        ]
+        logs = {partition: partition.failover_log for partition in leaving}
+        for partition in leaving:
+            # From here on it takes no writes.
+            partition.become(PartitionState.PENDING, partition.failover_log)
+        try:
+            await self._stop_following(held, new)
+            for partition in leaving:
+                await disk.flusher.persisted(partition, partition.high_seq)
+            changes = [
+                _Change(partition, state, self._log_after(held, new, partition, state))
+                for partition, state in states.items()
+            ]
+            changes = [c for c in changes if c.leads_elsewhere or c.partition in logs]
+            await disk.store.put_map(
+                bucket.name,
+                new.encode(),
+                [(change.partition.id, _record(change)) for change in changes],
+            )
+        except BaseException:
+            for partition in leaving:
+                partition.become(PartitionState.ACTIVE, logs[partition])
+            await self._follow(held)
+            raise
+        held.map = new
+        held.is_confirmed = True
+        for change in changes:
+            self._become(held, change, was_active=change.partition in logs)
+        await self._follow(held)
+        log.info(
+            "partition map",
+            bucket=bucket.name,
+            revision=new.revision,
+            **{
+                state.name.lower(): sum(one is state for one in states.values())
+                for state in PartitionState
+            },
+        )
+
+    def _become(self, held: _Held, change: _Change, *, was_active: bool) -> None:
+        partition, state = change.partition, change.state
+        ends = change.leads_elsewhere and not (was_active and state is PartitionState.PENDING)
+        partition.become(state, change.failover_log)
+        if state in (PartitionState.REPLICA, PartitionState.DEAD):
+            partition.stand_at(partition.manager.persistence.committed)
+        if ends:
+            self._host.end_streams(held.disk.bucket, partition.id, Status.STATE_CHANGED)
+        if state is not PartitionState.REPLICA:
+            held.incoming.pop(partition.id, None)
+
+    def _log_after(
+        self, held: _Held, new: ClusterMap, partition: Partition, state: PartitionState
+    ) -> FailoverLog:
+        """The failover log with which a partition will be in `state`."""
+        failover_log = partition.failover_log
+        if state is not PartitionState.ACTIVE or partition.state is PartitionState.ACTIVE:
+            return failover_log
+        owners = new.partitions[partition.id]
+        if not held.is_confirmed and new.revision == held.map.revision:
+            # It is what it was when it went away.
+            keeps = held.is_clean
+        elif owners.keeps is not None:
+            keeps = True
+            _check_keeps(owners, partition)
+        else:
+            keeps = False
+        if keeps and failover_log.entries:
+            return failover_log
+        return failover_log.branch(self._new_history_id(), partition.high_seq)
+
+    # Following.
+
+    def _wanted(
+        self, held: _Held, new: ClusterMap
+    ) -> dict[str, tuple[str, dict[PartitionId, PartitionState]]]:
+        """Whom to follow: by node its address, and for each partition its state there."""
+        wanted: dict[str, tuple[str, dict[PartitionId, PartitionState]]] = {}
+        for partition in held.disk.bucket.partitions:
+            owners = new.partitions[partition.id]
+            source = owners.source_of(self.node)
+            if source:
+                _, partitions = wanted.setdefault(source, (new.nodes[source], {}))
+                partitions[partition.id] = owners.state_of(source)
+        return wanted
+
+    async def _stop_following(self, held: _Held, new: ClusterMap) -> None:
+        """Ends what `new` does not want, or wants otherwise; what came is on disk then."""
+        wanted = self._wanted(held, new)
+        for name, replicator in list(held.replicators.items()):
+            if wanted.get(name) != (replicator.address, replicator.partitions):
+                del held.replicators[name]
+                await replicator.stop()
+
+    async def _follow(self, held: _Held) -> None:
+        """Follows whom the map names, and is not followed yet."""
+        await self._stop_following(held, held.map)
+        if self._nursery is None:
+            return
+        for name, (address, partitions) in self._wanted(held, held.map).items():
+            if name in held.replicators:
+                continue
+            for number in partitions:
+                if number not in held.incoming:
+                    held.incoming[number] = _incoming_of(held.disk.bucket.partitions[number])
+            replicator = Replicator(
+                self._host, held.disk, self.node, name, address, partitions, held.incoming
+            )
+            held.replicators[name] = replicator
+            self._nursery.start_soon(replicator.run)
+
+    def statistics(self, bucket: str) -> dict[str, object]:
+        """Figures of one bucket; nothing when this node holds it alone."""
+        held = self._held.get(bucket)
+        if held is None:
+            return {}
+        return {
+            "node": self.node,
+            "revision": held.map.revision,
+            "is_confirmed": held.is_confirmed,
+            "follows": [one.statistics() for one in held.replicators.values()],
+        }
+
+
+def _decoded(document: str) -> ClusterMap:
+    try:
+        return ClusterMap.decode(document)
+    except ClusterMapError as error:
+        raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
+
+
+def _check_keeps(owners: Owners, partition: Partition) -> None:
+    keeps = owners.keeps
+    assert keeps is not None
+    found = partition.failover_log.current, partition.high_seq
+    if found != (keeps.history_id, keeps.seq):
+        raise ServerError(
+            Status.WRONG_STATE,
+            f"partition {partition.id} is to go on in history {keeps.history_id:x} from "
+            f"{keeps.seq}, and is in {found[0]:x} at {found[1]} here",
+        )
+
+
+def _record(change: _Change) -> PartitionRecord:
+    partition = change.partition
+    return PartitionRecord(
+        change.state,
+        tuple(change.failover_log.pairs()),
+        partition.manager.persistence.committed,
+        partition.last_cas,
+    )
+
+
+def _incoming_of(partition: Partition, partial: PartialRecord | None = None) -> Incoming:
+    return Incoming(partition.failover_log, partition.high_seq, partition.last_cas, partial)

@@ -1,0 +1,108 @@
+"""Asks other nodes for their partition maps: one that was away learns so what it is now."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.client import Address, fetch_map
+from upr_protocol.cluster import ClusterMap
+from upr_protocol.errors import UprError
+from upr_server.replication.membership import Membership
+
+ASK_INTERVAL_S: Final = 2.0
+"""How often one of the other nodes is asked, each in its turn."""
+
+CONFIRM_INTERVAL_S: Final = 0.25
+"""How often all are asked, while this node does not know whether it still is what it was."""
+
+ASK_TIMEOUT_S: Final = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class Peers:
+    """See the module.
+
+    Args:
+        membership: What this node is.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._next: dict[str, int] = defaultdict(int)
+        self._told: set[str] = set()
+
+    async def run(self) -> None:
+        """Asks, for ever."""
+        membership = self._membership
+        while True:
+            unconfirmed = membership.unconfirmed()
+            for bucket in unconfirmed:
+                await self._confirm(bucket)
+            for found in membership.maps():
+                if found.bucket not in unconfirmed:
+                    await self._ask_one(found.bucket)
+            await trio.sleep(CONFIRM_INTERVAL_S if membership.unconfirmed() else ASK_INTERVAL_S)
+
+    async def _ask_one(self, bucket: str) -> None:
+        peers = self._membership.peers(bucket)
+        if peers:
+            at = self._next[bucket] = (self._next[bucket] + 1) % len(peers)
+            found = await self._fetch(peers[at], bucket)
+            if found is not None:
+                await self._adopt(found)
+
+    async def _confirm(self, bucket: str) -> None:
+        """Asks all: the newest map counts, and one that answers is enough."""
+        membership = self._membership
+        revision = membership.revision(bucket)
+        answers: list[ClusterMap] = []
+
+        async def ask(address: str) -> None:
+            found = await self._fetch(address, bucket)
+            if found is not None:
+                answers.append(found)
+
+        async with trio.open_nursery() as nursery:
+            for address in membership.peers(bucket):
+                nursery.start_soon(ask, address)
+        if not answers:
+            if bucket not in self._told:
+                self._told.add(bucket)
+                log.warning(
+                    "no other node answers: what was active here waits until one confirms the "
+                    "partition map; or name the actives with `upr failover`",
+                    bucket=bucket,
+                    revision=revision,
+                )
+            return
+        newest = max(answers, key=lambda one: one.revision)
+        if newest.revision > revision:
+            await self._adopt(newest)
+        else:
+            await self._try(membership.confirm, bucket, revision)
+
+    async def _fetch(self, address: str, bucket: str) -> ClusterMap | None:
+        try:
+            with trio.move_on_after(ASK_TIMEOUT_S):
+                return await fetch_map(
+                    Address.parse(f"upr://{address}/{bucket}"),
+                    identity=f"node:{self._membership.node}",
+                )
+        except UprError as error:
+            log.debug("a node does not tell its map", address=address, error=str(error))
+        return None
+
+    async def _adopt(self, found: ClusterMap) -> None:
+        await self._try(self._membership.adopt, found)
+
+    async def _try(self, call: Callable[..., Awaitable[object]], *args: object) -> None:
+        try:
+            await call(*args)
+        except UprError as error:
+            log.error("a partition map cannot be carried out", error=str(error))

@@ -1,0 +1,347 @@
+"""A replica of some partitions: follows one node, and puts what comes on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.client import (
+    AnswersReceived,
+    ChunkReceived,
+    Consumer,
+    Event,
+    ResumeState,
+    SaveLimits,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamAccepted,
+    consume,
+)
+from upr_protocol.errors import Status, UprError
+from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
+from upr_server.engine import Partition
+from upr_server.replication.host import Host
+from upr_server.replication.incoming import Incoming
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.flusher import encode_answer
+from upr_server.storage.records import PartitionRecord
+
+BUFFER_BYTES: Final = 32 * 1024 * 1024
+"""What may wait for the disk: four commits."""
+
+COMMIT_BYTES: Final = 8 * 1024 * 1024
+"""A commit takes no further partition once it has come to this; see the flusher's."""
+
+PATIENCE_S: Final = 5.0
+"""How long a consumer tries by itself, before it is made anew from what is on disk."""
+
+RETRY_S: Final = 0.5
+"""How long to wait then, and on a full disk."""
+
+log = structlog.get_logger(__name__)
+
+
+class Replicator:
+    """Follows one node for some partitions of one bucket, until it is stopped.
+
+    Args:
+        host: The server.
+        disk: The bucket.
+        node: This node's name.
+        source: The name of the node that is followed.
+        address: Where that is.
+        partitions: The partitions, and the state that each is in there.
+        incoming: What is known of them; it outlives this object.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        disk: BucketDisk,
+        node: str,
+        source: str,
+        address: str,
+        partitions: Mapping[PartitionId, PartitionState],
+        incoming: dict[PartitionId, Incoming],
+    ) -> None:
+        self.source = source
+        self.address = address
+        self.partitions = dict(partitions)
+        self._host = host
+        self._disk = disk
+        self._node = node
+        self._incoming = incoming
+        self._consumer: Consumer | None = None
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        self._dirty: dict[PartitionId, None] = {}
+        self._wakeup = trio.Event()
+        self._taken = trio.Event()
+        self._turn = trio.Lock()
+        self._commits = 0
+        self.trouble = ""
+        """Why it does not follow now; empty while it does."""
+
+    @property
+    def _url(self) -> str:
+        return f"upr://{self.address}/{self._disk.bucket.name}"
+
+    # Its life.
+
+    async def run(self) -> None:
+        """Follows until `stop`; what came by then is on disk when this ends."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write)
+                    states = sorted(set(self.partitions.values()))
+                    for state in states:
+                        nursery.start_soon(self._follow, state)
+        finally:
+            with trio.CancelScope(shield=True):
+                try:
+                    await self._flush()
+                finally:
+                    self._ended.set()
+
+    def cancel(self) -> None:
+        """Ends it: the bucket is gone."""
+        self._dirty.clear()
+        self._scope.cancel()
+
+    async def stop(self) -> None:
+        """Ends it, and waits until what came is on disk."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+    # Following.
+
+    async def _follow(self, state: PartitionState) -> None:
+        """Follows the partitions that are in one state there, for ever."""
+        numbers = sorted(p for p, there in self.partitions.items() if there is state)
+        while True:
+            try:
+                async with consume(
+                    self._url,
+                    partitions=numbers,
+                    resume=_Logs(self, numbers),
+                    state=state,
+                    undo=self._undo,
+                    with_answers=True,
+                    with_logs=True,
+                    identity=f"replica:{self._node}",
+                    patience_s=PATIENCE_S,
+                    save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
+                ) as consumer:
+                    async for event in consumer:
+                        self._take(consumer, event)
+                        await self._wait_for_room()
+                self.trouble = "every stream has ended"
+            except UprError as error:
+                self.trouble = str(error)
+            log.warning(
+                "replication stopped; trying again",
+                bucket=self._disk.bucket.name,
+                source=self.source,
+                error=self.trouble,
+            )
+            await trio.sleep(RETRY_S)
+
+    def _take(self, consumer: Consumer, event: Event) -> None:
+        if isinstance(event, ChunkReceived):
+            # Received chunks may be views of what the connection reads into.
+            self._incoming[event.partition].add(event.chunk)
+            self._is_dirty(event.partition)
+        elif isinstance(event, SnapshotStart):
+            incoming = self._incoming[event.partition]
+            incoming.begin(event.history_id, event.end, event.purge_seq)
+        elif isinstance(event, AnswersReceived):
+            self._incoming[event.partition].add_answers(
+                [
+                    (writer, counter, SeqNo(seq), answer)
+                    for writer, counter, seq, answer in event.rows
+                ]
+            )
+        elif isinstance(event, SnapshotEnd):
+            self._incoming[event.partition].finish(event.end)
+            self._is_dirty(event.partition)
+            self._report(consumer, event.partition)
+        elif isinstance(event, StreamAccepted):
+            self.trouble = ""
+            self._consumer = consumer
+            self._report(consumer, event.partition)
+
+    def _report(self, consumer: Consumer, number: PartitionId) -> None:
+        incoming, partition = self._incoming[number], self._disk.bucket.partitions[number]
+        consumer.report(number, incoming.log.current, incoming.high, partition.high_seq)
+
+    def _is_dirty(self, number: PartitionId) -> None:
+        self._dirty[number] = None
+        self._wakeup.set()
+
+    async def _wait_for_room(self) -> None:
+        while sum(self._incoming[number].nbytes for number in self._dirty) > BUFFER_BYTES:
+            self._taken = trio.Event()
+            await self._taken.wait()
+
+    def positions(self, numbers: list[PartitionId]) -> ResumeState:
+        """From where the streams of these partitions go on."""
+        state = ResumeState(self._disk.bucket.name)
+        for number in numbers:
+            state.positions[number] = self._incoming[number].position
+        return state
+
+    async def keep_logs(self, state: ResumeState, numbers: list[PartitionId]) -> None:
+        """Puts the logs that the master has told on disk, before any data."""
+        for number in numbers:
+            incoming = self._incoming[number]
+            if number in state.positions:
+                incoming.accepted(state.positions[number].log)
+            if incoming.has_news:
+                self._is_dirty(number)
+        await self._flush()
+
+    # Writing.
+
+    async def _write(self) -> None:
+        while True:
+            if not self._dirty:
+                self._wakeup = trio.Event()
+                await self._wakeup.wait()
+            await self._commit()
+
+    async def _flush(self) -> None:
+        """Brings what has come to disk."""
+        while self._dirty:
+            await self._commit()
+        async with self._turn:
+            pass
+
+    async def _commit(self) -> None:
+        async with self._turn:
+            writes: list[PartitionWrite] = []
+            total = 0
+            for number in list(self._dirty):
+                incoming = self._incoming[number]
+                total += incoming.nbytes
+                del self._dirty[number]
+                if incoming.has_news:
+                    writes.append(self._arrived(number, incoming))
+                if total > COMMIT_BYTES:
+                    break
+            if not writes:
+                await trio.lowlevel.checkpoint()
+                return
+            # Whoever stops it waits for this; what is half done would be done again in vain.
+            with trio.CancelScope(shield=True):
+                await self._put(writes)
+            self._commits += 1
+            for write in writes:
+                self._is_on_disk(write)
+        self._taken.set()
+        self._disk.committed()
+
+    def _arrived(self, number: PartitionId, incoming: Incoming) -> PartitionWrite:
+        partition = self._disk.bucket.partitions[number]
+        arrived = incoming.take()
+        if arrived.answers:
+            partition.take_answers(arrived.answers)
+        tokens = [
+            Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
+            for token, answer in partition.take_news(arrived.record.high).items()
+        ]
+        return PartitionWrite(
+            number, arrived.record, arrived.chunks, tokens, arrived.ends, arrived.purge_seq
+        )
+
+    async def _put(self, writes: list[PartitionWrite]) -> None:
+        while True:
+            try:
+                await self._disk.store.commit(self._disk.bucket.name, writes)
+                return
+            except DiskFullError as error:
+                if not self.trouble:
+                    log.error("the disk is full", bucket=self._disk.bucket.name, error=str(error))
+                self.trouble = str(error)
+                await trio.sleep(RETRY_S)
+
+    def _is_on_disk(self, write: PartitionWrite) -> None:
+        number = PartitionId(write.partition)
+        partition = self._disk.bucket.partitions[number]
+        stands_on_disk(partition, write.record)
+        partition.purge_seq = max(partition.purge_seq, write.purge_seq)
+        failover_log = self._incoming[number].log
+        if partition.failover_log != failover_log:
+            partition.become(partition.state, failover_log)
+            # Whoever follows this node has to hear of the new log before any data.
+            self._host.end_streams(self._disk.bucket, number, Status.ROLLBACK_NEEDED)
+        if self._consumer is not None:
+            self._report(self._consumer, number)
+
+    # Going back.
+
+    async def _undo(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        disk, number, incoming = self._disk, partition, self._incoming[partition]
+        bucket = disk.bucket
+        undone = bucket.partitions[number]
+        with trio.CancelScope(shield=True):
+            await self._flush()
+            self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
+            async with disk.upkeeper.quiet(), self._turn:
+                before = incoming.received
+                found = await disk.store.newest_end(bucket.name, number, ceiling, undone.indexed)
+                to = SeqNo(found or 0)
+                tokens = [Token(one.writer, one.counter, b"") for one in undone.cut(to)]
+                incoming.cut(to)
+                broken = await disk.store.cut(bucket.name, number, incoming.record(), tokens)
+                disk.leases.are_broken(broken)
+                undone.become(undone.state, incoming.log)
+        log.warning(
+            "a replica went back",
+            bucket=bucket.name,
+            partition=number,
+            was=before,
+            ceiling=ceiling,
+            to=to,
+            reason=reason,
+        )
+        return to
+
+    def statistics(self) -> dict[str, object]:
+        """Figures; sizes in bytes."""
+        return {
+            "source": self.source,
+            "partitions": len(self.partitions),
+            "commits": self._commits,
+            "waiting_bytes": sum(self._incoming[number].nbytes for number in self._dirty),
+            "trouble": self.trouble,
+        }
+
+
+class _Logs:
+    """Keeps what must be on disk before any data: the logs. Data says itself how far it goes."""
+
+    def __init__(self, replicator: Replicator, numbers: list[PartitionId]) -> None:
+        self._replicator = replicator
+        self._numbers = numbers
+
+    async def load(self) -> ResumeState:
+        """From where the streams go on."""
+        await trio.lowlevel.checkpoint()
+        return self._replicator.positions(self._numbers)
+
+    async def save(self, state: ResumeState) -> None:
+        """Puts the logs on disk."""
+        await self._replicator.keep_logs(state, self._numbers)
+
+
+def stands_on_disk(partition: Partition, record: PartitionRecord) -> None:
+    """The disk has this of a partition that keeps nothing in memory."""
+    if record.high != partition.high_seq:
+        partition.stand_at(record.high, Cas(record.last_cas))
