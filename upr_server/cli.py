@@ -42,6 +42,7 @@ _options = (
         metavar="DIR",
         help="Where buckets are kept; made when missing.  [default: the platform's data directory]",
     ),
+    click.option("--node", help="What partition maps call this server; else its identity."),
     click.option("--quota-bytes", type=int, help="Memory of a bucket that is created without one."),
     click.option("--log-level", help="debug, info, warning or error."),
     click.option("--log-format", help="console for people, json for machines."),

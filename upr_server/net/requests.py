@@ -164,13 +164,13 @@ def _level(
         return Level(durability)
     assert connection.bucket is not None
     there = len(connection.service.cluster.replicas(connection.bucket.name, partition.id))
-    if copies < 1:
-        raise ServerError(Status.BAD_ARGUMENT, "replicated to how many: 1 or more")
-    if copies > there:
+    if max(copies, 1) > there:
         raise ServerError(
             Status.UNSUPPORTED,
-            f"partition {partition.id} has {there} replicas that follow this node, not {copies}",
+            f"partition {partition.id} has {there} replicas that follow this node, not {max(copies, 1)}",
         )
+    if copies < 1:
+        raise ServerError(Status.BAD_ARGUMENT, "replicated to how many: 1 or more")
     deadline = trio.current_time() + connection.service.replication_timeout_s
     return Level(durability, copies, deadline)
 
