@@ -164,10 +164,11 @@ def _level(
         return Level(durability)
     assert connection.bucket is not None
     there = len(connection.service.cluster.replicas(connection.bucket.name, partition.id))
-    if max(copies, 1) > there:
+    wanted = max(copies, 1)
+    if wanted > there:
         raise ServerError(
             Status.UNSUPPORTED,
-            f"partition {partition.id} has {there} replicas that follow this node, not {max(copies, 1)}",
+            f"partition {partition.id} has {there} replicas that follow this node, not {wanted}",
         )
     if copies < 1:
         raise ServerError(Status.BAD_ARGUMENT, "replicated to how many: 1 or more")

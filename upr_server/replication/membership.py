@@ -147,13 +147,12 @@ class Membership:
             ClusterMapError: What is on disk is no map.
         """
         found = ClusterMap.decode(document)
-        alone = not self._peers(found)
-        held = _Held(disk, found, alone, is_clean)
+        held = _Held(disk, found, is_confirmed=False, is_clean=is_clean)
         self._held[found.bucket] = held
         disk.upkeeper.keep = self._undo_mutations
         for partition in disk.bucket.partitions:
             state = found.partitions[partition.id].state_of(self.node)
-            if state is PartitionState.ACTIVE and not alone:
+            if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
             partition.become(state, partition.failover_log)
             if partition.id in partials:
@@ -194,7 +193,8 @@ class Membership:
     # Maps.
 
     async def give(self, expected_revision: int, document: str) -> ClusterMap:
-        """Carries out a map, if the one before it is that of `expected_revision`.
+        """Carries out a map, if the one before it is that of `expected_revision`; or if it was
+        carried out already: the answer may have been lost, or a peer may have told of it.
 
         Returns:
             The map, on disk.
@@ -207,6 +207,8 @@ class Membership:
         given = _decoded(document)
         with trio.CancelScope(shield=True):
             async with self._turn:
+                if self.map_of(given.bucket) == given:
+                    return given
                 revision = self.revision(given.bucket)
                 if revision != expected_revision:
                     raise ServerError(
@@ -283,9 +285,21 @@ class Membership:
     async def _change(self, held: _Held, new: ClusterMap) -> None:
         disk, bucket = held.disk, held.disk.bucket
         states = {
-            partition: new.partitions[partition.id].state_of(self.node)
+            partition: self._state_in(held, new, new.partitions[partition.id])
             for partition in bucket.partitions
         }
+        waiting = sum(
+            state is PartitionState.PENDING
+            and new.partitions[partition.id].state_of(self.node) is PartitionState.ACTIVE
+            for partition, state in states.items()
+        )
+        if waiting:
+            log.warning(
+                "this node was killed while it was active; its replicas may have more than its "
+                "disk: name the actives with `upr failover`",
+                bucket=bucket.name,
+                partitions=waiting,
+            )
         leaving = [
             partition
             for partition, state in states.items()
@@ -329,6 +343,23 @@ class Membership:
             },
         )
 
+    def _state_in(self, held: _Held, new: ClusterMap, owners: Owners) -> PartitionState:
+        """What a map makes of a partition."""
+        state = owners.state_of(self.node)
+        if (
+            state is PartitionState.ACTIVE
+            and owners.replicas
+            and self._is_confirming(held, new)
+            and not held.is_clean
+        ):
+            # What it had in memory is lost, and may have been acknowledged: a replica has it.
+            return PartitionState.PENDING
+        return state
+
+    def _is_confirming(self, held: _Held, new: ClusterMap) -> bool:
+        """Whether this node is to be what it was when it went away."""
+        return not held.is_confirmed and new.revision == held.map.revision
+
     def _become(self, held: _Held, change: _Change, *, was_active: bool) -> None:
         partition, state = change.partition, change.state
         ends = change.leads_elsewhere and not (was_active and state is PartitionState.PENDING)
@@ -348,8 +379,7 @@ class Membership:
         if state is not PartitionState.ACTIVE or partition.state is PartitionState.ACTIVE:
             return failover_log
         owners = new.partitions[partition.id]
-        if not held.is_confirmed and new.revision == held.map.revision:
-            # It is what it was when it went away.
+        if self._is_confirming(held, new):
             keeps = held.is_clean
         elif owners.keeps is not None:
             keeps = True

@@ -62,6 +62,9 @@ class Peers:
         membership = self._membership
         revision = membership.revision(bucket)
         answers: list[ClusterMap] = []
+        if not membership.peers(bucket):
+            await self._try(membership.confirm, bucket, revision)
+            return
 
         async def ask(address: str) -> None:
             found = await self._fetch(address, bucket)

@@ -1,0 +1,250 @@
+"""Several nodes in one process that are killed and come back, and an operator for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from random import Random
+
+import attrs
+import trio
+
+from tests.kit.process import eventually
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import Address, ChunkReceived, consume, fetch_map, give_map
+from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.engine import Partition
+from upr_server.storage.calls import AnyCall
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+
+BUCKET = "b"
+
+
+@attrs.define(eq=False)
+class Node:
+    """One node.
+
+    Attributes:
+        name: Its name.
+        room: Its disk, which survives it.
+        port: Where it listens, from its first start on.
+        server: The server; None while it is down.
+    """
+
+    name: str
+    partitions: int
+    undo_mutations: int
+    delay: Random | None
+    room: SimulatedRoom = attrs.field(factory=SimulatedRoom)
+    port: int = 0
+    server: Server | None = None
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    _stopping: trio.Event = attrs.field(factory=trio.Event)
+    _ended: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT`."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The bucket's URL."""
+        return f"upr://{self.address}/{BUCKET}"
+
+    @property
+    def held(self) -> tuple[Partition, ...]:
+        """The bucket's partitions."""
+        assert self.server is not None
+        bucket = self.server.service.buckets.get(BUCKET)
+        assert bucket is not None
+        return bucket.partitions
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Starts it, with what its disk has."""
+        self._scope, self._ended = trio.CancelScope(), trio.Event()
+        self._stopping = trio.Event()
+        await nursery.start(self._run)
+
+    async def _run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        buckets = (BucketConfig(BUCKET, self.partitions),) if self.partitions else ()
+        config = Config(
+            listen=self.address,
+            node=self.name,
+            buckets=buckets,
+            undo_mutations=self.undo_mutations,
+            replication_timeout_s=5.0,
+        )
+        store = SimulatedStore(self.room, self._delay if self.delay else None)
+        try:
+            with self._scope:
+                async with running_server(config, store) as server:
+                    self.server, self.port = server, server.port
+                    task_status.started()
+                    await self._stopping.wait()
+        finally:
+            self.server = None
+            self._ended.set()
+
+    def _delay(self, _call: AnyCall) -> float:
+        assert self.delay is not None
+        return self.delay.random() * 0.01
+
+    async def stop(self) -> None:
+        """Ends it cleanly."""
+        self._stopping.set()
+        await self._ended.wait()
+
+    async def kill(self) -> None:
+        """Ends it: what is in memory only is gone."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+
+class TestCluster:
+    """Some nodes of one bucket. The first of them has it from the beginning.
+
+    Attributes:
+        nodes: By name.
+        map: The map that the operator gave last.
+    """
+
+    __test__ = False
+
+    def __init__(self, nodes: dict[str, Node], nursery: trio.Nursery) -> None:
+        self.nodes = nodes
+        self.map = ClusterMap.of_one(BUCKET, 1, "a", "127.0.0.1:1")
+        self._nursery = nursery
+
+    async def start(self, name: str) -> None:
+        """Starts a node."""
+        await self.nodes[name].start(self._nursery)
+
+    async def give(self, given: ClusterMap, *names: str) -> None:
+        """Gives a map to nodes, one after the other."""
+        for name in names:
+            address = Address.parse(self.nodes[name].url)
+            server = self.nodes[name].server
+            assert server is not None
+            revision = server.service.cluster.revision(BUCKET)
+            await give_map(address, revision, given)
+        self.map = given
+
+    async def share(self, owners: Iterable[Owners]) -> None:
+        """Makes the next map, and gives it to all nodes that are up."""
+        up = [name for name, node in self.nodes.items() if node.server is not None]
+        await self.give(self.map.next(dict(enumerate_partitions(owners))), *up)
+
+    async def fail_over(self, victim: str, draw: Random) -> None:
+        """Fences those that are left, and lets the furthest of them be active where the victim was;
+        the victim is to be a replica when it comes back."""
+        up = [name for name, node in self.nodes.items() if node.server is not None]
+        lost = {
+            PartitionId(number): owners
+            for number, owners in enumerate(self.map.partitions)
+            if owners.active == victim
+        }
+        fenced = self.map.next(
+            {
+                number: Owners(replicas={name: "" for name in owners.replicas if name in up})
+                for number, owners in lost.items()
+            }
+        )
+        draw.shuffle(up)
+        await self.give(fenced, *up)
+        changes: dict[PartitionId, Owners] = {}
+        for number, owners in lost.items():
+            there = [name for name in owners.replicas if name in up]
+            best = max(there, key=lambda name: self._rank(name, number))
+            others = {name: "" for name in (*there, victim) if name != best}
+            changes[number] = Owners(best, others)
+        given = self.map.next(changes)
+        first = next(iter(changes.values())).active if changes else up[0]
+        await self.give(given, first, *(name for name in up if name != first))
+
+    def _rank(self, name: str, number: PartitionId) -> tuple[int, SeqNo]:
+        partition = self.nodes[name].held[number]
+        log = partition.failover_log
+        return (log.entries[0].seq if log.entries else 0, partition.high_seq)
+
+    async def quiet(self) -> None:
+        """Waits until every replica has what its active has."""
+        for number, owners in enumerate(self.map.partitions):
+            active = self.nodes[owners.active].held[number]
+            for name in owners.replicas:
+                node = self.nodes[name]
+
+                def follows(
+                    node: Node = node, number: int = number, it: Partition = active
+                ) -> bool:
+                    here = node.held[number]
+                    return (
+                        here.high_seq == it.high_seq
+                        and here.failover_log == it.failover_log
+                        and here.state is PartitionState.REPLICA
+                        and it.state is PartitionState.ACTIVE
+                    )
+
+                await eventually(follows, f"{name} follows {active!r} as {node.held[number]!r}", 20)
+
+    async def contents(self, name: str) -> dict[int, dict[bytes, Mutation]]:
+        """Each partition's items, as a consumer of that node alone sees them."""
+        node = self.nodes[name]
+        found: dict[int, dict[bytes, Mutation]] = {}
+        for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
+            numbers = [one.id for one in node.held if one.state is state]
+            if not numbers:
+                continue
+            found |= {number: {} for number in numbers}
+            async with consume(
+                node.url, partitions=numbers, state=state, end="now", identity="replica:test"
+            ) as consumer:
+                async for event in consumer:
+                    if isinstance(event, ChunkReceived):
+                        for row in event.chunk:
+                            items = found[event.partition]
+                            items.pop(row.key, None)
+                            if row.op is Operation.SET:
+                                items[row.key] = row
+        return found
+
+    async def map_of(self, name: str) -> ClusterMap | None:
+        """The map that a node has."""
+        return await fetch_map(Address.parse(self.nodes[name].url))
+
+
+def enumerate_partitions(owners: Iterable[Owners]) -> Iterable[tuple[PartitionId, Owners]]:
+    """Owners by partition."""
+    return ((PartitionId(number), one) for number, one in enumerate(owners))
+
+
+@asynccontextmanager
+async def cluster(
+    names: str = "abc",
+    *,
+    partitions: int = 4,
+    undo_mutations: int = 64 * 1024,
+    delay: Random | None = None,
+) -> AsyncIterator[TestCluster]:
+    """Nodes that run for as long as the context; the first is active, the others its replicas."""
+    async with trio.open_nursery() as nursery:
+        nodes = {
+            name: Node(name, partitions if name == names[0] else 0, undo_mutations, delay)
+            for name in names
+        }
+        made = TestCluster(nodes, nursery)
+        for name in names:
+            await made.start(name)
+        first, *others = names
+        made.map = ClusterMap(
+            bucket=BUCKET,
+            revision=1,
+            nodes={name: node.address for name, node in nodes.items()},
+            partitions=(Owners(first, dict.fromkeys(others, "")),) * partitions,
+        )
+        await made.give(made.map, *names)
+        yield made
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,346 @@
+"""Replicas, failovers, nodes that die and come back: several servers with sockets and simulated
+disks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from random import Random
+
+import attrs
+import pytest
+import trio
+
+from tests.kit.cluster import BUCKET, TestCluster, cluster, enumerate_partitions
+from tests.kit.process import eventually
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.client import Address, connect, give_map, publisher
+from upr_protocol.cluster import Keeps, Owners
+from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import (
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
+from upr_server.engine import Partition, WriterToken
+
+P = 4
+
+
+async def write(one: TestCluster, name: str, count: int, value: str = "value") -> None:
+    async with connect(one.nodes[name].url) as client:
+        for number in range(count):
+            await client.set(f"key {number}", f"{value} {number}")
+
+
+def unconfirmed(one: TestCluster, name: str) -> bool:
+    """Whether a node still waits for a peer."""
+    server = one.nodes[name].server
+    assert server is not None
+    return not server.service.cluster.statistics(BUCKET)["is_confirmed"]
+
+
+def key_in(number: int) -> bytes:
+    """A key of this partition."""
+    return next(key for at in range(1000) if partition_of(key := b"%d" % at, P) == number)
+
+
+def has_come_to(partition: Partition, seq: SeqNo) -> bool:
+    return partition.high_seq >= seq
+
+
+def is_indexed(partition: Partition) -> bool:
+    return partition.indexed >= partition.high_seq
+
+
+async def same(one: TestCluster) -> None:
+    """All copies are equal, numbers, CAS values and all."""
+    await one.quiet()
+    contents = [await one.contents(name) for name, node in one.nodes.items() if node.server]
+    for number in range(len(one.map.partitions)):
+        held = [found[number] for found in contents if number in found]
+        assert all(copy == held[0] for copy in held), f"partition {number} differs"
+    for node in one.nodes.values():
+        if node.server is not None:
+            bucket = node.server.service.buckets.get(BUCKET)
+            assert bucket is not None
+            bucket.check_invariants()
+
+
+async def test_replicas_have_what_their_active_has() -> None:
+    async with cluster() as one:
+        await write(one, "a", 200)
+        await same(one)
+        await write(one, "a", 100, "another")
+        await same(one)
+
+
+async def test_a_replica_of_a_replica() -> None:
+    async with cluster() as one:
+        await one.share([Owners("a", {"b": "", "c": "b"})] * P)
+        await write(one, "a", 200)
+        await same(one)
+
+
+async def test_a_node_that_comes_back_goes_on_from_its_disk() -> None:
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        await one.nodes["b"].kill()
+        await write(one, "a", 100, "another")
+        await one.start("b")
+        await same(one)
+
+
+async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
+    """A replica may have what it had in memory only, and acknowledged."""
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        await one.nodes["a"].kill()
+        await one.start("a")
+        await eventually(lambda: not unconfirmed(one, "a"), "a peer confirms the map")
+        assert {p.state for p in one.nodes["a"].held} == {PartitionState.PENDING}
+        async with connect(one.nodes["a"].url) as client:
+            with pytest.raises(ServerError) as refused:
+                await client.set("key", "value")
+        assert refused.value.status is Status.NOT_MY_PARTITION
+        await one.fail_over("a", Random(1))
+        await same(one)
+
+
+async def test_an_active_that_was_stopped_waits_until_a_peer_confirms_it() -> None:
+    async with cluster("ab") as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        logs = [p.failover_log for p in one.nodes["a"].held]
+        await one.nodes["b"].kill()
+        await one.nodes["a"].stop()
+        await one.start("a")
+        await trio.sleep(0.5)
+        assert unconfirmed(one, "a")
+        assert {p.state for p in one.nodes["a"].held} == {PartitionState.PENDING}
+        await one.start("b")
+        await one.quiet()
+        assert [p.failover_log for p in one.nodes["a"].held] == logs, "it lost nothing"
+        await write(one, "a", 100, "another")
+        await same(one)
+
+
+async def test_a_partition_without_replicas_comes_back_by_itself() -> None:
+    async with cluster("ab") as one:
+        await one.share([Owners("a", {"b": ""})] + [Owners("a")] * (P - 1))
+        await write(one, "a", 100)
+        await one.quiet()
+        await one.nodes["a"].kill()
+        await one.start("a")
+        await eventually(lambda: not unconfirmed(one, "a"), "a peer confirms the map")
+        states = [p.state for p in one.nodes["a"].held]
+        assert states == [PartitionState.PENDING] + [PartitionState.ACTIVE] * (P - 1)
+        assert [len(p.failover_log) for p in one.nodes["a"].held] == [1] + [2] * (P - 1)
+
+
+async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        await one.nodes["a"].kill()
+        await one.fail_over("a", Random(1))
+        actives = {owners.active for owners in one.map.partitions}
+        assert "a" not in actives
+        await one.start("a")
+        await same(one)
+        assert {p.state for p in one.nodes["a"].held} == {PartitionState.REPLICA}
+
+
+@pytest.mark.parametrize("undo_mutations", [0, 64 * 1024])
+async def test_what_the_new_active_never_had_is_undone(undo_mutations: int) -> None:
+    """A replica that ran ahead: exactly, as long as it is not indexed; else from nothing."""
+    async with cluster(undo_mutations=undo_mutations) as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        # `c` hears of nothing more.
+        await one.give(
+            one.map.next({PartitionId(n): Owners("a", {"b": "", "c": "b"}) for n in range(P)}), "a"
+        )
+        await one.nodes["c"].kill()
+        await write(one, "a", 50, "lost")
+        for number in range(P):
+            a, b = one.nodes["a"].held[number], one.nodes["b"].held[number]
+            await eventually(partial(has_come_to, b, a.high_seq), "b has it too")
+        if not undo_mutations:
+            for partition in one.nodes["b"].held:
+                await eventually(partial(is_indexed, partition), "b has indexed it")
+        highs = [partition.high_seq for partition in one.nodes["b"].held]
+        await one.nodes["a"].kill()
+        await one.start("c")
+        owners = Owners("c", {"a": "", "b": ""})
+        given = one.map.next({PartitionId(n): owners for n in range(P)})
+        before = [partition.high_seq for partition in one.nodes["c"].held]
+        await one.give(given, "c", "b")
+        await one.start("a")
+        await same(one)
+        assert [p.high_seq for p in one.nodes["b"].held] == before
+        assert all(high > low for high, low in zip(highs, before, strict=True))
+
+
+async def test_answers_to_publishers_survive_a_failover() -> None:
+    async with cluster() as one:
+        batches: list[tuple[PartitionId, Chunk]] = []
+        deltas = CounterDelta(1, 1).encode()
+        async with publisher(one.nodes["a"].url) as sender:
+            for _ in range(20):
+                for number in range(P):
+                    row = Mutation(Operation.INCREMENT, key_in(number), deltas)
+                    chunk = Chunk.build((row,))
+                    batches.append((PartitionId(number), chunk))
+                    await sender.publish_and_wait(PartitionId(number), chunk)
+        await one.quiet()
+        known = [p.answers(SeqNo(0), p.high_seq) for p in one.nodes["a"].held]
+        assert all(len(answers) == 20 for answers in known)
+        for name in "bc":
+            assert [p.answers(SeqNo(0), p.high_seq) for p in one.nodes[name].held] == known
+        await one.nodes["a"].kill()
+        await one.fail_over("a", Random(1))
+        for number, answers in enumerate(known):
+            writer, counter, _, _ = answers[-1]
+            active = one.nodes[one.map.partitions[number].active].held[number]
+            token = WriterToken(writer, counter)
+            again = active.mutate(batches[-1][1], now=1e9, writer=token)
+            assert again.repeated, "it has no second effect"
+            assert again.counters == [(0, 20)]
+
+
+async def test_levels() -> None:
+    async with cluster() as one, connect(one.nodes["a"].url) as client:
+        for level in (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED):
+            for copies in (1, 2):
+                written = await client.set(
+                    "k", f"{level} {copies}", durability=level, copies=copies
+                )
+                at = [
+                    one.nodes[name].held[written.partition].high_seq >= written.seq for name in "bc"
+                ]
+                if level is Durability.REPLICATED_AND_PERSISTED:
+                    assert sum(at) >= copies
+        with pytest.raises(ServerError, match="has 2 replicas that follow this node, not 3"):
+            await client.set("k", "v", durability=Durability.REPLICATED, copies=3)
+        await one.nodes["b"].kill()
+        await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
+        with pytest.raises(ServerError) as late:
+            await client.set("k", "last", durability=Durability.REPLICATED, copies=2)
+        assert late.value.status is Status.NOT_DURABLE_YET
+        item = await client.get("k")
+        assert item is not None
+        assert item.value == b"last", "it was taken in"
+
+
+async def test_a_late_map_changes_nothing() -> None:
+    async with cluster() as one:
+        late = one.map.next({PartitionId(0): Owners("b", {"a": "", "c": ""})})
+        await one.share([Owners("a", {"b": "", "c": ""})] * P)
+        for name in "abc":
+            with pytest.raises(ServerError) as refused:
+                await give_map(Address.parse(one.nodes[name].url), late.revision - 1, late)
+            assert refused.value.status is Status.REVISION_CONFLICT
+        assert one.nodes["a"].held[0].state is PartitionState.ACTIVE
+        assert (await one.map_of("a")) == one.map
+
+
+async def test_a_history_is_kept_only_by_who_has_all_of_it() -> None:
+    async with cluster("ab") as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        handing = Owners(replicas={"b": ""}, handing_over="a")
+        await one.share([handing] * P)
+        with pytest.raises(ServerError):
+            await write(one, "a", 1)
+        kept = []
+        for partition in one.nodes["a"].held:
+            keeps = Keeps(partition.failover_log.current, partition.high_seq)
+            kept.append(Owners("b", {"a": ""}, keeps=keeps))
+        wrong = list(kept)
+        wrong[1] = Owners("b", {"a": ""}, keeps=Keeps(HistoryId(1), SeqNo(5)))
+        with pytest.raises(ServerError) as refused:
+            await one.give(one.map.next(dict(enumerate_partitions(wrong))), "b")
+        assert refused.value.status is Status.WRONG_STATE
+        assert {p.state for p in one.nodes["b"].held} == {PartitionState.REPLICA}
+        logs = [p.failover_log for p in one.nodes["a"].held]
+        await one.give(one.map.next(dict(enumerate_partitions(kept))), "b", "a")
+        assert [p.failover_log for p in one.nodes["b"].held] == logs, "no history was added"
+        await write(one, "b", 50, "another")
+        await same(one)
+
+
+@attrs.define
+class Load:
+    """What was acknowledged as replicated, and what was ever written."""
+
+    acknowledged: dict[str, int] = attrs.field(factory=dict)
+    sent: Counter[str] = attrs.field(factory=Counter)
+
+
+async def publish_for(one: TestCluster, load: Load, draw: Random, count: int, who: str) -> None:
+    """Writes keys of its own, each with a number that rises; whatever goes wrong is left."""
+    for _ in range(count):
+        key = f"{who} {draw.randrange(20)}"
+        number = partition_of(key.encode(), P)
+        active = one.map.partitions[number].active
+        node = one.nodes.get(active)
+        if node is None or node.server is None:
+            await trio.sleep(0.01)
+            continue
+        replicated = draw.random() < 0.5
+        load.sent[key] += 1
+        value = load.sent[key]
+        try:
+            with trio.move_on_after(1) as patience:
+                async with connect(node.url) as client:
+                    await client.set(
+                        key,
+                        str(value),
+                        durability=Durability.REPLICATED if replicated else Durability.MEMORY,
+                        copies=1 if replicated else 0,
+                    )
+        except UprError:
+            continue
+        if replicated and not patience.cancelled_caught:
+            load.acknowledged[key] = value
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_failovers_at_random(seed: int) -> None:
+    draw = Random(seed)
+    load = Load()
+    async with cluster(delay=Random(seed)) as one:
+        for _ in range(12):
+            async with trio.open_nursery() as nursery:
+                for who in range(4):
+                    nursery.start_soon(
+                        publish_for, one, load, Random(draw.random()), 15, f"publisher {who}"
+                    )
+                await trio.sleep(draw.random() * 0.05)
+                victim = draw.choice("abc")
+                await one.nodes[victim].kill()
+                if draw.random() < 0.3:
+                    await one.start(victim)
+                    await trio.sleep(draw.random() * 0.05)
+                    await one.nodes[victim].kill()
+                await one.fail_over(victim, draw)
+                await trio.sleep(draw.random() * 0.05)
+                await one.start(victim)
+            if draw.random() < 0.5:
+                await same(one)
+        await same(one)
+        items: dict[str, int] = {}
+        for found in [await one.contents(name) for name in "abc"]:
+            for rows in found.values():
+                items |= {key.decode(): int(row.value) for key, row in rows.items()}
+        for key, value in load.acknowledged.items():
+            assert items.get(key, 0) >= value, f"{key} was acknowledged as {value}"
+        assert all(value <= load.sent[key] for key, value in items.items())
+        assert load.acknowledged
