@@ -64,6 +64,7 @@ from upr_protocol.wire import (
     Noop,
     Open,
     Opened,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
@@ -88,6 +89,7 @@ ABOUT_A_PARTITION: Final[frozenset[type[Message]]] = frozenset(
         StreamEnd,
         PartitionStart,
         PartitionChunk,
+        PartitionAnswers,
         PartitionEnd,
         Mutate,
         MutateReply,
@@ -101,7 +103,7 @@ ABOUT_A_PARTITION: Final[frozenset[type[Message]]] = frozenset(
 """Messages whose header names a partition."""
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(
-    {CloseStream, StreamEnd, PartitionStart, PartitionChunk, PartitionEnd}
+    {CloseStream, StreamEnd, PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd}
 )
 """Messages that carry the opaque of the `Stream` that opened theirs."""
 

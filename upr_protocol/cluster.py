@@ -3,7 +3,7 @@
 A map is one value with a revision. Whoever changes it makes the next revision and gives that to the
 nodes one by one; a node takes a map only in place of the one that the giver believes it has, and of
 two maps the one with the higher revision counts. So a command that was held up on its way changes
-nothing when it arrives after a later one. (docs/adr/0010-cluster-map.md)
+nothing when it arrives after a later one. (docs/adr/0010-replicas.md)
 """
 
 from __future__ import annotations

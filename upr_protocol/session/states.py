@@ -109,13 +109,14 @@ _ADMIN: Final = (
     Stats,
     StatsReply,
     GetMap,
-    SetMap,
     MapReply,
     Refusal,
 )
 
 _DATA: Final = (
     *_ADMIN,
+    # A map is long, and strangers say nothing long: the bucket is opened first.
+    SetMap,
     Mutate,
     MutateReply,
     Credit,

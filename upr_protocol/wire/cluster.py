@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from struct import Struct
+from struct import error as StructError
+from typing import Any, ClassVar, Final, Self
 
 import construct as cs
 
-from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.chunk import Buffer
+from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import octets, row, text, tuple_of
-from upr_protocol.wire.message import Message, Sender
+from upr_protocol.wire.message import Message, Sender, check_end
+
+_U32: Final = Struct("<I")
+_ANSWER: Final = Struct("<16sQQI")
 
 
 class MapReply(Message, frozen=True):
@@ -73,6 +80,36 @@ class PartitionAnswers(Message, frozen=True):
     )
 
     rows: tuple[tuple[bytes, int, int, bytes], ...]
+
+    # There may be as many as there are batches in a snapshot.
+
+    def body(self) -> tuple[Buffer, ...]:
+        pieces = [_U32.pack(len(self.rows))]
+        for writer, counter, seq, answer in self.rows:
+            if len(writer) != 16:
+                raise ValueError("a writer has 16 bytes")
+            pieces += (_ANSWER.pack(writer, counter, seq, len(answer)), answer)
+        return (b"".join(pieces),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        rows = []
+        try:
+            (count,) = _U32.unpack_from(body)
+            if count * _ANSWER.size > len(body):
+                raise ValueError(f"{count} rows in {len(body)} bytes")
+            at = _U32.size
+            for _ in range(count):
+                writer, counter, seq, length = _ANSWER.unpack_from(body, at)
+                at += _ANSWER.size
+                answer = bytes(body[at : at + length])
+                at += length
+                rows.append((writer, counter, seq, answer))
+            # An answer that was cut is the last one, and ends behind the body.
+            check_end(body, at)
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"PartitionAnswers cannot be read: {error}") from error
+        return cls(tuple(rows), partition=partition, opaque=opaque, status=status)
 
 
 class ReplicaAck(Message, frozen=True):

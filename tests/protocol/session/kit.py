@@ -38,6 +38,7 @@ from upr_protocol.wire import (
     Error,
     FrameBuffer,
     Get,
+    GetMap,
     GetReply,
     Go,
     Hello,
@@ -47,12 +48,14 @@ from upr_protocol.wire import (
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    MapReply,
     Message,
     Mutate,
     MutateReply,
     Noop,
     Open,
     Opened,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
@@ -61,6 +64,7 @@ from upr_protocol.wire import (
     ReplicaAck,
     Seqnos,
     SeqnosReply,
+    SetMap,
     Stats,
     StatsReply,
     Stream,
@@ -372,17 +376,30 @@ class Pair:
             return
         if request is not None:
             self.client_says(SAMPLES[request])
-        elif kind in {PartitionStart, PartitionChunk, PartitionEnd, CloseStream, StreamEnd, Ack}:
+        elif kind in OF_A_STREAM:
             self.accept(PARTITION, OPAQUE)
             if kind not in {CloseStream, StreamEnd}:
                 self.turn(PARTITION)
-            if kind in {PartitionChunk, PartitionEnd, Ack}:
+            if kind in {PartitionChunk, PartitionAnswers, PartitionEnd, Ack}:
                 self.server_says(start(PARTITION, OPAQUE, 0, 10))
             if kind in {PartitionEnd, Ack}:
                 self.server_says(chunk(PARTITION, OPAQUE, 0, 10))
         elif kind is BarrierReply:
             self.client_says(Barrier(b"cookie"))
 
+
+OF_A_STREAM: Final = frozenset(
+    {
+        PartitionStart,
+        PartitionChunk,
+        PartitionAnswers,
+        PartitionEnd,
+        CloseStream,
+        StreamEnd,
+        Ack,
+    }
+)
+"""What is said only where a stream is."""
 
 REQUESTS: Final[dict[type[Message], type[Message]]] = {
     StreamReply: Stream,

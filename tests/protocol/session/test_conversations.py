@@ -213,7 +213,7 @@ def test_both_sides_hear_what_was_said(talk: Callable[[Pair], None]) -> None:
     """In order and once; but for what is dropped of a stream that was closed or has ended."""
     pair = _play(talk, whole)
     for side, droppable in (
-        ("client", {"PartitionStart", "PartitionChunk", "PartitionEnd"}),
+        ("client", {"PartitionStart", "PartitionChunk", "PartitionAnswers", "PartitionEnd"}),
         ("server", {"CloseStream"}),
     ):
         said = iter([message for to, message in pair.said if to == side])

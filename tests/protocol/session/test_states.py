@@ -52,6 +52,8 @@ client ListBuckets  .        .       READY   .       OPEN      STREAMING
 server ListBucketsReply .    .       READY   .       OPEN      STREAMING
 client Stats        .        .       READY   .       OPEN      STREAMING
 server StatsReply   .        .       READY   .       OPEN      STREAMING
+client GetMap       .        .       READY   .       OPEN      STREAMING
+server MapReply     .        .       READY   .       OPEN      STREAMING
 server Refusal      .        .       READY   READY   OPEN      STREAMING
 
 client Stream       .        .       .       .       OPEN      STREAMING
@@ -69,11 +71,13 @@ server SeqnosReply  .        .       .       .       OPEN      STREAMING
 client Await        .        .       .       .       OPEN      STREAMING
 server AwaitReply   .        .       .       .       OPEN      STREAMING
 client ReplicaAck   .        .       .       .       OPEN      STREAMING
+client SetMap       .        .       .       .       OPEN      STREAMING
 client Lease        .        .       .       .       OPEN      STREAMING
 server LeaseReply   .        .       .       .       OPEN      STREAMING
 
 server PartitionStart .      .       .       .       .         STREAMING
 server PartitionChunk .      .       .       .       .         STREAMING
+server PartitionAnswers .    .       .       .       .         STREAMING
 server PartitionEnd .        .       .       .       .         STREAMING
 server Completed    .        .       .       .       .         STREAMING
 client Barrier      .        .       .       .       .         STREAMING
@@ -122,7 +126,7 @@ def test_the_table_covers_every_message_and_state() -> None:
         (kind, state) for kind in MESSAGES.values() for state in STATES
     }
     assert set(SAMPLES) == set(MESSAGES.values())
-    assert len(EVERY) == 2 * 40 * 6
+    assert len(EVERY) == 2 * 44 * 6
 
 
 def test_who_sends_what_is_declared_as_the_table_says() -> None:

@@ -34,6 +34,7 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     Message,
+    PartitionAnswers,
     PartitionChunk,
     Refusal,
     StreamEnd,
@@ -50,6 +51,7 @@ server accepts       .          BETWEEN    .         .         .
 server refuses       .          ABSENT     .         .         .
 server PartitionStart .         .          INSIDE    INSIDE    [CLOSING]
 server PartitionChunk .         .          .         INSIDE    [CLOSING]
+server PartitionAnswers .       .          .         INSIDE    [CLOSING]
 server PartitionEnd  .          .          .         BETWEEN   [CLOSING]
 client CloseStream   .          .          CLOSING   CLOSING   .
 server StreamEnd     .          .          ABSENT    ABSENT    ABSENT
@@ -63,6 +65,9 @@ INPUTS: Final[dict[str, Message]] = {
     "refuses": stream_reply(3, 9, status=Status.ROLLBACK),
     "PartitionStart": start(3, 9, 10, 12),
     "PartitionChunk": PartitionChunk(stored(10, 10), partition=PartitionId(3), opaque=9),
+    "PartitionAnswers": PartitionAnswers(
+        ((bytes(16), 1, 10, b"answer"),), partition=PartitionId(3), opaque=9
+    ),
     "PartitionEnd": end(3, 9, 10),
     "CloseStream": close_stream(3, 9),
     "StreamEnd": stream_end(3, 9),
@@ -113,7 +118,7 @@ def _state_of(session: Session) -> str:
 
 
 def test_the_table_covers_every_state_and_input() -> None:
-    assert len(EVERY) == 5 * 8
+    assert len(EVERY) == 5 * 9
 
 
 @pytest.mark.parametrize(("who", "given", "state", "cell"), EVERY)

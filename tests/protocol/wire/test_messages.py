@@ -50,6 +50,7 @@ from upr_protocol.wire import (
     Mutate,
     MutateReply,
     Open,
+    PartitionAnswers,
     PartitionChunk,
     PartitionStart,
     Sender,
@@ -264,6 +265,9 @@ def test_padding_is_zeros(kind: type[Message], data: st.DataObject) -> None:
         (MutateReply, pack("<QQQQI", 1, 1, 1, 1, 0xFFFF_FFFF)),
         (MutateReply, pack("<QQQQII", 1, 1, 1, 1, 0, 0x0100_0000)),
         (MutateReply, pack("<QQQQII", 1, 1, 1, 1, 0, 0xFFFF_FFFF)),
+        (PartitionAnswers, pack("<I", 0xFFFF_FFFF)),
+        (PartitionAnswers, pack("<I16sQQI", 1, b"", 1, 1, 0xFFFF_FFFF)),
+        (PartitionAnswers, pack("<I16sQQI", 0x0100_0000, b"", 1, 1, 0)),
         (BarrierReply, pack("<HH", 0, 0xFFFF)),
         (Get, pack("<QH", 0, 0xFFFF)),
         (Hello, pack("<B", 0xFF)),
@@ -289,7 +293,9 @@ def test_a_count_that_promises_more_than_came_costs_nothing(
 def stream_body(
     last_complete: int, highest: int, partial: tuple[int, int, int], log: bytes = b"\0\0"
 ) -> bytes:
-    body = pack("<BQQQQQQQ", PartitionState.ACTIVE, 9, 0, last_complete, highest, *partial) + log
+    body = (
+        pack("<BQQBQQQQQ", PartitionState.ACTIVE, 9, 0, 0, last_complete, highest, *partial) + log
+    )
     return body + padding(len(body))
 
 
