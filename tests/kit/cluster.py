@@ -238,7 +238,7 @@ async def cluster(
         made = TestCluster(nodes, nursery)
         for name in names:
             await made.start(name)
-        first, *others = names
+        first, others = names[0], names[1:]
         made.map = ClusterMap(
             bucket=BUCKET,
             revision=1,
