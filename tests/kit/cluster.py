@@ -13,6 +13,7 @@ from tests.kit.process import eventually
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import Address, ChunkReceived, consume, fetch_map, give_map
 from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
@@ -127,10 +128,17 @@ class TestCluster:
         """Gives a map to nodes, one after the other."""
         for name in names:
             address = Address.parse(self.nodes[name].url)
-            server = self.nodes[name].server
-            assert server is not None
-            revision = server.service.cluster.revision(BUCKET)
-            await give_map(address, revision, given)
+            while True:
+                server = self.nodes[name].server
+                assert server is not None
+                revision = server.service.cluster.revision(BUCKET)
+                try:
+                    await give_map(address, revision, given)
+                    break
+                except ServerError as error:
+                    # A peer may have told it of an earlier one in between.
+                    if error.status is not Status.REVISION_CONFLICT:
+                        raise
         self.map = given
 
     async def share(self, owners: Iterable[Owners]) -> None:

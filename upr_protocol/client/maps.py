@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, TypeVar
 
 import attrs
@@ -13,9 +14,9 @@ from upr_protocol.client.calls import Call
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.cluster import ClusterMap, ClusterMapError
-from upr_protocol.errors import BrokenError, RemoteProtocolError
+from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
-from upr_protocol.wire import GetMap, MapReply, SetMap
+from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ async def fetch_map(
     """
     bucket = address.with_bucket().bucket
     call = Call(lambda opaque: GetMap(bucket, opaque=opaque), _map_of)
-    return await _ask(address, call, identity, timeout_s, dial)
+    return await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
 
 
 async def give_map(
@@ -55,6 +56,9 @@ async def give_map(
     """Has the node at `address` carry out a map, in place of that with `expected_revision`; 0 for
     none. It has when this returns.
 
+    A node that does not have the bucket yet asks the others in the map for it: one of them must
+    have been given it before.
+
     Raises:
         BrokenError: There is no connection to be had, or no answer in time: it may have carried it
             out, or yet do so.
@@ -63,7 +67,40 @@ async def give_map(
     call = Call(
         lambda opaque: SetMap(expected_revision, given.encode(), opaque=opaque), lambda _: None
     )
-    await _ask(address, call, identity, timeout_s, dial)
+    address = attrs.evolve(address, bucket=given.bucket)
+    try:
+        await _ask(address, call, identity, timeout_s, dial)
+    except ServerError as error:
+        if error.status is not Status.NO_BUCKET or expected_revision:
+            raise
+        await _join(address, given, identity, timeout_s, dial)
+
+
+async def _join(
+    address: Address, given: ClusterMap, identity: str, timeout_s: float, dial: Dial
+) -> None:
+    """Has a node that does not have the bucket yet ask the others for the map."""
+    found: ClusterMap | None = None
+    for there in given.nodes.values():
+        if there == f"{address.host}:{address.port}":
+            continue
+        call = Call(partial(_joining, given.bucket, there), _map_of)
+        try:
+            found = await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
+        except ServerError:
+            continue
+        if found is not None and found.revision >= given.revision:
+            return
+    raise ServerError(
+        Status.NO_BUCKET,
+        f"{address.host}:{address.port} does not have the bucket {given.bucket!r}, and none of the "
+        "nodes that it was to ask for revision "
+        f"{given.revision} of its map could tell it",
+    )
+
+
+def _joining(bucket: str, address: str, opaque: int) -> Join:
+    return Join(bucket, address, opaque=opaque)
 
 
 def _map_of(reply: MapReply) -> ClusterMap | None:
@@ -79,6 +116,6 @@ async def _ask(address: Address, call: Call[T], identity: str, timeout_s: float,
     options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
     asker = Asker(address, timeout_s)
     with trio.move_on_after(timeout_s):
-        async with open_link(attrs.evolve(address, bucket=""), options, asker):
+        async with open_link(address, options, asker):
             return await asker.ask(call)
     raise BrokenError(f"{address} did not answer in time")

@@ -46,6 +46,7 @@ from upr_protocol.wire import (
     Go,
     Hello,
     HelloReply,
+    Join,
     Lease,
     LeaseReply,
     ListBuckets,
@@ -109,6 +110,7 @@ _ADMIN: Final = (
     Stats,
     StatsReply,
     GetMap,
+    Join,
     MapReply,
     Refusal,
 )

@@ -19,7 +19,7 @@ from upr_protocol.wire.admin import (
     Stats,
     StatsReply,
 )
-from upr_protocol.wire.cluster import GetMap, MapReply, PartitionAnswers, ReplicaAck, SetMap
+from upr_protocol.wire.cluster import GetMap, Join, MapReply, PartitionAnswers, ReplicaAck, SetMap
 from upr_protocol.wire.frame import HEADER_BYTES, VERSION, FrameBuffer, Header
 from upr_protocol.wire.handshake import (
     Error,
@@ -104,6 +104,7 @@ MESSAGES: Final[dict[int, type[Message]]] = {
         StatsReply,
         GetMap,
         SetMap,
+        Join,
         MapReply,
         Refusal,
     )
@@ -145,6 +146,7 @@ __all__ = [
     "Header",
     "Hello",
     "HelloReply",
+    "Join",
     "Lease",
     "LeaseAction",
     "LeaseReply",

@@ -62,6 +62,23 @@ class SetMap(Message, frozen=True):
     document: str
 
 
+class Join(Message, frozen=True):
+    """Asks a node that does not hold a bucket yet to take its part in it: it asks the node at
+    `address` for the partition map, and carries that out. Whoever holds the bucket is given maps
+    with `SetMap`."""
+
+    opcode: ClassVar[int] = 0x22
+    sender: ClassVar[Sender] = Sender.CLIENT
+    answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
+    layout: ClassVar[Any] = cs.Struct(
+        "bucket" / text() * "the bucket's name",
+        "address" / text() * "`HOST:PORT` of a node that has the map",
+    )
+
+    bucket: str
+    address: str
+
+
 class PartitionAnswers(Message, frozen=True):
     """What publishers were answered to batches that are in the snapshot under way. Sent only on
     streams that ask for it, before `PartitionEnd`."""

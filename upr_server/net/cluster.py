@@ -30,6 +30,9 @@ class Cluster(Protocol):
     async def give(self, expected_revision: int, document: str) -> ClusterMap:
         """Carries out a map in place of that with `expected_revision`."""
 
+    async def join(self, bucket: str, address: str) -> ClusterMap:
+        """Asks another node for a bucket's map, and carries it out."""
+
     def restore(
         self,
         disk: BucketDisk,
@@ -70,6 +73,10 @@ class Alone:
         return False
 
     async def give(self, expected_revision: int, document: str) -> ClusterMap:  # noqa: ARG002
+        """See `Cluster`."""
+        raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
+
+    async def join(self, bucket: str, address: str) -> ClusterMap:  # noqa: ARG002
         """See `Cluster`."""
         raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
 

@@ -26,6 +26,7 @@ from upr_protocol.wire import (
     Get,
     GetMap,
     GetReply,
+    Join,
     Lease,
     LeaseAction,
     LeaseReply,
@@ -367,6 +368,14 @@ def _set_map(connection: Connection, request: SetMap) -> None:
     connection.in_turn(request, give)
 
 
+def _join(connection: Connection, request: Join) -> None:
+    async def join() -> None:
+        found = await connection.service.cluster.join(request.bucket, request.address)
+        connection.say(MapReply(found.revision, found.encode(), opaque=request.opaque))
+
+    connection.in_turn(request, join)
+
+
 def _lease(connection: Connection, request: Lease) -> None:
     disk = connection.disk
 
@@ -455,6 +464,7 @@ HANDLERS: Final[Mapping[type[Message], Callable[[Connection, Any], None]]] = {
     Stats: _stats,
     GetMap: _get_map,
     SetMap: _set_map,
+    Join: _join,
     ReplicaAck: _replica_ack,
 }
 """How each request is answered. A handler that raises `ServerError` has its request refused."""

@@ -9,8 +9,9 @@ import attrs
 import structlog
 import trio
 
+from upr_protocol.client import Address, fetch_map
 from upr_protocol.cluster import ClusterMap, ClusterMapError, Owners
-from upr_protocol.errors import ServerError, Status
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState
 from upr_server.engine import Partition
@@ -218,6 +219,29 @@ class Membership:
                     )
                 await self._carry_out(given)
         return given
+
+    async def join(self, bucket: str, address: str) -> ClusterMap:
+        """Asks another node for a bucket's map, and carries it out.
+
+        Raises:
+            ServerError: `BAD_ARGUMENT` when that node cannot be asked, or has no map; and what
+                `give` raises.
+        """
+        found = None
+        try:
+            found = await fetch_map(
+                Address.parse(f"upr://{address}/{bucket}"), identity=f"node:{self.node}"
+            )
+        except UprError as error:
+            raise ServerError(
+                Status.BAD_ARGUMENT, f"{address} cannot be asked for its map: {error}"
+            ) from error
+        if found is None:
+            raise ServerError(Status.BAD_ARGUMENT, f"{address} has no map of {bucket!r}")
+        await self.adopt(found)
+        held = self.map_of(bucket)
+        assert held is not None, "it was carried out, or a newer one is here"
+        return held
 
     async def adopt(self, found: ClusterMap) -> bool:
         """Carries out a peer's map, if it is newer than the one that is here.
