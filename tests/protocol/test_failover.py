@@ -396,6 +396,14 @@ class Histories(RuleBasedStateMachine):
         new.go_back(new.complete)
         new.log = new.log.branch(HistoryId(self.histories), new.complete)
 
+    @rule(node=st.integers(0, 2))
+    def take_over(self, node: int) -> None:
+        """Smoothly: the new active has all that the old one had, and goes on in its history."""
+        old, new = self.nodes[self.active], self.nodes[node]
+        if new.log == old.log and new.partial is None and new.highest == old.highest:
+            assert new.items == old.items
+            self.active = node
+
     @rule(lost=st.integers(1, 6))
     def crash(self, lost: int) -> None:
         """The active loses what it had not persisted, and begins a new history."""
@@ -466,6 +474,8 @@ def test_long_histories_meet_every_decision(seed: int) -> None:
                 histories.fail_over(random.randint(0, 2))
             elif chance < 0.32:
                 histories.crash(random.randint(1, 6))
+            elif chance < 0.4:
+                histories.take_over(random.randint(0, 2))
             else:
                 cut = random.choice([None, 0, 1, 2])
                 histories.stream(
