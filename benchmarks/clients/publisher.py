@@ -19,9 +19,13 @@ from upr_protocol.client import Publisher, publisher
 from upr_protocol.ids import Durability
 
 
-async def _publish(target: Publisher, batches: Iterable[Batch]) -> None:
-    """Publishes `batches` and waits for every answer."""
+async def _publish(target: Publisher, batches: Iterable[Batch], interval_s: float = 0.0) -> None:
+    """Publishes `batches`, one every `interval_s`, and waits for every answer."""
+    due = trio.current_time()
     for partition, chunk in batches:
+        if interval_s:
+            await trio.sleep_until(due)
+            due += interval_s
         await target.publish(partition, chunk)
     await target.flush()
 
@@ -50,14 +54,17 @@ class _Targets:
         way."""
         await _publish(self._publishers[0], drawn_batches(mutations, **_work(arguments)))
 
-    async def publish(self, batches: list[Batch], first: int, each: int) -> None:
+    async def publish(
+        self, batches: list[Batch], first: int, each: int, interval_s: float = 0.0
+    ) -> None:
         """Publishes `each` batches a connection, round and round from `first`; each connection
         begins elsewhere, so that they do not go hand in hand."""
         count = len(self._publishers)
         async with trio.open_nursery() as nursery:
             for index, target in enumerate(self._publishers):
                 start = (first + index * len(batches) // count) % len(batches)
-                nursery.start_soon(_publish, target, islice(cycle(batches), start, start + each))
+                some = islice(cycle(batches), start, start + each)
+                nursery.start_soon(_publish, target, some, interval_s)
 
 
 async def _serve(commands: Commands) -> None:
@@ -86,7 +93,9 @@ async def _serve(commands: Commands) -> None:
                 await targets.draw(arguments, command["draw"])
             else:
                 each = -(-command["mutations"] // (arguments["chunk_mutations"] * connections))
-                await targets.publish(batches, sent, each)
+                rate = command.get("rate", 0.0)
+                interval_s = arguments["chunk_mutations"] * connections / rate if rate else 0.0
+                await targets.publish(batches, sent, each, interval_s)
                 sent += each
             commands.answer(
                 seconds=time.monotonic() - begun,
@@ -97,5 +106,6 @@ async def _serve(commands: Commands) -> None:
 
 def serve(commands: Commands) -> None:
     """`fill` publishes every key once; `draw` that many, in chunks that are made on the way;
-    `mutations` that many, in prepared chunks. The answer comes when all are acknowledged."""
+    `mutations` that many, in prepared chunks, at `rate` a second if that is given. The answer comes
+    when all are acknowledged."""
     trio.run(_serve, commands)

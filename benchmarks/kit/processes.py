@@ -94,6 +94,7 @@ class UprServer(Process):
         partitions: The bucket's.
         quota_bytes: The bucket's; by default far from what any row uses.
         data_dir: Where it keeps its data, left there afterwards; by default a folder of its own.
+        node: What partition maps call it.
 
     Attributes:
         port: Where it listens.
@@ -107,13 +108,19 @@ class UprServer(Process):
     ROLES: Final = ("server", "writer", "reader")
 
     def __init__(
-        self, *, partitions: int, quota_bytes: int = 16 << 30, data_dir: Path | None = None
+        self,
+        *,
+        partitions: int,
+        quota_bytes: int = 16 << 30,
+        data_dir: Path | None = None,
+        node: str = "",
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.data_dir = Path(self._folder.name) / "data" if data_dir is None else data_dir
         config = Path(self._folder.name) / "server.toml"
         config.write_text(
-            f'listen = "{HOST}:0"\nlog_level = "warning"\ndata_dir = "{self.data_dir}"\n'
+            f'listen = "{HOST}:0"\nnode = "{node}"\nlog_level = "warning"\n'
+            f'data_dir = "{self.data_dir}"\n'
             f'[[buckets]]\nname = "{self.BUCKET}"\n'
             f"partitions = {partitions}\nquota_bytes = {quota_bytes}\n"
         )

@@ -1,0 +1,289 @@
+"""What replication asks of the engine: to stand where the disk stands, answers, reports."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_server.engine import BackfillNeeded, Partition, SnapshotEnd, WriterToken
+from upr_server.engine.memory import Memory
+from upr_server.engine.replica_reports import ReplicaReports
+from upr_server.engine.writers import BATCHES_MAX, Writers
+
+NOW: Final = 1e9
+
+
+def partition(memory: Memory | None = None) -> Partition:
+    ids = count(1)
+    made = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
+    made.keep_news()
+    return made
+
+
+def write(one: Partition, *keys: bytes, expiry: int = 0) -> None:
+    rows = [Mutation(Operation.SET, key, b"value", expiry=expiry) for key in keys]
+    assert one.mutate(Chunk.build(rows), now=NOW).status is Status.OK
+
+
+def persist(one: Partition) -> None:
+    """All that there is goes to disk."""
+    cursor = one.manager.persistence
+    while (item := cursor.next()) is not None:
+        if isinstance(item, SnapshotEnd):
+            cursor.commit(item.end)
+
+
+def check_memory(one: Partition, memory: Memory) -> None:
+    one.check_invariants()
+    recount = Memory()
+    one.recount(recount)
+    assert recount == memory
+
+
+def test_what_the_disk_has_is_let_go() -> None:
+    memory = Memory()
+    one = partition(memory)
+    write(one, b"a", b"b", expiry=int(NOW) + 10)
+    persist(one)
+    write(one, b"a", b"c")
+    persist(one)
+    one.become(PartitionState.REPLICA, one.failover_log)
+    one.stand_at(SeqNo(4))
+    check_memory(one, memory)
+    assert memory.arrays == memory.encoded == memory.table == memory.expiries == 0
+    assert (one.high_seq, one.snapshot_end, one.manager.oldest) == (4, 4, 4)
+    assert one.manager.persistence.committed == 4
+    assert one.next_expiry() is None
+    one.stand_at(SeqNo(9), Cas(1 << 60))
+    check_memory(one, memory)
+    assert one.high_seq == 9
+    assert one.last_cas == 1 << 60
+    assert not one.can_be_asked, "its index has to come there first"
+
+
+def test_nothing_is_let_go_that_the_disk_does_not_have() -> None:
+    one = partition()
+    write(one, b"a")
+    with pytest.raises(ValueError, match="the disk has 0 of 1"):
+        one.stand_at(SeqNo(1))
+    assert one.high_seq == 1
+
+
+def test_readers_go_on_from_disk() -> None:
+    one = partition()
+    write(one, b"a")
+    persist(one)
+    woken: list[str] = []
+    reading = one.manager.register("reading", SeqNo(0)).cursor
+    reading.next()
+    waiting = one.manager.register("waiting", SeqNo(1), on_ready=lambda: woken.append("it")).cursor
+    assert waiting.next() is None
+    one.become(PartitionState.REPLICA, one.failover_log)
+    one.stand_at(SeqNo(5))
+    assert woken == ["it"]
+    assert waiting.next() == BackfillNeeded(SeqNo(1), SeqNo(5))
+    assert reading.next() == BackfillNeeded(SeqNo(0), SeqNo(5))
+    for cursor in (waiting, reading):
+        cursor.close()
+    one.check_invariants()
+    again = one.manager.register("again", SeqNo(5)).cursor
+    assert again.next() is None
+
+
+def test_it_takes_writes_again_when_it_is_active_again() -> None:
+    memory = Memory()
+    one = partition(memory)
+    write(one, b"a")
+    persist(one)
+    one.become(PartitionState.REPLICA, one.failover_log)
+    one.stand_at(SeqNo(7), Cas(2 * 10**18))
+    rows = [Mutation(Operation.SET, b"a", b"")]
+    assert one.mutate(Chunk.build(rows), now=NOW).status is Status.WRONG_STATE
+    one.become(PartitionState.ACTIVE, one.failover_log.branch(HistoryId(99), SeqNo(7)))
+    result = one.mutate(Chunk.build(rows), now=NOW)
+    assert (result.first_seq, result.history_id) == (8, 99)
+    assert result.first_cas > 2 * 10**18, "the CAS never falls"
+    check_memory(one, memory)
+
+
+def test_a_cut_forgets_the_answers_above_it() -> None:
+    memory = Memory()
+    one = partition(memory)
+    writer = bytes(16)
+    for counter, key in enumerate((b"a", b"b", b"c"), 1):
+        chunk = Chunk.build([Mutation(Operation.SET, key, b"")])
+        one.mutate(chunk, now=NOW, writer=WriterToken(writer, counter))
+    persist(one)
+    one.become(PartitionState.REPLICA, one.failover_log)
+    one.stand_at(SeqNo(3))
+    assert one.cut(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
+    assert [row[:3] for row in one.answers(SeqNo(0), SeqNo(9))] == [(writer, 1, 1)]
+    check_memory(one, memory)
+    assert one.cut(SeqNo(0)) == [WriterToken(writer, 1)]
+    assert one.answers(SeqNo(0), SeqNo(9)) == []
+    check_memory(one, memory)
+
+
+class Replicated(RuleBasedStateMachine):
+    """One partition's answers are given to another, which is cut like the first. All are within the
+    window: what later answers have pushed out does not come back when these are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories = Memory(), Memory()
+        self.source, self.replica = map(Writers, self.memories)
+        self.source.keep_news()
+        self.replica.keep_news()
+        self.high = 0
+        self.copied = 0
+        self.counters: dict[bytes, int] = {}
+        self.given: list[tuple[int, WriterToken, bytes]] = []
+        """Every answer that counts, in order."""
+
+    @rule(
+        who=st.integers(0, 2),
+        skipped=st.integers(0, 2),
+        moves=st.integers(0, 2),
+        size=st.sampled_from([10, 1_000]),
+    )
+    def remember(self, who: int, skipped: int, moves: int, size: int) -> None:
+        writer = bytes([who]) * 16
+        self.counters[writer] = counter = self.counters.get(writer, 0) + 1 + skipped
+        self.high += moves
+        token, answer = WriterToken(writer, counter), bytes([len(self.given) % 256]) * size
+        self.source.remember(token, answer, self.high)
+        self.given.append((self.high, token, answer))
+
+    @rule()
+    def copy(self) -> None:
+        """A snapshot that ends at the high number is streamed."""
+        for writer, counter, seq, answer in self.source.between(self.copied, self.high):
+            newest = self.replica.newest(writer)
+            if newest is None or newest[0].counter < counter:
+                self.replica.remember(WriterToken(writer, counter), answer, seq)
+        self.copied = self.high
+        self.replica.take_news(self.high)
+        assert self.replica.between(0, self.high) == self.source.between(0, self.high)
+
+    @rule(at=st.floats(0, 1))
+    def cut(self, at: float) -> None:
+        """Both go back."""
+        self.copy()
+        to = int(at * self.high)
+        gone = [token for high, token, _ in self.given if high > to]
+        known = set(self.source.cut(to))
+        assert known <= set(gone)
+        assert {
+            token for high, token, _ in self.given if high > to and self.recalled(token)
+        } == set()
+        self.replica.cut(to)
+        self.given = [one for one in self.given if one[0] <= to]
+        self.high = self.copied = to
+
+    def recalled(self, token: WriterToken) -> bool:
+        return self.source.recall(token)[0] is not None
+
+    @invariant()
+    def the_newest_are_there(self) -> None:
+        for writer in self.counters:
+            mine = [
+                (high, token, answer)
+                for high, token, answer in self.given
+                if token.writer == writer
+            ]
+            if mine:
+                high, token, answer = mine[-1]
+                assert self.source.recall(token)[0] == answer
+                assert (writer, token.counter, high, answer) in self.source.between(0, self.high)
+        found = self.source.between(0, self.high)
+        assert [row[2] for row in found] == sorted(row[2] for row in found)
+        assert len(found) <= BATCHES_MAX * len(self.counters)
+
+    @invariant()
+    def they_are_whole(self) -> None:
+        for writers, memory in zip((self.source, self.replica), self.memories, strict=True):
+            writers.check_invariants()
+            assert memory.writers == writers.nbytes
+
+
+TestReplicated = Replicated.TestCase
+TestReplicated.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@settings(max_examples=200)
+@given(
+    reports=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 9)), max_size=12
+    ),
+    waits=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 3), st.booleans(), st.integers(0, 12)),
+        max_size=6,
+    ),
+)
+def test_who_waits_is_called_once_enough_replicas_have_it(
+    reports: list[tuple[str, int, int]], waits: list[tuple[int, int, bool, int]]
+) -> None:
+    one = ReplicaReports()
+    told: dict[int, bool] = {}
+    newest: dict[str, tuple[int, int]] = {}
+    expected: dict[int, bool] = {}
+    for at in range(13):
+        for index, (seq, copies, persisted, begin) in enumerate(waits):
+            if begin == at:
+
+                def call(met: bool, index: int = index) -> None:
+                    assert index not in told
+                    told[index] = met
+
+                one.when(SeqNo(seq), copies, persisted=persisted, deadline=99.0, call=call)
+        for index, (seq, copies, persisted, begin) in enumerate(waits):
+            have = sum(report[persisted] >= seq for report in newest.values())
+            if begin <= at and have >= copies:
+                expected.setdefault(index, True)
+        assert told == expected
+        if at < len(reports):
+            name, received, behind = reports[at]
+            newest[name] = received, max(0, received - behind)
+            one.report(name, SeqNo(received), SeqNo(newest[name][1]))
+            for index, (seq, copies, persisted, begin) in enumerate(waits):
+                have = sum(report[persisted] >= seq for report in newest.values())
+                if begin <= at and have >= copies:
+                    expected.setdefault(index, True)
+            assert told == expected
+        for copies in (1, 2, 3):
+            ranked = sorted((report[0] for report in newest.values()), reverse=True)
+            assert one.reached(copies) == (ranked[copies - 1] if copies <= len(ranked) else 0)
+    waiting = set(range(len(waits))) - set(told)
+    one.give_up(98.0)
+    assert set(told) == set(range(len(waits))) - waiting
+    one.give_up(99.0)
+    assert all(told[index] is False for index in waiting)
+    assert not one.waiting
+
+
+def test_another_history_promises_nothing() -> None:
+    one, told = ReplicaReports(), list[bool]()
+    one.report("a", SeqNo(5), SeqNo(5))
+    one.when(SeqNo(9), 1, persisted=False, deadline=9.0, call=told.append)
+    one.clear()
+    assert told == [False]
+    assert one.reached(1) == 0
+
+
+def test_an_old_connection_takes_no_report_with_it() -> None:
+    one = ReplicaReports()
+    old, new = object(), object()
+    one.report("a", SeqNo(5), SeqNo(5), old)
+    one.report("a", SeqNo(6), SeqNo(5), new)
+    one.forget("a", old)
+    assert one.reached(1) == 6
+    one.forget("a", new)
+    assert one.reached(1) == 0
