@@ -549,10 +549,15 @@ class Partition:
     # What this node is for it.
 
     def become(self, state: PartitionState, failover_log: FailoverLog) -> None:
-        """Has another state from now on, and the log that goes with it."""
+        """Has another state from now on, and the log that goes with it.
+
+        Who hands over is still followed, and what its replicas report still counts.
+        """
+        leads = state in (PartitionState.ACTIVE, PartitionState.PENDING)
+        if not leads or failover_log != self.failover_log:
+            self.replicas.clear()
         self.state = state
         self.failover_log = failover_log
-        self.replicas.clear()
 
     def stand_at(self, seq: SeqNo, last_cas: Cas = Cas(0)) -> None:
         """Keeps nothing in memory: the disk has everything up to `seq`. A replica does with each
