@@ -17,6 +17,8 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.client import (
     Address,
     ChunkReceived,
+    ResumeState,
+    RolledBack,
     SnapshotEnd,
     SnapshotStart,
     connect,
@@ -36,6 +38,7 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_server.engine import Partition, WriterToken
+from upr_server.storage.simulated_store import SimulatedRoom
 
 P = 4
 
@@ -113,6 +116,30 @@ async def test_consumers_follow_a_replica() -> None:
                 if len(found) == 300 and not inside:
                     break
         assert found == {b"key %d" % n: b"value %d" % n for n in range(300)}
+
+
+async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        async with consume(one.nodes["a"].url, end="now") as consumer:
+            async for _ in consumer:
+                pass
+            state = consumer.resume_state
+        for name in "bc":
+            await one.nodes[name].kill()
+        one.nodes["b"].room = SimulatedRoom()
+        await one.start("b")
+        # It is to follow one that is down.
+        await one.share([Owners("a", {"b": "c", "c": ""})] * P)
+        with pytest.raises(ServerError, match="has not heard of its master yet"):
+            await follow(one.nodes["b"].url, state)
+
+
+async def follow(url: str, state: ResumeState) -> None:
+    async with consume(url, state=PartitionState.REPLICA, resume=state, patience_s=0.5) as consumer:
+        async for event in consumer:
+            assert not isinstance(event, RolledBack)
 
 
 async def test_a_node_that_comes_back_goes_on_from_its_disk() -> None:

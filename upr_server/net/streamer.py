@@ -101,6 +101,15 @@ class Streamer:
                 partition,
             )
             return
+        if not partition.failover_log.entries:
+            self._answer(
+                request,
+                Status.SEQ_TOO_HIGH,
+                SeqNo(0),
+                "this replica has not heard of its master yet",
+                partition,
+            )
+            return
         # In what a lease holds no deletion was forgotten, wherever in it the client goes on.
         purge_seq = SeqNo(0) if request.lease_id else partition.purge_seq
         decision = decide_start(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from upr_protocol.chunk import Chunk
+from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import Cas, HistoryId, PartitionState, SeqNo
 from upr_server.storage.records import PartialRecord, PartitionRecord
@@ -104,7 +105,7 @@ class Incoming:
     def add(self, chunk: Chunk) -> None:
         """Some of it came."""
         if chunk.start != self.received:
-            raise ValueError(f"{chunk!r} does not follow {self.received}")
+            raise RemoteProtocolError(f"{chunk!r} does not follow {self.received}")
         self._chunks.append(chunk)
         self.nbytes += chunk.nbytes
         self.received = chunk.end
@@ -120,7 +121,9 @@ class Incoming:
     def finish(self, end: SeqNo) -> None:
         """The snapshot is complete."""
         if end != self.received:
-            raise ValueError(f"a snapshot ends at {end}, where {self.received} was received")
+            raise RemoteProtocolError(
+                f"a snapshot ends at {end}, where {self.received} was received"
+            )
         self.high = end
         self._partial = None
         self._ends.append(end)

@@ -149,6 +149,8 @@ class BucketDisk:
     async def expire(self, now: float) -> None:
         """Makes deletions of items that the disk says have expired. As these stay in memory until
         they are indexed, it goes on another time when memory is short."""
+        if all(one.state is not PartitionState.ACTIVE for one in self.bucket.partitions):
+            return
         after, more = b"", True
         while more and self.bucket.relief() is Relief.NOTHING:
             pins = {partition.id: partition.pin() for partition in self.bucket.partitions}
