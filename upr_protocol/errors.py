@@ -158,14 +158,16 @@ class ServerError(UprError):
     Attributes:
         status: Why.
         sentence: What happened, without the advice that the exception's text adds.
+        map_revision: The revision of the server's partition map, as far as it told; or 0.
     """
 
-    def __init__(self, status: Status, sentence: str = "") -> None:
+    def __init__(self, status: Status, sentence: str = "", map_revision: int = 0) -> None:
         sentence = sentence or status.name.replace("_", " ").lower()
         advice = ADVICE.get(status)
         super().__init__(f"{sentence}: {advice}" if advice else sentence)
         self.status = status
         self.sentence = sentence
+        self.map_revision = map_revision
 
 
 class ClosedError(UprError):

@@ -19,6 +19,8 @@ from upr_protocol.client import Address, AddressError
         ("upr://host:12/", Address("host", 12, "")),
         ("UPR://Host:12/B", Address("host", 12, "B")),
         ("upr://host/%C3%A4", Address("host", 12000, "ä")),
+        ("upr://a:1,b/b", Address("a", 1, "b", (("b", 12000),))),
+        ("upr://a,[::1]:7,c:3/b", Address("a", 12000, "b", (("::1", 7), ("c", 3)))),
     ],
 )
 def test_what_is_an_address(url: str, address: Address) -> None:
@@ -32,6 +34,10 @@ def test_what_is_an_address(url: str, address: Address) -> None:
         ("localhost:12000/b", "does not begin with upr://"),
         ("http://localhost/b", "does not begin with upr://"),
         ("upr:///b", "the host is missing"),
+        ("upr://a,/b", "the host is missing"),
+        ("upr://,a/b", "the host is missing"),
+        ("upr://a:1,b:0/b", "the port is 1 to 65535"),
+        ("upr://a:1,me@b/b", "only a host, a port and a bucket"),
         ("upr://:12/b", "the host is missing"),
         ("upr://host:0/b", "the port is 1 to 65535"),
         ("upr://host:65536/b", "Port out of range"),
@@ -74,3 +80,10 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
             Address.parse(url)
         except AddressError:
             continue
+
+
+def test_each_node_has_an_address_of_its_own() -> None:
+    address = Address.parse("upr://a:1,b:2,a:1/bucket")
+    assert address.each() == [Address("a", 1, "bucket"), Address("b", 2, "bucket")]
+    assert address.of_node("[::1]:5") == Address("::1", 5, "bucket")
+    assert str(address) == "upr://a:1,b:2,a:1/bucket"

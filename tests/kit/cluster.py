@@ -208,7 +208,12 @@ class TestCluster:
                 continue
             found |= {number: {} for number in numbers}
             async with consume(
-                node.url, partitions=numbers, state=state, end="now", identity="replica:test"
+                node.url,
+                partitions=numbers,
+                state=state,
+                end="now",
+                identity="replica:test",
+                by_map=False,
             ) as consumer:
                 async for event in consumer:
                     if isinstance(event, ChunkReceived):

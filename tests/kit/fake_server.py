@@ -14,6 +14,7 @@ import trio
 
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, Retry, RollBack, decide_start
 from upr_protocol.hashing import partition_of
@@ -27,9 +28,11 @@ from upr_protocol.wire import (
     Credit,
     DeleteBucket,
     Get,
+    GetMap,
     GetReply,
     ListBuckets,
     ListBucketsReply,
+    MapReply,
     Message,
     Mutate,
     Open,
@@ -57,6 +60,7 @@ _NOTHING = SeqNo(0)
 
 @attrs.define
 class _Stream:
+    state: PartitionState
     seq: SeqNo
     end_seq: SeqNo
     at_least: SeqNo
@@ -102,6 +106,28 @@ class FakeServer:
         self.paused = False
         """Whether nothing is streamed, and no barrier comes back."""
 
+        self.name = ""
+        self.map: ClusterMap | None = None
+        """The partition map that it has; None: it holds the bucket alone."""
+        self.peers: list[FakeServer] = [self]
+        """Those that have the same partitions."""
+
+    @property
+    def map_revision(self) -> int:
+        return 0 if self.map is None else self.map.revision
+
+    def state_of(self, partition: PartitionId) -> PartitionState:
+        """What it is for a partition."""
+        if self.map is None:
+            return self.partitions[partition].state
+        return self.map.partitions[partition].state_of(self.name)
+
+    def set_map(self, new: ClusterMap) -> None:
+        """Takes another map: streams of partitions that it is something else for end."""
+        self.map = new
+        for connection in list(self.connections):
+            connection.end_changed()
+
     def partition_of(self, key: bytes) -> FakePartition:
         return self.partitions[partition_of(key, len(self.partitions))]
 
@@ -120,9 +146,10 @@ class FakeServer:
         self.changed(partition.id)
 
     def changed(self, partition: PartitionId) -> None:
-        for connection in self.connections:
-            connection.session.ready(partition)
-            connection.wake()
+        for server in self.peers:
+            for connection in server.connections:
+                connection.session.ready(partition)
+                connection.wake()
 
     def resume(self) -> None:
         """Streaming goes on."""
@@ -267,6 +294,22 @@ class FakeConnection:
             self._end(number, status)
         self.wake()
 
+    def end_changed(self) -> None:
+        """Ends the streams of partitions that are not what was asked for any more."""
+        for number, stream in list(self._streams.items()):
+            if self._server.state_of(number) is not stream.state:
+                self._end(number, Status.STATE_CHANGED)
+        self.wake()
+
+    def _misdirected(self, message: Message, state: PartitionState) -> bool:
+        """Whether the partition is not `state` here; then that is the answer."""
+        found = self._server.state_of(message.partition)
+        if found is state:
+            return False
+        dead = found is PartitionState.DEAD
+        self._refuse(message, Status.NOT_MY_PARTITION if dead else Status.WRONG_STATE)
+        return True
+
     # Requests.
 
     def _handle(self, message: Message) -> None:
@@ -287,12 +330,13 @@ class FakeConnection:
         if isinstance(message, Stream):
             reply = StreamReply(
                 _NOTHING, "told to", FailoverLog(), partition=message.partition,
-                opaque=message.opaque, status=status,
+                opaque=message.opaque, status=status, map_revision=self._server.map_revision,
             )  # fmt: skip
         else:
             reply = Refusal(
-                "told to", partition=message.partition, opaque=message.opaque, status=status
-            )
+                "told to", self._server.map_revision, partition=message.partition,
+                opaque=message.opaque, status=status,
+            )  # fmt: skip
         self.session.send(reply)
 
     def _on_open(self, message: Open) -> None:
@@ -315,18 +359,19 @@ class FakeConnection:
             partition = server.partitions[number]
             self.session.send(
                 PartitionLog(
-                    partition.state, partition.high, _NOTHING, _NOTHING, partition.log,
-                    partition=partition.id, opaque=message.opaque,
+                    server.state_of(partition.id), partition.high, _NOTHING, _NOTHING,
+                    partition.log, partition=partition.id, opaque=message.opaque,
                 )
             )  # fmt: skip
-        self.session.send(Opened(len(server.partitions), 1, opaque=message.opaque))
+        self.session.send(
+            Opened(len(server.partitions), server.map_revision, opaque=message.opaque)
+        )
         if server.credit_bytes:
             self.session.send(Credit(server.credit_bytes))
 
     def _on_stream(self, message: Stream) -> None:
         partition = self._server.partitions[message.partition]
-        if partition.state is not message.state:
-            self._refuse(message, Status.WRONG_STATE)
+        if self._misdirected(message, message.state):
             return
         decision = decide_start(partition.log, partition.high, _NOTHING, message.position)
         if isinstance(decision, Retry):
@@ -344,6 +389,7 @@ class FakeConnection:
         if isinstance(decision, Retry | RollBack):
             return
         self._streams[partition.id] = _Stream(
+            message.state,
             decision.seq,
             message.end_seq,
             decision.end_at_least,
@@ -358,7 +404,15 @@ class FakeConnection:
     def _on_closestream(self, message: Message) -> None:
         self._end(message.partition, Status.STREAM_CLOSED)
 
+    def _on_getmap(self, message: GetMap) -> None:
+        document = "" if self._server.map is None else self._server.map.encode()
+        self.session.send(MapReply(self._server.map_revision, document, opaque=message.opaque))
+
     def _on_mutate(self, message: Mutate) -> None:
+        if self._misdirected(message, PartitionState.ACTIVE):
+            if self._server.pays:
+                self.session.send(Credit(message.chunk.nbytes + 24 + 32))
+            return
         partition = self._server.partitions[message.partition]
         reply = partition.mutate(message.chunk, message.writer, message.counter)
         if isinstance(reply, Status):
@@ -375,6 +429,8 @@ class FakeConnection:
         self._server.reports.append(message)
 
     def _on_get(self, message: Get) -> None:
+        if self._misdirected(message, PartitionState.ACTIVE):
+            return
         partition = self._server.partitions[message.partition]
         if message.history_id not in (0, partition.log.current):
             self._refuse(message, Status.HISTORY_CHANGED)
@@ -401,10 +457,13 @@ class FakeConnection:
             (p.id, p.log.current, p.high, 0, 0)
             for p in self._server.partitions
             if not message.partitions or p.id in message.partitions
+            if self._server.state_of(p.id) is not PartitionState.DEAD
         )
         self.session.send(SeqnosReply(rows, opaque=message.opaque))
 
     def _on_await(self, message: Await) -> None:
+        if self._misdirected(message, PartitionState.ACTIVE):
+            return
         self.session.send(
             AwaitReply(message.seq, partition=message.partition, opaque=message.opaque)
         )

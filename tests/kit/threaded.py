@@ -10,8 +10,11 @@ from typing import TypeVar
 
 import trio
 
+from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_net import ENDLESS
 from tests.kit.fake_server import FakeServer
+from upr_protocol.client import Address
+from upr_protocol.cluster import Owners
 
 T = TypeVar("T")
 
@@ -123,3 +126,43 @@ class ShortLived(trio.abc.Stream):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+class ThreadedCluster:
+    """A `FakeCluster` in a thread, and the way to it.
+
+    Attributes:
+        cluster: The cluster; changed through `thread.call`.
+        thread: Where it runs.
+        down: Nodes whose connections are refused.
+    """
+
+    def __init__(self, thread: TrioThread, names: str, partition_count: int) -> None:
+        self.cluster = FakeCluster(thread.nursery, names, partition_count)
+        self.thread = thread
+        self.down: set[str] = set()
+
+    def dial(self, address: Address, timeout_s: float) -> socket.socket:
+        if address.host in self.down or address.host not in self.cluster.nets:
+            raise ConnectionRefusedError("nobody is there")
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self.thread.call(lambda: self._accept(address.host, theirs))
+        return ours
+
+    def _accept(self, name: str, theirs: socket.socket) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+        self.thread.nursery.start_soon(self.cluster.server(name).serve, stream)
+
+    def move(self, changed: dict[int, Owners], *, tell: str | None = None) -> None:
+        """See `FakeCluster`."""
+        self.thread.call(lambda: self.cluster.move(changed, tell=tell))
+
+    def kill(self, name: str) -> None:
+        """A node is gone."""
+        self.down.add(name)
+        self.thread.call(lambda: self._cut(name))
+
+    def _cut(self, name: str) -> None:
+        for connection in self.cluster.server(name).connections:
+            connection.scope.cancel()

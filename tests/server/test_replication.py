@@ -44,7 +44,7 @@ P = 4
 
 
 async def write(one: TestCluster, name: str, count: int, value: str = "value") -> None:
-    async with connect(one.nodes[name].url) as client:
+    async with connect(one.nodes[name].url, by_map=False) as client:
         for number in range(count):
             await client.set(f"key {number}", f"{value} {number}")
 
@@ -161,7 +161,7 @@ async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
         await one.start("a")
         await eventually(lambda: not unconfirmed(one, "a"), "a peer confirms the map")
         assert {p.state for p in one.nodes["a"].held} == {PartitionState.PENDING}
-        async with connect(one.nodes["a"].url) as client:
+        async with connect(one.nodes["a"].url, by_map=False) as client:
             with pytest.raises(ServerError) as refused:
                 await client.set("key", "value")
         assert refused.value.status is Status.NOT_MY_PARTITION
@@ -248,7 +248,7 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
     async with cluster() as one:
         batches: list[tuple[PartitionId, Chunk]] = []
         deltas = CounterDelta(1, 1).encode()
-        async with publisher(one.nodes["a"].url) as sender:
+        async with publisher(one.nodes["a"].url, by_map=False) as sender:
             for _ in range(20):
                 for number in range(P):
                     row = Mutation(Operation.INCREMENT, key_in(number), deltas)
@@ -272,7 +272,7 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
 
 
 async def test_levels() -> None:
-    async with cluster() as one, connect(one.nodes["a"].url) as client:
+    async with cluster() as one, connect(one.nodes["a"].url, by_map=False) as client:
         for level in (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED):
             for copies in (1, 2):
                 written = await client.set(
@@ -355,7 +355,7 @@ async def publish_for(one: TestCluster, load: Load, draw: Random, count: int, wh
         value = load.sent[key]
         try:
             with trio.move_on_after(1) as patience:
-                async with connect(node.url) as client:
+                async with connect(node.url, by_map=False) as client:
                     await client.set(
                         key,
                         str(value),

@@ -38,7 +38,7 @@ from upr_protocol.client.events import (
 from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.maps import fetch_map, give_map
 from upr_protocol.client.outbox import Batch
-from upr_protocol.client.outcome import Failure, Written
+from upr_protocol.client.outcome import Failure, NotDurableError, Written
 from upr_protocol.client.publisher import (
     Publisher,
     PublishError,
@@ -73,6 +73,7 @@ __all__ = [
     "Item",
     "LeasedRange",
     "MemoryStore",
+    "NotDurableError",
     "PartitionInfo",
     "PartitionNumbers",
     "PublishError",

@@ -1,4 +1,8 @@
-"""Where a server is, and which of its buckets is meant: `upr://host:port/bucket`."""
+"""Where servers are, and which of their buckets is meant: `upr://host:port/bucket`.
+
+Where several nodes hold a bucket, any of them tells which holds what; an address may name some of
+them, `upr://host:port,host:port/bucket`, so that one that is away does not matter.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +30,46 @@ class Address:
         host: A name, an IPv4 address, or an IPv6 address without its brackets.
         port: 1 to 65,535.
         bucket: The bucket's name; empty when none is named.
+        others: More nodes that hold the bucket, as host and port.
     """
 
     host: str
     port: int
     bucket: str = ""
+    others: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """The address in `url`; the port may be left out, the bucket too.
+        """The address in `url`; the ports may be left out, the bucket too.
 
         Raises:
             AddressError: It is none; the message says what is wrong and what one looks like.
         """
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
         except ValueError as error:
             raise _wrong(url, str(error)) from error
         if parts.scheme != "upr":
             raise _wrong(url, "it does not begin with upr://")
-        if not host:
-            raise _wrong(url, "the host is missing")
-        if port == 0:
-            raise _wrong(url, "the port is 1 to 65535")
-        if parts.username is not None or parts.query or parts.fragment:
+        if "@" in parts.netloc or parts.query or parts.fragment:
             raise _wrong(url, "it has only a host, a port and a bucket")
+        first, *others = [_node(url, text) for text in parts.netloc.split(",")]
         bucket = unquote(parts.path.strip("/"))
         if "/" in bucket:
             raise _wrong(url, "a bucket's name has no slash")
         if len(bucket.encode()) > BUCKET_NAME_BYTES_MAX:
             raise _wrong(url, f"a bucket's name is at most {BUCKET_NAME_BYTES_MAX} bytes")
-        return cls(host, PORT_DEFAULT if port is None else port, bucket)
+        return cls(*first, bucket, tuple(others))
+
+    def each(self) -> list[Self]:
+        """An address for each node that it names."""
+        nodes = ((self.host, self.port), *self.others)
+        return [type(self)(host, port, self.bucket) for host, port in dict.fromkeys(nodes)]
+
+    def of_node(self, node: str) -> Self:
+        """The same bucket at another node, which is given as HOST:PORT."""
+        host, port = _node(f"upr://{node}", node)
+        return type(self)(host, port, self.bucket)
 
     def with_bucket(self) -> Self:
         """This address, when it names a bucket.
@@ -70,8 +82,26 @@ class Address:
         return self
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"upr://{host}:{self.port}/{self.bucket}"
+        nodes = ((self.host, self.port), *self.others)
+        return f"upr://{','.join(_node_text(*node) for node in nodes)}/{self.bucket}"
+
+
+def _node(url: str, text: str) -> tuple[str, int]:
+    """The host and the port that `text` names."""
+    try:
+        parts = urlsplit(f"upr://{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise _wrong(url, str(error)) from error
+    if not host:
+        raise _wrong(url, "the host is missing")
+    if port == 0:
+        raise _wrong(url, "the port is 1 to 65535")
+    return host, PORT_DEFAULT if port is None else port
+
+
+def _node_text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _wrong(url: str, why: str) -> AddressError:

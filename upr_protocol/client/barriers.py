@@ -7,7 +7,7 @@ from itertools import count
 import trio
 
 from upr_protocol.client.events import BarrierReached
-from upr_protocol.client.feed import Feed
+from upr_protocol.client.feeds import Feeds
 from upr_protocol.errors import UprError
 from upr_protocol.limits import OPEN_BARRIERS_MAX
 
@@ -27,13 +27,13 @@ class Barriers:
     """Sends barriers and brings each back to the one who waits for it.
 
     Args:
-        feed: What sends them.
+        feeds: What sends them.
     """
 
-    __slots__ = ("_back", "_cookies", "_error", "_feed", "_waiters")
+    __slots__ = ("_back", "_cookies", "_error", "_feeds", "_waiters")
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    def __init__(self, feeds: Feeds) -> None:
+        self._feeds = feeds
         self._cookies = count(1)
         # None for a barrier that is not waited for any more.
         self._waiters: dict[bytes, _Waiter | None] = {}
@@ -52,13 +52,13 @@ class Barriers:
         Raises:
             UprError: What `end` was given.
         """
-        follower = self._feed.follower
-        while self._error is None and follower.open_barriers >= OPEN_BARRIERS_MAX:
+        rounds = self._feeds.course.rounds
+        while self._error is None and len(rounds) >= OPEN_BARRIERS_MAX:
             await self._back.wait()
         if self._error is not None:
             raise self._error
         cookie = self.new_cookie()
-        self._feed.barrier(cookie)
+        self._feeds.barrier(cookie)
         waiter = self._waiters[cookie] = _Waiter()
         try:
             await waiter.event.wait()

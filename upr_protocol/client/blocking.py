@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -14,6 +14,7 @@ from upr_protocol.client import calls
 from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
 from upr_protocol.client.blocking_consumer import BlockingConsumer
+from upr_protocol.client.blocking_fleet import BlockingFleet
 from upr_protocol.client.blocking_link import (
     BLOCKING_IDLE_INTERVAL_S,
     BlockingLink,
@@ -21,6 +22,7 @@ from upr_protocol.client.blocking_link import (
     SocketOptions,
     dial_socket,
 )
+from upr_protocol.client.blocking_post import BlockingPost
 from upr_protocol.client.calls import (
     BucketInfo,
     Call,
@@ -28,19 +30,27 @@ from upr_protocol.client.calls import (
     PartitionInfo,
     PartitionNumbers,
 )
+from upr_protocol.client.courier import ELSEWHERE
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import BUFFER_BYTES_DEFAULT, Batch, Outbox, OutboxLimits
-from upr_protocol.client.outcome import Failure, Written
+from upr_protocol.client.outcome import Failure, Written, status_of
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.rows import Rows
 from upr_protocol.client.wishes import End
 from upr_protocol.client.writer import Writer
-from upr_protocol.errors import ClosedError, LocalProtocolError, ServerError, Status, UprError
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    ServerError,
+    Status,
+    UprError,
+)
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
-from upr_protocol.wire import LeaseAction, Message, Mutate, MutateReply
+from upr_protocol.wire import LeaseAction, Message, Mutate, MutateReply, Refusal
 
 T = TypeVar("T")
 
@@ -106,8 +116,7 @@ class BlockingClient:
         self._draw = draw
         self._sleep = sleep
         self._writer = Writer()
-        self._link: BlockingLink | None = None
-        self._was_connected = False
+        self._fleet = BlockingFleet(self.address, self.options, draw)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -125,16 +134,12 @@ class BlockingClient:
     def close(self) -> None:
         """Closes the connection; the client is of no use afterwards. Closing again does nothing."""
         self._closed = True
-        if self._link is not None:
-            self._link.close()
+        self._fleet.close()
 
     def _connected(self) -> BlockingLink:
         if self._closed:
             raise ClosedError("the client was closed")
-        if self._link is None or self._link.failure is not None:
-            self._link = BlockingLink(self.address, self.options)
-            self._was_connected = True
-        return self._link
+        return self._fleet.any()
 
     def connect(self) -> None:
         """Connects if it is not connected; for as long as `patience_s` it tries again.
@@ -165,8 +170,53 @@ class BlockingClient:
         return self._ask_all([call])[0]
 
     def _ask_all(self, some: Sequence[Call[T]]) -> list[T]:
-        link = self._connected()
+        self._connected()
         deadline = time.monotonic() + self._timeout_s
+        found: dict[int, Message] = {}
+        refused: UprError = BrokenError("no node takes what was asked")
+        while missing := [index for index in range(len(some)) if index not in found]:
+            for address, indices in self._by_node(some, missing).items():
+                try:
+                    link = self._connected() if address is None else self._fleet.at(address)
+                except BrokenError as error:
+                    if self._fleet.is_whole:
+                        raise
+                    refused = error  # nothing was asked of it
+                    continue
+                answers = self._ask_one_node(link, [some[index] for index in indices], deadline)
+                found.update(zip(indices, answers, strict=True))
+            if self._fleet.is_whole:
+                break
+            for index, answer in list(found.items()):
+                if isinstance(answer, Refusal) and status_of(answer.status) in ELSEWHERE:
+                    del found[index]
+                    refused = ServerError(status_of(answer.status), answer.sentence)
+                    self._fleet.atlas.heard_of(answer.map_revision)
+            if len(found) < len(some):
+                again_at = self._fleet.refresh()
+                if again_at >= deadline:
+                    raise refused
+                self._sleep(max(0.0, again_at - time.monotonic()))
+        return [call.result(calls.checked(found[index])) for index, call in enumerate(some)]
+
+    def _by_node(
+        self, some: Sequence[Call[T]], indices: Iterable[int]
+    ) -> dict[Address | None, list[int]]:
+        """Which calls go to which node, None for any; those that have none are left out."""
+        found: dict[Address | None, list[int]] = {}
+        for index in indices:
+            partition = some[index].partition
+            address = None
+            if not self._fleet.is_whole and partition is not None:
+                address = self._fleet.home_of(partition)
+                if address is None:
+                    continue
+            found.setdefault(address, []).append(index)
+        return found
+
+    def _ask_one_node(
+        self, link: BlockingLink, some: Sequence[Call[T]], deadline: float
+    ) -> list[Message]:
         replies: dict[int, Message | None] = {}
         for call in some:
             opaque = link.session.new_opaque()
@@ -183,10 +233,7 @@ class BlockingClient:
             if replies.get(message.opaque, message) is None:
                 replies[message.opaque] = message
                 missing -= 1
-        answers: Iterable[Any] = replies.values()
-        return [
-            call.result(calls.checked(answer)) for call, answer in zip(some, answers, strict=True)
-        ]
+        return [message for message in replies.values() if message is not None]
 
     def _await_credit(self, link: BlockingLink) -> None:
         deadline = time.monotonic() + self._credit_timeout_s
@@ -321,11 +368,54 @@ class BlockingClient:
 
     def partitions(self) -> list[PartitionInfo]:
         """The bucket's partitions, as the server told them when the connection was made."""
-        return calls.partition_infos(self._connected().greeting.logs.values())
+        link = self._connected()
+        if self._fleet.is_whole:
+            return calls.partition_infos(link.greeting.logs.values())
+        logs = [
+            link.greeting.logs[partition]
+            for link, some in self._links_of(range(link.greeting.partition_count))
+            for partition in some
+            if partition in link.greeting.logs
+        ]
+        return calls.partition_infos(logs)
 
     def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
         """How far partitions are; all of them when none are named."""
-        return self.ask(calls.seqnos(partitions))
+        wanted = tuple(partitions)
+        count = self._connected().greeting.partition_count
+        if self._fleet.is_whole:
+            return self.ask(calls.seqnos(wanted))
+        rows: dict[PartitionId, PartitionNumbers] = {}
+        deadline = time.monotonic() + self._timeout_s
+        for link, some in self._links_of(wanted or range(count)):
+            call = calls.seqnos(some)
+            (answer,) = self._ask_one_node(link, [call], deadline)
+            told: list[PartitionNumbers] = call.result(calls.checked(answer))
+            rows.update((row.partition, row) for row in told)
+        return [rows[partition] for partition in sorted(rows)]
+
+    def _links_of(self, partitions: Sequence[int]) -> list[tuple[BlockingLink, list[PartitionId]]]:
+        """The nodes of partitions, with those that are there. Waits until each has one.
+
+        Raises:
+            BrokenError: Some have none, and so it stayed.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            homes: dict[Address | None, list[PartitionId]] = {}
+            for partition in map(PartitionId, partitions):
+                homes.setdefault(self._fleet.home_of(partition), []).append(partition)
+            error: UprError = BrokenError(f"no node takes partitions {homes.pop(None, [])}")
+            try:
+                found = [(self._fleet.at(home), some) for home, some in homes.items() if home]
+                if sum(len(some) for _, some in found) == len(partitions):
+                    return found
+            except UprError as failure:
+                error = failure
+            again_at = self._fleet.refresh()
+            if again_at >= deadline:
+                raise error
+            self._sleep(max(0.0, again_at - time.monotonic()))
 
     # Leases.
 
@@ -352,26 +442,52 @@ class BlockingClient:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `ROLLBACK_NEEDED` when a range is no
                 longer whole, `RANGE_GONE` when the lease is there and is not whole any more.
         """
-        return self.ask(
-            calls.lease(
+        wanted = tuple(ranges)
+        groups = [(self._connected(), [PartitionId(one[0]) for one in wanted])]
+        if not self._fleet.is_whole:
+            groups = self._links_of(sorted({one[0] for one in wanted}))
+            lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
+        held = []
+        for link, some in groups:
+            call = calls.lease(
                 LeaseAction.ACQUIRE,
                 lease_id=lease_id,
                 time_to_live_s=time_to_live_s,
                 owner=owner,
-                ranges=ranges,
+                ranges=[one for one in wanted if one[0] in some],
             )
-        )
+            deadline = time.monotonic() + self._timeout_s
+            (answer,) = self._ask_one_node(link, [call], deadline)
+            held.append(call.result(calls.checked(answer)))
+        return calls.one_lease(held)
 
     def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """A lease goes on for so long from now, even if it has lapsed; `ServerError` with
         `RANGE_GONE` if it is not there, or what it held is not whole any more."""
-        return self.ask(
+        return self._everywhere(
             calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
         )
 
     def release_lease(self, lease_id: int) -> None:
         """Ends a lease; `ServerError` with `BAD_ARGUMENT` if it was released already."""
-        self.ask(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
+        self._everywhere(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
+
+    def _everywhere(self, call: Call[HeldLease]) -> HeldLease:
+        """Asks the same about a lease at every node; whatever some of them have of it counts."""
+        count = self._connected().greeting.partition_count
+        if self._fleet.is_whole:
+            return self.ask(call)
+        held: list[HeldLease] = []
+        refusal: ServerError | None = None
+        for link, _ in self._links_of(range(count)):
+            (answer,) = self._ask_one_node(link, [call], time.monotonic() + self._timeout_s)
+            try:
+                held.append(call.result(calls.checked(answer)))
+            except ServerError as error:
+                refusal = error
+        if not held and refusal is not None:
+            raise refusal
+        return calls.one_lease(held)
 
     def await_durable(
         self, written: Written, durability: Durability, copies: int = 0, *, timeout_s: float = 30.0
@@ -430,7 +546,7 @@ class BlockingClient:
         self.publish_all([(partition, chunk)], writer=writer, on_answer=done.append)
         (batch,) = done
         if batch.refusal is not None:
-            raise ServerError(batch.refusal)
+            raise batch.error(batch.refusal)
         assert batch.reply is not None
         return batch.reply
 
@@ -492,57 +608,18 @@ class BlockingClient:
             durability=self._durability,
             copies=self._copies,
         )
-        outbox = Outbox(self._writer if writer is None else writer, limits, self._draw)
-        patience = Patience(self._patience_s, self._draw)
-
-        def done(batch: Batch) -> None:
-            patience.progress()
-            on_answer(batch)
-
-        source = iter(batches)
-        while True:
-            try:
-                starved = self._drive(self._connected(), outbox, source, done)
-            except UprError as error:
-                if not self._was_connected:
-                    raise
-                outbox.disconnected()
-                self._sleep(patience.wait_s(error, time.monotonic()))
-            else:
-                if starved:
-                    raise over_quota(self.address, self._credit_timeout_s)
-                return
-
-    def _drive(
-        self,
-        link: BlockingLink,
-        outbox: Outbox,
-        source: Iterator[tuple[PartitionId, Chunk]],
-        done: Callable[[Batch], None],
-    ) -> bool:
-        """Sends and receives until everything is answered; whether no credit came in time."""
-        while True:
-            batch = None if outbox.full else next(source, None)
-            if batch is not None:
-                outbox.add(*batch)
-            now = time.monotonic()
-            outbox.pump(link.session, now)
-            if batch is None and not outbox.unanswered:
-                return False
-            # What there is goes out while the next batch is made, which may take its time.
-            deadline = now if batch is not None else now + self._timeout_s
-            if outbox.wakes_at is not None:
-                deadline = min(deadline, outbox.wakes_at)
-            if batch is None and outbox.starved_since is not None:
-                starves_at = outbox.starved_since + self._credit_timeout_s
-                if now >= starves_at:
-                    return True
-                deadline = min(deadline, starves_at)
-            message = link.receive(deadline)
-            if message is not None:
-                answered = outbox.take(message, time.monotonic())
-                if answered is not None:
-                    done(answered)
+        if self._closed:
+            raise ClosedError("the client was closed")
+        writes = self._writer if writer is None else writer
+        post = BlockingPost(
+            self._fleet,
+            lambda: Outbox(writes, limits, self._draw),
+            Patience(self._patience_s, self._draw),
+            on_answer,
+            self._sleep,
+        )
+        if post.run(iter(batches), buffer_bytes, self._timeout_s, self._credit_timeout_s):
+            raise over_quota(self.address, self._credit_timeout_s)
 
     def apply(
         self, mutations: Iterable[Mutation], *, writer: Writer | None = None

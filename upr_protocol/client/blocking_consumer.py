@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
 from upr_protocol.client.address import Address
+from upr_protocol.client.blocking_feeds import BlockingFeeds
+from upr_protocol.client.blocking_fleet import BlockingFleet
 from upr_protocol.client.blocking_link import (
     BLOCKING_IDLE_INTERVAL_S,
-    BlockingLink,
     SocketDial,
     SocketOptions,
     dial_socket,
 )
-from upr_protocol.client.delivery import Delivery, RollBackAsked
+from upr_protocol.client.course import Course
+from upr_protocol.client.delivery import RollBackAsked
 from upr_protocol.client.events import Event
-from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
@@ -28,7 +28,7 @@ from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
-from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.errors import ClosedError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
 
@@ -48,6 +48,7 @@ class BlockingConsumer:
         state: The state that partitions must be in on that server.
         end: Where the streams end; see `consume`.
         lease_id: A lease under which a range is read; see `consume`.
+        by_map: Whether to go by the partition map; see `consume`.
         window_bytes: How many bytes may be on their way.
         identity: `what:who`, for the server's logs and statistics.
         patience_s: How long it goes on without a connection that streams before it gives up.
@@ -74,6 +75,7 @@ class BlockingConsumer:
         state: PartitionState = PartitionState.ACTIVE,
         end: End = None,
         lease_id: int = 0,
+        by_map: bool = True,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         identity: str = IDENTITY_DEFAULT,
         patience_s: float = PATIENCE_S_DEFAULT,
@@ -96,17 +98,27 @@ class BlockingConsumer:
             found = ResumeState(address.bucket)
         found.check_bucket(address.bucket)
         self._wishes = Wishes(partitions_wanted(partitions), start == "now", state, end, lease_id)
-        self._follower = Follower(self._wishes, found.copy())
+        self._course = Course(self._wishes, found.copy())
+        self._feeds = BlockingFeeds(
+            self._course,
+            BlockingFleet(
+                self.address,
+                self._options,
+                draw,
+                state=state,
+                by_map=by_map,
+                opened=self._wishes.partitions,
+            ),
+            Patience(patience_s, draw),
+            patience_s,
+        )
         self._ledger = Ledger(
             found.copy(),
             save_limits or SaveLimits(),
-            self._follower.acknowledge,
+            self._feeds.acknowledge,
             time.monotonic(),
         )
-        self._patience = Patience(patience_s, draw)
         self._sleep = sleep
-        self._link: BlockingLink | None = None
-        self._inbox: deque[Delivery] = deque()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -130,8 +142,7 @@ class BlockingConsumer:
             return
         self._closed = True
         self._ledger.drop()
-        if self._link is not None:
-            self._link.close()
+        self._feeds.close()
         self.save()
 
     # Events.
@@ -148,7 +159,7 @@ class BlockingConsumer:
     @property
     def done(self) -> bool:
         """Whether every stream has ended for good, and every event was handed on."""
-        return self._follower.done and not self._inbox
+        return self._course.done and not self._feeds.inbox
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
         """The next event; the one before is dealt with.
@@ -171,15 +182,15 @@ class BlockingConsumer:
         ledger.finish()
         while True:
             self._save_when_due()
-            if self._inbox:
-                delivery = self._inbox.popleft()
+            if self._feeds.inbox:
+                delivery = self._feeds.inbox.popleft()
                 event = delivery.event
                 assert not isinstance(event, RollBackAsked)  # nobody undoes here
                 if event is not None:
                     ledger.hand_on(delivery, event)
                     return event
                 ledger.deal_with(delivery)
-            elif self._follower.done:
+            elif self._course.done:
                 self.save()
                 return None
             elif not self._receive(deadline):
@@ -187,39 +198,16 @@ class BlockingConsumer:
 
     def _receive(self, deadline: float) -> bool:
         """Takes in some messages; whether there is time left for more."""
-        follower = self._follower
-        try:
-            if self._link is None:
-                self._link = BlockingLink(self.address, self._options, self._wishes.partitions)
-                self._inbox.extend(follower.begin(self._link.session, self._link.greeting))
-            due_at = self._ledger.plan.due_at if self._store else deadline
-            message = self._link.receive(min(deadline, due_at))
-            if message is None:
-                return time.monotonic() < deadline
-            self._inbox.extend(follower.take(message))
-            if isinstance(message, PROGRESS):
-                self._patience.progress()
-            if follower.trouble is not None:
-                raise follower.trouble
-        except UprError as error:
-            self._disconnect()
-            if not follower.connection:
-                raise
-            self._sleep(self._patience.wait_s(error, time.monotonic()))
-        else:
-            if follower.done:
-                self._disconnect()
-        return True
-
-    def _disconnect(self) -> None:
-        self._follower.disconnected()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        due_at = self._ledger.plan.due_at if self._store else deadline
+        rest_s = self._feeds.receive(min(deadline, due_at))
+        if rest_s:
+            self._sleep(rest_s)
+            self._feeds.rested()
+        return time.monotonic() < deadline or bool(self._feeds.inbox)
 
     def barrier(self, cookie: bytes) -> None:
         """Sends a barrier; `BarrierReached` with its cookie will be among the events."""
-        self._follower.barrier(cookie)
+        self._feeds.barrier(cookie)
 
     # The resume state.
 

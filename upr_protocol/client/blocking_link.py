@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import attrs
 
@@ -29,6 +30,8 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.session import SessionState
 from upr_protocol.wire import Close, Error, Message
+
+T = TypeVar("T")
 
 SocketDial = Callable[[Address, float], socket.socket]
 """Makes a connection to an address within so many seconds; raises OSError when there is none."""
@@ -76,6 +79,8 @@ class BlockingLink:
         session: The session.
         greeting: What was learnt in the beginning.
         failure: Why the link is over; None while it is not.
+        socket: The connection.
+        clock: Tells the time in seconds.
 
     Raises:
         BrokenError: There is no connection to be had, or it broke before the greeting was done.
@@ -86,29 +91,28 @@ class BlockingLink:
     def __init__(
         self, address: Address, options: SocketOptions, partitions: tuple[PartitionId, ...] = ()
     ) -> None:
-        self._clock = options.clock
-        deadline = self._clock() + options.connect_timeout_s
+        self.clock = options.clock
+        deadline = self.clock() + options.connect_timeout_s
         try:
-            self._socket = options.dial(address, options.connect_timeout_s)
+            self.socket = options.dial(address, options.connect_timeout_s)
         except OSError as error:
             raise BrokenError(f"cannot connect to {address}: {error}") from error
-        self._socket.setblocking(False)
-        self._poll = select.poll()
+        self.socket.setblocking(False)
         self._writing: Sequence[Buffer] = ()
-        self._written_at = self._clock()
+        self._written_at = self.clock()
         self._silent_s = 0.0
         """How long it was listened in vain since something came."""
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
-        self.session = options.session(self._clock())
+        self.session = options.session(self.clock())
         self.greeting = Greeting(self.session, address.bucket, partitions)
         try:
             while not self.greeting.done:
-                if self._clock() >= deadline:
+                if self.clock() >= deadline:
                     self._fail(BrokenError(f"{address} did not answer in time"))
                 self.step(deadline)
         except BaseException:
-            self._socket.close()
+            self.socket.close()
             raise
 
     def receive(self, deadline: float) -> Message | None:
@@ -121,11 +125,24 @@ class BlockingLink:
         while not self._inbox:
             if self.failure is not None:
                 raise self.failure
-            late = self._clock() >= deadline
+            late = self.clock() >= deadline
             self.step(deadline)
             if late and not self._inbox:
                 return None
         return self._inbox.popleft()
+
+    def take(self) -> Message | None:
+        """A message that came already; None when there is none."""
+        return self._inbox.popleft() if self._inbox else None
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is something to `take`."""
+        return bool(self._inbox)
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """These were received and are for somebody else."""
+        self._inbox.extendleft(reversed(messages))
 
     def step(self, deadline: float) -> None:
         """Writes what may be written and reads what there is; waits for either until the deadline,
@@ -136,49 +153,63 @@ class BlockingLink:
         """
         if self.failure is not None:
             raise self.failure
-        # While nobody was here nobody listened: only silence that was listened to counts.
-        self.session.keep_alive.received(self._clock() - self._silent_s)
-        try:
-            while self._attend(deadline):
-                pass
-        except RemoteProtocolError as error:
-            with suppress(OSError):
-                self._write()  # the last word, as far as it goes
-            self._fail(error)
-        except OSError as error:
-            self._fail(BrokenError(f"the connection was lost: {error}"))
+        step_any([self], deadline)
+        if self.failure is not None:
+            raise self.failure
 
-    def _attend(self, deadline: float) -> bool:
-        """Waits once; whether nothing came and there is time to wait again."""
-        session, now = self.session, self._clock()
-        if not session.tick(now):
+    # What `step_any` does with each link; what fails is kept in `failure`.
+
+    def resume_listening(self) -> None:
+        """Somebody is here again. While nobody was, nobody listened: only silence that was listened
+        to counts."""
+        self.session.keep_alive.received(self.clock() - self._silent_s)
+
+    def prepare(self, now: float) -> tuple[int, float]:
+        """Writes what goes; what to wait for, and until when at most."""
+        if not self.session.tick(now):
             self._fail(BrokenError("the server said nothing for too long"))
         self._write()
-        until = min(deadline, max(session.keep_alive.next_check(), now + 0.001))
-        wanted = select.POLLIN
+        wanted, until = select.POLLIN, max(self.session.keep_alive.next_check(), now + 0.001)
         if self._writing:
             wanted |= select.POLLOUT
             until = min(until, self._written_at + SEND_TIMEOUT_S)
-        self._poll.register(self._socket, wanted)
-        ready = self._poll.poll(max(0.0, until - now) * 1000)
-        if any(happened & ~select.POLLOUT for _, happened in ready):
+        return wanted, until
+
+    def settle(self, happened: int, waited_s: float) -> bool:
+        """Sees to what was waited for; whether something came."""
+        if happened & ~select.POLLOUT:
             self._silent_s = 0.0
             self._read()
-            return False
-        after = self._clock()
-        self._silent_s += after - now
-        if not ready and self._writing and after >= self._written_at + SEND_TIMEOUT_S:
+            return True
+        self._silent_s += waited_s
+        if not happened and self._writing and self.clock() >= self._written_at + SEND_TIMEOUT_S:
             self._fail(BrokenError("the server took nothing for too long"))
-        return after < deadline
+        return False
+
+    def guarded(self, do: Callable[[], T], instead: T) -> T:
+        """What `do` gives; `instead` when the link fails over it."""
+        try:
+            return do()
+        except RemoteProtocolError as error:
+            with suppress(OSError):
+                self._write()  # the last word, as far as it goes
+            with suppress(UprError):
+                self._fail(error)
+        except UprError:
+            assert self.failure is not None
+        except OSError as error:
+            with suppress(UprError):
+                self._fail(BrokenError(f"the connection was lost: {error}"))
+        return instead
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_RECEIVE_BYTES)
+            data = self.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
             return
         if not data:
             self._fail(BrokenError("the server closed the connection"))
-        self.session.receive(data, self._clock())
+        self.session.receive(data, self.clock())
         for message in self.session.events():
             if isinstance(message, Error):
                 self._fail(ServerError(status_of(message.status), message.sentence))
@@ -193,7 +224,7 @@ class BlockingLink:
 
     def _write(self) -> None:
         """Writes what goes without waiting."""
-        now = self._clock()
+        now = self.clock()
         while True:
             if not self._writing:
                 self._writing = self.session.take(now)
@@ -201,7 +232,7 @@ class BlockingLink:
                 if not self._writing:
                     return
             try:
-                sent = self._socket.sendmsg(self._writing[:BUFFERS_MAX])
+                sent = self.socket.sendmsg(self._writing[:BUFFERS_MAX])
             except BlockingIOError:
                 return
             self._written_at = now
@@ -210,7 +241,7 @@ class BlockingLink:
     def _fail(self, error: UprError) -> None:
         if self.failure is None:
             self.failure = error
-            self._socket.close()
+            self.socket.close()
         raise error
 
     def close(self) -> None:
@@ -218,16 +249,49 @@ class BlockingLink:
         nothing."""
         if self.failure is not None:
             return
-        deadline = self._clock() + _GOODBYE_S
+        deadline = self.clock() + _GOODBYE_S
         with suppress(OSError, UprError):
             if self.session.state is not SessionState.CLOSED:
                 self.session.send(Close())
             while True:
                 self._write()
-                left_s = deadline - self._clock()
+                left_s = deadline - self.clock()
                 if not self._writing or left_s <= 0:
                     break
-                self._poll.register(self._socket, select.POLLOUT)
-                self._poll.poll(left_s * 1000)
+                poll = select.poll()
+                poll.register(self.socket, select.POLLOUT)
+                poll.poll(left_s * 1000)
         with suppress(ClosedError):
             self._fail(ClosedError("the connection was closed here"))
+
+
+def step_any(links: Sequence[BlockingLink], deadline: float) -> None:
+    """Does for several links what `BlockingLink.step` does for one: waits until something came on
+    any of them, or one of them is over, or the deadline. `failure` tells which are over."""
+    if any(link.has_messages for link in links):
+        deadline = 0.0
+    live = [link for link in links if link.failure is None]
+    for link in live:
+        link.resume_listening()
+    while live and all(link.failure is None for link in live):
+        if not _attend(live, deadline):
+            return
+
+
+def _attend(links: Sequence[BlockingLink], deadline: float) -> bool:
+    """Waits once; whether nothing came and there is time to wait again."""
+    now = links[0].clock()
+    poll, until = select.poll(), deadline
+    for link in links:
+        wanted, at = link.guarded(partial(link.prepare, now), (0, now))
+        until = min(until, at)
+        if link.failure is None:
+            poll.register(link.socket, wanted)
+    ready = dict(poll.poll(max(0.0, until - now) * 1000))
+    after = links[0].clock()
+    came = False
+    for link in links:
+        if link.failure is None:
+            happened = ready.get(link.socket.fileno(), 0)
+            came |= link.guarded(partial(link.settle, happened, after - now), False)
+    return not came and after < deadline

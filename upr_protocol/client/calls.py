@@ -3,7 +3,7 @@ means."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -11,8 +11,8 @@ import msgspec
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.keyvalue import Question, Text, one_operation
-from upr_protocol.client.outcome import Written, only_outcome, status_of
-from upr_protocol.errors import RemoteProtocolError, ServerError
+from upr_protocol.client.outcome import NotDurableError, Written, only_outcome, status_of
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -55,10 +55,12 @@ class Call(Generic[T]):
     Attributes:
         request: Makes the request with an opaque.
         result: What the answer means; may raise.
+        partition: The partition that it is about; None when it is about none, or several.
     """
 
     request: Callable[[int], Message]
     result: Callable[[Any], T]
+    partition: PartitionId | None = None
 
 
 def checked(reply: Message) -> Message:
@@ -66,9 +68,12 @@ def checked(reply: Message) -> Message:
 
     Raises:
         ServerError: It does; the status says why.
+        NotDurableError: What was asked was done, and may not be durable yet.
     """
     if isinstance(reply, Refusal):
-        raise ServerError(status_of(reply.status), reply.sentence)
+        if reply.status == Status.NOT_DURABLE_YET:
+            raise NotDurableError
+        raise ServerError(status_of(reply.status), reply.sentence, reply.map_revision)
     return reply
 
 
@@ -239,6 +244,15 @@ def lease(
     )
 
 
+def one_lease(held: Sequence[HeldLease]) -> HeldLease:
+    """What several nodes hold under one ID, as one lease: it lapses when the first of them does."""
+    ranges = sorted(
+        (leased for one in held for leased in one.ranges), key=lambda leased: leased.partition
+    )
+    time_to_live_s = min(one.time_to_live_s for one in held)
+    return HeldLease(held[0].lease_id, time_to_live_s, tuple(ranges))
+
+
 def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
     """How far partitions are; all of them when none are named."""
 
@@ -281,7 +295,7 @@ def await_durable(
     def result(reply: AwaitReply) -> SeqNo:
         return reply.seq
 
-    return Call(request, result)
+    return Call(request, result, PartitionId(partition))
 
 
 def get(question: Question) -> Call[GetReply]:
@@ -290,7 +304,7 @@ def get(question: Question) -> Call[GetReply]:
     def result(reply: GetReply) -> GetReply:
         return reply
 
-    return Call(question.request, result)
+    return Call(question.request, result, question.partition)
 
 
 def mutate(
@@ -312,7 +326,7 @@ def mutate(
     def result(reply: MutateReply) -> MutateReply:
         return reply
 
-    return Call(request, result)
+    return Call(request, result, partition)
 
 
 def one(
@@ -333,6 +347,9 @@ def one(
     call = mutate(partition, chunk, durability=durability, copies=copies)
 
     def result(reply: MutateReply) -> Written:
-        return only_outcome(partition, chunk, reply)
+        written = only_outcome(partition, chunk, reply)
+        if reply.status == Status.NOT_DURABLE_YET:
+            raise NotDurableError(written)
+        return written
 
-    return Call(call.request, result)
+    return Call(call.request, result, partition)

@@ -1,4 +1,4 @@
-"""Reading and changing keys, and managing buckets, over one connection."""
+"""Reading and changing keys, and managing buckets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import attrs
 
 from upr_protocol.client import calls
 from upr_protocol.client.address import Address
-from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, Asker
+from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT
+from upr_protocol.client.background import background
 from upr_protocol.client.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
+from upr_protocol.client.clerks import REQUEST_PATIENCE_S, Clerks
+from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
+from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outcome import Written
 from upr_protocol.errors import LocalProtocolError, Status
-from upr_protocol.ids import Durability, Operation, SeqNo
+from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import LeaseAction
 
@@ -39,20 +42,22 @@ class ClientStatistics:
 
 
 class Client:
-    """One connection to a server. `connect` makes it.
+    """One connection to a server, or to each of the nodes that hold a bucket. `connect` makes it.
 
     Requests of any number of tasks go over it together; none waits for another's answer. When the
     connection is lost every open request raises `BrokenError`, and so does every later one: what
     was asked may have been done or not. Whoever needs to know uses a publisher, which asks again.
+    Where several nodes hold the bucket, later requests go on with the nodes that there are: each
+    waits for a while for the one whose partition it is about.
 
     A request that is cancelled is not undone: it may have reached the server. The connection stays
     good, and the answer is dropped when it comes.
     """
 
-    def __init__(self, address: Address, options: TrioOptions, asker: Asker) -> None:
+    def __init__(self, address: Address, options: TrioOptions, clerks: Clerks) -> None:
         self.address = address
         self.options = options
-        self._asker = asker
+        self._clerks = clerks
 
     # Keys.
 
@@ -63,7 +68,7 @@ class Client:
         Raises:
             LocalProtocolError: The URL named no bucket.
         """
-        count = self._asker.link.greeting.partition_count
+        count = self._clerks.partition_count
         if not count:
             raise LocalProtocolError("connect with a URL that names a bucket", Status.BAD_ARGUMENT)
         return count
@@ -80,11 +85,11 @@ class Client:
         lookup = Lookup([octets(key) for key in keys], self.partition_count)
         questions = lookup.questions()
         while some := list(islice(questions, LOOKUPS_AT_ONCE)):
-            replies = [await self._asker.send(calls.get(question)) for question in some]
-            for question, reply in zip(some, replies, strict=True):
-                answer = await reply.wait()
+            answers = [await self._clerks.send(calls.get(question)) for question in some]
+            for question, wait in zip(some, answers, strict=True):
+                answer = await wait()
                 while not question.answer(answer):
-                    answer = await self._asker.ask(calls.get(question))
+                    answer = await self._clerks.ask(calls.get(question))
         return lookup.items
 
     async def set(
@@ -264,7 +269,7 @@ class Client:
             durability=durability,
             copies=copies,
         )
-        return await self._asker.ask(call)
+        return await self._clerks.ask(call)
 
     # Buckets.
 
@@ -273,31 +278,32 @@ class Client:
     ) -> None:
         """Makes a bucket; zeros leave the choice to the server. `ServerError` with
         `BUCKET_EXISTS` if there is one."""
-        await self._asker.ask(calls.create_bucket(name, partition_count, quota_bytes))
+        await self._clerks.ask(calls.create_bucket(name, partition_count, quota_bytes))
 
     async def delete_bucket(self, name: str) -> None:
         """Deletes a bucket and all that is in it. `ServerError` with `NO_BUCKET` if there is
         none."""
-        await self._asker.ask(calls.delete_bucket(name))
+        await self._clerks.ask(calls.delete_bucket(name))
 
     async def list_buckets(self) -> list[BucketInfo]:
         """Every bucket, by name."""
-        return await self._asker.ask(calls.list_buckets())
+        return await self._clerks.ask(calls.list_buckets())
 
     async def stats(self, bucket: str = "") -> dict[str, Any]:
         """Statistics of `bucket`, or of the server."""
-        return await self._asker.ask(calls.stats(bucket))
+        return await self._clerks.ask(calls.stats(bucket))
 
     # Partitions.
 
     def partitions(self) -> list[PartitionInfo]:
         """The bucket's partitions, as the server told them when the connection was made; `seqnos`
-        asks for their present numbers."""
-        return calls.partition_infos(self._asker.link.greeting.logs.values())
+        asks for their present numbers. Where several nodes hold the bucket, each partition is told
+        by its own; one that is with none just now is left out."""
+        return calls.partition_infos(self._clerks.logs)
 
     async def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
         """How far partitions are; all of them when none are named."""
-        return await self._asker.ask(calls.seqnos(partitions))
+        return await self._clerks.seqnos(tuple(map(PartitionId, partitions)))
 
     # Leases.
 
@@ -324,26 +330,20 @@ class Client:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `ROLLBACK_NEEDED` when a range is no
                 longer whole, `RANGE_GONE` when the lease is there and is not whole any more.
         """
-        return await self._asker.ask(
-            calls.lease(
-                LeaseAction.ACQUIRE,
-                lease_id=lease_id,
-                time_to_live_s=time_to_live_s,
-                owner=owner,
-                ranges=ranges,
-            )
+        return await self._clerks.acquire(
+            tuple(ranges), time_to_live_s=time_to_live_s, owner=owner, lease_id=lease_id
         )
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """A lease goes on for so long from now, even if it has lapsed; `ServerError` with
         `RANGE_GONE` if it is not there, or what it held is not whole any more."""
-        return await self._asker.ask(
+        return await self._clerks.everywhere(
             calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
         )
 
     async def release_lease(self, lease_id: int) -> None:
         """Ends a lease; `ServerError` with `BAD_ARGUMENT` if it was released already."""
-        await self._asker.ask(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
+        await self._clerks.everywhere(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
 
     async def await_durable(
         self,
@@ -359,7 +359,7 @@ class Client:
             ServerError: `TIMED_OUT`, or `HISTORY_CHANGED`: a failover came between, and the change
                 may be lost.
         """
-        return await self._asker.ask(
+        return await self._clerks.ask(
             calls.await_durable(
                 written.partition, written.history_id, written.seq, durability, copies, timeout_s
             )
@@ -367,9 +367,7 @@ class Client:
 
     def statistics(self) -> ClientStatistics:
         """What the client can tell about itself."""
-        return ClientStatistics(
-            self._asker.requests, len(self._asker), self._asker.link.session.credit.left
-        )
+        return ClientStatistics(self._clerks.requests, len(self._clerks), self._clerks.credit_left)
 
 
 @asynccontextmanager
@@ -380,10 +378,12 @@ async def connect(
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
+    patience_s: float = REQUEST_PATIENCE_S,
+    by_map: bool = True,
     dial: Dial = dial_tcp,
 ) -> AsyncIterator[Client]:
     """A client connected to `upr://host:port/bucket`; without the bucket, for the calls about
-    buckets only.
+    buckets only. Several nodes are named as `upr://host:port,host:port/bucket`.
 
     Leaving the context closes the connection; open requests of other tasks raise `ClosedError`.
 
@@ -393,6 +393,9 @@ async def connect(
         idle_interval_s: The silence after which a side says that it is there still.
         connect_timeout_s: How long the connection and its first answers may take.
         credit_timeout_s: How long a change waits for a server that is over its memory quota.
+        patience_s: Of several nodes: how long a request waits for the one whose it is.
+        by_map: Whether to go to the nodes that the partition map names, and not to stay with the
+            one at `url`.
         dial: How to reach an address, where that is not plain TCP.
 
     Raises:
@@ -407,6 +410,11 @@ async def connect(
         connect_timeout_s=connect_timeout_s,
         dial=dial,
     )
-    asker = Asker(address, credit_timeout_s)
-    async with open_link(address, options, asker):
-        yield Client(address, options, asker)
+    clerks = Clerks(address, credit_timeout_s, patience_s)
+    clerks.fleet = Fleet(address, options, clerks, patience_s=patience_s, by_map=by_map)
+    async with background() as nursery:
+        nursery.start_soon(clerks.run)
+        await clerks.opened.wait()
+        if clerks.error is not None:
+            raise clerks.error
+        yield Client(address, options, clerks)

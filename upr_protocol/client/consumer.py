@@ -14,14 +14,14 @@ import trio
 from upr_protocol.client.address import Address
 from upr_protocol.client.background import background
 from upr_protocol.client.barriers import Barriers
+from upr_protocol.client.course import Course
 from upr_protocol.client.delivery import RollBackAsked
 from upr_protocol.client.events import BarrierReached, Event
-from upr_protocol.client.feed import Feed
-from upr_protocol.client.follower import Follower
+from upr_protocol.client.feeds import Feeds
+from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.reconnect import stay_connected
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
@@ -85,28 +85,28 @@ class Consumer:
     an application that is killed while it deals with an event gets it again, and one that is slow
     slows its own stream down and nobody else's.
 
-    When the connection is lost the events just go on after a while, inside a snapshot too.
+    When the connection is lost the events just go on after a while, inside a snapshot too; and so
+    when partitions move to other nodes.
     Cancelled while it waits for an event, the iterator loses none.
     """
 
     def __init__(
         self,
         address: Address,
-        feed: Feed,
+        feeds: Feeds,
         state: ResumeState,
         store: ResumeStore | None,
         limits: SaveLimits,
         undo: Undo | None = None,
     ) -> None:
         self.address = address
-        self._feed = feed
-        self._follower = feed.follower
+        self._feeds = feeds
         self._store = store
-        self._ledger = Ledger(state, limits, feed.acknowledge, trio.current_time())
+        self._ledger = Ledger(state, limits, feeds.acknowledge, trio.current_time())
         self._undo = undo
         self._to_undo: RollBackAsked | None = None
         self._iterating = False
-        self._barriers = Barriers(feed)
+        self._barriers = Barriers(feeds)
         self._saves = 0
 
     # Events.
@@ -130,10 +130,10 @@ class Consumer:
             while True:
                 await self._save_when_due()
                 await self._go_back()
-                delivery = self._feed.mailbox.get_nowait()
+                delivery = self._feeds.mailbox.get_nowait()
                 if delivery is None:
                     with trio.move_on_at(self._save_at()):
-                        await self._feed.mailbox.wait()
+                        await self._feeds.mailbox.wait()
                     continue
                 event = delivery.event
                 if isinstance(event, RollBackAsked):
@@ -160,7 +160,7 @@ class Consumer:
             assert self._undo is not None
             to = await self._undo(asked.partition, asked.ceiling, asked.reason)
             self._to_undo = None
-            self._feed.rolled_back(asked.partition, to)
+            self._feeds.rolled_back(asked.partition, to)
 
     # Replicas.
 
@@ -176,7 +176,7 @@ class Consumer:
             received: The last one received.
             persisted: The last one on disk.
         """
-        self._feed.report(ReplicaAck(history_id, received, persisted, partition=partition))
+        self._feeds.report(ReplicaAck(history_id, received, persisted, partition=partition))
 
     # Barriers.
 
@@ -197,7 +197,7 @@ class Consumer:
         """
         if cookie is None:
             cookie = self._barriers.new_cookie()
-        self._feed.barrier(cookie)
+        self._feeds.barrier(cookie)
         return cookie
 
     async def barrier(self) -> BarrierReached:
@@ -249,25 +249,23 @@ class Consumer:
 
     # Behind the scenes.
 
-    async def _run(self, options: TrioOptions, patience: Patience, wishes: Wishes) -> None:
+    async def _run(self) -> None:
         error: UprError = _EndOfStreamsError("every stream has ended")
         try:
-            await stay_connected(self.address, options, self._feed, patience, wishes.partitions)
+            await self._feeds.fleet.run()
         except UprError as failure:
             error = failure
-        self._feed.mailbox.end(error)
+        self._feeds.mailbox.end(error)
         if isinstance(error, _EndOfStreamsError):
             error = ClosedError("every stream has ended")
         self._barriers.end(error)
-        self._feed.opened.set()
+        self._feeds.opened.set()
 
-    async def _start(
-        self, nursery: trio.Nursery, options: TrioOptions, patience: Patience, wishes: Wishes
-    ) -> None:
-        nursery.start_soon(self._run, options, patience, wishes)
-        await self._feed.opened.wait()
-        if not self._feed.connections:
-            await self._feed.mailbox.wait()
+    async def _start(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._run)
+        await self._feeds.opened.wait()
+        if not self._feeds.course.connections:
+            await self._feeds.mailbox.wait()
 
     async def _leave(self) -> None:
         self._barriers.end(ClosedError("the consumer was closed"))
@@ -278,16 +276,16 @@ class Consumer:
         """What the consumer can tell about itself."""
         handed = self._ledger.handed
         return ConsumerStatistics(
-            self._feed.connections,
-            self._feed.connected_now,
+            self._feeds.course.connections,
+            self._feeds.connected_now,
             handed.events,
             handed.chunks,
             handed.mutations,
             handed.nbytes,
-            self._follower.rollbacks,
+            self._feeds.course.rollbacks,
             self._saves,
-            len(self._feed.mailbox),
-            self._feed.patience.last_failure,
+            len(self._feeds.mailbox),
+            self._feeds.fleet.last_failure,
         )
 
 
@@ -304,6 +302,7 @@ async def consume(
     undo: Undo | None = None,
     with_answers: bool = False,
     with_logs: bool = False,
+    by_map: bool = True,
     window_bytes: int = WINDOW_BYTES_DEFAULT,
     identity: str = IDENTITY_DEFAULT,
     patience_s: float = PATIENCE_S_DEFAULT,
@@ -319,14 +318,16 @@ async def consume(
     connection.
 
     Args:
-        target: `upr://host:port/bucket`.
+        target: `upr://host:port/bucket`; several nodes as `upr://host:port,host:port/bucket`.
         partitions: Those to stream; by default all. An empty list is a ValueError.
         start: Where partitions without a position start: at the beginning, or at what the server
             has when the first connection is made. A position that was taken once stays the
             position, across connections and, with a store, across processes.
         resume: A state to begin with; or a file's path or a store, from which it is loaded and in
             which it is kept.
-        state: The state that partitions must be in on that server.
+        state: The state that the partitions must be in: of a bucket that several nodes hold, each
+            partition is read from a node where it is that; from the first replica that can be
+            reached, for instance.
         end: Where the streams end: at a number, at a number a partition, or `"now"`, what the
             server has when the first connection is made. One inside a snapshot means its end.
         lease_id: A lease that holds what lies between the positions and `end`: just that is read,
@@ -336,9 +337,12 @@ async def consume(
             received; by default the partition begins again at 0.
         with_answers: Whether `AnswersReceived` are to come, for a replica.
         with_logs: Whether `StreamAccepted` are to come.
-        window_bytes: How many bytes may be on their way or waiting for the application.
+        by_map: Whether to go to the nodes that the partition map names, and not to stay with the
+            one at `target`.
+        window_bytes: How many bytes of a node may be on their way or waiting for the application.
         identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long it goes on without a connection that streams before it gives up.
+        patience_s: How long it goes on without a connection that streams before it gives up; of
+            several nodes, without one that gives some partition.
         save_limits: How much may be read again after a crash.
         idle_interval_s: The silence after which a side says that it is there still.
         connect_timeout_s: How long a connection and its first answers may take.
@@ -373,11 +377,20 @@ async def consume(
         with_logs,
         undo is not None,
     )
-    patience = Patience(patience_s, draw)
-    feed = Feed(Follower(wishes, found.copy()), patience)
-    consumer = Consumer(address, feed, found.copy(), store, save_limits or SaveLimits(), undo)
+    feeds = Feeds(Course(wishes, found.copy()), lambda: Patience(patience_s, draw))
+    feeds.fleet = Fleet(
+        address,
+        options,
+        feeds,
+        patience_s=patience_s,
+        state=state,
+        by_map=by_map,
+        draw=draw,
+        opened=wishes.partitions,
+    )
+    consumer = Consumer(address, feeds, found.copy(), store, save_limits or SaveLimits(), undo)
     async with background() as nursery:
-        await consumer._start(nursery, options, patience, wishes)  # noqa: SLF001
+        await consumer._start(nursery)  # noqa: SLF001
         try:
             yield consumer
         finally:

@@ -68,7 +68,10 @@ class SnapshotEnd(msgspec.Struct, frozen=True):
 
 class Completed(msgspec.Struct, frozen=True):
     """Every partition was streamed or had nothing new, once more. `cycle` counts from 1 in each
-    connection."""
+    connection.
+
+    Where several nodes hold the bucket, each tells it of the partitions that are followed there.
+    Whoever wants to know it of all of them sends a barrier."""
 
     cycle: int
 

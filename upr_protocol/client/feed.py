@@ -1,98 +1,133 @@
-"""What a consumer's connections bring, in one row."""
+"""What one node of a consumer's brings."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
 
 import trio
 
 from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.link import Link
 from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.wire import Message, ReplicaAck
-
-DELIVERIES_MAX: Final = 4096
-"""What may wait for the application. Chunks are bounded by the window; this bounds the rest."""
+from upr_protocol.wire import MapReply, Message, ReplicaAck, StreamReply
 
 
 class Feed:
-    """Turns messages into deliveries; a handler that lives through several links.
+    """Turns messages into deliveries; a handler that lives through several links to one node.
 
-    Attributes:
-        mailbox: The deliveries that the application has not taken.
-        opened: Set when the first connection is greeted.
-        connections: Connections made.
+    Args:
         follower: What becomes of the messages.
         patience: Told of progress.
+        mailbox: Where deliveries go.
+        opened: Set when a connection is greeted.
+        fleet: Told of what concerns other nodes.
     """
 
-    def __init__(self, follower: Follower, patience: Patience) -> None:
-        self.mailbox: Mailbox[Delivery] = Mailbox(DELIVERIES_MAX)
-        self.opened = trio.Event()
-        self.connections = 0
-        self.follower = follower
+    def __init__(
+        self,
+        follower: Follower,
+        patience: Patience,
+        mailbox: Mailbox[Delivery],
+        opened: trio.Event,
+        fleet: Fleet[Feed],
+    ) -> None:
         self.patience = patience
+        self._follower = follower
+        self._mailbox = mailbox
+        self._opened = opened
+        self._fleet = fleet
         self._link: Link | None = None
-
-    @property
-    def finished(self) -> bool:
-        """See `Persistent`."""
-        return self.follower.done
 
     @property
     def connected_now(self) -> bool:
         """Whether there is a link."""
         return self._link is not None
 
+    # The link's side.
+
     def connected(self, link: Link) -> None:
         """See `Handler`."""
-        for delivery in self.follower.begin(link.session, link.greeting):
-            self.mailbox.put(delivery)
+        self._fleet.greeted(self, link)
+        for delivery in self._follower.begin(link.session, link.greeting):
+            self._mailbox.put(delivery)
         self._link = link
-        self.connections += 1
-        self.opened.set()
-        link.poke()
-        self._look(link)
+        self._opened.set()
+        self._look()
 
     def received(self, message: Message) -> None:
         """See `Handler`."""
-        link = self._link
-        if link is None:
+        if self._link is None:
             return
-        for delivery in self.follower.take(message):
-            self.mailbox.put(delivery)
+        if isinstance(message, MapReply):
+            self._fleet.told(message)
+            return
+        for delivery in self._follower.take(message):
+            self._mailbox.put(delivery)
         if isinstance(message, PROGRESS):
             self.patience.progress()
-        self._look(link)
+        elif isinstance(message, StreamReply) and not message.status:
+            self._fleet.works(message.partition)
+        self._look()
 
-    def _look(self, link: Link) -> None:
-        if self.follower.trouble is not None:
-            link.fail(self.follower.trouble)
-        elif self.follower.done:
+    def _look(self) -> None:
+        """Sees to what the follower came to."""
+        link, follower = self._link, self._follower
+        strays, follower.strays = follower.strays, []
+        for stray in strays:
+            self._fleet.refused(stray.partition, stray.error, stray.map_revision)
+        if link is None:
+            return
+        if follower.trouble is not None:
+            link.fail(follower.trouble)
+        elif follower.done:
             link.finish()
+        else:
+            link.poke()
 
     def writable(self) -> None:
         """See `Handler`."""
 
     async def breathe(self) -> None:
         """See `Handler`."""
-        if self.mailbox.full:
-            await self.mailbox.drained()
+        if self._mailbox.full:
+            await self._mailbox.drained()
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  whoever connects again has it
         """See `Handler`."""
         self._link = None
-        self.follower.disconnected()
+        self._follower.disconnected()
+
+    # The fleet's side.
+
+    def part(self, partitions: Iterable[PartitionId]) -> None:
+        """See `Member`."""
+        self._follower.part(partitions)
+
+    def take_on(self, partition: PartitionId) -> None:
+        """Follows one more partition."""
+        self._follower.take_on(partition)
+        self._look()
+
+    def let_go(self, partition: PartitionId) -> None:
+        """Follows a partition no more."""
+        if self.has(partition):
+            self._follower.let_go(partition)
+            self._look()
+
+    def has(self, partition: PartitionId) -> bool:
+        """Whether the partition is with this node."""
+        return self._follower.mine is None or partition in self._follower.mine
 
     # The application's side.
 
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has dealt with a delivery: the server may send as much again."""
-        if self.follower.acknowledge(delivery) and self._link is not None:
+        if self._follower.acknowledge(delivery) and self._link is not None:
             self._link.poke()
 
     def rolled_back(self, partition: PartitionId, to: SeqNo) -> None:
@@ -101,17 +136,15 @@ class Feed:
         Raises:
             ValueError: `to` is above the ceiling.
         """
-        self.mailbox.put(self.follower.rolled_back(partition, to))
-        if self._link is not None:
-            self._link.poke()
+        self._mailbox.put(self._follower.rolled_back(partition, to))
+        self._look()
 
     def report(self, report: ReplicaAck) -> None:
         """Sends what a replica has; dropped when there is no connection."""
-        if self.follower.report(report) and self._link is not None:
+        if self._follower.report(report) and self._link is not None:
             self._link.poke()
 
-    def barrier(self, cookie: bytes) -> None:
-        """Sends a barrier, now or as soon as there is a connection that streams."""
-        self.follower.barrier(cookie)
-        if self._link is not None:
-            self._link.poke()
+    def send_barriers(self) -> None:
+        """Sends the barriers that have yet to pass this node."""
+        self._follower.send_barriers()
+        self._look()

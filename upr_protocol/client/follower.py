@@ -1,20 +1,22 @@
 """The consumer's conversation: which streams to ask for, and what the answers come to.
 
 No I/O: it says things through a session, takes in messages, and gives deliveries. One follower
-lives through any number of connections, and with it the state from which each of them goes on.
+lives through any number of connections to one node. What outlives the node, as partitions may move
+to another, is the consumer's `Course`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+import attrs
+
 from upr_protocol.client import resume
+from upr_protocol.client.course import Course
 from upr_protocol.client.delivery import Delivery, RollBackAsked, Weight
 from upr_protocol.client.events import (
     AnswersReceived,
-    BarrierReached,
     ChunkReceived,
     Completed,
     RolledBack,
@@ -25,23 +27,22 @@ from upr_protocol.client.events import (
 )
 from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.outcome import status_of
-from upr_protocol.client.resume import ResumeState
-from upr_protocol.client.wishes import Wishes
-from upr_protocol.errors import LocalProtocolError, ServerError, Status
+from upr_protocol.client.retry import passes
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import (
-    SEQ_MAX,
     HistoryId,
     PartitionId,
     SeqNo,
     SnapshotKind,
 )
-from upr_protocol.limits import COOKIE_BYTES_MAX, OPEN_BARRIERS_MAX
 from upr_protocol.session import ClientSession, SessionState
+from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
     HEADER_BYTES,
     Barrier,
     BarrierReply,
+    CloseStream,
     Go,
     Message,
     PartitionAnswers,
@@ -63,43 +64,64 @@ PROGRESS: Final = (PartitionChunk, PartitionEnd)
 streams and end them again for ever."""
 
 
-class Follower:
-    """Follows the streams of one bucket.
+@attrs.frozen
+class Stray:
+    """A stream that one node does not give, or not any more, and another one may.
 
     Attributes:
-        state: How far everything that came goes; the application may have dealt with less.
-        done: Whether every stream ended for good.
-        trouble: Why this connection is of no more use; None while it is.
-        flowing: Whether this connection has come as far as `Go`.
-        rollbacks: How many times a partition went back.
+        partition: The partition.
+        error: Why.
+        map_revision: The revision of the node's partition map, as far as it told.
     """
 
-    def __init__(self, wishes: Wishes, state: ResumeState) -> None:
-        self.state = state
-        self.done = False
+    partition: PartitionId
+    error: ServerError
+    map_revision: int
+
+
+class Follower:
+    """Follows the streams of one node.
+
+    Args:
+        course: What it has in common with the followers of other nodes.
+        mine: The partitions to follow there; None for all that are wanted, where there is one node.
+
+    Attributes:
+        trouble: Why this connection is of no more use; None while it is.
+        flowing: Whether this connection has come as far as `Go`.
+        connection: Its number.
+        mine: See above. Changed by `take_on` and `let_go`.
+        strays: Of several nodes: the streams that this one did not give. They are let go; whoever
+            finds another node for them takes them out of this list.
+    """
+
+    def __init__(self, course: Course, mine: set[PartitionId] | None = None) -> None:
         self.trouble: ServerError | None = None
         self.flowing = False
-        self.rollbacks = 0
         self.connection = 0
-        self._wishes = wishes
+        self.mine = mine
+        self.strays: list[Stray] = []
+        self._course = course
         self._session: ClientSession | None = None
-        self._wanted: tuple[PartitionId, ...] | None = None
-        self._partition_count = 0
-        self._ends: dict[PartitionId, SeqNo] = {}
-        self._finished: set[PartitionId] = set()
-        self._accepted: set[PartitionId] = set()
+        self._greeting: Greeting | None = None
         self._news = False
         """Whether this connection's answers say anything new of where the streams stand."""
         self._asked: set[PartitionId] = set()
         """Streams of this connection that the server has not answered for yet."""
-        self._undoing: dict[PartitionId, RollBackAsked] = {}
-        """Rollbacks that the application was asked for. Meanwhile nothing of them is asked for, on
-        a later connection neither: their positions are about to move."""
+        self._streaming: set[PartitionId] = set()
+        """Those that it gives."""
+        self._later: set[PartitionId] = set()
+        """Those to be asked for once an earlier stream of theirs has ended."""
+        self._covers: dict[bytes, set[PartitionId]] = {}
+        """By barrier that was sent on this connection the streams that it passes."""
         # By partition the snapshot that was begun last. The session knows it too, but may be ahead:
         # it takes in all that arrived before any of it comes here.
         self._snapshots: dict[PartitionId, PartitionStart] = {}
-        self._barriers: deque[bytes] = deque()
-        """Barriers that did not come back, oldest first."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every stream ended for good."""
+        return self._course.done
 
     # The conversation.
 
@@ -110,63 +132,81 @@ class Follower:
             ServerError: A partition is wanted that the bucket does not have; or the bucket has
                 other partitions than it had.
         """
+        course = self._course
+        gone = course.enter(greeting)
         self._session = session
-        self.connection += 1
+        self._greeting = greeting
+        self.connection = course.new_connection()
         self.trouble = None
         self.flowing = False
         self._news = False
-        gone: list[Delivery] = []
-        if self._wanted is None:
-            gone = self._settle(greeting)
-            assert self._wanted is not None
-        elif greeting.partition_count != self._partition_count:
-            raise ServerError(
-                Status.HISTORY_CHANGED,
-                f"the bucket was made anew, with {greeting.partition_count} partitions instead of "
-                f"{self._partition_count}",
-            )
-        self._asked = {p for p in self._wanted if p not in self._finished}
-        for partition in sorted(self._asked - self._undoing.keys()):
-            self._ask(partition)
-        if not self._asked:
-            self.done = True
-        return gone
-
-    def _settle(self, greeting: Greeting) -> list[Delivery]:
-        """Decides once what the wishes come to in this bucket; gives the rollbacks of partitions
-        that it does not have any more."""
-        wishes, count = self._wishes, greeting.partition_count
-        self._partition_count = count
-        wanted = wishes.partitions or tuple(map(PartitionId, range(count)))
-        for partition in wanted:
-            if partition >= count:
-                raise ServerError(
-                    Status.BAD_ARGUMENT,
-                    f"the bucket has partitions 0 to {count - 1}, not {partition}",
-                )
-        self._wanted = wanted
-        for partition in wanted:
-            told = greeting.logs.get(partition)
-            owned = told is not None and told.status == Status.OK
-            high = told.high_seq if told is not None and owned else SeqNo(0)
-            if wishes.end == "now":
-                self._ends[partition] = high
-            elif isinstance(wishes.end, int):
-                self._ends[partition] = SeqNo(wishes.end)
-            elif wishes.end is not None:
-                self._ends[partition] = SeqNo(wishes.end.get(partition, SEQ_MAX))
-            if wishes.from_now and told is not None and owned:
-                self.state.positions.setdefault(partition, Position(told.log, high, high, None))
-        gone = [] if wishes.partitions else [p for p in self.state.positions if p >= count]
-        return [
-            self._roll_back(partition, SeqNo(0), "the bucket does not have this partition any more")
-            for partition in sorted(gone)
-            if self.state.position(partition).highest_received
+        for kept in (self._asked, self._streaming, self._later, self._covers):
+            kept.clear()
+        reason = "the bucket does not have this partition any more"
+        deliveries = [
+            self._go_back(RollBackAsked(partition, SeqNo(0), reason), SeqNo(0))
+            for partition in gone
         ]
+        for partition in sorted(course.left if self.mine is None else self.mine & course.left):
+            self._want(partition)
+        return deliveries
+
+    def take_on(self, partition: PartitionId) -> None:
+        """Follows one more partition, now or with the next connection."""
+        assert self.mine is not None
+        if partition in self.mine:
+            return
+        self.mine.add(partition)
+        if self._session is None:
+            return
+        if partition in self._session.streams:
+            self._later.add(partition)
+        else:
+            self._want(partition)
+
+    def let_go(self, partition: PartitionId) -> None:
+        """Follows a partition no more: another node has it."""
+        assert self.mine is not None
+        if partition not in self.mine:
+            return
+        self._leave(partition)
+        session = self._session
+        if session is None:
+            return
+        record = session.streams.get(partition)
+        if record is not None and record.state in (StreamState.BETWEEN, StreamState.INSIDE):
+            session.send(CloseStream(partition=partition, opaque=record.opaque))
+        self._go_when_all_answered()
+
+    def part(self, mine: Iterable[PartitionId]) -> None:
+        """It turned out that there are several nodes: of this one's streams `mine` are kept."""
+        if self.mine is None:
+            self.mine = set(self._course.left)
+            kept = set(mine)
+            for partition in sorted(self.mine - kept):
+                self.let_go(partition)
+
+    def _leave(self, partition: PartitionId) -> None:
+        assert self.mine is not None
+        self.mine.discard(partition)
+        for kept in (self._asked, self._streaming, self._later, *self._covers.values()):
+            kept.discard(partition)
+
+    def _want(self, partition: PartitionId) -> None:
+        assert self._greeting is not None
+        if not self._course.settle(partition, self._greeting):
+            # It is asked anew, on the next connection.
+            reason = f"partition {partition} came to this node after it was asked for its numbers"
+            self.trouble = ServerError(Status.WRONG_STATE, reason)
+            return
+        self._asked.add(partition)
+        if partition not in self._course.undoing:
+            self._ask(partition)
 
     def _ask(self, partition: PartitionId) -> None:
         assert self._session is not None
-        position, lease_id = self.state.position(partition), self._wishes.lease_id
+        course = self._course
+        position, lease_id = course.state.position(partition), course.wishes.lease_id
         if lease_id:
             # What is leased stays as it is, whatever server and history it is read from: that the
             # reader was cut inside it does not matter.
@@ -174,38 +214,27 @@ class Follower:
             position = Position(position.log, reached, reached, None)
         self._session.send(
             Stream(
-                self._wishes.state,
+                course.wishes.state,
                 position,
-                self._ends.get(partition, SEQ_MAX),
+                course.end_of(partition),
                 lease_id,
-                self._wishes.with_answers,
+                course.wishes.with_answers,
                 partition=partition,
                 opaque=self._session.new_opaque(),
             )
         )
 
-    @property
-    def open_barriers(self) -> int:
-        """Barriers that did not come back."""
-        return len(self._barriers)
-
-    def barrier(self, cookie: bytes) -> None:
-        """Sends a barrier, now or as soon as there is a connection that streams.
-
-        Raises:
-            LocalProtocolError: Too many are open, or this one is, or it is too long.
-        """
-        # Checked here, as it may be sent only later, when nobody is there to be told.
-        if not 1 <= len(cookie) <= COOKIE_BYTES_MAX:
-            raise LocalProtocolError(f"a cookie is 1 to {COOKIE_BYTES_MAX} bytes")
-        if len(self._barriers) >= OPEN_BARRIERS_MAX:
-            raise LocalProtocolError(f"{OPEN_BARRIERS_MAX} barriers are open", Status.TOO_MANY)
-        if cookie in self._barriers:
-            raise LocalProtocolError(f"the barrier {cookie!r} is open", Status.OPAQUE_IN_USE)
-        if self.flowing:
-            assert self._session is not None
-            self._session.send(Barrier(cookie))
-        self._barriers.append(cookie)
+    def send_barriers(self) -> None:
+        """Sends the barriers that have yet to pass this node's streams, when there is a connection
+        that streams."""
+        if not self.flowing:
+            return
+        assert self._session is not None
+        passes_by = self._course.left if self.mine is None else self._streaming
+        for cookie in self._course.rounds.open_for(passes_by):
+            if cookie not in self._covers:
+                self._session.send(Barrier(cookie))
+                self._covers[cookie] = set(passes_by)
 
     def report(self, report: ReplicaAck) -> bool:
         """Sends what a replica has, when there is a connection that takes it.
@@ -223,6 +252,7 @@ class Follower:
         """The connection is gone; what was received stays."""
         self.flowing = False
         self._session = None
+        self._covers.clear()
 
     def acknowledge(self, delivery: Delivery) -> bool:
         """The application has dealt with `delivery`: the server may send as much again.
@@ -256,9 +286,7 @@ class Follower:
         if isinstance(message, CompletedMessage):
             return (Delivery(Completed(message.cycle)),)
         if isinstance(message, BarrierReply):
-            if message.cookie in self._barriers:
-                self._barriers.remove(message.cookie)
-            return (Delivery(BarrierReached(message.cookie, dict(message.ends))),)
+            return self._barrier(message)
         if isinstance(message, StreamReply):
             return self._answer(message)
         if isinstance(message, StreamEnd):
@@ -266,14 +294,14 @@ class Follower:
         return ()
 
     def _move(self, partition: PartitionId, position: Position) -> tuple[PartitionId, Position]:
-        self.state.positions[partition] = position
+        self._course.state.positions[partition] = position
         return partition, position
 
     def _chunk(self, message: PartitionChunk) -> Delivery:
         partition, chunk = message.partition, message.chunk
         snapshot = self._snapshots[partition]
         position = resume.received(
-            self.state.position(partition), snapshot.history_id, snapshot.end, chunk.end
+            self._course.state.position(partition), snapshot.history_id, snapshot.end, chunk.end
         )
         return Delivery(
             ChunkReceived(partition, chunk),
@@ -298,46 +326,85 @@ class Follower:
 
     def _end(self, message: PartitionEnd) -> Delivery:
         partition = message.partition
-        position = resume.completed(self.state.position(partition), message.end)
+        position = resume.completed(self._course.state.position(partition), message.end)
         return Delivery(
             SnapshotEnd(partition, message.end),
             self._move(partition, position),
             weight=Weight.COMPLETE,
         )
 
+    def _barrier(self, message: BarrierReply) -> Iterable[Delivery]:
+        rounds = self._course.rounds
+        covered = self._covers.pop(message.cookie, set())
+        whole = self.mine is None
+        ends = {p: end for p, end in message.ends if whole or p in covered}
+        rounds.passed(message.cookie, covered, ends)
+        back = rounds.completed(self._course.left)
+        self.send_barriers()  # it may not have passed what came to this node meanwhile
+        return [Delivery(event) for event in back]
+
     def _answer(self, message: StreamReply) -> Iterable[Delivery]:
-        partition = message.partition
+        partition, course = message.partition, self._course
         status = status_of(message.status)
+        if self._is_over(partition):
+            if status is not Status.OK:
+                self._ask_later(partition)
+            elif self._session is not None:
+                self._session.send(CloseStream(partition=partition, opaque=message.opaque))
+            return ()
         if status is Status.OK:
             self._asked.discard(partition)
-            before = self.state.position(partition)
+            self._streaming.add(partition)
+            before = course.state.position(partition)
             after = resume.accepted(before, message.log)
             moved = self._move(partition, after)
             # The first time it is a position that may be nowhere else yet: that of "now".
-            self._news |= partition not in self._accepted or after != before
-            self._accepted.add(partition)
+            self._news |= partition not in course.accepted or after != before
+            course.accepted.add(partition)
             # All are written down at once, before any data: none comes before `Go`, but an end that
             # was missing.
             ends = after.last_complete != before.last_complete
-            news = (self._go_when_all_answered() and self._news) or ends
-            event = StreamAccepted(partition, message.log) if self._wishes.with_logs else None
+            self._go_when_all_answered()
+            self.send_barriers()
+            news = (self.flowing and self._news) or ends
+            self._news = self._news and not self.flowing
+            event = StreamAccepted(partition, message.log) if course.wishes.with_logs else None
             weight = Weight.HEAVY if news else Weight.LIGHT
             deliveries = [Delivery(event, moved, weight=weight)]
             if ends:
                 deliveries += _only_the_end(partition, message.log.current, after.last_complete)
             return deliveries
-        if status is Status.ROLLBACK and self.state.position(partition).highest_received:
+        if status is Status.ROLLBACK and course.state.position(partition).highest_received:
             delivery = self._roll_back(partition, message.seq, message.reason)
-            if partition not in self._undoing:
+            if partition not in course.undoing:
                 self._ask(partition)
             return (delivery,)
-        self.trouble = ServerError(status, f"partition {partition}: {message.reason}")
+        error = ServerError(status, f"partition {partition}: {message.reason}")
+        self._lose(partition, error, message.map_revision)
         return ()
+
+    def _is_over(self, partition: PartitionId) -> bool:
+        """Whether what comes of the stream is of one that was let go."""
+        return partition in self._later or (self.mine is not None and partition not in self.mine)
+
+    def _ask_later(self, partition: PartitionId) -> None:
+        if partition in self._later:
+            self._later.discard(partition)
+            self._want(partition)
+
+    def _lose(self, partition: PartitionId, error: ServerError, map_revision: int) -> None:
+        """The node does not give a stream: it may be elsewhere, where there are several."""
+        if self.mine is None or not passes(error):
+            self.trouble = error
+            return
+        self._leave(partition)
+        self.strays.append(Stray(partition, error, map_revision))
+        self._go_when_all_answered()
 
     def _roll_back(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> Delivery:
         asked = RollBackAsked(partition, ceiling, reason)
-        if self._wishes.undoes:
-            self._undoing[partition] = asked
+        if self._course.wishes.undoes:
+            self._course.undoing[partition] = asked
             return Delivery(asked)
         return self._go_back(asked, SeqNo(0))
 
@@ -348,45 +415,45 @@ class Follower:
         Raises:
             ValueError: That is above the ceiling.
         """
-        asked = self._undoing[partition]
-        if not 0 <= to <= asked.ceiling:
-            raise ValueError(f"partition {partition} went back to {to}, not to {asked.ceiling}")
-        del self._undoing[partition]
+        asked = self._course.undone(partition, to)
         delivery = self._go_back(asked, to)
         if self._session is not None and partition in self._asked:
             self._ask(partition)
         return delivery
 
     def _go_back(self, asked: RollBackAsked, to: SeqNo) -> Delivery:
-        partition = asked.partition
-        self.rollbacks += 1
-        position = resume.rolled_back(self.state.position(partition), to)
+        partition, course = asked.partition, self._course
+        course.rollbacks += 1
+        position = resume.rolled_back(course.state.position(partition), to)
         event = RolledBack(partition, asked.ceiling, to, asked.reason)
         return Delivery(event, self._move(partition, position), weight=Weight.HEAVY)
 
     def _ended(self, message: StreamEnd) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
+        if self._is_over(partition):
+            self._ask_later(partition)
+            return ()
+        self._streaming.discard(partition)
         if status not in _FOR_GOOD:
             reason = status.name.replace("_", " ").lower()
-            self.trouble = ServerError(
-                status, f"the stream of partition {partition} ended, {reason}"
-            )
+            error = ServerError(status, f"the stream of partition {partition} ended, {reason}")
+            self._lose(partition, error, 0)
             return ()
-        self._finished.add(partition)
-        assert self._wanted is not None
-        if self._finished.issuperset(self._wanted):
-            self.done = True
-        return (Delivery(StreamEnded(partition, status)),)
+        course = self._course
+        course.finished.add(partition)
+        deliveries = [Delivery(StreamEnded(partition, status))]
+        if self.mine is not None and course.left:
+            # Barriers may have waited for nothing else.
+            deliveries += [Delivery(event) for event in course.rounds.completed(course.left)]
+        return deliveries
 
-    def _go_when_all_answered(self) -> bool:
-        if self._asked or self.flowing or self.trouble is not None:
-            return False
-        assert self._session is not None
-        self._session.send(Go())
-        self.flowing = True
-        for cookie in self._barriers:
-            self._session.send(Barrier(cookie))
-        return True
+    def _go_when_all_answered(self) -> None:
+        if self._asked or self.flowing or self.trouble is not None or self._session is None:
+            return
+        if self.mine is None or self._streaming:
+            self._session.send(Go())
+            self.flowing = True
+            self.send_barriers()
 
 
 def _only_the_end(partition: PartitionId, history_id: HistoryId, end: SeqNo) -> list[Delivery]:

@@ -62,3 +62,8 @@ class Greeting:
     def partition_count(self) -> int:
         """How many partitions the bucket has; 0 before it was opened."""
         return self.opened.partition_count if self.opened is not None else 0
+
+    @property
+    def map_revision(self) -> int:
+        """The revision of the node's partition map; 0 when it holds the bucket alone."""
+        return self.opened.map_revision if self.opened is not None else 0

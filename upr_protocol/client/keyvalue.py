@@ -113,9 +113,13 @@ class Lookup:
 
 
 class Question:
-    """Some keys of one partition, until all of them are answered."""
+    """Some keys of one partition, until all of them are answered.
 
-    __slots__ = ("_items", "_partition", "_wanted")
+    Attributes:
+        partition: The partition.
+    """
+
+    __slots__ = ("_items", "_wanted", "partition")
 
     def __init__(
         self,
@@ -124,13 +128,13 @@ class Question:
         wanted: list[tuple[int, bytes]],
     ) -> None:
         self._items = items
-        self._partition = partition
+        self.partition = partition
         self._wanted = wanted
 
     def request(self, opaque: int) -> Get:
         """The request for what is not answered yet."""
         keys = tuple(key for _, key in self._wanted)
-        return Get(keys, partition=self._partition, opaque=opaque)
+        return Get(keys, partition=self.partition, opaque=opaque)
 
     def answer(self, reply: GetReply) -> bool:
         """Takes in an answer.
@@ -147,7 +151,7 @@ class Question:
                 f"an answer of {reply.chunk.count} items up to {answered}, to a question about "
                 f"{len(self._wanted)} keys"
             )
-        for (index, _), item in zip(self._wanted, items_of(self._partition, reply), strict=False):
+        for (index, _), item in zip(self._wanted, items_of(self.partition, reply), strict=False):
             self._items[index] = item
         self._wanted = self._wanted[answered:]
         return not self._wanted

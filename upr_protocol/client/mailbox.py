@@ -51,7 +51,9 @@ class Mailbox(Generic[T]):
     async def drained(self) -> None:
         """Waits until it is at most half full."""
         while len(self._items) > self._bound // 2:
-            self._drained = trio.Event()
+            # Several may wait for the same.
+            if self._drained.is_set():
+                self._drained = trio.Event()
             await self._drained.wait()
 
     def get_nowait(self) -> T | None:

@@ -40,7 +40,7 @@ async def fetch_map(
         RemoteProtocolError: What is there is no map.
     """
     bucket = address.with_bucket().bucket
-    call = Call(lambda opaque: GetMap(bucket, opaque=opaque), _map_of)
+    call = Call(lambda opaque: GetMap(bucket, opaque=opaque), map_of)
     return await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
 
 
@@ -84,7 +84,7 @@ async def _join(
     for there in given.nodes.values():
         if there == f"{address.host}:{address.port}":
             continue
-        call = Call(partial(_joining, given.bucket, there), _map_of)
+        call = Call(partial(_joining, given.bucket, there), map_of)
         try:
             found = await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
         except ServerError:
@@ -103,7 +103,12 @@ def _joining(bucket: str, address: str, opaque: int) -> Join:
     return Join(bucket, address, opaque=opaque)
 
 
-def _map_of(reply: MapReply) -> ClusterMap | None:
+def map_of(reply: MapReply) -> ClusterMap | None:
+    """The map in a node's answer; None when the node holds the bucket alone.
+
+    Raises:
+        RemoteProtocolError: It is none.
+    """
     if not reply.revision:
         return None
     try:

@@ -1,23 +1,32 @@
 """Batches on their way: what may be sent now, what is unanswered, what is sent again.
 
 No I/O: it says things through a session and takes in the answers. One outbox lives through any
-number of connections. In each partition batches are sent in order, and after a lost connection all
-that are unanswered are sent again, in order and under their own tokens, before any new one. So each
-has its effect once, however often it is sent.
+number of connections to one node; a partition that moves to another node moves to its outbox, with
+all that is unanswered. In each partition batches are sent in order, and after a lost connection, or
+at the other node, all that are unanswered are sent again, in order and under their own tokens,
+before any new one. So each has its effect once, however often it is sent.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final
 
 import attrs
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.backoff import Backoff
-from upr_protocol.client.outcome import Failure, failures, refused, status_of
+from upr_protocol.client.outcome import (
+    Failure,
+    NotDurableError,
+    Written,
+    failures,
+    refused,
+    status_of,
+)
 from upr_protocol.client.retry import passes
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import ServerError, Status
@@ -57,7 +66,9 @@ class Batch:
         chain: What vouches for it and all before it; 0 for nothing.
         chunk: What is to be done.
         reply: The answer, once it came.
-        refusal: Why the batch as a whole was not done; None when it was.
+        refusal: Why the batch as a whole was not done; None when it was. `NOT_DURABLE_YET`: it was
+            done, and is not as durable as was asked, as far as is known.
+        unsure: What the server answered then, if it told more; the numbers in it can be awaited.
         on_answer: Called with the batch when it is answered or refused for good.
     """
 
@@ -71,6 +82,7 @@ class Batch:
         "refused_at",
         "reply",
         "sent",
+        "unsure",
     )
 
     def __init__(
@@ -88,6 +100,7 @@ class Batch:
         self.on_answer = on_answer
         self.reply: MutateReply | None = None
         self.refusal: Status | None = None
+        self.unsure: MutateReply | None = None
         self.refused_at: float | None = None
         """When it was first refused for what may pass."""
         self.sent = 0
@@ -98,6 +111,17 @@ class Batch:
         """What it holds, about."""
         return self.chunk.nbytes + _BATCH_BYTES
 
+    def error(self, refusal: Status) -> ServerError:
+        """The refusal of the whole batch as an exception."""
+        if refusal is Status.NOT_DURABLE_YET:
+            reply = self.unsure
+            return NotDurableError(
+                Written(self.partition, reply.history_id, reply.last_seq, reply.first_cas)
+                if reply is not None and reply.last_seq
+                else None
+            )
+        return ServerError(refusal)
+
     def failures(self) -> list[Failure]:
         """The operations that failed. O(failures), or O(count) of a batch that was refused."""
         if self.refusal is not None:
@@ -107,7 +131,7 @@ class Batch:
         return failures(self.partition, self.chunk, self.reply)
 
 
-class _Lane:
+class Lane:
     """The batches of one partition, in order."""
 
     __slots__ = ("backoff", "in_flight", "rests_until", "returned", "waiting")
@@ -119,6 +143,10 @@ class _Lane:
         """Refused for what may pass; sent again once nothing is in flight, so as to keep order."""
         self.rests_until = 0.0
         self.backoff = Backoff(draw)
+
+    def batches(self) -> Iterator[Batch]:
+        """All that are unanswered."""
+        return chain(self.waiting, self.in_flight.values(), self.returned)
 
     def gather(self) -> None:
         """Puts everything that is unanswered back, in order, to be sent again."""
@@ -182,11 +210,11 @@ class Outbox:
         self._writer = writer
         self._limits = limits
         self._draw = draw
-        self._lanes: dict[PartitionId, _Lane] = {}
-        self._open: dict[int, _Lane] = {}
+        self._lanes: dict[PartitionId, Lane] = {}
+        self._open: dict[int, Lane] = {}
         # Lanes that may send, in the order of their turns; and those that wait for a time.
-        self._turns: dict[_Lane, None] = {}
-        self._resting: dict[_Lane, None] = {}
+        self._turns: dict[Lane, None] = {}
+        self._resting: dict[Lane, None] = {}
 
     @property
     def full(self) -> bool:
@@ -209,17 +237,48 @@ class Outbox:
                 Status.TOO_LARGE, f"a batch of {chunk.nbytes} bytes; at most {CHUNK_BYTES_MAX}"
             )
         writer = self._writer
-        chain = writer.next_chain(partition, chunk)
-        batch = Batch(partition, writer.next_counter(partition), chunk, on_answer, chain)
+        vouches = writer.next_chain(partition, chunk)
+        batch = Batch(partition, writer.next_counter(partition), chunk, on_answer, vouches)
         lane = self._lanes.get(partition)
         if lane is None:
-            lane = self._lanes[partition] = _Lane(self._draw)
+            lane = self._lanes[partition] = Lane(self._draw)
         lane.waiting.append(batch)
         self.unanswered += 1
         self.nbytes += batch.nbytes
         if lane not in self._resting:
             self._line_up(lane)
         return batch
+
+    def has(self, partition: PartitionId) -> bool:
+        """Whether something of `partition` is unanswered."""
+        lane = self._lanes.get(partition)
+        return lane is not None and any(True for _ in lane.batches())
+
+    def let_go(self, partition: PartitionId) -> Lane | None:
+        """Gives away a partition: another node's outbox takes it over. Answers that still come to
+        what was sent here are dropped. O(unanswered)."""
+        lane = self._lanes.pop(partition, None)
+        if lane is None:
+            return None
+        for opaque in lane.in_flight:
+            del self._open[opaque]
+        self._turns.pop(lane, None)
+        self._resting.pop(lane, None)
+        self._count(lane, -1)
+        lane.gather()
+        return lane
+
+    def take_over(self, partition: PartitionId, lane: Lane) -> None:
+        """Takes in what another outbox let go; it is sent again, in order and under the same
+        tokens. O(unanswered)."""
+        self._lanes[partition] = lane
+        self._count(lane, 1)
+        self._line_up(lane)
+
+    def _count(self, lane: Lane, sign: int) -> None:
+        for batch in lane.batches():
+            self.unanswered += sign
+            self.nbytes += sign * batch.nbytes
 
     def pump(self, session: ClientSession, now: float) -> bool:
         """Sends what may be sent now, partitions taking turns.
@@ -248,7 +307,7 @@ class Outbox:
             self.starved_since = now
         return sent
 
-    def _send(self, session: ClientSession, lane: _Lane) -> None:
+    def _send(self, session: ClientSession, lane: Lane) -> None:
         batch = lane.waiting[0]
         opaque = session.new_opaque()
         session.send(
@@ -270,7 +329,7 @@ class Outbox:
         self.resent += batch.sent > 0
         batch.sent += 1
 
-    def _line_up(self, lane: _Lane) -> None:
+    def _line_up(self, lane: Lane) -> None:
         if lane.waiting and not lane.returned and len(lane.in_flight) < self._limits.in_flight:
             self._turns[lane] = None
 
@@ -294,11 +353,13 @@ class Outbox:
         if lane is None:
             return None
         batch = lane.in_flight.pop(message.opaque)
-        if isinstance(message, MutateReply):
+        status = status_of(message.status)
+        if isinstance(message, MutateReply) and status is Status.OK:
             batch.reply = message
             lane.backoff.reset()
-        elif isinstance(message, Refusal):
-            status = status_of(message.status)
+        elif isinstance(message, MutateReply | Refusal):
+            if isinstance(message, MutateReply):
+                batch.unsure = message
             if self._may_pass(batch, status, now):
                 lane.returned.append(batch)
                 self._turns.pop(lane, None)
@@ -322,7 +383,8 @@ class Outbox:
     def _may_pass(self, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:
             batch.refused_at = now
-        return passes(ServerError(status)) and now < batch.refused_at + self._limits.patience_s
+        passing = passes(ServerError(status)) or status is Status.NOT_DURABLE_YET
+        return passing and now < batch.refused_at + self._limits.patience_s
 
     def disconnected(self) -> None:
         """The connection is gone: all that is unanswered is to be sent again. O(unanswered)."""

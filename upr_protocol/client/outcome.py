@@ -54,6 +54,22 @@ class Failure(msgspec.Struct, frozen=True):
         return ServerError(self.status, f"{self.operation.name.lower()} of {self.key!r}: {reason}")
 
 
+class NotDurableError(ServerError):
+    """The change was made, and was not as durable as was asked when the server's time for that was
+    over: it stays, unless a failover comes before it is.
+
+    To find out, wait for `written` with `await_durable`. A publisher sends the batch again under
+    its token, which has no second effect, for as long as its patience lasts.
+
+    Attributes:
+        written: The change; None when the server did not tell its number.
+    """
+
+    def __init__(self, written: Written | None = None) -> None:
+        super().__init__(Status.NOT_DURABLE_YET)
+        self.written = written
+
+
 def status_of(code: int) -> Status:
     """The status that `code` stands for; what this side does not know is `INTERNAL`."""
     return _STATUSES.get(code, Status.INTERNAL)

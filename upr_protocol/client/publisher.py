@@ -16,7 +16,8 @@ from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
 from upr_protocol.client.background import background
 from upr_protocol.client.batch import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.client import Client
-from upr_protocol.client.courier import Courier
+from upr_protocol.client.couriers import Couriers
+from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.keyvalue import Text, counter_delta, octets
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
@@ -28,13 +29,14 @@ from upr_protocol.client.outbox import (
     OutboxLimits,
 )
 from upr_protocol.client.outcome import Failure
-from upr_protocol.client.reconnect import stay_connected
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import MutateReply
+
+Draw = Callable[[], float]
 
 FAILURES_MAX: Final = 10_000
 """Failures that a publisher keeps; what comes after is only counted."""
@@ -95,16 +97,16 @@ class Publisher:
     def __init__(
         self,
         address: Address,
-        outbox: Outbox,
-        patience: Patience,
+        new_outbox: Callable[[], Outbox],
+        new_patience: Callable[[], Patience],
+        buffer_bytes: int,
         limits: BatchLimits,
         credit_timeout_s: float,
         on_failure: Callable[[Failure], None] | None,
     ) -> None:
         self.address = address
         self.failures: list[Failure] = []
-        self._outbox = outbox
-        self._courier = Courier(outbox, patience, self._done)
+        self._couriers = Couriers(new_outbox, new_patience, buffer_bytes, self._done)
         self._limits = limits
         self._credit_timeout_s = credit_timeout_s
         self._on_failure = on_failure
@@ -119,7 +121,7 @@ class Publisher:
     @property
     def partition_count(self) -> int:
         """How many partitions the bucket has."""
-        return self._courier.partition_count
+        return self._couriers.partition_count
 
     async def apply(
         self,
@@ -150,8 +152,8 @@ class Publisher:
         """
         batcher = self._batcher
         assert batcher is not None
-        if self._courier.error is not None:
-            raise self._courier.error
+        if self._couriers.error is not None:
+            raise self._couriers.error
         was_empty = not batcher
         full = batcher.add(
             trio.current_time(),
@@ -212,16 +214,16 @@ class Publisher:
                 over its quota and no credit came in time, and it was.
             BrokenError: The server could not be reached for too long.
         """
-        courier = self._courier
-        if courier.error is not None:
-            raise courier.error
-        if not 0 <= partition < courier.partition_count:
+        couriers = self._couriers
+        if couriers.error is not None:
+            raise couriers.error
+        if not 0 <= partition < couriers.partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
-                f"the bucket has partitions 0 to {courier.partition_count - 1}, not {partition}",
+                f"the bucket has partitions 0 to {couriers.partition_count - 1}, not {partition}",
             )
-        batch = self._outbox.add(partition, chunk, on_answer)
-        courier.pump()
+        batch = self._couriers.add(partition, chunk, on_answer)
+        couriers.pump()
         await self._wait_until(self._has_room)
         return batch
 
@@ -230,12 +232,13 @@ class Publisher:
 
         Raises:
             ServerError: The whole batch was refused; or see `publish`.
+            NotDurableError: It was done, and never became as durable as was asked.
             BrokenError: See `publish`.
         """
         batch = await self.publish(partition, chunk)
         await self._wait_until(lambda: batch.reply is not None or batch.refusal is not None)
         if batch.refusal is not None:
-            raise ServerError(batch.refusal)
+            raise batch.error(batch.refusal)
         assert batch.reply is not None
         return batch.reply
 
@@ -252,29 +255,30 @@ class Publisher:
 
     def _hand_over(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
         for partition, chunk in batches:
-            self._outbox.add(partition, chunk)
-        self._courier.pump()
+            self._couriers.add(partition, chunk)
+        self._couriers.pump()
 
     def _has_room(self) -> bool:
-        return not self._outbox.full
+        return not self._couriers.full
 
     def _all_answered(self) -> bool:
-        return self._outbox.unanswered == 0
+        return self._couriers.unanswered == 0
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        courier, outbox = self._courier, self._outbox
+        couriers = self._couriers
         began_at = trio.current_time()
         if condition():
             await trio.lowlevel.checkpoint()
         while not condition():
-            if courier.error is not None:
-                raise courier.error
+            if couriers.error is not None:
+                raise couriers.error
             deadline = float("inf")
-            if outbox.starved_since is not None:
-                deadline = max(outbox.starved_since, began_at) + self._credit_timeout_s
+            starved_since = couriers.starved_since
+            if starved_since is not None:
+                deadline = max(starved_since, began_at) + self._credit_timeout_s
                 if trio.current_time() >= deadline:
                     raise over_quota(self.address, self._credit_timeout_s)
-            await courier.change(deadline)
+            await couriers.change(deadline)
 
     # Behind the scenes.
 
@@ -301,23 +305,33 @@ class Publisher:
                 await trio.sleep_until(due_at)
                 self._hand_over(batcher.due(trio.current_time()))
 
-    async def _run(self, options: TrioOptions, patience: Patience) -> None:
+    async def _run(self) -> None:
         try:
-            await stay_connected(self.address, options, self._courier, patience)
+            await self._couriers.fleet.run()
         except UprError as error:
-            self._courier.stop(error)
+            self._couriers.stop(error)
 
-    async def _start(self, nursery: trio.Nursery, options: TrioOptions, patience: Patience) -> None:
-        courier = self._courier
-        nursery.start_soon(self._run, options, patience)
-        await self._wait_until(lambda: courier.partition_count > 0)
-        self._batcher = Batcher(courier.partition_count, self._limits)
+    async def _start(
+        self,
+        nursery: trio.Nursery,
+        options: TrioOptions,
+        patience_s: float,
+        by_map: bool,
+        draw: Draw,
+    ) -> None:
+        couriers = self._couriers
+        couriers.fleet = Fleet(
+            self.address, options, couriers, patience_s=patience_s, by_map=by_map, draw=draw
+        )
+        nursery.start_soon(self._run)
+        await self._wait_until(lambda: couriers.partition_count > 0)
+        self._batcher = Batcher(couriers.partition_count, self._limits)
         nursery.start_soon(self._linger)
-        nursery.start_soon(courier.pump_rested)
+        nursery.start_soon(couriers.pump_rested)
 
     async def _leave(self) -> None:
         await self.flush()
-        self._courier.stop(ClosedError("the publisher was closed"))
+        self._couriers.stop(ClosedError("the publisher was closed"))
         if self.failures:
             raise PublishError(self.failures, self._failed)
 
@@ -327,11 +341,11 @@ class Publisher:
             self._batches,
             self._mutations,
             self._failed,
-            self._outbox.resent,
-            self._outbox.unanswered,
-            self._outbox.nbytes,
-            self._courier.connections,
-            self._courier.patience.last_failure,
+            self._couriers.resent,
+            self._couriers.unanswered,
+            self._couriers.nbytes,
+            self._couriers.connections,
+            self._couriers.fleet.last_failure,
         )
 
 
@@ -350,19 +364,21 @@ async def publisher(
     on_failure: Callable[[Failure], None] | None = None,
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
     patience_s: float = PATIENCE_S_DEFAULT,
+    by_map: bool = True,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     dial: Dial = dial_tcp,
     writer: Writer | None = None,
     draw: Callable[[], float] = random.random,
 ) -> AsyncIterator[Publisher]:
-    """A publisher to one bucket, over a connection of its own.
+    """A publisher to one bucket, over connections of its own.
 
     Leaving the context waits until everything is answered. Left by an exception, or cancelled, what
     is not answered may have been done or not.
 
     Args:
-        target: `upr://host:port/bucket`; or a client, for its address and options.
+        target: `upr://host:port/bucket`, several nodes as `upr://host:port,host:port/bucket`; or
+            a client, for its address and options.
         identity: `what:who`, for the server's logs and statistics.
         batch_mutations: A batch is sent at this many operations,
         batch_bytes: or at this many bytes,
@@ -370,10 +386,14 @@ async def publisher(
         in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
         buffer_bytes: What it holds, unsent or unanswered, before those who hand it more wait.
         durability: What must hold before a batch is answered.
-        copies: How many replicas beside the active, for the replicated levels.
+        copies: How many replicas beside the active, for the replicated levels. What does not become
+            so durable while the patience lasts fails with `NOT_DURABLE_YET`: it was done, and may
+            be lost.
         on_failure: Told of each operation that fails, instead of `Publisher.failures`.
         credit_timeout_s: How long it waits for a server that is over its memory quota.
         patience_s: How long it goes on without any answer before it gives up.
+        by_map: Whether to go to the nodes that the partition map names, and not to stay with the
+            one at `target`.
         idle_interval_s: The silence after which a side says that it is there still.
         connect_timeout_s: How long a connection and its first answers may take.
         dial: How to reach an address, where that is not plain TCP.
@@ -396,21 +416,18 @@ async def publisher(
             connect_timeout_s=connect_timeout_s,
             dial=dial,
         )
-    patience = Patience(patience_s, draw)
-    outbox = Outbox(
-        Writer() if writer is None else writer,
-        OutboxLimits(in_flight, buffer_bytes, patience_s, durability, copies),
-        draw,
-    )
+    limits = OutboxLimits(in_flight, buffer_bytes, patience_s, durability, copies)
+    writes = Writer() if writer is None else writer
     found = Publisher(
         address.with_bucket(),
-        outbox,
-        patience,
+        lambda: Outbox(writes, limits, draw),
+        lambda: Patience(patience_s, draw),
+        buffer_bytes,
         BatchLimits(batch_mutations, batch_bytes, linger_s),
         credit_timeout_s,
         on_failure,
     )
     async with background() as nursery:
-        await found._start(nursery, options, patience)  # noqa: SLF001
+        await found._start(nursery, options, patience_s, by_map, draw)  # noqa: SLF001
         yield found
         await found._leave()  # noqa: SLF001

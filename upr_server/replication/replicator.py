@@ -135,6 +135,7 @@ class Replicator:
                     undo=self._undo,
                     with_answers=True,
                     with_logs=True,
+                    by_map=False,
                     identity=f"replica:{self._node}",
                     patience_s=PATIENCE_S,
                     save_limits=SaveLimits(math.inf, math.inf, 1 << 62),

@@ -1,0 +1,527 @@
+"""Clients of several nodes: they go where the map says, whatever it says next."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from tests.client.test_consumer import follow, until
+from tests.kit.fake_cluster import FakeCluster
+from tests.kit.mirror import Mirror
+from upr_protocol.client import (
+    BarrierReached,
+    Completed,
+    Consumer,
+    StreamEnded,
+    consume,
+    publisher,
+)
+from upr_protocol.cluster import Owners
+from upr_protocol.errors import BrokenError, Status
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.wire import GetMap, Mutate, Stream
+
+URL = "upr://a,b,c/b"
+
+
+@pytest.fixture
+def cluster(nursery: trio.Nursery) -> FakeCluster:
+    return FakeCluster(nursery, "abc", 6)
+
+
+def fill(cluster: FakeCluster, count: int, value: bytes = b"v", keys: int = 60) -> None:
+    for number in range(count):
+        cluster.any.put(b"key-%d" % (number % keys), value + b"-%d" % number)
+
+
+@asynccontextmanager
+async def mirrored(
+    cluster: FakeCluster, url: str = URL, **options: object
+) -> AsyncIterator[tuple[Consumer, Mirror]]:
+    """A consumer, and the copy that a task makes of what it is told."""
+    mirror = Mirror()
+    async with (
+        consume(url, dial=cluster.dial, **options) as consumer,  # type: ignore[arg-type]
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(follow, consumer, mirror)
+        yield consumer, mirror
+        nursery.cancel_scope.cancel()
+
+
+async def test_each_partition_is_read_where_it_is_active(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    fill(cluster, 200)
+    async with mirrored(cluster) as (consumer, mirror):
+        reached = await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert reached.ends == {p.id: p.high for p in cluster.any.partitions}
+        for name in "abc":
+            (connection,) = cluster.server(name).connections
+            assert connection.counts[Stream] == 2
+        fill(cluster, 20, b"w")
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+    assert cluster.open == 0
+
+
+@pytest.mark.parametrize("url", ["upr://nowhere,b/b", "upr://c/b", "upr://b:12000/b"])
+async def test_any_node_tells_where_to_go(
+    cluster: FakeCluster, autojump_clock: MockClock, url: str
+) -> None:
+    fill(cluster, 50)
+    async with mirrored(cluster, url) as (consumer, mirror):
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+
+
+async def test_an_address_where_nobody_is(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    with pytest.raises(BrokenError, match="nothing at upr://nowhere"):
+        async with consume("upr://nobody,nowhere/b", dial=cluster.dial):
+            pass
+
+
+async def test_without_a_map_nothing_is_asked_for(
+    nursery: trio.Nursery, autojump_clock: MockClock
+) -> None:
+    cluster = FakeCluster(nursery, "a")
+    server = cluster.any
+    server.map = None
+    fill(cluster, 50)
+    async with (
+        mirrored(cluster, "upr://a/b") as (consumer, mirror),
+        publisher("upr://a/b", dial=cluster.dial) as sink,
+    ):
+        await sink.set("k", "v")
+        await sink.flush()
+        await consumer.barrier()
+        assert mirror.contents == server.contents()
+        assert server.greeted == cluster.nets["a"].dialled == 2
+        assert not any(connection.counts[GetMap] for connection in server.connections)
+
+
+async def test_a_bucket_that_gets_a_map_later(
+    nursery: trio.Nursery, autojump_clock: MockClock
+) -> None:
+    cluster = FakeCluster(nursery, "ab")
+    cluster.server("a").map = None
+    fill(cluster, 50)
+    async with (
+        mirrored(cluster, "upr://a/b") as (consumer, mirror),
+        publisher("upr://a/b", dial=cluster.dial) as sink,
+    ):
+        await sink.set("k", "v")
+        await consumer.barrier()
+        cluster.tell("a")
+        for number in range(50):
+            await sink.set(f"key-{number}", "new")
+        await sink.flush()
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert mirror.contents[b"key-49"] == b"new"
+        assert cluster.server("b").connections
+
+
+async def test_a_partition_moves(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    fill(cluster, 100)
+    async with (
+        mirrored(cluster) as (consumer, mirror),
+        publisher(URL, dial=cluster.dial) as sink,
+    ):
+        await consumer.barrier()
+        untouched = next(iter(cluster.server("c").connections))
+        cluster.move({0: Owners(active="b"), 3: Owners(active="b")})
+        for number in range(100):
+            await sink.set(f"key-{number}", f"after-{number}")
+        await sink.flush()
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert mirror.contents[b"key-99"] == b"after-99"
+        assert untouched in cluster.server("c").connections
+        # Nobody goes on where nothing is.
+        assert not cluster.server("a").connections
+
+
+async def test_publishing_goes_to_the_active_and_counts_once(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with publisher(URL, dial=cluster.dial, batch_mutations=5) as sink:
+        for round_ in range(20):
+            for _ in range(50):
+                await sink.increment(f"counter-{random.randrange(40)}")
+            number = round_ % 6
+            cluster.move({number: Owners(active="abc"[round_ % 3])}, tell="abc"[round_ % 2 :])
+        cluster.tell("abc")
+        await sink.flush()
+        assert not sink.failures
+    assert sum(int(value) for value in cluster.any.contents().values()) == 1000
+    assert cluster.open == 0
+
+
+async def test_a_node_is_gone_and_its_partitions_elsewhere(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    async with (
+        mirrored(cluster) as (consumer, mirror),
+        publisher(URL, dial=cluster.dial) as sink,
+    ):
+        await consumer.barrier()
+        cluster.kill("a")
+        for number in range(60):
+            await sink.set(f"key-{number}", "after")
+        await trio.sleep(3)
+        assert sink.statistics().unanswered
+        began = trio.current_time()
+        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        await sink.flush()
+        assert trio.current_time() - began < 1.0
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert set(mirror.contents.values()) == {b"after"}
+
+
+async def test_a_node_that_does_not_even_refuse(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """Waiting for it does not hold up what others tell."""
+    fill(cluster, 100)
+    async with (
+        mirrored(cluster) as (consumer, mirror),
+        publisher(URL, dial=cluster.dial) as sink,
+    ):
+        await consumer.barrier()
+        cluster.silent.add("a")
+        cluster.kill("a")
+        for number in range(60):
+            await sink.set(f"key-{number}", "after")
+        await trio.sleep(5)
+        began = trio.current_time()
+        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        await sink.flush()
+        assert trio.current_time() - began < 1.0
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+
+
+async def test_the_host_that_was_asked_first_is_needed_no_more(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with publisher("upr://a/b", dial=cluster.dial) as sink:
+        await sink.set("k", "1")
+        await sink.flush()
+        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        cluster.kill("a")
+        for number in range(60):
+            await sink.set(f"key-{number}", "2")
+        await sink.flush()
+        cluster.move({number: Owners(active="c") for number in range(6)}, tell="bc")
+        cluster.kill("b")
+        for number in range(60):
+            await sink.set(f"key-{number}", "3")
+    assert cluster.any.contents() == {b"key-%d" % n: b"3" for n in range(60)} | {b"k": b"1"}
+
+
+async def test_a_takeover_stalls_publishers_for_less_than_a_second(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """The old one hands over, nobody is active for a moment, then the new one is."""
+    async with publisher(URL, dial=cluster.dial, linger_s=0.001) as sink:
+        key = next(
+            key for key in map(str, range(100)) if cluster.any.partition_of(key.encode()).id == 0
+        )
+        await sink.set(key, "1")
+        await sink.flush()
+        for pause_s in (0.0, 0.02, 0.3):
+            cluster.move({0: Owners(handing_over="a", replicas={"b": ""})})
+            await sink.set(key, "2")
+            await trio.sleep(pause_s)
+            assert sink.statistics().unanswered <= 1
+            cluster.move({0: Owners(active="b")})
+            began = trio.current_time()
+            await sink.flush()
+            assert trio.current_time() - began < 0.5
+            cluster.move({0: Owners(active="a")})
+            await sink.set(key, "3")
+            await sink.flush()
+    assert cluster.any.contents() == {key.encode(): b"3"}
+
+
+async def test_a_partition_without_an_active_is_waited_for(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    cluster.move({2: Owners(replicas={"a": ""})})
+    fill(cluster, 100)
+    async with (
+        mirrored(cluster, end="now") as (consumer, mirror),
+        publisher(URL, dial=cluster.dial) as sink,
+    ):
+        for number in range(60):
+            await sink.set(f"key-{number}", "after")
+        with trio.move_on_after(20) as scope:
+            await consumer.barrier()
+        assert scope.cancelled_caught
+        assert 2 not in mirror.ends
+        assert len(mirror.ends) == 5
+        cluster.move({2: Owners(active="a")})
+        await sink.flush()
+        await trio.sleep(5)
+        assert len(mirror.ends) == 6
+
+
+async def test_patience_ends(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    cluster.move({2: Owners()})
+    gave_up = pytest.raises(BrokenError, match="no node takes partition 2")
+    async with consume(URL, dial=cluster.dial, patience_s=20) as consumer:
+        with gave_up:
+            await follow(consumer, Mirror())
+    assert 20 <= trio.current_time() < 25
+    began = trio.current_time()
+    with gave_up:
+        await fill_by_publishing(cluster)
+    assert 20 <= trio.current_time() - began < 25
+
+
+async def fill_by_publishing(cluster: FakeCluster) -> None:
+    async with publisher(URL, dial=cluster.dial, patience_s=20) as sink:
+        for number in range(30):
+            await sink.set(f"key-{number}", "v")
+
+
+async def test_a_stale_map_is_asked_for_again(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """Only one node has the newest map, and it is the one that says no."""
+    async with publisher("upr://b/b", dial=cluster.dial) as sink:
+        await sink.set("k", "1")
+        await sink.flush()
+        cluster.move({number: Owners(active="c") for number in range(6)}, tell="a")
+        for number in range(60):
+            await sink.set(f"key-{number}", "2")
+        await trio.sleep(1)
+        cluster.tell("bc")
+        await sink.flush()
+    assert len(cluster.any.contents()) == 61
+    assert not sink.failures
+
+
+async def test_an_old_active_does_not_hold_back_what_the_new_one_has(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """A replica is read where there is one, and where that is away from another."""
+    cluster.move({number: Owners(active="a", replicas={"b": "", "c": ""}) for number in range(6)})
+    fill(cluster, 100)
+    async with mirrored(cluster, state=PartitionState.REPLICA) as (consumer, mirror):
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert not cluster.server("a").connections
+        assert not cluster.server("c").connections
+        cluster.kill("b")
+        fill(cluster, 100, b"w")
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert cluster.server("c").connections
+        cluster.move({number: Owners(active="c", replicas={"a": ""}) for number in range(6)})
+        fill(cluster, 100, b"x")
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+
+
+async def test_a_consumer_may_stay_with_one_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    async with consume("upr://b/b", dial=cluster.dial, partitions=[1, 4], by_map=False) as consumer:
+        await until(consumer, Completed)
+        assert cluster.nets["b"].dialled == 1
+        assert not cluster.server("a").connections
+        (connection,) = cluster.server("b").connections
+        assert not connection.counts[GetMap]
+
+
+async def test_until_now_ends_on_every_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    expected = cluster.any.contents()
+    mirror = Mirror()
+    ended = []
+    async with consume(URL, dial=cluster.dial, end="now") as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, StreamEnded):
+                ended.append(event.partition)
+    assert sorted(ended) == list(range(6))
+    assert mirror.contents == expected
+    assert cluster.open == 0
+
+
+async def test_from_now_on_every_node(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    fill(cluster, 100)
+    async with mirrored(cluster, start="now") as (consumer, mirror):
+        await consumer.barrier()
+        assert mirror.contents == {}
+        cluster.move({0: Owners(active="c"), 1: Owners(active="a")})
+        fill(cluster, 60, b"w")
+        await consumer.barrier()
+        assert len(mirror.contents) == 60
+
+
+async def test_a_barrier_comes_back_though_partitions_move(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    reached = []
+    async with mirrored(cluster) as (consumer, mirror):
+        await consumer.barrier()
+        for name in "abc":
+            cluster.server(name).paused = True
+
+        async def pass_one() -> None:
+            reached.append(await consumer.barrier())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pass_one)
+            fill(cluster, 60, b"w")
+            await trio.sleep(0.1)
+            cluster.server("a").resume()
+            cluster.server("b").resume()
+            await trio.sleep(1)
+            assert not reached
+            cluster.move({number: Owners(active="a") for number in range(6)})
+            await trio.sleep(1)
+        (event,) = reached
+        assert set(event.ends) == set(range(6))
+        assert mirror.contents == cluster.any.contents()
+
+
+async def test_barriers_are_told_as_events_once(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with consume(URL, dial=cluster.dial) as consumer:
+        cookies = [consumer.send_barrier() for _ in range(5)]
+        back = []
+        async for event in consumer:
+            if isinstance(event, BarrierReached):
+                back.append(event.cookie)
+                if len(back) == 3:
+                    cluster.nets["b"].cut()
+                if len(back) == 5:
+                    break
+        assert back == cookies
+        assert consumer.statistics().connections >= 3
+
+
+async def test_what_is_resumed_from_a_file_goes_on_anywhere(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    mirror = Mirror()
+    state = None
+    for turn in range(6):
+        async with consume(URL, dial=cluster.dial, resume=state) as consumer:
+            for _ in range(4):
+                mirror.apply(await anext(consumer))
+            state = consumer.resume_state
+        mirror = Mirror(mirror.items)
+        cluster.move({turn: Owners(active="abc"[turn % 3])})
+    async with consume(URL, dial=cluster.dial, resume=state, end="now") as consumer:
+        async for event in consumer:
+            mirror.apply(event)
+    assert mirror.contents == cluster.any.contents()
+
+
+async def test_a_change_that_is_not_durable_yet_is_sent_again(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    refusing = True
+    for name in "abc":
+        cluster.server(name).refuse = lambda m: (
+            Status.NOT_DURABLE_YET if refusing and isinstance(m, Mutate) else None
+        )
+    async with publisher(URL, dial=cluster.dial) as sink:
+        await sink.set("k", "v")
+        await trio.sleep(10)
+        refusing = False
+    assert cluster.any.contents() == {b"k": b"v"}
+    refusing = True
+    async with publisher(URL, dial=cluster.dial, patience_s=5) as sink:
+        await sink.set("k", "v")
+        await sink.flush()
+        assert [failure.status for failure in sink.failures] == [Status.NOT_DURABLE_YET]
+        sink.failures.clear()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["move", "none", "cut", "down", "up", "stale", "tell", "pause"]),
+        st.integers(0, 5),
+        st.sampled_from("abc"),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, seed=st.integers(0, 1 << 20))
+def test_nothing_is_lost_and_nothing_is_done_twice(
+    steps: list[tuple[str, int, str]], seed: int
+) -> None:
+    async def main() -> None:
+        draw = random.Random(seed)
+        async with trio.open_nursery() as nursery:
+            cluster = FakeCluster(nursery, "abc", 6)
+            added = 0
+            async with (
+                mirrored(cluster, draw=draw.random) as (consumer, mirror),
+                publisher(URL, dial=cluster.dial, draw=draw.random, batch_mutations=3) as sink,
+            ):
+                for what, number, name in steps:
+                    for _ in range(draw.randrange(8)):
+                        await sink.increment(f"counter-{draw.randrange(30)}")
+                        added += 1
+                    if what == "move":
+                        cluster.move({number: Owners(active=name)})
+                    elif what == "none":
+                        cluster.move({number: Owners(replicas={name: ""})})
+                    elif what == "stale":
+                        cluster.move({number: Owners(active=name)}, tell=name)
+                    elif what == "tell":
+                        cluster.tell(name)
+                    elif what == "cut":
+                        cluster.nets[name].cut()
+                    elif what == "down":
+                        cluster.kill(name)
+                    elif what == "up":
+                        cluster.nets[name].down = False
+                    await trio.sleep(draw.choice([0, 0.01, 0.2, 2.0]))
+                for net in cluster.nets.values():
+                    net.down = False
+                cluster.move(
+                    {
+                        number: Owners(active=owners.active or "a")
+                        for number, owners in enumerate(cluster.map.partitions)
+                    }
+                )
+                began = trio.current_time()
+                await sink.flush()
+                assert not sink.failures
+                reached = await consumer.barrier()
+                assert trio.current_time() - began < 30
+                assert set(reached.ends) == set(map(PartitionId, range(6)))
+                contents = cluster.any.contents()
+                assert mirror.contents == contents
+                assert sum(map(int, contents.values())) == added
+            assert cluster.open == 0
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))

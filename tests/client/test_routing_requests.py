@@ -1,0 +1,137 @@
+"""Requests to several nodes: each to the one whose partition it is about."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.kit.fake_cluster import FakeCluster
+from upr_protocol.client import NotDurableError, connect
+from upr_protocol.cluster import Owners
+from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.wire import Get, Mutate
+
+URL = "upr://a,b,c/b"
+KEYS = [f"key-{number}" for number in range(60)]
+
+
+@pytest.fixture
+def cluster(nursery: trio.Nursery) -> FakeCluster:
+    return FakeCluster(nursery, "abc", 6)
+
+
+def key_of(cluster: FakeCluster, partition: int) -> str:
+    return next(key for key in KEYS if cluster.any.partition_of(key.encode()).id == partition)
+
+
+async def test_each_key_is_asked_for_where_it_is(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        for key in KEYS:
+            written = await client.set(key, f"value of {key}")
+            assert await client.await_durable(written, Durability.PERSISTED) == written.seq
+        items = await client.get_many([*KEYS, "none"])
+        assert [item and item.value.decode() for item in items] == [
+            *(f"value of {key}" for key in KEYS),
+            None,
+        ]
+        for name in "abc":
+            (connection,) = cluster.server(name).connections
+            assert connection.counts[Mutate] == sum(
+                cluster.any.partition_of(key.encode()).id % 3 == "abc".index(name) for key in KEYS
+            )
+            assert connection.counts[Get] == 2
+    assert cluster.open == 0
+
+
+async def test_requests_follow_the_map(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    async with connect(URL, dial=cluster.dial) as client:
+        for turn in range(6):
+            names = "abc"[turn % 2] + "abc"[turn % 3]
+            cluster.move({turn: Owners(active=names[0])}, tell=set(names))
+            for key in KEYS[:20]:
+                await client.increment(key)
+            cluster.tell("abc")
+            assert all(await client.get_many(KEYS[:20]))
+    assert set(cluster.any.contents().values()) == {b"6"}
+
+
+async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    key = key_of(cluster, 2)
+    async with connect(URL, dial=cluster.dial, patience_s=10) as client:
+        await client.set(key, "1")
+        cluster.move({2: Owners(handing_over="c")})
+
+        async def appoint() -> None:
+            await trio.sleep(4)
+            cluster.move({2: Owners(active="a")})
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(appoint)
+            await client.set(key, "2")
+            assert 4 <= trio.current_time() < 4.6
+        cluster.move({2: Owners()})
+        with pytest.raises((BrokenError, ServerError)):
+            await client.set(key, "3")
+        # Nothing is wrong with the others.
+        await client.set(key_of(cluster, 1), "4")
+        item = await client.get(key_of(cluster, 1))
+        assert item is not None
+        assert item.value == b"4"
+
+
+async def test_a_lost_node_breaks_what_is_open_and_nothing_later(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    key = key_of(cluster, 0)
+    async with connect(URL, dial=cluster.dial) as client:
+        await client.set(key, "1")
+        cluster.server("a").held.add(Get)
+
+        async def ask() -> None:
+            with pytest.raises(BrokenError):
+                await client.get(key)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(1)
+            cluster.kill("a")
+        cluster.move({0: Owners(active="b"), 3: Owners(active="b")}, tell="bc")
+        item = await client.get(key)
+        assert item is not None
+        assert item.value == b"1"
+        assert client.statistics().open == 0
+
+
+async def test_numbers_and_histories_come_from_each_partition_s_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=cluster.dial) as client:
+        for key in KEYS:
+            await client.set(key, "v")
+        rows = await client.seqnos()
+        assert [(row.partition, row.high_seq) for row in rows] == [
+            (p.id, p.high) for p in cluster.any.partitions
+        ]
+        assert [row.partition for row in await client.seqnos([4, 1])] == [1, 4]
+        infos = client.partitions()
+        assert [info.partition for info in infos] == list(map(PartitionId, range(6)))
+        cluster.move({0: Owners(active="b")})
+        assert len(await client.seqnos()) == 6
+
+
+async def test_a_change_whose_durability_is_not_known(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    for name in "abc":
+        cluster.server(name).refuse = lambda m: (
+            Status.NOT_DURABLE_YET if isinstance(m, Mutate) else None
+        )
+    async with connect(URL, dial=cluster.dial) as client:
+        with pytest.raises(NotDurableError, match="was made and may be lost yet") as caught:
+            await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
+        assert caught.value.status is Status.NOT_DURABLE_YET
+        assert caught.value.written is None

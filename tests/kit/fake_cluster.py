@@ -1,0 +1,86 @@
+"""Several fake servers that hold one bucket; a map says who serves which partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import trio
+
+from tests.kit.fake_net import FakeNet
+from tests.kit.fake_server import BUCKET, FakeServer
+from upr_protocol.client import Address
+from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.ids import PartitionId
+
+
+class FakeCluster:
+    """Nodes that are called by their names; `dial` is what clients are given.
+
+    The partitions themselves are shared, as if replicas were never behind: what is tried here is
+    where clients go.
+
+    Attributes:
+        nets: The network of each node, by its name.
+        map: The newest map.
+        silent: Nodes whose connections are not even refused.
+    """
+
+    def __init__(self, nursery: trio.Nursery, names: str, partition_count: int = 4) -> None:
+        self.nets: dict[str, FakeNet] = {}
+        self.silent: set[str] = set()
+        servers = [FakeServer(partition_count) for _ in names]
+        for name, server in zip(names, servers, strict=True):
+            server.name = name
+            server.partitions = servers[0].partitions
+            server.peers = servers
+            self.nets[name] = FakeNet(nursery, server)
+        owners = tuple(
+            Owners(active=names[number % len(names)]) for number in range(partition_count)
+        )
+        self.map = ClusterMap(
+            bucket=BUCKET,
+            revision=1,
+            nodes={name: f"{name}:12000" for name in names},
+            partitions=owners,
+        )
+        self.tell(names)
+
+    def server(self, name: str) -> FakeServer:
+        return self.nets[name].server
+
+    @property
+    def any(self) -> FakeServer:
+        """One of the servers, for what they have in common."""
+        return next(iter(self.nets.values())).server
+
+    async def dial(self, address: Address) -> trio.abc.Stream:
+        if address.host in self.silent:
+            await trio.sleep_forever()
+        net = self.nets.get(address.host)
+        if net is None or address.port != 12000:
+            await trio.lowlevel.checkpoint()
+            raise ConnectionRefusedError(f"there is nothing at {address}")
+        return await net.dial(address)
+
+    def move(self, changed: dict[int, Owners], *, tell: Iterable[str] | None = None) -> ClusterMap:
+        """The next map, told to those nodes; by default to all."""
+        self.map = self.map.next(
+            {PartitionId(number): owners for number, owners in changed.items()}
+        )
+        self.tell(self.nets if tell is None else tell)
+        return self.map
+
+    def tell(self, names: Iterable[str]) -> None:
+        """Gives nodes the newest map."""
+        for name in names:
+            self.server(name).set_map(self.map)
+
+    def kill(self, name: str) -> None:
+        """A node is gone."""
+        self.nets[name].down = True
+        self.nets[name].cut()
+
+    @property
+    def open(self) -> int:
+        """How many of the clients' ends are not closed."""
+        return sum(net.open for net in self.nets.values())

@@ -1,0 +1,84 @@
+"""What a client knows of the partition map: where to ask for it, and where to go by it.
+
+No I/O. A bucket whose map nobody knows is held by one node; so is one whose nodes say that its map
+has revision 0.
+"""
+
+from __future__ import annotations
+
+from upr_protocol.client.address import Address
+from upr_protocol.cluster import ClusterMap
+from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.ids import PartitionId, PartitionState
+
+
+class Atlas:
+    """The newest map of a bucket that any node told of.
+
+    Args:
+        address: What the user said; asked first, and always.
+
+    Attributes:
+        map: The map; None while there is none.
+        wanted: The revision that some node has, as far as was heard: an older map is of no use.
+    """
+
+    __slots__ = ("_address", "map", "wanted")
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self.map: ClusterMap | None = None
+        self.wanted = 0
+
+    @property
+    def revision(self) -> int:
+        """The map's revision; 0 without one."""
+        return self.map.revision if self.map is not None else 0
+
+    @property
+    def is_old(self) -> bool:
+        """Whether some node has a newer map."""
+        return self.revision < self.wanted
+
+    def heard_of(self, revision: int) -> None:
+        """Some node has a map of this revision."""
+        self.wanted = max(self.wanted, revision)
+
+    def take(self, found: ClusterMap) -> bool:
+        """Takes in a node's map; whether it is newer than the one before.
+
+        Raises:
+            RemoteProtocolError: It is that of another bucket.
+        """
+        if found.bucket != self._address.bucket:
+            raise RemoteProtocolError(
+                f"the map of {self._address.bucket!r} was asked for, and that of {found.bucket!r} "
+                "came"
+            )
+        if found.revision <= self.revision:
+            return False
+        self.map = found
+        self.heard_of(found.revision)
+        return True
+
+    def everywhere(self) -> list[Address]:
+        """Every node that may know the map, those that the user named first."""
+        found = self._address.each()
+        if self.map is not None:
+            found += [self._address.of_node(node) for node in self.map.nodes.values()]
+        return list(dict.fromkeys(found))
+
+    def holders(self, partition: PartitionId, state: PartitionState) -> list[Address]:
+        """The nodes that have `partition` in `state`, the best first; none while there are none."""
+        if self.map is None or partition >= len(self.map.partitions):
+            return []
+        if state is PartitionState.ACTIVE:
+            nodes = [self.map.active_of(partition)]
+        elif state is PartitionState.REPLICA:
+            nodes = self.map.replicas_of(partition)
+        else:
+            owners = self.map.partitions[partition]
+            nodes = [
+                self.map.nodes[name] for name in owners.holders() if owners.state_of(name) is state
+            ]
+        return [self._address.of_node(node) for node in nodes if node]

@@ -1,0 +1,213 @@
+"""What the nodes of a consumer's that blocks bring, in one row; see `feeds`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.blocking_fleet import BlockingFleet
+from upr_protocol.client.blocking_link import BlockingLink, step_any
+from upr_protocol.client.course import Course
+from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.fleet import PAUSE_MAX_S
+from upr_protocol.client.follower import PROGRESS, Follower
+from upr_protocol.client.retry import Patience
+from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire import StreamReply
+
+
+class BlockingFeeds:
+    """A follower for each node.
+
+    Args:
+        course: What the streams are to come to.
+        fleet: The links.
+        patience: How long to go on without anything of any node;
+        patience_s: and without a node for some partition.
+
+    Attributes:
+        inbox: The deliveries that the application has not taken.
+    """
+
+    def __init__(
+        self, course: Course, fleet: BlockingFleet, patience: Patience, patience_s: float
+    ) -> None:
+        self.inbox: deque[Delivery] = deque()
+        self._course = course
+        self._fleet = fleet
+        self._patience = patience
+        self._patience_s = patience_s
+        self._only: Follower | None = Follower(course)
+        """The follower of the only node; None when there are several."""
+        self._followers: dict[Address, Follower] = {}
+        self._links: dict[Follower, BlockingLink] = {}
+        self._rests: dict[Follower, float] = {}
+        self._strays: dict[PartitionId, float] = {}
+        self._homeless_since: dict[PartitionId, float] = {}
+
+    def close(self) -> None:
+        """Closes all links."""
+        self._fleet.close()
+
+    def _all(self) -> list[tuple[Follower, Address | None]]:
+        """Every follower, and its node; None for the only one."""
+        if self._only is not None:
+            return [(self._only, None)]
+        return [(follower, address) for address, follower in self._followers.items()]
+
+    def acknowledge(self, delivery: Delivery) -> None:
+        """The application has dealt with a delivery."""
+        for follower, _ in self._all():
+            follower.acknowledge(delivery)
+
+    def barrier(self, cookie: bytes) -> None:
+        """Sends a barrier through all nodes."""
+        self._course.rounds.begin(cookie)
+        for follower, _ in self._all():
+            follower.send_barriers()
+
+    # Receiving.
+
+    def receive(self, deadline: float) -> float:
+        """Takes in what comes, from whichever node, until something did or the deadline.
+
+        Returns:
+            For how many seconds there is nothing to listen to, and `rested` is to be called then.
+
+        Raises:
+            UprError: There is no use in going on.
+        """
+        self._route()
+        links: dict[Follower, BlockingLink] = {}
+        now = time.monotonic()
+        for follower, address in self._all():
+            if self._rests.get(follower, now) <= now:
+                self._guard(follower, address, partial(self._begin, follower, address, links))
+        if self._course.done:
+            self._fleet.close()
+            return 0.0
+        wakes_at = min((*self._rests.values(), *self._strays.values()), default=float("inf"))
+        if self._homeless_since:
+            wakes_at = min(wakes_at, now + PAUSE_MAX_S)
+        if not links and not self.inbox:
+            if any(follower not in self._rests for follower, _ in self._all()):
+                return 0.0  # one of them came just now
+            return max(0.001, min(deadline, wakes_at) - now)
+        if not self.inbox:
+            step_any(list(links.values()), min(deadline, wakes_at))
+        for follower, address in self._all():
+            if follower in links:
+                self._guard(follower, address, partial(self._take, follower, links[follower]))
+        if self._course.done:
+            self._fleet.close()
+        return 0.0
+
+    def rested(self) -> None:
+        """So many seconds as `receive` said are over."""
+        self._rests.clear()
+        self._strays.clear()
+
+    def _guard(self, follower: Follower, address: Address | None, do: Callable[[], None]) -> None:
+        """Does something with a node; what fails is tried again after a while."""
+        try:
+            do()
+            return
+        except UprError as failure:
+            error = failure
+        follower.disconnected()
+        self._links.pop(follower, None)
+        if address is not None:
+            self._fleet.lost(address)
+        else:
+            self._fleet.close()
+        if self._only is not None and not self._course.connections:
+            raise error
+        now = time.monotonic()
+        self._rests[follower] = now + self._patience.wait_s(error, now)
+        if not self._fleet.is_whole:
+            self._fleet.refresh()
+
+    def _begin(
+        self,
+        follower: Follower,
+        address: Address | None,
+        links: dict[Follower, BlockingLink],
+    ) -> None:
+        self._rests.pop(follower, None)
+        link = self._fleet.any() if address is None else self._fleet.at(address)
+        if address is None and not self._fleet.is_whole:
+            # There are several nodes after all. Whatever this one has is asked for anew.
+            follower.disconnected()
+            self._course.enter(link.greeting)
+            self._links.clear()
+            self._only = None
+            self._fleet.close()
+            self._route()
+            return
+        if self._links.get(follower) is not link:
+            self._links[follower] = link
+            self.inbox.extend(follower.begin(link.session, link.greeting))
+            self._look(follower)
+        links[follower] = link
+
+    def _take(self, follower: Follower, link: BlockingLink) -> None:
+        while (message := link.take()) is not None:
+            self.inbox.extend(follower.take(message))
+            if isinstance(message, PROGRESS):
+                self._patience.progress()
+            elif isinstance(message, StreamReply) and not message.status:
+                self._homeless_since.pop(message.partition, None)
+            self._look(follower)
+        if link.failure is not None:
+            raise link.failure
+
+    def _look(self, follower: Follower) -> None:
+        strays, follower.strays = follower.strays, []
+        for stray in strays:
+            now = time.monotonic()
+            self._homeless_since.setdefault(stray.partition, now)
+            self._strays[stray.partition] = now + 0.05
+            self._fleet.refresh(stray.map_revision)
+        if follower.trouble is not None:
+            raise follower.trouble
+
+    # Where partitions are.
+
+    def _route(self) -> None:
+        if self._only is not None:
+            return
+        now = time.monotonic()
+        homes: dict[PartitionId, Address | None] = {}
+        for partition in sorted(self._course.left):
+            resting = self._strays.get(partition, now) > now
+            homes[partition] = None if resting else self._fleet.home_of(partition)
+            if not resting:
+                self._strays.pop(partition, None)
+        if None in homes.values() or self._fleet.atlas.is_old:
+            self._fleet.refresh()
+        for partition, home in homes.items():
+            if home is not None and home not in self._followers:
+                self._followers[home] = Follower(self._course, set())
+            for address, follower in self._followers.items():
+                if address != home:
+                    follower.let_go(partition)
+            if home is not None:
+                self._followers[home].take_on(partition)
+            else:
+                self._give_up_on(partition, now)
+        needed = set(homes.values())
+        for address in [address for address in self._followers if address not in needed]:
+            follower = self._followers.pop(address)
+            follower.disconnected()
+            self._links.pop(follower, None)
+            self._rests.pop(follower, None)
+            self._fleet.drop(address)
+
+    def _give_up_on(self, partition: PartitionId, now: float) -> None:
+        since = self._homeless_since.setdefault(partition, now)
+        if now - since >= self._patience_s:
+            raise BrokenError(f"no node takes partition {partition}, for {now - since:.0f} s")

@@ -1,0 +1,332 @@
+"""Requests to a bucket, each to the node whose it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final, TypeVar
+
+import trio
+
+from upr_protocol.client import calls
+from upr_protocol.client.address import Address
+from upr_protocol.client.asker import Reply
+from upr_protocol.client.calls import Call, HeldLease, PartitionNumbers
+from upr_protocol.client.clerk import Clerk
+from upr_protocol.client.courier import ELSEWHERE
+from upr_protocol.client.fleet import Fleet
+from upr_protocol.client.link import Link
+from upr_protocol.errors import BrokenError, ServerError, UprError
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire import LeaseAction, PartitionLog
+
+T = TypeVar("T")
+
+REQUEST_PATIENCE_S: Final = 30.0
+"""How long a request waits for the node whose it is: longer than a failover should take."""
+
+
+class Clerks:
+    """A clerk for each node; the crew of a client's fleet.
+
+    The only node that there is is not connected to again: whoever lost it is told.
+
+    Args:
+        address: Where the client was told to go.
+        credit_timeout_s: How long a change waits for a server that grants no credit.
+        patience_s: How long a request waits for the node whose it is.
+
+    Attributes:
+        address: See above.
+        opened: Set when the first connection is greeted, or there is none to be had.
+        error: Why nothing can be asked any more; None while it can.
+        partition_count: The bucket's; 0 when none was opened.
+        fleet: Who keeps the links; set by whoever makes it.
+    """
+
+    fleet: Fleet[Clerk]
+
+    def __init__(self, address: Address, credit_timeout_s: float, patience_s: float) -> None:
+        self.address = address
+        self.opened = trio.Event()
+        self.error: UprError | None = None
+        self.partition_count = 0
+        self._credit_timeout_s = credit_timeout_s
+        self._patience_s = patience_s
+        self._clerks: list[Clerk] = []
+        self._at: dict[PartitionId, Clerk | None] = {}
+        self._requests = 0
+        self._is_whole = True
+        self._is_lost = False
+        self._changed = trio.Event()
+
+    async def run(self) -> None:
+        """Keeps the links until there is no use in it; cancelled, it closes them."""
+        try:
+            await self.fleet.run()
+        except UprError as error:
+            self.error = error
+        self.opened.set()
+        self._notify()
+
+    # The fleet's side.
+
+    @property
+    def finished(self) -> bool:
+        """See `Crew`."""
+        return self._is_whole and self._is_lost
+
+    @property
+    def partitions(self) -> Iterable[PartitionId]:
+        """See `Crew`."""
+        return map(PartitionId, range(self.partition_count))
+
+    def waits_for(self, partition: PartitionId) -> bool:  # noqa: ARG002
+        """See `Crew`. Each request has its own patience."""
+        return False
+
+    def recruit(self, *, whole: bool) -> Clerk:  # noqa: ARG002
+        """See `Crew`."""
+        clerk = Clerk(self, self._credit_timeout_s)
+        self._clerks.append(clerk)
+        return clerk
+
+    def place(self, partition: PartitionId, member: Clerk | None) -> None:
+        """See `Crew`."""
+        if self._at.get(partition) is not member:
+            self._at[partition] = member
+            self._notify()
+
+    def dismiss(self, member: Clerk) -> None:
+        """See `Crew`."""
+        self._requests += member.requests
+        self._clerks.remove(member)
+
+    # The clerks' side.
+
+    def connected(self, clerk: Clerk, link: Link) -> None:
+        """A clerk is connected."""
+        self.partition_count = link.greeting.partition_count
+        self.fleet.greeted(clerk, link)
+        self.opened.set()
+        self._notify()
+
+    def lost(self, error: UprError) -> None:
+        """A clerk's link is over."""
+        if self.opened.is_set():
+            self._is_lost = True
+            if self._is_whole and self.error is None:
+                self.error = error
+        self._notify()
+
+    def part(self) -> None:
+        """It turned out that there are several nodes."""
+        self._is_whole = False
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    # Asking.
+
+    async def ask(self, call: Call[T]) -> T:
+        """Makes a request and waits for its answer. What a node says is not its to do goes to the
+        node whose it is; what is about no partition, to any.
+
+        Raises:
+            ServerError: It was refused.
+            BrokenError: The connection was lost, and it may have been done or not; or there was no
+                node for it in time, and it was not.
+            ClosedError: The connection was closed here.
+        """
+
+        async def once(clerk: Clerk) -> T:
+            return await clerk.ask(call)
+
+        return await self._patiently(once, call.partition)
+
+    async def send(self, call: Call[T]) -> Callable[[], Awaitable[T]]:
+        """Makes a request; what this returns waits for the answer."""
+
+        async def sent(clerk: Clerk) -> Reply[T]:
+            return await clerk.send(call)
+
+        reply = await self._patiently(sent, call.partition)
+
+        async def answer() -> T:
+            try:
+                return await reply.wait()
+            except ServerError as error:
+                if self._is_whole or error.status not in ELSEWHERE:
+                    raise
+                self.fleet.doubt(error.map_revision)
+            return await self.ask(call)
+
+        return answer
+
+    async def _patiently(
+        self, once: Callable[[Clerk], Awaitable[T]], partition: PartitionId | None
+    ) -> T:
+        deadline = trio.current_time() + self._patience_s
+        while True:
+            clerk = await self._clerk_for(partition, deadline)
+            try:
+                found = await once(clerk)
+            except ServerError as error:
+                late = trio.current_time() >= deadline
+                if self._is_whole or partition is None or error.status not in ELSEWHERE or late:
+                    raise
+                if self._at.get(partition) is clerk:
+                    self.fleet.refused(partition, error, error.map_revision)
+                    self._at[partition] = None
+            else:
+                if partition is not None:
+                    self.fleet.works(partition)
+                return found
+
+    async def _clerk_for(self, partition: PartitionId | None, deadline: float) -> Clerk:
+        """Who can be asked now.
+
+        Raises:
+            ServerError, BrokenError: Nobody, and so it stayed.
+        """
+        while True:
+            if self.error is not None:
+                raise self.error
+            if self._is_whole:
+                return self._clerks[0]
+            if partition is None:
+                clerk = next((clerk for clerk in self._clerks if clerk.is_up), None)
+            else:
+                clerk = self._at.get(partition)
+            if clerk is not None and clerk.is_up:
+                return clerk
+            with trio.move_on_at(deadline) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                refusal = None if partition is None else self.fleet.refusal_of(partition)
+                if refusal is not None:
+                    raise refusal
+                what = "the bucket" if partition is None else f"partition {partition}"
+                raise BrokenError(f"no node takes {what}: {self.fleet.last_failure or 'no map'}")
+
+    async def by_node(
+        self, partitions: Iterable[PartitionId]
+    ) -> list[tuple[Clerk, list[PartitionId]]]:
+        """Partitions with the clerks to be asked about them.
+
+        Raises:
+            BrokenError: Some have none, and so it stayed.
+        """
+        deadline = trio.current_time() + self._patience_s
+        found: dict[Clerk, list[PartitionId]] = {}
+        for partition in partitions:
+            found.setdefault(await self._clerk_for(partition, deadline), []).append(partition)
+        return list(found.items())
+
+    async def seqnos(self, partitions: tuple[PartitionId, ...]) -> list[PartitionNumbers]:
+        """How far partitions are, each told by its own node; all of them when none are named."""
+        if self._is_whole:
+            return await self.ask(calls.seqnos(partitions))
+        deadline = trio.current_time() + self._patience_s
+        rows: dict[PartitionId, PartitionNumbers] = {}
+        missing = set(partitions or self.partitions) & set(self.partitions)
+        while missing:
+            for clerk, some in await self._by_node(sorted(missing), deadline):
+                told = await clerk.ask(calls.seqnos(some))
+                rows.update((row.partition, row) for row in told)
+            if missing <= rows.keys():
+                break
+            missing -= rows.keys()
+            self.fleet.doubt()
+            with trio.move_on_at(deadline) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                raise BrokenError(f"no node has partition {min(missing)}")
+        return [rows[partition] for partition in sorted(rows)]
+
+    async def _by_node(
+        self, partitions: Iterable[PartitionId], deadline: float
+    ) -> list[tuple[Clerk, list[PartitionId]]]:
+        """Partitions with the clerks to be asked about them.
+
+        Raises:
+            BrokenError: Some have none, and so it stayed.
+        """
+        found: dict[Clerk, list[PartitionId]] = {}
+        for partition in partitions:
+            found.setdefault(await self._clerk_for(partition, deadline), []).append(partition)
+        return list(found.items())
+
+    async def acquire(
+        self,
+        ranges: tuple[tuple[int, int, int], ...],
+        *,
+        time_to_live_s: int,
+        owner: str,
+        lease_id: int,
+    ) -> HeldLease:
+        """A lease of ranges, under one ID at each node that has some of them."""
+        if not self._is_whole and not lease_id:
+            lease_id = int.from_bytes(os.urandom(8), "little") | 1
+        deadline = trio.current_time() + self._patience_s
+        numbers = {PartitionId(one[0]) for one in ranges}
+        groups = [(self._clerks[0], sorted(numbers))]
+        if not self._is_whole:
+            groups = await self._by_node(sorted(numbers), deadline)
+        held = []
+        for clerk, some in groups:
+            call = calls.lease(
+                LeaseAction.ACQUIRE,
+                lease_id=lease_id,
+                time_to_live_s=time_to_live_s,
+                owner=owner,
+                ranges=[one for one in ranges if one[0] in some],
+            )
+            held.append(await clerk.ask(call))
+        return calls.one_lease(held)
+
+    async def everywhere(self, call: Call[HeldLease]) -> HeldLease:
+        """Asks the same about a lease at every node; whatever some of them have of it counts.
+
+        Raises:
+            ServerError: None of them has it.
+        """
+        if self._is_whole:
+            return await self.ask(call)
+        held, refusals = [], []
+        for clerk in [clerk for clerk in self._clerks if clerk.is_up]:
+            try:
+                held.append(await clerk.ask(call))
+            except ServerError as error:
+                refusals.append(error)
+        if not held:
+            raise refusals[0] if refusals else BrokenError("no node can be reached")
+        return calls.one_lease(held)
+
+    # What is known without asking.
+
+    @property
+    def logs(self) -> list[PartitionLog]:
+        """What the nodes that partitions are with told of them when they were connected to."""
+        if self._is_whole:
+            return list(self._clerks[0].link.greeting.logs.values())
+        return [
+            clerk.link.greeting.logs[partition]
+            for partition, clerk in self._at.items()
+            if clerk is not None and clerk.is_up and partition in clerk.link.greeting.logs
+        ]
+
+    @property
+    def requests(self) -> int:
+        """How many requests were made."""
+        return self._requests + sum(clerk.requests for clerk in self._clerks)
+
+    @property
+    def credit_left(self) -> int:
+        """Bytes that the nodes would take of changes."""
+        return sum(clerk.link.session.credit.left for clerk in self._clerks if clerk.is_up)
+
+    def __len__(self) -> int:
+        """How many requests wait for their answers."""
+        return sum(len(clerk) for clerk in self._clerks)

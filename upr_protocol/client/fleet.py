@@ -1,0 +1,396 @@
+"""One link to each node that is needed, after the partition map.
+
+The first link goes to the address that the user gave. When the node there holds the bucket alone,
+that is all there is to it. Otherwise it is asked for the map, and from then on each partition is
+with the node that the map names. When a node does not take what is asked of it, or is away, every
+node that is known is asked for its map, and the newest counts; while there is no node for a
+partition they are asked again and again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final, Generic, Protocol, TypeVar
+
+import attrs
+import trio
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.atlas import Atlas
+from upr_protocol.client.backoff import Backoff
+from upr_protocol.client.link import Handler, Link, TrioOptions, open_link
+from upr_protocol.client.maps import fetch_map, map_of
+from upr_protocol.client.retry import Patience
+from upr_protocol.cluster import ClusterMap
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.wire import GetMap, MapReply
+
+LIVED_S: Final = 10.0
+"""A link that lasted so long was a good one: its loss is a first failure."""
+
+PAUSE_MAX_S: Final = 0.5
+"""Between two rounds of asking for the map: a partition that nobody takes is not waited for much
+longer than it takes to give it to another node."""
+
+_ROUND_S: Final = 2.0
+"""How long a round of asking may take, when nobody answers;"""
+
+_GRACE_S: Final = 0.1
+"""and how long the others are waited for when one has answered."""
+
+
+class Member(Handler, Protocol):
+    """A handler that lives through several links to one node.
+
+    Attributes:
+        patience: Told of progress.
+    """
+
+    patience: Patience
+
+    def part(self, partitions: Iterable[PartitionId]) -> None:
+        """It was taken for the only node, and is not: only `partitions` stay with it."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Crew(Protocol[M]):
+    """Whose links they are."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to connect for."""
+
+    @property
+    def partitions(self) -> Iterable[PartitionId]:
+        """Those that want a node."""
+
+    def waits_for(self, partition: PartitionId) -> bool:
+        """Whether something waits until `partition` has a node."""
+
+    def recruit(self, *, whole: bool) -> M:
+        """A member for one more node; `whole`: for all partitions, as far as is known."""
+
+    def place(self, partition: PartitionId, member: M | None) -> None:
+        """`partition` is with this node now; None while it is with none."""
+
+    def dismiss(self, member: M) -> None:
+        """The node is not needed any more."""
+
+
+@attrs.define(eq=False)
+class _Node(Generic[M]):
+    """A node that is needed.
+
+    Attributes:
+        addresses: Where it may be; one, but for the node that is met first.
+        member: Who deals with it.
+        address: Where it was tried last.
+        is_up: Whether there is a link.
+        is_down: Whether the last link, or attempt to make one, failed.
+    """
+
+    addresses: list[Address]
+    member: M
+    address: Address
+    is_up: bool = False
+    is_down: bool = False
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+
+class Fleet(Generic[M]):
+    """Keeps the links that a crew needs.
+
+    Args:
+        address: Where to begin.
+        options: How to connect.
+        crew: Whose links they are.
+        state: What a node must be for a partition to be of use for it.
+        by_map: Whether to go by the map at all, and not to stay with the address.
+        patience_s: How long to go on without a node for a partition that is waited for.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+        opened: The partitions whose histories are of interest; none for all.
+
+    Attributes:
+        atlas: What is known of the map.
+        last_failure: Why the last link, or attempt to make one, ended; empty at first.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        options: TrioOptions,
+        crew: Crew[M],
+        *,
+        patience_s: float,
+        state: PartitionState = PartitionState.ACTIVE,
+        by_map: bool = True,
+        draw: Callable[[], float] = random.random,
+        opened: tuple[PartitionId, ...] = (),
+    ) -> None:
+        self.atlas = Atlas(address)
+        self.last_failure = ""
+        self._options = options
+        self._crew = crew
+        self._state = state
+        self._by_map = by_map
+        self._patience_s = patience_s
+        self._draw = draw
+        self._opened = opened
+        self._error: UprError | None = None
+        self._nursery: trio.Nursery | None = None
+        self._nodes: list[_Node[M]] = []
+        self._was_greeted = False
+        self._where: dict[PartitionId, Address | None] = {}
+        self._homeless_since: dict[PartitionId, float] = {}
+        self._refusals: dict[PartitionId, UprError] = {}
+        self._rests: dict[PartitionId, float] = {}
+        self._backoffs: dict[PartitionId, Backoff] = {}
+        self._doubted = False
+        self._wake = trio.Event()
+
+    async def run(self) -> None:
+        """Connects and stays connected until the crew is finished. Cancelled, it closes its links.
+
+        The addresses that the user gave are tried once: what never answered is more likely wrong
+        than away.
+
+        Raises:
+            UprError: There is no use in going on.
+        """
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            addresses = self.atlas.everywhere()
+            node = _Node(addresses, self._crew.recruit(whole=True), addresses[0])
+            self._nodes.append(node)
+            nursery.start_soon(self._attend, node)
+            nursery.start_soon(self._watch)
+        if self._error is not None:
+            raise self._error
+
+    def _end(self, error: UprError | None) -> None:
+        if self._error is None:
+            self._error = error
+        assert self._nursery is not None
+        self._nursery.cancel_scope.cancel()
+
+    # One node.
+
+    async def _attend(self, node: _Node[M]) -> None:
+        with node.scope:
+            try:
+                await self._stay_connected(node)
+            except UprError as error:
+                self._end(error)
+
+    async def _stay_connected(self, node: _Node[M]) -> None:
+        tried = 0
+        while True:
+            error: UprError = ClosedError("the connection was closed here")
+            node.address = node.addresses[tried % len(node.addresses)]
+            try:
+                async with open_link(
+                    node.address, self._options, node.member, self._opened
+                ) as link:
+                    connected_at = trio.current_time()
+                    await link.ended.wait()
+                    if trio.current_time() - connected_at >= LIVED_S:
+                        node.member.patience.progress()
+                    if link.failure is not None:
+                        error = link.failure
+            except UprError as failure:
+                error = failure
+            was_up, node.is_up, node.is_down = node.is_up, False, True
+            if self._crew.finished:
+                self._end(None)
+                return
+            tried += not was_up
+            if not self._was_greeted:
+                if tried < len(node.addresses):
+                    continue
+                raise error
+            self.last_failure = str(error)
+            self.doubt()
+            await trio.sleep(node.member.patience.wait_s(self._judged(error), trio.current_time()))
+
+    def _judged(self, error: UprError) -> UprError:
+        """What is final of the only node need not be so of one among several."""
+        refused = isinstance(error, ServerError) and error.status is Status.NO_BUCKET
+        return BrokenError(str(error)) if refused and self.atlas.map is not None else error
+
+    def greeted(self, member: M, link: Link) -> None:
+        """A member's link has come as far as that the bucket is open; called before the member
+        begins."""
+        self._was_greeted = True
+        node = next((node for node in self._nodes if node.member is member), None)
+        if node is None:
+            return  # it was dismissed this moment
+        node.is_up, node.is_down = True, False
+        revision = link.greeting.map_revision
+        if not self._by_map or not revision:
+            return
+        self.atlas.heard_of(revision)
+        if self.atlas.map is None:
+            member.part(())
+        if self.atlas.is_old:
+            opaque = link.session.new_opaque()
+            link.send(GetMap(node.address.bucket, opaque=opaque))
+
+    # What members hear.
+
+    def told(self, reply: MapReply) -> None:
+        """A node told its map.
+
+        Raises:
+            RemoteProtocolError: It is none.
+        """
+        self._learn(map_of(reply))
+
+    def _learn(self, found: ClusterMap | None) -> None:
+        if self._by_map and found is not None and self.atlas.take(found):
+            self._rests.clear()
+            self._route()
+            self._wake.set()
+
+    def doubt(self, map_revision: int = 0) -> None:
+        """The map may be an old one; some node has this revision."""
+        if self._by_map:
+            self.atlas.heard_of(map_revision)
+            self._doubted = True
+            self._wake.set()
+
+    def refused(self, partition: PartitionId, error: UprError, map_revision: int) -> None:
+        """The node that a partition is with does not take it, or not any more."""
+        backoff = self._backoffs.setdefault(partition, Backoff(self._draw, cap_s=PAUSE_MAX_S))
+        now = trio.current_time()
+        self._rests[partition] = now + backoff.next_wait_s()
+        self._where[partition] = None
+        self._homeless_since.setdefault(partition, now)
+        self._refusals[partition] = error
+        self.last_failure = str(error)
+        self.doubt(map_revision)
+
+    def refusal_of(self, partition: PartitionId) -> UprError | None:
+        """Why a node did not take a partition that is with none since; None when none was asked."""
+        return self._refusals.get(partition)
+
+    def works(self, partition: PartitionId) -> None:
+        """The node that a partition is with does what is asked of it."""
+        if self._homeless_since.pop(partition, None) is not None:
+            self._backoffs.pop(partition, None)
+            self._refusals.pop(partition, None)
+
+    # All nodes.
+
+    def _route(self) -> None:
+        """Gives each partition the node that the map names, as far as it names one."""
+        crew, now = self._crew, trio.current_time()
+        if self.atlas.map is None:
+            return
+        before, self._where = self._where, {}
+        for partition in crew.partitions:
+            rests = self._rests.get(partition, now) > now
+            chosen = None if rests else self._choose(partition, before.get(partition))
+            self._where[partition] = chosen
+            if chosen is None:
+                self._homeless_since.setdefault(partition, now)
+        needed = {address for address in self._where.values() if address is not None}
+        for node in list(self._nodes):
+            if node.address in needed:
+                node.addresses = [node.address]
+            elif needed:
+                self._nodes.remove(node)
+                node.scope.cancel()
+                for partition, address in before.items():
+                    if address == node.address:
+                        crew.place(partition, None)
+                crew.dismiss(node.member)
+        at = {node.address: node for node in self._nodes}
+        for address in sorted(needed - at.keys(), key=str):
+            at[address] = _Node([address], crew.recruit(whole=False), address)
+            self._nodes.append(at[address])
+            assert self._nursery is not None
+            self._nursery.start_soon(self._attend, at[address])
+        for node in self._nodes:
+            node.member.part(p for p, address in self._where.items() if address == node.address)
+        for partition, address in self._where.items():
+            crew.place(partition, at[address].member if address is not None else None)
+
+    def _choose(self, partition: PartitionId, current: Address | None) -> Address | None:
+        """The node for a partition: where it is, if that will do; or the first that is not known to
+        be away."""
+        holders = self.atlas.holders(partition, self._state)
+        away = {node.address for node in self._nodes if node.is_down}
+        good = [address for address in holders if address not in away]
+        if current in good:
+            return current
+        return next(iter(good or holders), None)
+
+    @property
+    def _uneasy(self) -> bool:
+        """Whether the map is to be asked for."""
+        if self.atlas.map is None:
+            return self.atlas.is_old
+        return (
+            self._doubted
+            or self.atlas.is_old
+            or None in self._where.values()
+            or not all(node.is_up for node in self._nodes)
+        )
+
+    async def _watch(self) -> None:
+        """Asks for the map whenever there is a reason to."""
+        pauses = Backoff(self._draw, cap_s=PAUSE_MAX_S)
+        while True:
+            self._wake = trio.Event()
+            if not self._uneasy:
+                pauses.reset()
+                await self._wake.wait()
+                continue
+            self._doubted = False
+            revision = self.atlas.revision
+            await self._ask_around()
+            if self.atlas.revision > revision:
+                pauses.reset()
+            self._route()
+            self._give_up_on_homeless()
+            if self._uneasy:
+                await trio.sleep(pauses.next_wait_s())
+
+    def _give_up_on_homeless(self) -> None:
+        now = trio.current_time()
+        for partition, since in self._homeless_since.items():
+            if not self._crew.waits_for(partition):
+                self._homeless_since[partition] = now
+            elif now - since >= self._patience_s:
+                error = self._refusals.get(partition)
+                if error is None:
+                    error = BrokenError(f"no node takes partition {partition}")
+                error.add_note(f"gave up after {now - since:.0f} s")
+                self._end(error)
+
+    async def _ask_around(self) -> None:
+        """Asks every node for its map, until one has a newer one, or most have answered."""
+        revision, options = self.atlas.revision, self._options
+        with trio.move_on_after(_ROUND_S) as patience:
+
+            async def ask(address: Address) -> None:
+                with suppress(UprError):
+                    found = await fetch_map(
+                        address,
+                        identity=options.identity,
+                        timeout_s=options.connect_timeout_s,
+                        dial=options.dial,
+                    )
+                    self._learn(found)
+                    patience.deadline = min(patience.deadline, trio.current_time() + _GRACE_S)
+                    if self.atlas.revision > revision and not self.atlas.is_old:
+                        patience.cancel()
+
+            async with trio.open_nursery() as nursery:
+                for address in self.atlas.everywhere():
+                    nursery.start_soon(ask, address)
