@@ -110,7 +110,7 @@ def test_persisted_is_there_when_it_is_said(bucket: str, run: Run) -> None:
 @pytest.mark.parametrize("level", ["replicated", "replicated-and-persisted"])
 def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, level: str) -> None:
     refused = run("set", bucket, "k", "v", "--durability", level, code=3)
-    assert "has no replicas" in refused.stderr
+    assert "has 0 replicas that follow this node, not 1" in refused.stderr
     run("get", bucket, "k", code=1)
 
 

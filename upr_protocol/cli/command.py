@@ -36,7 +36,8 @@ def main() -> None:
     r"""Talk to a UPR server: make buckets, load files, follow changes, read and write keys.
 
     Commands begin with the URL of a bucket, upr://HOST:PORT/BUCKET. The port is 12000 if you leave
-    it out; and where the environment variable UPR_URL is set, you may leave out the whole URL.
+    it out; and where the environment variable UPR_URL is set, you may leave out the whole URL. Of a
+    bucket that several nodes hold, name any of them, or some, as in upr://HOST:PORT,HOST:PORT/BUCKET.
 
     \b
     To begin with:

@@ -137,6 +137,7 @@ def set_(
     flags: int,
     expire_in: int | None,
     durability: Durability,
+    copies: int,
 ) -> None:
     r"""Store a value.
 
@@ -151,7 +152,7 @@ def set_(
     _write(
         target,
         lambda client: client.set(
-            key, data, cas=cas, flags=flags, expiry=expiry, durability=durability
+            key, data, cas=cas, flags=flags, expiry=expiry, durability=durability, copies=copies
         ),
     )
 
@@ -164,12 +165,15 @@ def add(
     flags: int,
     expire_in: int | None,
     durability: Durability,
+    copies: int,
 ) -> None:
     """Store a value if the key does not exist."""
     data, expiry = _input(value), _expiry(expire_in)
     _write(
         target,
-        lambda client: client.add(key, data, flags=flags, expiry=expiry, durability=durability),
+        lambda client: client.add(
+            key, data, flags=flags, expiry=expiry, durability=durability, copies=copies
+        ),
     )
 
 
@@ -182,44 +186,63 @@ def replace(
     flags: int,
     expire_in: int | None,
     durability: Durability,
+    copies: int,
 ) -> None:
     """Store a value if the key exists."""
     data, expiry = _input(value), _expiry(expire_in)
     _write(
         target,
         lambda client: client.replace(
-            key, data, cas=cas, flags=flags, expiry=expiry, durability=durability
+            key, data, cas=cas, flags=flags, expiry=expiry, durability=durability, copies=copies
         ),
     )
 
 
 @_command("append", _key, _value, _cas_option)
-def append(target: Address, key: bytes, value: str, cas: int, durability: Durability) -> None:
+def append(
+    target: Address, key: bytes, value: str, cas: int, durability: Durability, copies: int
+) -> None:
     """Add to the end of what is stored."""
     data = _input(value)
-    _write(target, lambda client: client.append(key, data, cas=cas, durability=durability))
+    _write(
+        target,
+        lambda client: client.append(key, data, cas=cas, durability=durability, copies=copies),
+    )
 
 
 @_command("prepend", _key, _value, _cas_option)
-def prepend(target: Address, key: bytes, value: str, cas: int, durability: Durability) -> None:
+def prepend(
+    target: Address, key: bytes, value: str, cas: int, durability: Durability, copies: int
+) -> None:
     """Add to the front of what is stored."""
     data = _input(value)
-    _write(target, lambda client: client.prepend(key, data, cas=cas, durability=durability))
+    _write(
+        target,
+        lambda client: client.prepend(key, data, cas=cas, durability=durability, copies=copies),
+    )
 
 
 @_command("delete", _key, _cas_option)
-def delete(target: Address, key: bytes, cas: int, durability: Durability) -> None:
+def delete(target: Address, key: bytes, cas: int, durability: Durability, copies: int) -> None:
     """Remove a key."""
-    _write(target, lambda client: client.delete(key, cas=cas, durability=durability))
+    _write(target, lambda client: client.delete(key, cas=cas, durability=durability, copies=copies))
 
 
 @_command("touch", _key, _cas_option, _expire_option)
 def touch(
-    target: Address, key: bytes, cas: int, expire_in: int | None, durability: Durability
+    target: Address,
+    key: bytes,
+    cas: int,
+    expire_in: int | None,
+    durability: Durability,
+    copies: int,
 ) -> None:
     """Give an item a new time to expire; without --expire-in, none."""
     expiry = _expiry(expire_in)
-    _write(target, lambda client: client.touch(key, expiry, cas=cas, durability=durability))
+    _write(
+        target,
+        lambda client: client.touch(key, expiry, cas=cas, durability=durability, copies=copies),
+    )
 
 
 _by_option = click.option(
@@ -245,6 +268,7 @@ def increment(
     existing: bool,
     expire_in: int | None,
     durability: Durability,
+    copies: int,
 ) -> None:
     r"""Add to a counter and print its new value.
 
@@ -259,7 +283,13 @@ def increment(
     _write(
         target,
         lambda client: client.increment(
-            key, by, initial=initial, create=not existing, expiry=expiry, durability=durability
+            key,
+            by,
+            initial=initial,
+            create=not existing,
+            expiry=expiry,
+            durability=durability,
+            copies=copies,
         ),
     )
 
@@ -273,13 +303,20 @@ def decrement(
     existing: bool,
     expire_in: int | None,
     durability: Durability,
+    copies: int,
 ) -> None:
     """Subtract from a counter and print its new value; it stops at 0."""
     expiry = _expiry(expire_in)
     _write(
         target,
         lambda client: client.decrement(
-            key, by, initial=initial, create=not existing, expiry=expiry, durability=durability
+            key,
+            by,
+            initial=initial,
+            create=not existing,
+            expiry=expiry,
+            durability=durability,
+            copies=copies,
         ),
     )
 

@@ -83,6 +83,7 @@ def load(
     null: Sequence[str],
     skip_bad_rows: bool,
     durability: Durability,
+    copies: int,
     patience: int,
     quiet: bool,
 ) -> None:
@@ -111,6 +112,7 @@ def load(
             KeyMaker(columns, separator),
             skip_bad_rows=skip_bad_rows,
             durability=durability,
+            copies=copies,
             patience_s=patience,
             unit="row" if form == "parquet" else "line",
         )
@@ -162,6 +164,7 @@ class _Load:
     keys: KeyMaker
     skip_bad_rows: bool = attrs.field(kw_only=True)
     durability: Durability = attrs.field(kw_only=True)
+    copies: int = attrs.field(kw_only=True)
     patience_s: int = attrs.field(kw_only=True)
     unit: str = attrs.field(kw_only=True)
     tally: Tally = attrs.field(factory=Tally, init=False)
@@ -191,6 +194,7 @@ class _Load:
             self.target,
             identity=identity("load"),
             durability=self.durability,
+            copies=self.copies,
             on_failure=self._refused,
             patience_s=self.patience_s,
         )
