@@ -170,10 +170,14 @@ class Membership:
         """Follows whom the maps name, for ever."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            for held in list(self._held.values()):
-                async with held.turn:
-                    await self._follow(held)
-            await trio.sleep_forever()
+            try:
+                for held in list(self._held.values()):
+                    async with held.turn:
+                        await self._follow(held)
+                await trio.sleep_forever()
+            finally:
+                # A map may be half carried out; nobody is followed any more.
+                self._nursery = None
 
     async def stop(self) -> None:
         """Follows nobody any more; what was received is on disk when this returns."""
