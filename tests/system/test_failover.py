@@ -1,0 +1,349 @@
+"""Three nodes as processes: one after the other is killed, another takes its place, and it comes
+back as a replica; publishers and consumers go on all the while.
+
+Nothing that was acknowledged as replicated is lost. In the end all nodes and all consumers have the
+same. `UPR_FAILOVER_ROUNDS` says how many rounds; a test of every day plays few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import attrs
+import pytest
+import trio
+
+from tests.kit.mirror import Mirror, assert_same
+from tests.kit.process import ServerProcess, eventually, server_process
+from upr_protocol.client import (
+    Address,
+    BarrierReached,
+    connect,
+    consume,
+    fetch_map,
+    give_map,
+    publisher,
+)
+from upr_protocol.client.operator import Operator, fail_over, take_over
+from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.errors import UprError
+from upr_protocol.ids import Durability, PartitionState
+
+ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "6"))
+BUCKET: Final = "b"
+PARTITIONS: Final = 8
+NAMES: Final = ("a", "b", "c")
+LEVELS: Final = (
+    (Durability.MEMORY, 0),
+    (Durability.PERSISTED, 0),
+    (Durability.REPLICATED, 1),
+    (Durability.REPLICATED_AND_PERSISTED, 1),
+)
+
+
+@attrs.define(eq=False)
+class Node:
+    """One node, through all its lives."""
+
+    name: str
+    folder: Path
+    port: int = 0
+    server: ServerProcess | None = None
+    _leave: trio.Event = attrs.field(factory=trio.Event)
+    _left: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def address(self) -> Address:
+        """Where its bucket is."""
+        return Address.parse(f"upr://127.0.0.1:{self.port}/{BUCKET}")
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Starts it, with what is in its folder."""
+        self._leave, self._left = trio.Event(), trio.Event()
+        await nursery.start(self._run)
+
+    async def _run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with server_process(
+            "--node", self.name, listen=f"127.0.0.1:{self.port}", data_dir=self.folder
+        ) as server:
+            self.server, self.port = server, server.port
+            task_status.started()
+            await self._leave.wait()
+        self._left.set()
+
+    async def kill(self) -> None:
+        """Ends it as a crash would."""
+        assert self.server is not None
+        self.server.kill()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends it, cleanly if it is still there."""
+        self.server = None
+        self._leave.set()
+        await self._left.wait()
+
+
+@attrs.define(eq=False)
+class Cluster:
+    """The nodes, and who starts them."""
+
+    nodes: dict[str, Node]
+    nursery: trio.Nursery
+
+    @property
+    def url(self) -> str:
+        """All nodes; any of them will do."""
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes.values())
+        return f"upr://{hosts}/{BUCKET}"
+
+    @property
+    def up(self) -> list[Node]:
+        """Those that are there."""
+        return [node for node in self.nodes.values() if node.server is not None]
+
+    def operator(self) -> Operator:
+        """Somebody who gives commands at a node that is up."""
+        return Operator(self.up[0].address)
+
+    async def map(self) -> ClusterMap:
+        """The newest map."""
+        maps = [await fetch_map(node.address) for node in self.up]
+        return max((one for one in maps if one is not None), key=lambda one: one.revision)
+
+    async def quiet(self) -> None:
+        """Waits until every node has what the actives have."""
+        with trio.fail_after(60):
+            while not await self._is_quiet():
+                await trio.sleep(0.05)
+
+    async def _is_quiet(self) -> bool:
+        found = await self.map()
+        rows: dict[int, set[tuple[object, ...]]] = {}
+        for node in self.up:
+            async with connect(node.address, by_map=False) as client:
+                for info in client.partitions():
+                    state = found.partitions[info.partition].state_of(node.name)
+                    if info.state is not state:
+                        return False
+                    rows.setdefault(info.partition, set()).add((info.high_seq, info.log))
+        return all(len(row) == 1 for row in rows.values())
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[Cluster]:
+    """Three nodes, each active for a third of the partitions, each a replica of the others."""
+    async with trio.open_nursery() as nursery:
+        made = Cluster({name: Node(name, folder / name) for name in NAMES}, nursery)
+        for node in made.nodes.values():
+            await node.start(nursery)
+        first = made.nodes["a"]
+        async with connect(attrs.evolve(first.address, bucket="")) as client:
+            await client.create_bucket(BUCKET, partition_count=PARTITIONS)
+        owners = []
+        for number in range(PARTITIONS):
+            active = NAMES[number % len(NAMES)]
+            owners.append(Owners(active, {name: "" for name in NAMES if name != active}))
+        given = ClusterMap(
+            bucket=BUCKET,
+            revision=1,
+            nodes={name: f"127.0.0.1:{node.port}" for name, node in made.nodes.items()},
+            partitions=tuple(owners),
+        )
+        for node in made.nodes.values():
+            await give_map(node.address, 0, given)
+        yield made
+        for node in made.up:
+            await node.stop()
+
+
+@attrs.define
+class Ledger:
+    """What was sent, and what was acknowledged as replicated."""
+
+    sent: dict[bytes, int] = attrs.field(factory=dict)
+    acknowledged: dict[bytes, int] = attrs.field(factory=dict)
+    acknowledgements: int = 0
+
+
+async def publish_all_the_while(
+    url: str, who: int, level: tuple[Durability, int], ledger: Ledger, stopped: trio.Event
+) -> None:
+    """Sets keys of its own to numbers that rise; what is acknowledged is noted."""
+    draw = Random(who)
+    durability, copies = level
+    while not stopped.is_set():
+        try:
+            async with publisher(
+                url, durability=durability, copies=copies, patience_s=60
+            ) as sender:
+                while not stopped.is_set():
+                    batch: dict[bytes, int] = {}
+                    for _ in range(20):
+                        key = b"%d of %d" % (draw.randrange(200), who)
+                        ledger.sent[key] = batch[key] = ledger.sent.get(key, 0) + 1
+                        await sender.set(key, b"%d" % batch[key])
+                    await sender.flush()
+                    ledger.acknowledgements += 1
+                    if copies:
+                        ledger.acknowledged |= batch
+                    await trio.sleep(0.005)
+        except* UprError:
+            # It gave up: what was under way is not noted.
+            await trio.sleep(0.05)
+
+
+async def follow_all_the_while(
+    url: str, state: PartitionState, mirror: Mirror, sync: list[trio.Event]
+) -> None:
+    """Follows the whole bucket; whenever `sync` has an event, it is set behind a barrier."""
+    async with consume(url, state=state, patience_s=120) as consumer:
+        async with trio.open_nursery() as nursery:
+
+            async def barriers() -> None:
+                while True:
+                    while not sync:
+                        await trio.sleep(0.01)
+                    await consumer.barrier()
+                    sync.pop().set()
+
+            nursery.start_soon(barriers)
+            async for event in consumer:
+                if not isinstance(event, BarrierReached):
+                    mirror.apply(event)
+
+
+async def contents(node: Node) -> dict[bytes, bytes]:
+    """Everything that one node has, whatever it is for it."""
+    mirror = Mirror()
+    async with connect(node.address, by_map=False) as client:
+        states = {info.partition: info.state for info in client.partitions()}
+    for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
+        numbers = [number for number, one in states.items() if one is state]
+        if numbers:
+            async with consume(
+                node.address, partitions=numbers, state=state, end="now", by_map=False
+            ) as consumer:
+                async for event in consumer:
+                    mirror.apply(event)
+    return mirror.contents
+
+
+@pytest.mark.timeout(max(300, ROUNDS * 30))
+async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
+    draw, ledger, stopped = Random(1), Ledger(), trio.Event()
+    mirrors = [Mirror() for _ in range(4)]
+    syncs: list[list[trio.Event]] = [[] for _ in mirrors]
+    async with cluster(tmp_path) as one:
+        async with trio.open_nursery() as consumers:
+            for index, mirror in enumerate(mirrors):
+                state = PartitionState.REPLICA if index == 0 else PartitionState.ACTIVE
+                consumers.start_soon(follow_all_the_while, one.url, state, mirror, syncs[index])
+            async with trio.open_nursery() as publishers:
+                for who, level in enumerate(LEVELS):
+                    publishers.start_soon(
+                        publish_all_the_while, one.url, who, level, ledger, stopped
+                    )
+                for _ in range(ROUNDS):
+                    await trio.sleep(draw.uniform(0, 0.3))
+                    before = ledger.acknowledgements
+                    victim = one.nodes[draw.choice(NAMES)]
+                    await victim.kill()
+                    await fail_over(one.operator(), all_of=victim.name)
+                    await trio.sleep(draw.uniform(0, 0.2))
+                    await victim.start(one.nursery)
+                    await eventually(
+                        lambda before=before: ledger.acknowledgements > before + 8,
+                        "publishers go on",
+                    )
+                    # Else a replica that is still being filled may be all that is left.
+                    await caught_up(one)
+                stopped.set()
+            await one.quiet()
+            held = {name: await contents(node) for name, node in one.nodes.items()}
+            for name in NAMES[1:]:
+                assert_same(held[name], held["a"], PARTITIONS)
+            waits = []
+            for sync in syncs:
+                waits.append(trio.Event())
+                sync.append(waits[-1])
+            for wait in waits:
+                with trio.fail_after(60):
+                    await wait.wait()
+            consumers.cancel_scope.cancel()
+        for mirror in mirrors:
+            assert_same(mirror.contents, held["a"], PARTITIONS)
+        for key, value in ledger.acknowledged.items():
+            assert int(held["a"].get(key, b"0")) >= value, (key, value, held["a"].get(key))
+        for key, text in held["a"].items():
+            assert int(text) <= ledger.sent[key], "nobody sent it"
+        assert ledger.acknowledged
+
+
+async def caught_up(one: Cluster) -> None:
+    """Waits until every replica follows again: what is acknowledged from here on has two copies
+    among any two nodes."""
+    found = await one.map()
+    names = {node.name for node in one.up}
+    with trio.fail_after(60):
+        while True:
+            behind = 0
+            for node in one.up:
+                async with connect(node.address, by_map=False) as client:
+                    for info in client.partitions():
+                        owners = found.partitions[info.partition]
+                        if owners.active == node.name:
+                            rows = await client.seqnos([info.partition])
+                            behind += rows[0].high_seq - rows[0].replicated_seq > 2000
+                            behind += info.state is not PartitionState.ACTIVE
+                        else:
+                            behind += info.state is not PartitionState.REPLICA
+            if not behind and len(names) == len(NAMES):
+                return
+            await trio.sleep(0.05)
+
+
+async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
+    """No history is added, and nobody who publishes waits for long."""
+    ledger, stopped, mirror = Ledger(), trio.Event(), Mirror()
+    sync: list[trio.Event] = []
+    async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
+        consumers.start_soon(follow_all_the_while, one.url, PartitionState.ACTIVE, mirror, sync)
+        async with trio.open_nursery() as publishers:
+            for who, level in enumerate(LEVELS):
+                publishers.start_soon(publish_all_the_while, one.url, who, level, ledger, stopped)
+            await eventually(lambda: ledger.acknowledgements > 20, "there is load")
+            logs = {}
+            for node in one.up:
+                async with connect(node.address, by_map=False) as client:
+                    for info in client.partitions():
+                        if info.state is PartitionState.ACTIVE:
+                            logs[info.partition] = info.log
+            for name in ("b", "c", "a"):
+                all_of_it = range(PARTITIONS)
+                await take_over(one.operator(), to=name, partitions=all_of_it)
+                before = ledger.acknowledgements
+                await eventually(
+                    lambda before=before: ledger.acknowledgements > before + 8, "they go on"
+                )
+                found = await one.map()
+                assert all(owners.active == name for owners in found.partitions)
+            stopped.set()
+        await one.quiet()
+        async with connect(one.nodes["a"].address, by_map=False) as client:
+            for info in client.partitions():
+                assert info.log == logs[info.partition], "no history was added"
+        held = await contents(one.nodes["a"])
+        wait = trio.Event()
+        sync.append(wait)
+        with trio.fail_after(60):
+            await wait.wait()
+        consumers.cancel_scope.cancel()
+    assert_same(mirror.contents, held, PARTITIONS)
+    for key, value in ledger.acknowledged.items():
+        assert int(held[key]) >= value
