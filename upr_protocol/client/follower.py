@@ -72,6 +72,7 @@ class Follower:
         trouble: Why this connection is of no more use; None while it is.
         flowing: Whether this connection has come as far as `Go`.
         rollbacks: How many times a partition went back.
+        partition_count: How many partitions the bucket has; 0 before the first connection.
     """
 
     def __init__(self, wishes: Wishes, state: ResumeState) -> None:
@@ -84,7 +85,7 @@ class Follower:
         self._wishes = wishes
         self._session: ClientSession | None = None
         self._wanted: tuple[PartitionId, ...] | None = None
-        self._partition_count = 0
+        self.partition_count = 0
         self._ends: dict[PartitionId, SeqNo] = {}
         self._finished: set[PartitionId] = set()
         self._accepted: set[PartitionId] = set()
@@ -119,11 +120,11 @@ class Follower:
         if self._wanted is None:
             gone = self._settle(greeting)
             assert self._wanted is not None
-        elif greeting.partition_count != self._partition_count:
+        elif greeting.partition_count != self.partition_count:
             raise ServerError(
                 Status.HISTORY_CHANGED,
                 f"the bucket was made anew, with {greeting.partition_count} partitions instead of "
-                f"{self._partition_count}",
+                f"{self.partition_count}",
             )
         self._asked = {p for p in self._wanted if p not in self._finished}
         for partition in sorted(self._asked - self._undoing.keys()):
@@ -136,7 +137,7 @@ class Follower:
         """Decides once what the wishes come to in this bucket; gives the rollbacks of partitions
         that it does not have any more."""
         wishes, count = self._wishes, greeting.partition_count
-        self._partition_count = count
+        self.partition_count = count
         wanted = wishes.partitions or tuple(map(PartitionId, range(count)))
         for partition in wanted:
             if partition >= count:
