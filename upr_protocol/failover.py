@@ -14,7 +14,7 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX
 
 
@@ -75,6 +75,25 @@ class FailoverLog:
         kept = [entry for entry in self.entries if entry.seq <= seq]
         new = FailoverEntry(history_id, seq)
         return FailoverLog((new, *kept)[:FAILOVER_ENTRIES_MAX])
+
+    def left(self, history_id: HistoryId) -> SeqNo:
+        """Up to where this history is known to have everything that `history_id` had: where its
+        next branch left that one; 0 when that one is not in the log."""
+        left = SEQ_MAX
+        for entry in self.entries:
+            if entry.history_id == history_id:
+                return left
+            left = entry.seq
+        return SeqNo(0)
+
+    def holds(self, history_id: HistoryId, seq: SeqNo) -> bool:
+        """Whether what `history_id` had at `seq` is known to be part of this history, too."""
+        return seq <= self.left(history_id)
+
+    def branch_of(self, seq: SeqNo) -> HistoryId:
+        """The branch in which `seq` was given: by that name every later history knows it that has
+        it, but for those whose log has grown too long. 0 when the log does not go back so far."""
+        return next((e.history_id for e in self.entries if e.seq < seq), HistoryId(0))
 
     def until(self, seq: SeqNo) -> FailoverLog:
         """The log without the entries above `seq`."""

@@ -241,6 +241,8 @@ class FakeConnection:
 
     def _step(self) -> None:
         session = self.session
+        if self.scope.cancel_called:
+            return
         while session.outgoing_bytes < 4096 and session.window.open and not self._server.paused:
             if self._turn is None:
                 self._turn = session.next_partition()

@@ -9,6 +9,7 @@ import click
 from upr_protocol.cli import keyvalue
 from upr_protocol.cli.bucket import bucket
 from upr_protocol.cli.exits import EXIT_CODES_HELP, errors_as_exits
+from upr_protocol.cli.explain import explain
 from upr_protocol.cli.leases import leases
 from upr_protocol.cli.load import load
 from upr_protocol.cli.stats import partitions, stats
@@ -50,5 +51,5 @@ def main() -> None:
     """
 
 
-for _command in (bucket, load, tail, *keyvalue.COMMANDS, partitions, leases, stats):
+for _command in (bucket, load, tail, explain, *keyvalue.COMMANDS, partitions, leases, stats):
     main.add_command(_command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Final
 
 import click
 
-from upr_protocol.client import AddressError, ResumeStateError
+from upr_protocol.client import AddressError, MapError, ResumeStateError
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -103,7 +104,7 @@ def errors_as_exits() -> Iterator[None]:
 
 def _failure(cause: BaseException) -> FailedError | None:
     """The sentence and code of `cause`; None of a fault of ours."""
-    if isinstance(cause, AddressError | ResumeStateError):
+    if isinstance(cause, AddressError | ResumeStateError | MapError):
         return MisusedError(str(cause))
     if isinstance(cause, ServerError):
         ended = cause.status in _ENDED_BY_SERVER
@@ -113,6 +114,8 @@ def _failure(cause: BaseException) -> FailedError | None:
     if isinstance(cause, BrokenError | ClosedError):
         advice = "see that the server is running, and that the URL is right"
         return DisconnectedError(f"{_sentence(cause)}; {advice}")
+    if isinstance(cause, sqlite3.Error):
+        return FailedError(f"the map cannot be read or written: {cause}")
     if isinstance(cause, OSError):
         where = f"{cause.filename}: " if cause.filename else ""
         return FailedError(f"{where}{cause.strerror or cause}")

@@ -19,10 +19,12 @@ from upr_protocol.client import (
     ChunkReceived,
     Completed,
     Event,
+    Item,
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
     StreamEnded,
+    Undone,
 )
 from upr_protocol.ids import Operation
 
@@ -39,7 +41,7 @@ def text_fields(name: str, data: bytes) -> dict[str, str]:
         return {name: b64encode(data).decode(), f"{name}_encoding": "base64"}
 
 
-def event_lines(event: Event) -> bytes:
+def event_lines(event: Event | Undone) -> bytes:
     """The lines that tell of `event`, each with its newline. O(mutations)."""
     if isinstance(event, ChunkReceived):
         return _mutations(event)
@@ -115,6 +117,31 @@ def _rolled_back(event: RolledBack) -> dict[str, Any]:
     }
 
 
+def _undone(event: Undone) -> dict[str, Any]:
+    return {
+        "event": "undone",
+        "partition": event.partition,
+        "restarts_from": event.to,
+        "ceiling": event.ceiling,
+        "settled": event.settled,
+        "reason": event.reason,
+        "documents": [_document(key, item) for key, item in event.documents.items()],
+    }
+
+
+def _document(key: bytes, item: Item | None) -> dict[str, Any]:
+    if item is None:
+        return {**text_fields("key", key), "value": None}
+    return {
+        **text_fields("key", key),
+        **text_fields("value", item.value),
+        "seq": item.seq,
+        "cas": str(item.cas),
+        "flags": item.flags,
+        "expiry": item.expiry,
+    }
+
+
 def _stream_ended(event: StreamEnded) -> dict[str, Any]:
     return {
         "event": "stream_end",
@@ -130,4 +157,5 @@ _FIELDS: Final[Mapping[type, Callable[[Any], dict[str, Any]]]] = {
     BarrierReached: _barrier,
     RolledBack: _rolled_back,
     StreamEnded: _stream_ended,
+    Undone: _undone,
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from upr_protocol.cli.progress import rate_text
 from upr_protocol.cli.sizes import size_text
-from upr_protocol.client import ChunkReceived, Event, RolledBack, SnapshotEnd
+from upr_protocol.client import ChunkReceived, Event, RolledBack, SnapshotEnd, Undone
 from upr_protocol.ids import Operation
 
 _SET = bytes((Operation.SET,))
@@ -30,7 +30,7 @@ class Summary:
         self.rollbacks = 0
         self._partitions: set[int] = set()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event | Undone) -> None:
         """Counts `event`. O(1) a chunk, but for a scan at memory speed."""
         if isinstance(event, ChunkReceived):
             chunk = event.chunk
@@ -40,7 +40,7 @@ class Summary:
             self._partitions.add(event.partition)
         elif isinstance(event, SnapshotEnd):
             self.snapshots += 1
-        elif isinstance(event, RolledBack):
+        elif isinstance(event, RolledBack | Undone):
             self.rollbacks += 1
 
     def line(self) -> str:

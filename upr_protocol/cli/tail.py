@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -20,7 +21,17 @@ from upr_protocol.cli.output import Output
 from upr_protocol.cli.progress import Progress
 from upr_protocol.cli.summary import Summary
 from upr_protocol.cli.target import TargetCommand, bucket_argument
-from upr_protocol.client import Address, BarrierReached, Consumer, RolledBack, StreamEnded, consume
+from upr_protocol.client import (
+    Address,
+    BarrierReached,
+    Consumer,
+    MaterialisedMap,
+    RolledBack,
+    StreamEnded,
+    Undone,
+    consume,
+    keep_map,
+)
 from upr_protocol.limits import PARTITIONS_MAX
 
 CAUGHT_UP: Final = b"caught-up"
@@ -49,6 +60,13 @@ _LOOK_S: Final = 0.5
     help="Keep in FILE how far you are, and go on from there the next time.",
 )
 @click.option(
+    "--state",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep a map of the bucket in DIR, and go on from there the next time.",
+)
+@click.option(
     "--until",
     type=click.Choice(["caught-up"]),
     help="End once everything is here that was stored when the command began.",
@@ -74,6 +92,7 @@ def tail(
     target: Address,
     start: Literal["beginning", "now"],
     resume: Path | None,
+    directory: Path | None,
     until: str | None,
     form: str,
     partitions: Sequence[int],
@@ -89,18 +108,27 @@ def tail(
     With --resume the command can be killed at any moment: run again, it goes on where it was. Lines
     may come twice then; none is ever missing.
 
+    With --state the command keeps in DIR what the bucket holds, key by key, in an SQLite database
+    (map.sqlite), and prints the changes that went into it. Killed at any moment it goes on where
+    the map is, and the map is whole. When the server has lost what the map has, just that is
+    undone: a line `undone` tells the keys and what they hold now.
+
     \b
     Examples:
       upr tail upr://127.0.0.1:12000/planes
       upr tail upr://127.0.0.1:12000/planes --until caught-up --format summary
       upr tail upr://127.0.0.1:12000/planes --resume planes.state >> planes.jsonl
+      upr tail upr://127.0.0.1:12000/planes --state planes.map --format summary
     """
     if resume is not None and not resume.absolute().parent.is_dir():
         raise click.UsageError(f"{resume} cannot be written: its folder does not exist")
+    if directory is not None and (resume is not None or start != "beginning"):
+        raise click.UsageError("--state keeps where it is by itself: leave out --resume and --from")
     job = _Tail(
         target,
         start,
         resume,
+        directory,
         partitions,
         patience,
         until_caught_up=until is not None,
@@ -116,6 +144,7 @@ class _Tail:
     target: Address
     start: Literal["beginning", "now"]
     resume: Path | None
+    directory: Path | None
     partitions: Sequence[int]
     patience_s: int
     until_caught_up: bool = attrs.field(kw_only=True)
@@ -139,15 +168,7 @@ class _Tail:
             raise RefusedError(f"the bucket {self.target.bucket!r} was deleted")
 
     async def _follow(self, progress: Progress) -> None:
-        consumer_of = consume(
-            self.target,
-            identity=identity("tail"),
-            start=self.start,
-            resume=self.resume,
-            partitions=self.partitions or None,
-            patience_s=self.patience_s,
-        )
-        async with consumer_of as consumer, trio.open_nursery() as nursery:
+        async with self._source() as consumer, trio.open_nursery() as nursery:
             if self.as_lines:
                 if self.resume is not None:
                     self._output.end_line()
@@ -160,7 +181,27 @@ class _Tail:
             await self._tell(consumer)
             nursery.cancel_scope.cancel()
 
-    async def _tell_of_connection(self, consumer: Consumer, progress: Progress) -> None:
+    def _source(self) -> AbstractAsyncContextManager[Consumer | MaterialisedMap]:
+        if self.directory is not None:
+            return keep_map(
+                self.target,
+                self.directory,
+                identity=identity("tail"),
+                partitions=self.partitions or None,
+                patience_s=self.patience_s,
+            )
+        return consume(
+            self.target,
+            identity=identity("tail"),
+            start=self.start,
+            resume=self.resume,
+            partitions=self.partitions or None,
+            patience_s=self.patience_s,
+        )
+
+    async def _tell_of_connection(
+        self, consumer: Consumer | MaterialisedMap, progress: Progress
+    ) -> None:
         was_connected = True
         while True:
             await trio.sleep(_LOOK_S)
@@ -175,14 +216,14 @@ class _Tail:
                 say("connected again" if is_connected else lost)
             was_connected = is_connected
 
-    async def _tell(self, consumer: Consumer) -> None:
+    async def _tell(self, consumer: Consumer | MaterialisedMap) -> None:
         # To ask for the next event is to say that this one is dealt with, and only then may the
         # resume file hold it: so everything of it has been written by then.
         async for event in consumer:
             self.summary.add(event)
             if self.as_lines:
                 await self._output.write(event_lines(event))
-            elif isinstance(event, RolledBack):
+            elif isinstance(event, RolledBack | Undone):
                 say(f"partition {event.partition} restarts from {event.to}: {event.reason}")
             if isinstance(event, BarrierReached):
                 await consumer.save()

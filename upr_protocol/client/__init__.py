@@ -2,7 +2,9 @@
 
 - `connect` gives a `Client`: get, set, increment, …, and buckets.
 - `publisher` gives a `Publisher`: many changes, in batches, each with exactly one effect.
-- `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events.
+- `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events;
+  `consume_undoing` one with a ring buffer, which goes back no further than it must; `keep_map` a
+  map on disk that follows by itself.
 - `BlockingClient` and `BlockingConsumer` do the same in programs that block.
 
 What is not I/O stands once and serves both: `resume`, `batch`, `calls`, `outcome`, and the two
@@ -34,9 +36,13 @@ from upr_protocol.client.events import (
     SnapshotStart,
     StreamAccepted,
     StreamEnded,
+    Undone,
 )
+from upr_protocol.client.journal import JournalError
 from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.map_file import MapError, MapReader
 from upr_protocol.client.maps import fetch_map, give_map
+from upr_protocol.client.materialised import MaterialisedMap, keep_map
 from upr_protocol.client.outbox import Batch
 from upr_protocol.client.outcome import Failure, NotDurableError, Written
 from upr_protocol.client.publisher import (
@@ -46,9 +52,11 @@ from upr_protocol.client.publisher import (
     publisher,
 )
 from upr_protocol.client.resume import ResumeState, ResumeStateError
+from upr_protocol.client.ring import RingLimits
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore, MemoryStore, ResumeStore
 from upr_protocol.client.undo import Undo
+from upr_protocol.client.undoing import UndoingConsumer, consume_undoing
 from upr_protocol.client.writer import Writer
 
 __all__ = [
@@ -71,7 +79,11 @@ __all__ = [
     "FileStore",
     "HeldLease",
     "Item",
+    "JournalError",
     "LeasedRange",
+    "MapError",
+    "MapReader",
+    "MaterialisedMap",
     "MemoryStore",
     "NotDurableError",
     "PartitionInfo",
@@ -82,6 +94,7 @@ __all__ = [
     "ResumeState",
     "ResumeStateError",
     "ResumeStore",
+    "RingLimits",
     "RolledBack",
     "SaveLimits",
     "SnapshotEnd",
@@ -89,11 +102,15 @@ __all__ = [
     "StreamAccepted",
     "StreamEnded",
     "Undo",
+    "UndoingConsumer",
+    "Undone",
     "Writer",
     "Written",
     "connect",
     "consume",
+    "consume_undoing",
     "fetch_map",
     "give_map",
+    "keep_map",
     "publisher",
 ]

@@ -28,6 +28,7 @@ from upr_protocol.wire import (
     AwaitReply,
     CreateBucket,
     DeleteBucket,
+    Get,
     GetReply,
     Lease,
     LeaseAction,
@@ -305,6 +306,19 @@ def get(question: Question) -> Call[GetReply]:
         return reply
 
     return Call(question.request, result, question.partition)
+
+
+def get_from(
+    partition: PartitionId, keys: tuple[bytes, ...], history_id: HistoryId
+) -> Call[GetReply]:
+    """Reads keys of one partition, in one history."""
+
+    def result(reply: GetReply) -> GetReply:
+        return reply
+
+    return Call(
+        lambda opaque: Get(keys, history_id, partition=partition, opaque=opaque), result, partition
+    )
 
 
 def mutate(

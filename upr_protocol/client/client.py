@@ -16,13 +16,21 @@ from upr_protocol.client.background import background
 from upr_protocol.client.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.client.clerks import REQUEST_PATIENCE_S, Clerks
 from upr_protocol.client.fleet import Fleet
-from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
+from upr_protocol.client.keyvalue import (
+    LOOKUPS_AT_ONCE,
+    Item,
+    Lookup,
+    Text,
+    counter_delta,
+    items_of,
+    octets,
+)
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outcome import Written
-from upr_protocol.errors import LocalProtocolError, Status
-from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
+from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.limits import GET_KEYS_MAX, HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import LeaseAction
 
 
@@ -91,6 +99,30 @@ class Client:
                 while not question.answer(answer):
                     answer = await self._clerks.ask(calls.get(question))
         return lookup.items
+
+    async def get_from(
+        self, partition: int, keys: Sequence[bytes], history_id: int
+    ) -> tuple[list[Item | None], SeqNo]:
+        """The items at `keys`, which are of one partition and one history, and the number that the
+        partition had come to when the last of them was read.
+
+        Raises:
+            ServerError: `HISTORY_CHANGED`: the partition is in another history.
+        """
+        items: list[Item | None] = []
+        high = SeqNo(0)
+        while len(items) < len(keys):
+            question = tuple(keys[len(items) : len(items) + GET_KEYS_MAX])
+            reply = await self._clerks.ask(
+                calls.get_from(PartitionId(partition), question, HistoryId(history_id))
+            )
+            if not 1 <= reply.chunk.count <= len(question):
+                raise RemoteProtocolError(
+                    f"an answer of {reply.chunk.count} items to a question about {len(question)}"
+                )
+            items += items_of(PartitionId(partition), reply)
+            high = reply.chunk.end
+        return items, high
 
     async def set(
         self,

@@ -109,6 +109,11 @@ class Consumer:
         self._barriers = Barriers(feeds)
         self._saves = 0
 
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the bucket has."""
+        return self._feeds.course.partition_count
+
     # Events.
 
     def __aiter__(self) -> Self:
@@ -222,6 +227,11 @@ class Consumer:
         including this one did, best in one transaction. O(partitions).
         """
         return self._ledger.after_current()
+
+    @property
+    def dealt_with(self) -> ResumeState:
+        """A copy of the resume state without the event in hand. O(partitions)."""
+        return self._ledger.state.copy()
 
     async def save(self) -> None:
         """Says that the event in hand is dealt with, and saves now. Cancelled, the state is saved

@@ -27,6 +27,7 @@ class Course:
             for, on another connection neither: their positions are about to move.
         rollbacks: How many times a partition went back.
         connections: Connections of all followers.
+        partition_count: How many partitions the bucket has; 0 before a node told of it.
     """
 
     def __init__(self, wishes: Wishes, state: ResumeState) -> None:
@@ -39,7 +40,7 @@ class Course:
         self.rounds = Rounds()
         self.rollbacks = 0
         self.connections = 0
-        self._partition_count = 0
+        self.partition_count = 0
         self._ends: dict[PartitionId, SeqNo] = {}
         self._settled: set[PartitionId] = set()
 
@@ -65,14 +66,14 @@ class Course:
         """
         count = greeting.partition_count
         if self.wanted is not None:
-            if count != self._partition_count:
+            if count != self.partition_count:
                 raise ServerError(
                     Status.HISTORY_CHANGED,
                     f"the bucket was made anew, with {count} partitions instead of "
-                    f"{self._partition_count}",
+                    f"{self.partition_count}",
                 )
             return []
-        self._partition_count = count
+        self.partition_count = count
         wanted = self.wishes.partitions or tuple(map(PartitionId, range(count)))
         for partition in wanted:
             if partition >= count:

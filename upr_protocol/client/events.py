@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from upr_protocol.chunk import Chunk
+from upr_protocol.client.keyvalue import Item
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
@@ -106,6 +107,31 @@ class RolledBack(msgspec.Struct, frozen=True):
     ceiling: SeqNo
     to: SeqNo
     reason: str
+
+
+class Undone(msgspec.Struct, frozen=True):
+    """What must be put in the place of what the server never had, all at once: to deal with this
+    event is to go back.
+
+    With `to` 0 the application drops all it has of the partition. Otherwise it gives each key of
+    `documents` the value that stands there, and keeps the rest.
+
+    Attributes:
+        partition: The partition.
+        ceiling: The highest number that both have in common.
+        to: The number the stream goes on from.
+        settled: The partition is what the server had from the first `SnapshotEnd` at or above this
+            number; no end below is told. When it is not above `to`, it is so already.
+        reason: Why, in the server's words and ours.
+        documents: By key its newest item, or None for one that is to be deleted.
+    """
+
+    partition: PartitionId
+    ceiling: SeqNo
+    to: SeqNo
+    settled: SeqNo
+    reason: str
+    documents: dict[bytes, Item | None]
 
 
 class StreamAccepted(msgspec.Struct, frozen=True):

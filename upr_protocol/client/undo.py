@@ -23,5 +23,6 @@ class Undo(Protocol):
 
         Returns:
             The number that the partition now stands at, and its stream goes on from: the end of a
-            complete snapshot at or below `ceiling`, or 0 for a partition of which nothing is left.
+            complete snapshot at or below `ceiling`, or 0 for a partition of which nothing is left;
+            or `ceiling` itself, from whoever has read again every key that it received above it.
         """

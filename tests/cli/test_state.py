@@ -1,0 +1,216 @@
+"""`upr tail --state` and `upr explain`, with servers that are killed and go back in time."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, Start
+from tests.cli.processes import Line
+from tests.spark.server import BlockingServer, blocking_server
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import BlockingClient, MapReader
+from upr_protocol.ids import Durability, Operation
+
+
+def lines(out: bytes) -> list[Line]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def kept(folder: Path) -> dict[str, str]:
+    """What a map holds."""
+    with closing(MapReader(folder)) as found:
+        return {item.key.decode(): item.value.decode() for item in found.items()}
+
+
+def explained(run: Run, url: str, file: str) -> list[Line]:
+    return [json.loads(line) for line in run("explain", url, file, "--json").stdout.splitlines()]
+
+
+def told(start: Start, url: str, *args: str) -> list[Line]:
+    out, err = start("tail", url, "--until", "caught-up", *args).finished()
+    assert err == b""
+    return lines(out)
+
+
+def copied(found: list[Line]) -> dict[str, str]:
+    """What the server has, by the lines of a tail from the beginning."""
+    items: dict[str, str] = {}
+    for line in found:
+        if line["event"] == "mutation" and line["op"] == "set":
+            items[line["key"]] = line["value"]
+        elif line["event"] == "mutation":
+            items.pop(line["key"], None)
+    return items
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    with blocking_server() as server:
+        yield Town(server, tmp_path)
+
+
+class Town:
+    """A server whose data can go back to where they were."""
+
+    def __init__(self, server: BlockingServer, folder: Path) -> None:
+        self.server = server
+        self._copy = folder / "copy"
+        self.url = server.create_bucket("b", 4)
+
+    def write(self, numbers: range, value: str) -> None:
+        with BlockingClient(self.url, durability=Durability.PERSISTED) as client:
+            client.apply(
+                Mutation(Operation.SET, b"key %d" % number, value.encode()) for number in numbers
+            )
+
+    def delete(self, numbers: range) -> None:
+        with BlockingClient(self.url) as client:
+            client.apply(Mutation(Operation.DELETE, b"key %d" % number, b"") for number in numbers)
+
+    def go_back(self, between: Callable[[], object]) -> None:
+        """Does something that the server then never had."""
+        self.server.kill()
+        shutil.copytree(self.server.data_dir, self._copy)
+        self.server.start()
+        between()
+        self.server.kill()
+        shutil.rmtree(self.server.data_dir)
+        self._copy.rename(self.server.data_dir)
+        self.server.start()
+
+
+def test_a_map_follows_and_goes_on(bucket: str, run: Run, start: Start, tmp_path: Path) -> None:
+    folder = str(tmp_path / "map")
+    run("set", bucket, "a", "1")
+    run("set", bucket, "b", "2")
+    told(start, bucket, "--state", folder)
+    assert kept(tmp_path / "map") == {"a": "1", "b": "2"}
+    run("delete", bucket, "a")
+    run("set", bucket, "c", "3")
+    found = told(start, bucket, "--state", folder)
+    assert [line["key"] for line in found if line["event"] == "mutation"] in (
+        ["a", "c"],
+        ["c", "a"],
+    )
+    assert kept(tmp_path / "map") == {"b": "2", "c": "3"}
+
+
+def test_the_map_of_another_bucket(bucket: str, start: Start, run: Run, tmp_path: Path) -> None:
+    folder = str(tmp_path / "map")
+    told(start, bucket, "--state", folder)
+    other = bucket + "-other"
+    run("bucket", "create", other)
+    _, err = start("tail", other, "--state", folder).finished(code=2)
+    assert b"of the bucket" in err
+    assert err.count(b"\n") == 1
+    run("tail", bucket, "--state", folder, "--resume", "x", code=2)
+
+
+def test_a_map_in_use(bucket: str, start: Start, tmp_path: Path) -> None:
+    folder = str(tmp_path / "map")
+    process = start("tail", bucket, "--state", folder)
+    process.event("completed")
+    _, err = start("tail", bucket, "--state", folder).finished(code=2)
+    assert b"in use by another process" in err
+    process.stopped()
+
+
+def test_a_map_that_is_killed_at_any_moment_ends_as_the_server(
+    bucket: str, start: Start, tmp_path: Path
+) -> None:
+    folder = tmp_path / "map"
+    loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
+    lots = random.Random(7)
+    ids = count()
+    for _ in range(10):
+        with (tmp_path / "out").open("wb") as file:
+            process = start("tail", bucket, "--state", str(folder), stdout=file)
+        while process.returncode is None:
+            some = islice(ids, lots.randrange(1, 50))
+            loader.feed(b"".join(b'{"id":%d}\n' % number for number in some))
+            if (tmp_path / "out").stat().st_size and lots.random() < 0.05:
+                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(lots.uniform(0, 0.02))
+        assert process.returncode == -signal.SIGKILL
+    loader.finished(data=b"")
+    told(start, bucket, "--state", str(folder))
+    assert kept(folder) == copied(told(start, bucket))
+    assert len(kept(folder)) == next(ids)
+
+
+def test_a_server_that_goes_back_takes_the_map_along_and_explain_says_so(
+    town: Town, start: Start, run: Run, tmp_path: Path
+) -> None:
+    """Only what the server never had is undone; the rest of the map stays as it is."""
+    folder, file = str(tmp_path / "map"), str(tmp_path / "state")
+    town.write(range(40), "old")
+    told(start, town.url, "--state", folder)
+    rows = explained(run, town.url, folder)
+    assert {row["outcome"] for row in rows} == {"goes on"}
+
+    def between() -> None:
+        town.write(range(30, 50), "never had")
+        town.delete(range(5))
+        told(start, town.url, "--state", folder)
+        told(start, town.url, "--resume", file)
+
+    town.go_back(between)
+    town.write(range(60, 65), "later")
+    before = (tmp_path / "state").read_bytes(), kept(tmp_path / "map")
+    rows = explained(run, town.url, folder)
+    rolled = {row["partition"]: row for row in rows if row["outcome"] == "rolls back"}
+    assert rolled
+    assert all(row["from"] == row["ceiling"] > 0 for row in rolled.values())
+    files = explained(run, town.url, file)
+    assert {row["partition"] for row in files if row["outcome"] == "rolls back"} == set(rolled)
+    assert all(row["from"] == 0 for row in files if row["outcome"] == "rolls back")
+    assert "parted" in run("explain", town.url, file).stdout
+    assert before == ((tmp_path / "state").read_bytes(), kept(tmp_path / "map"))
+    found = told(start, town.url, "--state", folder)
+    undone = {line["partition"]: line for line in found if line["event"] == "undone"}
+    assert {p: line["restarts_from"] for p, line in undone.items()} == {
+        partition: row["from"] for partition, row in rolled.items()
+    }
+    keys = {document["key"] for line in undone.values() for document in line["documents"]}
+    assert keys == {f"key {n}" for n in (*range(5), *range(30, 50))}
+    assert kept(tmp_path / "map") == copied(told(start, town.url))
+    rows = explained(run, town.url, folder)
+    assert {row["outcome"] for row in rows} == {"goes on"}
+
+
+def test_explain_says_what_is_wrong_with_its_file(bucket: str, run: Run, tmp_path: Path) -> None:
+    missing = run("explain", bucket, str(tmp_path / "none"), code=2)
+    assert "there is no file" in missing.stderr
+    empty = tmp_path / "folder"
+    empty.mkdir()
+    assert "holds no map" in run("explain", bucket, str(empty), code=2).stderr
+    other = tmp_path / "other"
+    other.write_text('{"version":1,"bucket":"other","partitions":{}}')
+    assert "'other'" in run("explain", bucket, str(other), code=2).stderr
+    other.write_text("nonsense")
+    assert "no resume state" in run("explain", bucket, str(other), code=2).stderr
+
+
+def test_explain_of_partitions_that_are_gone_or_new(bucket: str, run: Run, tmp_path: Path) -> None:
+    position = '{"log":[["1",0]],"last_complete":5,"highest_received":5,"partial":null}'
+    name = bucket.rsplit("/", 1)[1]
+    file = tmp_path / "file"
+    file.write_text(f'{{"version":1,"bucket":"{name}","partitions":{{"8":{position}}}}}')
+    rows = [
+        json.loads(line) for line in run("explain", bucket, str(file), "--json").stdout.splitlines()
+    ]
+    assert [row["outcome"] for row in rows] == ["goes on"] * 8 + ["rolls back"]
+    assert "does not have this partition" in rows[8]["reason"]
+    assert rows[0]["from"] == 0
+    assert rows[0]["ceiling"] is None

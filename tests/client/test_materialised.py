@@ -1,0 +1,216 @@
+"""A map on disk, on servers that fail over at any moment; killed anywhere."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from tests.kit.branches import Branches
+from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.fake_server import FakeServer
+from upr_protocol.client import (
+    Completed,
+    Item,
+    MapError,
+    MapReader,
+    MaterialisedMap,
+    ResumeStateError,
+    SaveLimits,
+    Undone,
+    keep_map,
+)
+from upr_protocol.errors import BrokenError, Status
+from upr_protocol.ids import Operation
+from upr_protocol.wire import Get, Message
+
+URL = "upr://fake/b"
+
+
+class KilledError(Exception):
+    """The application failed; what was dealt with is committed."""
+
+
+def contents(folder: Path) -> dict[bytes, bytes]:
+    with closing(MapReader(folder)) as found:
+        return {item.key: item.value for item in found.items()}
+
+
+def check_ends(folder: Path, branches: Branches) -> int:
+    """Each partition that says so is what the server had there."""
+    with closing(MapReader(folder)) as found:
+        ends = found.ends()
+        items = list(found.items())
+        logs = {p: position.log for p, position in found.state.positions.items()}
+    for partition, end in ends.items():
+        expected = branches.contents(partition, logs[partition].current, end) if end else {}
+        assert {i.key: i.value for i in items if i.partition == partition} == expected, partition
+    return len(ends)
+
+
+async def until_completed(kept: MaterialisedMap) -> list[object]:
+    events: list[object] = []
+    async for event in kept:
+        events.append(event)
+        if isinstance(event, Completed):
+            break
+    return events
+
+
+class Schedule:
+    """What happens to a map and a server, by a seed."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self._rng = random.Random(seed)
+        self.server = FakeServer(2)
+        self.server.chunk_mutations = self._rng.randint(1, 5)
+        self.server.get_items_max = self._rng.randint(1, 5)
+        self.server.refuse = self._on_request
+        self.branches = Branches(self.server)
+        self.ends = 0
+        self.folder = folder
+        self._net: FakeNet | None = None
+        self._disasters = True
+
+    def _chance(self, one_in: int) -> bool:
+        return not self._rng.randrange(one_in)
+
+    def _budgets(self) -> Iterator[tuple[int, int]]:
+        while not self._chance(8):
+            yield (ENDLESS, self._rng.randrange(0, 4000))
+
+    def _change(self) -> None:
+        for _ in range(self._rng.randrange(10)):
+            key = b"key-%d" % self._rng.randrange(12)
+            if self._chance(4):
+                self.server.put(key, b"", Operation.DELETE)
+            else:
+                self.server.put(key, b"%d" % self._rng.randrange(1 << 30))
+
+    def _fail_over(self) -> None:
+        assert self._net is not None
+        self._net.cut()
+        for connection in list(self.server.connections):
+            connection.scope.cancel()
+        partition = self._rng.choice(self.server.partitions)
+        at = max(0, partition.high - int(self._rng.expovariate(0.2)))
+        self.branches.fail_over(partition.id, at)
+
+    def _on_request(self, message: Message) -> Status | None:
+        if self._disasters and isinstance(message, Get) and self._chance(4):
+            self._fail_over()
+        return None
+
+    def _disturb(self) -> None:
+        assert self._net is not None
+        if self._chance(6):
+            self._change()
+        if self._chance(15):
+            self._net.cut()
+        if self._chance(20):
+            self._fail_over()
+
+    async def _follow_for_a_while(self) -> None:
+        assert self._net is not None
+        async with keep_map(
+            URL,
+            self.folder,
+            dial=self._net.dial,
+            draw=self._rng.random,
+            deletions_max=3,
+            commit_limits=SaveLimits(0.0, 0.0),
+        ) as kept:
+            for _ in range(self._rng.randrange(60)):
+                with trio.move_on_after(10):
+                    await anext(kept)
+                self.ends += check_ends(self.folder, self.branches)
+                self._disturb()
+                if self._chance(40):
+                    raise KilledError
+
+    async def _main(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._net = FakeNet(nursery, self.server)
+            for _ in range(6):
+                self._change()
+                self._net.budgets = self._budgets()
+                with suppress(BrokenError, KilledError):
+                    await self._follow_for_a_while()
+            self._net.budgets = iter(())
+            self._disasters = False
+            async with keep_map(URL, self.folder, dial=self._net.dial) as kept:
+                await until_completed(kept)
+            nursery.cancel_scope.cancel()
+
+    def run(self) -> None:
+        trio.run(self._main, clock=MockClock(autojump_threshold=0))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=15, deadline=None)
+def test_what_was_committed_is_the_servers_wherever_it_says_so(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = Schedule(seed, Path(folder))
+        schedule.run()
+        assert contents(schedule.folder) == schedule.server.contents()
+        check_ends(schedule.folder, schedule.branches)
+
+
+async def test_it_goes_back_no_further_than_it_must(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    server.partitions = server.partitions[:1]
+    for number in range(30):
+        server.put(b"%d" % number, b"old")
+    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+        await until_completed(kept)
+        assert await kept.count() == 30
+        assert await kept.get("29") is not None
+    server.partitions[0].fail_over(77, 25)
+    server.put(b"3", b"new")
+    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+        undone, *_ = await until_completed(kept)
+        assert isinstance(undone, Undone)
+        assert (undone.ceiling, undone.to) == (25, 25)
+        assert set(undone.documents) == {b"25", b"26", b"27", b"28", b"29"}
+        assert set(undone.documents.values()) == {None}
+        item = await kept.get("3")
+        assert isinstance(item, Item)
+        assert (item.value, item.seq) == (b"new", 26)
+    assert contents(tmp_path) == server.contents()
+    with closing(MapReader(tmp_path)) as found:
+        assert len(found) == 25
+        assert found.ends() == {0: 26}
+        assert found.get(0, b"3") == item
+
+
+async def test_the_map_of_another_bucket_is_refused(
+    net: FakeNet, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with keep_map(URL, tmp_path, dial=net.dial):
+        with pytest.raises(MapError, match="in use by another process"):
+            async with keep_map(URL, tmp_path, dial=net.dial):
+                pass
+    with pytest.raises(ResumeStateError, match="of the bucket 'b', not of 'other'"):
+        async with keep_map("upr://fake/other", tmp_path, dial=net.dial):
+            pass
+
+
+async def test_what_is_no_map_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MapError, match="holds no map"):
+        MapReader(tmp_path)
+    path = tmp_path / "map.sqlite"
+    path.write_bytes(b"something else, and long enough to be looked at" * 100)
+    with pytest.raises(MapError, match="holds no map that can be read"):
+        MapReader(tmp_path)
+    with pytest.raises(MapError, match="holds no map that can be read"):
+        async with keep_map(URL, tmp_path):
+            pass

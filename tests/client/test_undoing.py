@@ -1,0 +1,361 @@
+"""A consumer with a ring buffer: cut and killed anywhere, by servers that fail over at any time."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from tests.kit.branches import Branches
+from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.fake_server import FakeServer
+from tests.kit.mirror import apply_mutation
+from upr_protocol.client import (
+    ChunkReceived,
+    Completed,
+    Event,
+    JournalError,
+    MemoryStore,
+    ResumeState,
+    RingLimits,
+    SaveLimits,
+    SnapshotEnd,
+    SnapshotStart,
+    UndoingConsumer,
+    Undone,
+    consume_undoing,
+)
+from upr_protocol.errors import BrokenError, Status
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.wire import Get, Message
+
+URL = "upr://fake/b"
+Items = dict[bytes, tuple[int, bytes]]
+
+
+class Crash(Exception):  # noqa: N818  it is one
+    """The application was killed."""
+
+
+class Copy:
+    """A copy of a bucket that is on disk at once, while the resume state lags behind.
+
+    It checks what is promised: at each end that is told it is what the server had there; and when a
+    snapshot begins nothing is left of what its history never had.
+
+    Attributes:
+        items: By partition and key the number and the value.
+    """
+
+    def __init__(self, branches: Branches, dies: Callable[[], bool] = lambda: False) -> None:
+        self._branches = branches
+        self._dies = dies
+        self.items: dict[PartitionId, Items] = {}
+        self.ends = 0
+        self.undone: list[Undone] = []
+        self._histories: dict[PartitionId, HistoryId] = {}
+
+    def contents(self) -> dict[bytes, bytes]:
+        return {key: value for items in self.items.values() for key, (_, value) in items.items()}
+
+    def deal_with(self, event: Event | Undone) -> None:
+        if isinstance(event, SnapshotStart):
+            self._histories[event.partition] = event.history_id
+            self._check_nothing_foreign(event)
+        elif isinstance(event, ChunkReceived):
+            items = self.items.setdefault(event.partition, {})
+            for mutation in event.chunk:
+                self._perhaps_die()
+                apply_mutation(items, mutation)
+        elif isinstance(event, SnapshotEnd):
+            self._check_end(event)
+        elif isinstance(event, Undone):
+            self._undo(event)
+
+    def _perhaps_die(self) -> None:
+        if self._dies():
+            raise Crash
+
+    def _undo(self, event: Undone) -> None:
+        self.undone.append(event)
+        if not event.to:
+            self._perhaps_die()
+            self.items.pop(event.partition, None)
+            return
+        items = self.items.setdefault(event.partition, {})
+        for key, item in event.documents.items():
+            self._perhaps_die()
+            if item is None:
+                items.pop(key, None)
+            else:
+                items[key] = (item.seq, item.value)
+
+    def _check_nothing_foreign(self, event: SnapshotStart) -> None:
+        if not self._branches.is_current(event.partition, event.history_id):
+            return  # what could not be read again there any more is undone for the next
+        history = self._branches.history(event.partition, event.history_id)
+        had = {(mutation.key, mutation.seq, mutation.value) for mutation in history}
+        for key, (seq, value) in self.items.get(event.partition, {}).items():
+            assert (key, seq, value) in had, (event, key, seq)
+
+    def _check_end(self, event: SnapshotEnd) -> None:
+        self.ends += 1
+        expected = self._branches.contents(
+            event.partition, self._histories[event.partition], event.end
+        )
+        items = self.items.get(event.partition, {})
+        assert {key: value for key, (_, value) in items.items()} == expected, event
+
+
+class Disk(MemoryStore):
+    """A store to which nothing can be written once the process is killed."""
+
+    off = False
+
+    async def save(self, state: ResumeState) -> None:
+        if not self.off:
+            await super().save(state)
+
+
+class Schedule:
+    """What happens to a copy and a server, by a seed."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self._rng = random.Random(seed)
+        self.server = FakeServer(2)
+        self.server.chunk_mutations = self._rng.randint(1, 5)
+        self.server.get_items_max = self._rng.randint(1, 5)
+        self.branches = Branches(self.server)
+        self.copy = Copy(self.branches, lambda: self._chance(150))
+        self._ring = folder / "ring"
+        self._limits = RingLimits(entries=self._rng.choice([3, 12, 1000]))
+        self._store = Disk()
+        self._atomic = self._chance(3)
+        self._net: FakeNet | None = None
+        self._disasters = True
+        self.server.refuse = self._on_request
+
+    def _chance(self, one_in: int) -> bool:
+        return not self._rng.randrange(one_in)
+
+    def _budgets(self) -> Iterator[tuple[int, int]]:
+        while not self._chance(8):
+            yield (ENDLESS, self._rng.randrange(0, 4000))
+
+    def _change(self) -> None:
+        for _ in range(self._rng.randrange(10)):
+            key = b"key-%d" % self._rng.randrange(12)
+            if self._chance(4):
+                self.server.put(key, b"", Operation.DELETE)
+            else:
+                self.server.put(key, b"%d" % self._rng.randrange(1 << 30))
+
+    def _fail_over(self) -> None:
+        # Whoever streams from a partition that fails over loses the connection.
+        assert self._net is not None
+        self._net.cut()
+        for connection in list(self.server.connections):
+            connection.scope.cancel()
+        partition = self._rng.choice(self.server.partitions)
+        # Seldom far back.
+        at = max(0, partition.high - int(self._rng.expovariate(0.2)))
+        self.branches.fail_over(partition.id, at)
+
+    def _on_request(self, message: Message) -> Status | None:
+        if self._disasters and isinstance(message, Get) and self._chance(4):
+            self._fail_over()
+            if self._chance(2):
+                self._change()
+        return None
+
+    def _disturb(self) -> None:
+        assert self._net is not None
+        if self._chance(6):
+            self._change()
+        if self._chance(15):
+            self._net.cut()
+        if self._chance(20):
+            self._fail_over()
+
+    def _resume(self) -> MemoryStore | ResumeState:
+        if self._atomic:
+            return self._store.state or ResumeState("b")
+        return self._store
+
+    async def _follow_for_a_while(self) -> None:
+        assert self._net is not None
+        self._store.off = False
+        async with consume_undoing(
+            URL,
+            self._ring,
+            resume=self._resume(),
+            ring_limits=self._limits,
+            dial=self._net.dial,
+            draw=self._rng.random,
+            save_limits=SaveLimits(5, 20, 10_000),
+        ) as consumer:
+            for _ in range(self._rng.randrange(60)):
+                with trio.move_on_after(10):
+                    event = await anext(consumer)
+                    with self._killed_by_crash():
+                        self.copy.deal_with(event)
+                        if self._chance(15):
+                            raise Crash
+                    self._keep(consumer)
+                self._disturb()
+            # Leaving saves; whoever is killed does not.
+            self._store.off = self._chance(2)
+
+    @contextmanager
+    def _killed_by_crash(self) -> Iterator[None]:
+        try:
+            yield
+        except Crash:
+            self._store.off = True
+            raise
+
+    def _keep(self, consumer: UndoingConsumer) -> None:
+        if self._atomic:
+            self._store.state = consumer.resume_state
+
+    def _tear(self) -> None:
+        """What a crash may leave of the record that was being written."""
+        if self._ring.exists() and self._chance(3):
+            data = self._ring.read_bytes()
+            self._ring.write_bytes(
+                data + b"\x40\0\0\0\xbf\xff\xff\xffabcdefgh"[: self._rng.randrange(16)]
+            )
+
+    async def _main(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._net = FakeNet(nursery, self.server)
+            for _ in range(8):
+                self._change()
+                self._net.budgets = self._budgets()
+                with suppress(Crash, BrokenError):
+                    await self._follow_for_a_while()
+                self._tear()
+            self._net.budgets = iter(())
+            self._disasters = False
+            self.copy._dies = lambda: False
+            await self._catch_up()
+            nursery.cancel_scope.cancel()
+
+    async def _catch_up(self) -> None:
+        assert self._net is not None
+        self._store.off = False
+        async with consume_undoing(
+            URL,
+            self._ring,
+            resume=self._resume(),
+            ring_limits=self._limits,
+            dial=self._net.dial,
+        ) as consumer:
+            async for event in consumer:
+                self.copy.deal_with(event)
+                if isinstance(event, Completed):
+                    break
+
+    def run(self) -> None:
+        trio.run(self._main, clock=MockClock(autojump_threshold=0))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_at_each_end_it_is_what_the_server_had_and_keeps_nothing_that_it_never_had(
+    seed: int,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = Schedule(seed, Path(folder))
+        schedule.run()
+        assert schedule.copy.contents() == schedule.server.contents()
+
+
+async def until_completed(consumer: UndoingConsumer) -> list[Event | Undone]:
+    events: list[Event | Undone] = []
+    async for event in consumer:
+        events.append(event)
+        if isinstance(event, Completed):
+            break
+    return events
+
+
+def fill(server: FakeServer, count: int, value: bytes = b"old") -> None:
+    server.partitions = server.partitions[:1]
+    for number in range(count):
+        server.put(b"%d" % number, value)
+
+
+async def test_one_event_has_all_that_it_takes(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    fill(server, 10)
+    ring, file = tmp_path / "ring", tmp_path / "resume"
+    async with consume_undoing(URL, ring, resume=file, dial=net.dial) as consumer:
+        await until_completed(consumer)
+        server.put(b"3", b"never had")
+        await until_completed(consumer)
+        net.cut()
+        server.partitions[0].fail_over(77, 8)
+        server.put(b"9", b"new")
+        undone, start, chunk, end, *_ = await until_completed(consumer)
+        assert isinstance(undone, Undone)
+        assert (undone.ceiling, undone.to, undone.settled) == (8, 8, 9)
+        assert "parted" in undone.reason
+        values = {key: item and item.value for key, item in undone.documents.items()}
+        assert values == {b"3": b"old", b"8": None, b"9": b"new"}
+        assert isinstance(start, SnapshotStart)
+        assert (start.history_id, start.start) == (77, 8)
+        assert isinstance(chunk, ChunkReceived)
+        assert end == SnapshotEnd(PartitionId(0), SeqNo(9))
+    # It is over: nothing is told again.
+    async with consume_undoing(URL, ring, resume=file, dial=net.dial) as consumer:
+        assert await until_completed(consumer) == [Completed(1)]
+
+
+async def test_below_the_ring_buffer_it_begins_at_0_and_says_so(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    fill(server, 40)
+    async with consume_undoing(
+        URL,
+        tmp_path / "ring",
+        resume=tmp_path / "resume",
+        ring_limits=RingLimits(entries=20),
+        dial=net.dial,
+    ) as consumer:
+        await until_completed(consumer)
+        server.put(b"new", b"v")
+        await until_completed(consumer)
+        net.cut()
+        server.partitions[0].fail_over(77, 5)
+        undone, start, *_ = await until_completed(consumer)
+        assert isinstance(undone, Undone)
+        assert (undone.ceiling, undone.to, undone.documents) == (5, 0, {})
+        assert "below what is still known" in undone.reason
+        assert isinstance(start, SnapshotStart)
+        assert (start.start, start.end) == (0, 5)
+
+
+async def test_a_damaged_ring_buffer_is_told(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    fill(server, 10)
+    ring = tmp_path / "ring"
+    async with consume_undoing(URL, ring, resume=tmp_path / "resume", dial=net.dial) as consumer:
+        await until_completed(consumer)
+    data = bytearray(ring.read_bytes())
+    data[15] ^= 1
+    ring.write_bytes(data)
+    with pytest.raises(JournalError, match="damaged at byte 0"):
+        async with consume_undoing(URL, ring, resume=tmp_path / "resume", dial=net.dial):
+            pass
