@@ -137,8 +137,8 @@ class _Failover:
                 alive.setdefault(master, []).append(number)
         for master, numbers in alive.items():
             raise NotDoneError(
-                f"{master} is there, and leads {partitions_text(numbers)}: use `upr takeover`, which "
-                "loses nothing; or stop that server first"
+                f"{master} is there, and leads {partitions_text(numbers)}: use `upr takeover`, "
+                "which loses nothing; or stop that server first"
             )
 
     def check_target(self, to: str) -> None:

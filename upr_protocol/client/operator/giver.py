@@ -131,7 +131,7 @@ class Giver:
         failed = await self.give_each(wanted, given, self._operator.tell_timeout_s)
         for node, error in failed.items():
             self._operator.tell(
-                f"{node} has yet to learn of revision {given.revision}, and will ask for it: {error}"
+                f"{node} has yet to learn of revision {given.revision}, and asks for it: {error}"
             )
         done = [node for node in wanted if node not in failed]
         if done:

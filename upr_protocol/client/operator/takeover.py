@@ -44,9 +44,12 @@ from upr_protocol.cluster import ClusterMap, Keeps, Owners
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, PartitionState
 
-CLOSE_CHANGES: Final = 10_000
-"""How much a target may be behind, over all partitions, when the active hands over to it: a small
-part of a second."""
+CLOSE_CHANGES: Final = 256
+"""How many changes a target may be behind in any case, over all partitions, when the active hands
+over to it."""
+
+CLOSE_S: Final = 0.25
+"""Or how long it takes for what it is behind, as fast as it was just now."""
 
 _CLOSE_POLL_S: Final = 0.1
 _POLL_S: Final = 0.01
@@ -201,10 +204,17 @@ class _Takeover:
                 return -1
         return lag
 
+    def _has(self) -> int:
+        """The changes that the target has, over all partitions."""
+        partitions = self._survey.nodes[self._to].partitions
+        return sum(info.high_seq for info in partitions if info.partition in self._owners)
+
     async def _come_close(self) -> None:
         """Waits until the target has nearly everything, in the same histories."""
         told = False
-        while not 0 <= self._lag() <= CLOSE_CHANGES:
+        close = CLOSE_CHANGES
+        has, at = self._has(), trio.current_time()
+        while not 0 <= self._lag() <= close:
             if not told:
                 self._tell(f"{self._to} is behind {self._old}; waiting until it is close")
                 told = True
@@ -212,6 +222,8 @@ class _Takeover:
             places = {name: self._giver.addresses[name] for name in (self._old, self._to)}
             reports = {**self._survey.nodes, **await self._operator.reports(places)}
             self._survey = attrs.evolve(self._survey, nodes=reports)
+            before, has, since, at = has, self._has(), at, trio.current_time()
+            close = max(CLOSE_CHANGES, int(CLOSE_S * (has - before) / (at - since)))
 
     # Handing over.
 
