@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import trio
 
-from tests.kit.fleet import PARTITIONS, Fleet, running_fleet
+from tests.kit.fleet import PARTITIONS, Fleet, Gives, running_fleet
 from upr_protocol.client.operator import (
     Limits,
     NotDoneError,
-    giver,
     take_over,
 )
 from upr_protocol.client.operator.plan import led_by
@@ -82,38 +80,16 @@ async def test_what_is_refused() -> None:
             await take_over(fleet.operator("b"), to="b", all_of="a")
 
 
-class _Gives:
-    """Looks at each map that is given, before and after."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        self.stop_at = -1
-        self.scope = trio.CancelScope()
-        self._real = giver.give_map
-        monkeypatch.setattr(giver, "give_map", self._give)
-
-    async def _give(self, *args: object, **options: object) -> None:
-        self._step()
-        await trio.lowlevel.checkpoint()
-        await self._real(*args, **options)  # type: ignore[arg-type]
-        self._step()
-
-    def _step(self) -> None:
-        if self.count == self.stop_at:
-            self.scope.cancel()
-        self.count += 1
-
-
 async def test_interrupted_anywhere_the_same_command_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gives = _Gives(monkeypatch)
+    gives = Gives(monkeypatch)
     async with running_fleet("ab") as fleet:
         await fleet.set("a", {f"key {n}": "0" for n in range(20)})
         nodes, interrupted = ["a", "b"], 0
         for stop_at in range(100):
             old, new = nodes
-            gives.count, gives.stop_at, gives.scope = 0, stop_at, trio.CancelScope()
+            gives.reset(stop_at)
             before = logs(fleet, old)
             with gives.scope:
                 await take_over(fleet.operator(), to=new, all_of=old)
@@ -252,11 +228,11 @@ async def test_a_target_that_does_not_catch_up() -> None:
 async def test_after_an_interruption_it_may_go_back_or_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gives = _Gives(monkeypatch)
+    gives = Gives(monkeypatch)
     async with running_fleet("abc") as fleet:
         before = logs(fleet, "a")
         for to in "ac":
-            gives.count, gives.stop_at, gives.scope = 0, 1, trio.CancelScope()
+            gives.reset(1)
             with gives.scope:
                 await take_over(fleet.operator(), to="b", all_of="a")
             assert fleet.states("a") == PENDING
@@ -270,10 +246,10 @@ async def test_after_an_interruption_it_may_go_back_or_elsewhere(
 async def test_who_may_have_been_made_active_and_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gives = _Gives(monkeypatch)
+    gives = Gives(monkeypatch)
     async with running_fleet("abc") as fleet:
         before = logs(fleet, "a")
-        gives.stop_at = 1
+        gives.reset(1)
         with gives.scope:
             await take_over(fleet.operator(), to="b", all_of="a")
         gives.stop_at = -1

@@ -7,11 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 
 from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Address, connect
-from upr_protocol.client.operator import Behind, Operator, add_replicas, wait_caught_up
+from upr_protocol.client.operator import Behind, Operator, add_replicas, giver, wait_caught_up
 from upr_protocol.client.operator.plan import revised
 from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.ids import PartitionId, PartitionState
@@ -22,6 +23,38 @@ from upr_server.storage.simulated_store import SimulatedStore
 
 BUCKET = "b"
 PARTITIONS = 4
+
+
+class Gives:
+    """Interrupts an operator's command before or after one of the maps that it gives.
+
+    Attributes:
+        scope: What the command is to run in.
+        stop_at: Where: twice the number of maps given before, and one more for after it; -1 for
+            nowhere.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.stop_at = -1
+        self.scope = trio.CancelScope()
+        self._real = giver.give_map
+        monkeypatch.setattr(giver, "give_map", self._give)
+
+    async def _give(self, *args: object, **options: object) -> None:
+        self._step()
+        await trio.lowlevel.checkpoint()
+        await self._real(*args, **options)  # type: ignore[arg-type]
+        self._step()
+
+    def reset(self, stop_at: int) -> None:
+        """For the next command."""
+        self.count, self.stop_at, self.scope = 0, stop_at, trio.CancelScope()
+
+    def _step(self) -> None:
+        if self.count == self.stop_at:
+            self.scope.cancel()
+        self.count += 1
 
 
 class Fleet:
