@@ -107,7 +107,8 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
         await filled(fleet)
         up = "abc"
         interrupted = 0
-        for stop_at in range(100):
+        refused: list[str] = []
+        for stop_at in range(14):
             old, (new, other) = up[0], up[1:]
             await fleet.stop(old)
             gives.reset(stop_at)
@@ -121,7 +122,8 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
                     try:
                         await fail_over(fleet.operator(other), all_of=old, to=new)
                     except NotDoneError as error:
-                        assert f"{old} is active for nothing" in str(error)
+                        # Another node knew of the last map.
+                        refused.append(str(error))
             await fleet.until(lambda new=new: fleet.states(new) == ACTIVE)  # type: ignore[misc]
             fleet.check()
             await fleet.set(new, {"key": str(stop_at)})
@@ -133,6 +135,7 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
             if not gives.scope.cancelled_caught:
                 break
         assert interrupted >= 5
+        assert all("is active for nothing" in one for one in refused)
 
 
 async def test_a_node_that_waits_for_others_that_are_gone() -> None:

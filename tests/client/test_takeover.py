@@ -198,7 +198,7 @@ async def test_a_target_that_refuses() -> None:
                     "b", lambda: fleet.partition("b").become(PartitionState.REPLICA, wrong)
                 )
 
-        with pytest.raises(NotDoneError, match="node b refuses.*so a is active again"):
+        with pytest.raises(NotDoneError, match=r"node b refuses.*so a is active again"):
             await take_over(fleet.operator(tell=tell), to="b", all_of="a")
         fleet.partition("b").become(PartitionState.REPLICA, mine)
         assert fleet.states("a") == ACTIVE

@@ -71,6 +71,7 @@ class Fleet:
         self.servers: dict[str, Server] = {}
         self.proxies: dict[str, Proxy] = {}
         self.told: list[str] = []
+        self.stack = AsyncExitStack()
         self._directory = directory
         self._partitions = partitions
         self._stores: dict[str, SimulatedStore] = {}
@@ -105,6 +106,12 @@ class Fleet:
             task_status.started()
             await stop.wait()
         stopped.set()
+
+    async def start_apart(self, name: str, *, has_bucket: bool = False) -> None:
+        """Starts a server that nobody knows of yet."""
+        await self.start(name, has_bucket=has_bucket)
+        there = proxy_to("127.0.0.1", self.servers[name].port)
+        self.proxies[name] = await self.stack.enter_async_context(there)
 
     async def stop(self, name: str) -> None:
         """Stops a server in order; nothing is behind its proxy then."""
@@ -188,7 +195,7 @@ class Fleet:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for something that takes a moment."""
         with trio.fail_after(20):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  a server tells nobody
                 await trio.sleep(0.01)
 
     def check(self) -> None:
@@ -214,10 +221,9 @@ async def running_fleet(
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
         fleet = Fleet(nursery, directory, partitions)
+        fleet.stack = stack
         for name in names:
-            await fleet.start(name, has_bucket=name == names[0])
-            proxy = await stack.enter_async_context(proxy_to("127.0.0.1", fleet.servers[name].port))
-            fleet.proxies[name] = proxy
+            await fleet.start_apart(name, has_bucket=name == names[0])
         for name in names[1:]:
             await fleet.add(name)
         fleet.told.clear()

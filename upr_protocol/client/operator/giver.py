@@ -36,6 +36,7 @@ class Giver:
         self._addresses: dict[str, Address] = {
             name: report.address for name, report in survey.nodes.items()
         }
+        self._away = {name for name, report in survey.nodes.items() if report.trouble}
         self._revisions = {name: report.revision for name, report in survey.nodes.items()}
 
     @property
@@ -128,6 +129,10 @@ class Giver:
         """Gives the rest of the nodes a map. Those that do not take it are only told of: nodes ask
         each other."""
         wanted = [node for node in nodes if node in self._addresses]
+        away = [node for node in wanted if node in self._away]
+        if away:
+            self._operator.tell(f"{', '.join(away)}: not there; asks for the map when it is back")
+        wanted = [node for node in wanted if node not in away]
         failed = await self.give_each(wanted, given, self._operator.tell_timeout_s)
         for node, error in failed.items():
             self._operator.tell(

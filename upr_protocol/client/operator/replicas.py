@@ -130,12 +130,12 @@ async def add_replicas(
     await giver.give(node, given)
     operator.tell(f"{node}: revision {given.revision}, a replica of {partitions_text(changed)}")
     masters = [name for name in _masters(given) if name != node]
-    for name, error in (await giver.give_each(masters, given)).items():
-        raise PartlyDoneError(
-            f"{name} has yet to learn that {node} follows it, so it waits for no copies there; it "
-            f"asks for the map when it has one itself, or repeat the command: {error}"
-        )
+    failed = await giver.give_each(masters, given)
     await giver.spread([name for name in given.nodes if name not in (node, *masters)], given)
+    for name, error in failed.items():
+        raise PartlyDoneError(
+            f"{name} has yet to learn that {node} follows it: repeat the command: {error}"
+        )
     return list(changed)
 
 
@@ -149,6 +149,8 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
             operator.at(address)
         except AddressError as error:
             raise NotDoneError(f"{address!r} is not HOST:PORT") from error
+        if not address.rpartition(":")[2].isdigit():
+            raise NotDoneError(f"{address!r} is not HOST:PORT")
 
 
 def _first_map(operator: Operator, survey: Survey, address: str, own_address: str) -> ClusterMap:
