@@ -40,7 +40,7 @@ class _Row:
 @click.option("--all", "each", is_flag=True, help="A line for each partition, with its history.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for each partition.")
 def partitions(target: Address, each: bool, as_json: bool) -> None:
-    """Show who holds the partitions of a bucket, and how far each node is.
+    """Show which nodes hold the partitions, and what they have.
 
     All nodes are asked that the newest partition map names, and that map is shown. Partitions that
     are held alike are shown together, with the sums of their numbers. `lag` is how many changes a
