@@ -76,8 +76,8 @@ async def add_replicas(
     source: str = "",
     own_address: str = "",
 ) -> list[PartitionId]:
-    """Has a node follow: the new node is given the map first, so that nobody counts on a replica
-    that knows nothing of it.
+    """Has a node follow. The actives are given the map first: a node that does not have the bucket
+    yet asks one of them for it. Repeated after an interruption, it goes on from there.
 
     Args:
         operator: How to ask.
@@ -127,15 +127,21 @@ async def add_replicas(
         base = msgspec.structs.replace(base, nodes={**base.nodes, node: address})
     given = _revised(base, survey, changed)
     giver = Giver(operator, survey)
-    await giver.give(node, given)
-    operator.tell(f"{node}: revision {given.revision}, a replica of {partitions_text(changed)}")
     masters = [name for name in _masters(given) if name != node]
     failed = await giver.give_each(masters, given)
-    await giver.spread([name for name in given.nodes if name not in (node, *masters)], given)
     for name, error in failed.items():
         raise PartlyDoneError(
-            f"{name} has yet to learn that {node} follows it: repeat the command: {error}"
+            f"{name} does not say that it knows of {node} ({error}): repeat the command"
         )
+    operator.tell(f"{', '.join(masters)}: revision {given.revision}")
+    try:
+        await giver.give(node, given)
+    except PartlyDoneError as error:
+        raise PartlyDoneError(
+            f"{error}. Repeat the command; or `upr replicas remove` {node} again"
+        ) from error
+    operator.tell(f"{node}: revision {given.revision}, a replica of {partitions_text(changed)}")
+    await giver.spread([name for name in given.nodes if name not in (node, *masters)], given)
     return list(changed)
 
 
