@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tests.client.test_takeover import ACTIVE, PARTITIONS, REPLICA, highs, logs
-from tests.kit.fleet import Fleet, Gives, running_fleet
+from tests.client.test_takeover import ACTIVE, REPLICA, highs, logs
+from tests.kit.fleet import PARTITIONS, Fleet, Gives, running_fleet
 from upr_protocol.client import connect
 from upr_protocol.client.operator import NotDoneError, PartlyDoneError, fail_over
 from upr_protocol.ids import Durability, PartitionState
@@ -109,7 +109,7 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
         interrupted = 0
         refused: list[str] = []
         for stop_at in range(14):
-            old, (new, other) = up[0], up[1:]
+            old, new, other = list(up)
             await fleet.stop(old)
             gives.reset(stop_at)
             with gives.scope:

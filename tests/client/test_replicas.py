@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tests.client.test_takeover import ACTIVE, PARTITIONS, REPLICA, highs
-from tests.kit.fleet import Fleet, running_fleet
+from tests.client.test_takeover import ACTIVE, REPLICA, highs
+from tests.kit.fleet import PARTITIONS, Fleet, running_fleet
 from upr_protocol.client import Address, connect
 from upr_protocol.client.maps import ask_node
 from upr_protocol.client.operator import (

@@ -124,7 +124,7 @@ class Fleet:
         return Address.parse(self.proxies[name].url(BUCKET))
 
     def operator(
-        self, name: str = "a", tell: Callable[[str], None] | None = None, **options: float
+        self, name: str = "a", tell: Callable[[str], None] | None = None, **options: Any
     ) -> Operator:
         """An operator that asks this node first."""
 
@@ -135,7 +135,7 @@ class Fleet:
 
         return Operator(self.address(name), tell=told, **options)
 
-    async def add(self, name: str, **options: str) -> None:
+    async def add(self, name: str, **options: Any) -> None:
         """Makes a server a replica of everything, and waits until it is one."""
         operator = self.operator()
         there = f"127.0.0.1:{self.proxies[name].port}"
