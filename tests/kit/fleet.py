@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from tests.kit.proxy import Proxy, proxy_to
-from upr_protocol.client import Address, connect
+from upr_protocol.client import Address, connect, give_map
 from upr_protocol.client.operator import Behind, Operator, add_replicas, giver, wait_caught_up
 from upr_protocol.client.operator.plan import revised
 from upr_protocol.cluster import ClusterMap, Owners
@@ -38,7 +38,7 @@ class Gives:
         self.count = 0
         self.stop_at = -1
         self.scope = trio.CancelScope()
-        self._real = giver.give_map
+        self._real = give_map
         monkeypatch.setattr(giver, "give_map", self._give)
 
     async def _give(self, *args: object, **options: object) -> None:
