@@ -161,13 +161,13 @@ class Fleet:
 
     async def set(self, name: str, items: Mapping[str, str]) -> None:
         """Writes at one node, which must be active for all of it."""
-        async with connect(self.servers[name].url(BUCKET)) as client:
+        async with connect(self.servers[name].url(BUCKET), by_map=False) as client:
             for key, value in items.items():
                 await client.set(key, value)
 
     async def get(self, name: str, key: str) -> str | None:
         """Reads at one node."""
-        async with connect(self.servers[name].url(BUCKET)) as client:
+        async with connect(self.servers[name].url(BUCKET), by_map=False) as client:
             found = await client.get(key)
         return None if found is None else bytes(found.value).decode()
 

@@ -33,6 +33,7 @@ class NodeMap:
     node: str
     map: ClusterMap | None
 
+
 TIMEOUT_S: Final = 10.0
 """How long a node may take to answer, and to carry out a map."""
 

@@ -162,7 +162,7 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
 def _first_map(operator: Operator, survey: Survey, address: str, own_address: str) -> ClusterMap:
     """Of a bucket that the node which is asked holds alone; revision 1, which no node is given."""
     count = len(survey.nodes[survey.asked].partitions)
-    there = operator.address
+    there = survey.nodes[survey.asked].address
     own = own_address or str(there).removeprefix("upr://").partition("/")[0]
     if own.startswith(_LOOPBACK) and address and not address.startswith(_LOOPBACK):
         raise NotDoneError(

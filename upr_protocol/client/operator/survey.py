@@ -122,8 +122,7 @@ class Operator:
 
     def at(self, host_port: str) -> Address:
         """The bucket at another address, `HOST:PORT`."""
-        found = Address.parse(f"upr://{host_port}")
-        return attrs.evolve(found, bucket=self.address.bucket)
+        return self.address.of_node(host_port)
 
     async def ask(self, address: Address) -> NodeMap:
         """A node's name and map; no map when it does not have the bucket.
@@ -154,7 +153,11 @@ class Operator:
             partitions: tuple[PartitionInfo, ...] = ()
             try:
                 async with connect(
-                    address, identity=self.identity, connect_timeout_s=self.tell_timeout_s
+                    address,
+                    identity=self.identity,
+                    connect_timeout_s=self.tell_timeout_s,
+                    patience_s=self.tell_timeout_s,
+                    by_map=False,
                 ) as client:
                     partitions = tuple(client.partitions())
             except ServerError as error:
@@ -176,6 +179,16 @@ class Operator:
                 nursery.start_soon(one, name, address)
         return {name: found[name] for name in nodes}
 
+    async def _first(self) -> NodeReport:
+        """What the first node says that the address names and that answers."""
+        troubles = []
+        for address in self.address.each():
+            found = await self.report(address)
+            if not found.trouble:
+                return found
+            troubles.append(found.trouble)
+        raise BrokenError("; ".join(troubles))
+
     async def survey(self, others: Mapping[str, str] | None = None) -> Survey:
         """Asks the node at `address`, and all that any map names.
 
@@ -186,9 +199,7 @@ class Operator:
             BrokenError: The node at `address` cannot be asked.
             ServerError: It does not have the bucket, nor does any other.
         """
-        first = await self.report(self.address)
-        if first.trouble:
-            raise BrokenError(first.trouble)
+        first = await self._first()
         nodes = {first.name: first}
         wanted = {name: self.at(there) for name, there in (others or {}).items()}
         while True:

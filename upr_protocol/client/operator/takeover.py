@@ -257,7 +257,12 @@ class _Takeover:
         """How far a node is."""
         address = self._giver.addresses[node]
         try:
-            async with connect(address, identity=self._operator.identity) as client:
+            async with connect(
+                address,
+                identity=self._operator.identity,
+                by_map=False,
+                patience_s=self._operator.tell_timeout_s,
+            ) as client:
                 return await client.seqnos(self._owners)
         except UprError as error:
             raise PartlyDoneError(
@@ -281,7 +286,10 @@ class _Takeover:
         while True:
             try:
                 async with connect(
-                    self._giver.addresses[self._to], identity=self._operator.identity
+                    self._giver.addresses[self._to],
+                    identity=self._operator.identity,
+                    by_map=False,
+                    patience_s=self._operator.tell_timeout_s,
                 ) as client:
                     while not self._has_everything(await client.seqnos(self._owners)):
                         if not told and trio.current_time() > untold_until:
