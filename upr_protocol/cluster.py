@@ -48,12 +48,15 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             empty for none.
         keeps: What `active` must have to become so in the history of the one before; None when it
             begins a new one. Means nothing to a node that is active already.
+        lost: While a failover is under way: the node that was active, and did not answer. It is one
+            of the replicas, to come back as one; but never was one of those that acknowledged.
     """
 
     active: str = ""
     replicas: dict[str, str] = {}
     handing_over: str = ""
     keeps: Keeps | None = None
+    lost: str = ""
 
     def state_of(self, node: str) -> PartitionState:
         """What `node` is for the partition."""
@@ -138,6 +141,12 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 raise ClusterMapError(f"partition {number}: there is no node {name!r}")
         if owners.active and owners.handing_over:
             raise ClusterMapError(f"partition {number}: who hands over is not active any more")
+        if owners.lost and (
+            owners.active or owners.handing_over or owners.lost not in owners.replicas
+        ):
+            raise ClusterMapError(
+                f"partition {number}: who was lost is a replica, of a partition that has no active"
+            )
         for name in owners.replicas:
             if name in (owners.active, owners.handing_over):
                 raise ClusterMapError(f"partition {number}: {name} cannot be its own replica")
@@ -184,6 +193,15 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def with_node(self, name: str, address: str) -> ClusterMap:
         """The next revision, with one more node, or with another address of one."""
         return self._following(nodes={**self.nodes, name: address}, partitions=self.partitions)
+
+    def without_node(self, name: str) -> ClusterMap:
+        """The next revision, without a node that holds nothing.
+
+        Raises:
+            ClusterMapError: It holds something.
+        """
+        nodes = {one: address for one, address in self.nodes.items() if one != name}
+        return self._following(nodes=nodes, partitions=self.partitions)
 
     def _following(self, *, nodes: dict[str, str], partitions: tuple[Owners, ...]) -> ClusterMap:
         following = ClusterMap(

@@ -22,24 +22,6 @@ def test_of_a_bucket_that_does_not_exist(server: Server, run: Run) -> None:
     assert "create the bucket first" in run("stats", server.url + "nowhere", code=3).stderr
 
 
-def test_partitions(bucket: str, run: Run) -> None:
-    run("set", bucket, "k", "v")
-    rows = [json.loads(line) for line in run("partitions", bucket, "--json").stdout.splitlines()]
-    assert [row["partition"] for row in rows] == list(range(8))
-    assert sorted(row["high_seq"] for row in rows) == [0] * 7 + [1]
-    assert {row["state"] for row in rows} == {"active"}
-    assert len({row["history"] for row in rows}) == 8
-
-
-def test_partitions_as_a_table(bucket: str, run: Run) -> None:
-    head, *lines = run("partitions", bucket).stdout.splitlines()
-    assert head.split() == [
-        "partition", "state", "history", "high_seq", "persisted_seq", "replicated_seq",
-    ]  # fmt: skip
-    assert len(lines) == 8
-    assert len({len(line) for line in (head, *lines)}) == 1
-
-
 def test_a_reader_that_leaves_ends_it_silently(server: Server, run: Run, start: Start) -> None:
     url = server.url + "many-partitions"
     run("bucket", "create", url, "--partitions", "1024")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -22,7 +23,7 @@ from tests.kit.mirror import Mirror, assert_same
 from tests.kit.process import ServerProcess, eventually, server_process
 from upr_protocol.client import (
     Address,
-    BarrierReached,
+    Consumer,
     connect,
     consume,
     fetch_map,
@@ -118,9 +119,10 @@ class Cluster:
 
     async def quiet(self) -> None:
         """Waits until every node has what the actives have."""
-        with trio.fail_after(60):
-            while not await self._is_quiet():
-                await trio.sleep(0.05)
+        deadline = trio.current_time() + 60
+        while not await self._is_quiet():
+            assert trio.current_time() < deadline, "the nodes have not come to rest"
+            await trio.sleep(0.05)
 
     async def _is_quiet(self) -> bool:
         found = await self.map()
@@ -170,6 +172,10 @@ class Ledger:
     acknowledged: dict[bytes, int] = attrs.field(factory=dict)
     acknowledgements: int = 0
 
+    def is_past(self, count: int) -> bool:
+        """Whether more than `count` batches were acknowledged."""
+        return self.acknowledgements > count
+
 
 async def publish_all_the_while(
     url: str, who: int, level: tuple[Durability, int], ledger: Ledger, stopped: trio.Event
@@ -198,24 +204,27 @@ async def publish_all_the_while(
             await trio.sleep(0.05)
 
 
-async def follow_all_the_while(
-    url: str, state: PartitionState, mirror: Mirror, sync: list[trio.Event]
-) -> None:
-    """Follows the whole bucket; whenever `sync` has an event, it is set behind a barrier."""
-    async with consume(url, state=state, patience_s=120) as consumer:
-        async with trio.open_nursery() as nursery:
+@attrs.define(eq=False)
+class Follower:
+    """A consumer of the whole bucket, and what it has."""
 
-            async def barriers() -> None:
-                while True:
-                    while not sync:
-                        await trio.sleep(0.01)
-                    await consumer.barrier()
-                    sync.pop().set()
+    url: str
+    state: PartitionState
+    mirror: Mirror = attrs.field(factory=Mirror)
+    consumer: Consumer | None = None
 
-            nursery.start_soon(barriers)
+    async def run(self) -> None:
+        """Follows, for ever."""
+        async with consume(self.url, state=self.state, patience_s=120) as consumer:
+            self.consumer = consumer
             async for event in consumer:
-                if not isinstance(event, BarrierReached):
-                    mirror.apply(event)
+                self.mirror.apply(event)
+
+    async def barrier(self) -> None:
+        """Waits until it has all that there was."""
+        assert self.consumer is not None
+        with trio.fail_after(60):
+            await self.consumer.barrier()
 
 
 async def contents(node: Node) -> dict[bytes, bytes]:
@@ -237,13 +246,12 @@ async def contents(node: Node) -> dict[bytes, bytes]:
 @pytest.mark.timeout(max(300, ROUNDS * 30))
 async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
     draw, ledger, stopped = Random(1), Ledger(), trio.Event()
-    mirrors = [Mirror() for _ in range(4)]
-    syncs: list[list[trio.Event]] = [[] for _ in mirrors]
     async with cluster(tmp_path) as one:
+        followers = [Follower(one.url, PartitionState.ACTIVE) for _ in range(3)]
+        followers.append(Follower(one.url, PartitionState.REPLICA))
         async with trio.open_nursery() as consumers:
-            for index, mirror in enumerate(mirrors):
-                state = PartitionState.REPLICA if index == 0 else PartitionState.ACTIVE
-                consumers.start_soon(follow_all_the_while, one.url, state, mirror, syncs[index])
+            for follower in followers:
+                consumers.start_soon(follower.run)
             async with trio.open_nursery() as publishers:
                 for who, level in enumerate(LEVELS):
                     publishers.start_soon(
@@ -257,10 +265,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
                     await fail_over(one.operator(), all_of=victim.name)
                     await trio.sleep(draw.uniform(0, 0.2))
                     await victim.start(one.nursery)
-                    await eventually(
-                        lambda before=before: ledger.acknowledgements > before + 8,
-                        "publishers go on",
-                    )
+                    await eventually(partial(ledger.is_past, before + 8), "publishers go on")
                     # Else a replica that is still being filled may be all that is left.
                     await caught_up(one)
                 stopped.set()
@@ -268,16 +273,11 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
             held = {name: await contents(node) for name, node in one.nodes.items()}
             for name in NAMES[1:]:
                 assert_same(held[name], held["a"], PARTITIONS)
-            waits = []
-            for sync in syncs:
-                waits.append(trio.Event())
-                sync.append(waits[-1])
-            for wait in waits:
-                with trio.fail_after(60):
-                    await wait.wait()
+            for follower in followers:
+                await follower.barrier()
             consumers.cancel_scope.cancel()
-        for mirror in mirrors:
-            assert_same(mirror.contents, held["a"], PARTITIONS)
+        for follower in followers:
+            assert_same(follower.mirror.contents, held["a"], PARTITIONS)
         for key, value in ledger.acknowledged.items():
             assert int(held["a"].get(key, b"0")) >= value, (key, value, held["a"].get(key))
         for key, text in held["a"].items():
@@ -289,31 +289,31 @@ async def caught_up(one: Cluster) -> None:
     """Waits until every replica follows again: what is acknowledged from here on has two copies
     among any two nodes."""
     found = await one.map()
-    names = {node.name for node in one.up}
-    with trio.fail_after(60):
-        while True:
-            behind = 0
-            for node in one.up:
-                async with connect(node.address, by_map=False) as client:
-                    for info in client.partitions():
-                        owners = found.partitions[info.partition]
-                        if owners.active == node.name:
-                            rows = await client.seqnos([info.partition])
-                            behind += rows[0].high_seq - rows[0].replicated_seq > 2000
-                            behind += info.state is not PartitionState.ACTIVE
-                        else:
-                            behind += info.state is not PartitionState.REPLICA
-            if not behind and len(names) == len(NAMES):
-                return
-            await trio.sleep(0.05)
+    deadline = trio.current_time() + 60
+    while True:
+        behind = 0
+        for node in one.up:
+            async with connect(node.address, by_map=False) as client:
+                for info in client.partitions():
+                    owners = found.partitions[info.partition]
+                    if owners.active == node.name:
+                        rows = await client.seqnos([info.partition])
+                        behind += rows[0].high_seq - rows[0].replicated_seq > 2000
+                        behind += info.state is not PartitionState.ACTIVE
+                    else:
+                        behind += info.state is not PartitionState.REPLICA
+        if not behind:
+            return
+        assert trio.current_time() < deadline, "the replicas do not catch up"
+        await trio.sleep(0.05)
 
 
 async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
     """No history is added, and nobody who publishes waits for long."""
-    ledger, stopped, mirror = Ledger(), trio.Event(), Mirror()
-    sync: list[trio.Event] = []
+    ledger, stopped = Ledger(), trio.Event()
     async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
-        consumers.start_soon(follow_all_the_while, one.url, PartitionState.ACTIVE, mirror, sync)
+        follower = Follower(one.url, PartitionState.ACTIVE)
+        consumers.start_soon(follower.run)
         async with trio.open_nursery() as publishers:
             for who, level in enumerate(LEVELS):
                 publishers.start_soon(publish_all_the_while, one.url, who, level, ledger, stopped)
@@ -328,9 +328,7 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
                 all_of_it = range(PARTITIONS)
                 await take_over(one.operator(), to=name, partitions=all_of_it)
                 before = ledger.acknowledgements
-                await eventually(
-                    lambda before=before: ledger.acknowledgements > before + 8, "they go on"
-                )
+                await eventually(partial(ledger.is_past, before + 8), "they go on")
                 found = await one.map()
                 assert all(owners.active == name for owners in found.partitions)
             stopped.set()
@@ -339,11 +337,8 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
             for info in client.partitions():
                 assert info.log == logs[info.partition], "no history was added"
         held = await contents(one.nodes["a"])
-        wait = trio.Event()
-        sync.append(wait)
-        with trio.fail_after(60):
-            await wait.wait()
+        await follower.barrier()
         consumers.cancel_scope.cancel()
-    assert_same(mirror.contents, held, PARTITIONS)
+    assert_same(follower.mirror.contents, held, PARTITIONS)
     for key, value in ledger.acknowledged.items():
         assert int(held[key]) >= value

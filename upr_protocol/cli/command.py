@@ -10,10 +10,14 @@ from upr_protocol.cli import keyvalue
 from upr_protocol.cli.bucket import bucket
 from upr_protocol.cli.exits import EXIT_CODES_HELP, errors_as_exits
 from upr_protocol.cli.explain import explain
+from upr_protocol.cli.failover import failover
 from upr_protocol.cli.leases import leases
 from upr_protocol.cli.load import load
-from upr_protocol.cli.stats import partitions, stats
+from upr_protocol.cli.partitions import partitions
+from upr_protocol.cli.replicas import replicas
+from upr_protocol.cli.stats import stats
 from upr_protocol.cli.tail import tail
+from upr_protocol.cli.takeover import takeover
 
 
 class _Commands(click.Group):
@@ -51,5 +55,8 @@ def main() -> None:
     """
 
 
-for _command in (bucket, load, tail, explain, *keyvalue.COMMANDS, partitions, leases, stats):
+for _command in (
+    *(bucket, load, tail, explain, *keyvalue.COMMANDS, partitions, leases, stats),
+    *(replicas, takeover, failover),
+):
     main.add_command(_command)

@@ -13,6 +13,7 @@ from typing import Final
 import click
 
 from upr_protocol.client import AddressError, MapError, ResumeStateError
+from upr_protocol.client.operator import NotDoneError
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -36,9 +37,9 @@ BROKEN_PIPE: Final = 128 + signal.SIGPIPE
 EXIT_CODES_HELP: Final = """\b
 Exit codes:
   0    done
-  1    done in part: a key is missing, a file has bad rows
+  1    done in part: a key is missing, a file has bad rows, a node does not answer
   2    the command line is wrong
-  3    the server refused
+  3    the server refused, or it would be wrong
   4    no server there, or the connection was lost
   130  ended by Ctrl-C
 """
@@ -109,6 +110,8 @@ def _failure(cause: BaseException) -> FailedError | None:
     if isinstance(cause, ServerError):
         ended = cause.status in _ENDED_BY_SERVER
         return (DisconnectedError if ended else RefusedError)(_sentence(cause))
+    if isinstance(cause, NotDoneError):
+        return RefusedError(str(cause))
     if isinstance(cause, RemoteProtocolError):
         return DisconnectedError(f"what answers there does not speak UPR: {cause}")
     if isinstance(cause, BrokenError | ClosedError):

@@ -1,4 +1,4 @@
-"""`upr stats` and `upr partitions`: how the server is doing."""
+"""`upr stats`: how the server is doing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import click
 import msgspec
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.table import print_table
-from upr_protocol.cli.target import TargetCommand, bucket_argument, server_argument
-from upr_protocol.client import Address, Client, PartitionInfo, PartitionNumbers
+from upr_protocol.cli.target import TargetCommand, server_argument
+from upr_protocol.client import Address
 
 
 @click.command(cls=TargetCommand)
@@ -26,34 +25,3 @@ def stats(target: Address) -> None:
     """
     found = ask(target, lambda client: client.stats(target.bucket), bucket=False)
     click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
-
-
-@click.command(cls=TargetCommand)
-@bucket_argument
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def partitions(target: Address, as_json: bool) -> None:
-    """List partitions and how far each has come.
-
-    The history is what the numbers belong to: in another, the same number is another change.
-    """
-
-    async def question(client: Client) -> tuple[list[PartitionInfo], list[PartitionNumbers]]:
-        return client.partitions(), await client.seqnos()
-
-    infos, found = ask(target, question)
-    states = {info.partition: info.state for info in infos}
-    print_table(
-        ("partition", "state", "history", "high_seq", "persisted_seq", "replicated_seq"),
-        [
-            (
-                row.partition,
-                states[row.partition].name.lower(),
-                f"{row.history_id:016x}",
-                row.high_seq,
-                row.persisted_seq,
-                row.replicated_seq,
-            )
-            for row in found
-        ],
-        as_json=as_json,
-    )

@@ -20,6 +20,20 @@ from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")
 
+
+@attrs.frozen
+class NodeMap:
+    """What a node says of itself and of a bucket.
+
+    Attributes:
+        node: What maps call it.
+        map: The bucket's map there; None when it holds the bucket alone.
+    """
+
+    node: str
+    map: ClusterMap | None
+
+
 TIMEOUT_S: Final = 10.0
 """How long a node may take to answer, and to carry out a map."""
 
@@ -39,8 +53,25 @@ async def fetch_map(
         ServerError: There is no such bucket.
         RemoteProtocolError: What is there is no map.
     """
-    bucket = address.with_bucket().bucket
-    call = Call(lambda opaque: GetMap(bucket, opaque=opaque), map_of)
+    found = await ask_node(address.with_bucket(), identity=identity, timeout_s=timeout_s, dial=dial)
+    return found.map
+
+
+async def ask_node(
+    address: Address,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    timeout_s: float = TIMEOUT_S,
+    dial: Dial = dial_tcp,
+) -> NodeMap:
+    """The name of the node at `address`, and its map of the bucket if the address names one.
+
+    Raises:
+        BrokenError: There is no connection to be had, or no answer in time.
+        ServerError: There is no such bucket.
+        RemoteProtocolError: What is there is no map.
+    """
+    call = Call(lambda opaque: GetMap(address.bucket, opaque=opaque), _node_map)
     return await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
 
 
@@ -101,6 +132,10 @@ async def _join(
 
 def _joining(bucket: str, address: str, opaque: int) -> Join:
     return Join(bucket, address, opaque=opaque)
+
+
+def _node_map(reply: MapReply) -> NodeMap:
+    return NodeMap(reply.node, map_of(reply))
 
 
 def map_of(reply: MapReply) -> ClusterMap | None:

@@ -28,19 +28,23 @@ class MapReply(Message, frozen=True):
     layout: ClassVar[Any] = cs.Struct(
         "revision" / cs.Int64ul * "the map's revision; 0: the node holds the bucket alone",
         "document" / text(cs.Int32ul) * "the map, as JSON; empty for revision 0",
+        "node" / text() * "what maps call the node that answers",
     )
 
     revision: int
     document: str
+    node: str = ""
 
 
 class GetMap(Message, frozen=True):
-    """Asks for a bucket's partition map."""
+    """Asks for a bucket's partition map, and for the node's name."""
 
     opcode: ClassVar[int] = 0x20
     sender: ClassVar[Sender] = Sender.CLIENT
     answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
-    layout: ClassVar[Any] = cs.Struct("bucket" / text() * "the bucket's name")
+    layout: ClassVar[Any] = cs.Struct(
+        "bucket" / text() * "the bucket's name; empty: only the node's name is asked for"
+    )
 
     bucket: str
 

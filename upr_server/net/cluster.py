@@ -15,6 +15,10 @@ from upr_server.storage.records import PartialRecord
 class Cluster(Protocol):
     """The partition maps, by bucket."""
 
+    @property
+    def node(self) -> str:
+        """What maps call this node."""
+
     def map_of(self, bucket: str) -> ClusterMap | None:
         """The bucket's map; None while this node holds it alone."""
 
@@ -55,6 +59,8 @@ class Cluster(Protocol):
 
 class Alone:
     """A node that is part of no cluster, and takes no maps."""
+
+    node = ""
 
     def map_of(self, bucket: str) -> ClusterMap | None:  # noqa: ARG002
         """See `Cluster`."""

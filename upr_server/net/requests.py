@@ -353,25 +353,32 @@ def _replica_ack(connection: Connection, request: ReplicaAck) -> None:
 
 
 def _get_map(connection: Connection, request: GetMap) -> None:
-    connection.service.bucket(request.bucket)
-    found = connection.service.cluster.map_of(request.bucket)
+    cluster = connection.service.cluster
+    if request.bucket:
+        connection.service.bucket(request.bucket)
+    found = cluster.map_of(request.bucket)
     revision, document = (0, "") if found is None else (found.revision, found.encode())
-    connection.say(MapReply(revision, document, opaque=request.opaque))
+    connection.say(MapReply(revision, document, cluster.node, opaque=request.opaque))
 
 
 def _set_map(connection: Connection, request: SetMap) -> None:
     async def give() -> None:
         cluster = connection.service.cluster
         given = await cluster.give(request.expected_revision, request.document)
-        connection.say(MapReply(given.revision, given.encode(), opaque=request.opaque))
+        connection.say(
+            MapReply(given.revision, given.encode(), cluster.node, opaque=request.opaque)
+        )
 
     connection.in_turn(request, give)
 
 
 def _join(connection: Connection, request: Join) -> None:
     async def join() -> None:
-        found = await connection.service.cluster.join(request.bucket, request.address)
-        connection.say(MapReply(found.revision, found.encode(), opaque=request.opaque))
+        cluster = connection.service.cluster
+        found = await cluster.join(request.bucket, request.address)
+        connection.say(
+            MapReply(found.revision, found.encode(), cluster.node, opaque=request.opaque)
+        )
 
     connection.in_turn(request, join)
 

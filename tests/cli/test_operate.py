@@ -1,0 +1,133 @@
+"""`upr partitions`, `replicas`, `takeover` and `failover`, with server processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.processes import Server, start_server
+from upr_protocol.cli.operate import PARTITIONS
+
+
+def test_partitions(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v")
+    rows = [json.loads(line) for line in run("partitions", bucket, "--json").stdout.splitlines()]
+    assert [row["partition"] for row in rows] == list(range(8))
+    assert sorted(row["high_seq"] for row in rows) == [0] * 7 + [1]
+    assert {row["state"] for row in rows} == {"active"}
+    assert len({row["history"] for row in rows}) == 8
+    assert {row["lag"] for row in rows} == {0}
+
+
+def test_partitions_as_a_table(bucket: str, run: Run) -> None:
+    head, *lines = run("partitions", bucket, "--all").stdout.splitlines()
+    assert head.split() == [
+        "partition", "node", "state", "history", "high_seq", "persisted_seq", "lag",
+    ]  # fmt: skip
+    assert len(lines) == 8
+    assert len({len(line) for line in (head, *lines)}) == 1
+
+
+def test_partitions_that_are_held_alike(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v", "--durability", "persisted")
+    head, line = run("partitions", bucket).stdout.splitlines()
+    assert head.split() == ["partitions", "node", "state", "high_seq", "persisted_seq", "lag"]
+    numbers, _, state, *sums = line.split()
+    assert (numbers, state, sums) == ("0-7", "active", ["1", "1", "0"])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("5", (5,)), ("0-3", (0, 1, 2, 3)), ("1,3-4", (1, 3, 4))]
+)
+def test_partitions_are_named(text: str, found: tuple[int, ...]) -> None:
+    assert PARTITIONS(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1024", "1,,2"])
+def test_what_names_none(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        PARTITIONS(text)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[dict[str, Server]]:
+    with ExitStack() as stack:
+        found = {}
+        for name in "abc":
+            path = tmp_path / f"{name}.toml"
+            path.write_text(f'node = "{name}"\n')
+            found[name] = stack.enter_context(start_server("127.0.0.1:0", "--config", str(path)))
+        yield found
+
+
+def place(server: Server) -> str:
+    return server.url.removeprefix("upr://").rstrip("/")
+
+
+def table(run: Run, url: str) -> list[list[str]]:
+    text = run("partitions", url).stdout
+    lines = [re.split(r"  +", line.strip()) for line in text.rpartition("\n\n")[2].splitlines()]
+    return [line[:3] for line in lines[1:]]
+
+
+def test_three_nodes(nodes: dict[str, Server], run: Run) -> None:
+    url = {name: server.url + "planes" for name, server in nodes.items()}
+    run("bucket", "create", url["a"], "--partitions", "8")
+    run("set", url["a"], "N102UW", "AIRBUS")
+    assert "holds 'planes' alone" in run("takeover", url["a"], "0", "--to", "b", code=3).stderr
+
+    added = run("replicas", "add", url["a"], f"b={place(nodes['b'])}").stderr
+    assert "b: revision 16, a replica of partitions 0-7\n" in added
+    assert "b has everything of partitions 0-7\n" in added
+    run("replicas", "add", url["b"], f"c={place(nodes['c'])}", "--partitions", "0-3", "--no-wait")
+    run("replicas", "add", url["b"], "c", "--partitions", "4-7", "--from", "b")
+    assert table(run, url["c"]) == [
+        ["0-7", "a", "active"],
+        ["0-7", "b", "replica"],
+        ["0-7", "c", "replica"],
+    ]
+
+    out = run("takeover", url["c"], "--all-of", "a", "--to", "b").stderr.splitlines()
+    assert [line.split(": ")[0] for line in out] == ["a", "b", out[2].split(": ")[0]]
+    run("set", url["b"], "N102UW", "AIRBUS INDUSTRIE")
+    refused = run("failover", url["a"], "--all-of", "b", "--to", "a", code=3).stderr
+    assert "b is there, and leads partitions 0-7: use `upr takeover`" in refused
+
+    run("takeover", url["c"], "0-7", "--to", "a")
+    nodes["a"].stop(signal.SIGKILL)
+    shown = run("partitions", url["b"]).stdout
+    assert re.search(r"^a +\S+ +cannot be reached: ", shown, re.MULTILINE)
+    assert ["0-7", "a", "unreachable, to be active"] in table(run, url["b"])
+    run("failover", url["c"], "--all-of", "a", "--to", "b")
+    assert run("get", url["b"], "N102UW").stdout == "AIRBUS INDUSTRIE\n"
+    assert table(run, url["c"])[0] == ["0-7", "b", "active"]
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in run("partitions", url["c"], "--json").stdout.splitlines()
+    ]
+    assert {row["state"] for row in rows if row["node"] == "a"} == {"unreachable, to be replica"}
+    assert {row["history"] for row in rows if row["node"] == "a"} == {None}
+
+    assert "a holds partitions 0-7 no more" in run("replicas", "remove", url["c"], "a").stderr
+    assert "\na " not in run("partitions", url["c"]).stdout
+    assert "bring back a node" not in run("failover", url["c"], "9", code=3).stderr
+
+
+def test_the_command_line(bucket: str, run: Run) -> None:
+    for command in ("takeover", "failover"):
+        for args in (["--to", "b"], ["1", "--all-of", "a", "--to", "b"]):
+            assert "name the partitions" in run(command, bucket, *args, code=2).stderr
+        assert "is no partition" in run(command, bucket, "x", "--to", "b", code=2).stderr
+    assert "write NODE=HOST:PORT" in run("replicas", "add", bucket, "b b", code=3).stderr
+    assert "Missing option '--to'" in run("takeover", bucket, "1", code=2).stderr
+    gone = "upr://127.0.0.1:1/b"
+    run("partitions", gone, code=4)
+    run("failover", gone, "1", code=4)

@@ -1,0 +1,195 @@
+"""Which copy has everything, against a naive model; and the maps that are made."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.client.operator.plan import (
+    RUN_REVISIONS,
+    Copy,
+    fenced,
+    fences_needed,
+    first_revision,
+    furthest,
+    handed_over,
+    holders_of,
+    led_by,
+    master_of,
+    partitions_text,
+    ranges_text,
+    revised,
+    witnesses_of,
+)
+from upr_protocol.cluster import ClusterMap, ClusterMapError, Owners
+from upr_protocol.failover import FailoverLog, Position, RollBack, Start, decide_start
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+
+def copy(name: str, high: int, *pairs: tuple[int, int]) -> Copy:
+    return Copy(name, FailoverLog.of(pairs), SeqNo(high))
+
+
+def nodes(copies: list[Copy]) -> list[str]:
+    return [one.node for one in copies]
+
+
+def test_which_is_furthest() -> None:
+    old, older = copy("old", 95, (1, 0)), copy("older", 80, (1, 0))
+    new = copy("new", 90, (2, 90), (1, 0))
+    assert nodes(furthest([older, old])) == ["old"]
+    assert nodes(furthest([old, new])) == ["new"]
+    assert nodes(furthest([new, attrs.evolve(new, node="too"), old])) == ["new", "too"]
+    assert nodes(furthest([copy("empty", 0), old])) == ["old"]
+    assert nodes(furthest([copy("empty", 0), copy("too", 0)])) == ["empty", "too"]
+    assert furthest([]) == []
+    # It has the newer log, and not yet any of the newer history.
+    behind = copy("behind", 50, (2, 90), (1, 0))
+    assert nodes(furthest([behind, old])) == ["old"]
+    assert nodes(furthest([behind, older, new])) == ["new"]
+    # Two went different ways.
+    assert furthest([new, copy("other", 99, (3, 80), (1, 0))]) == []
+
+
+class Node:
+    """A naive copy: what it has is a list, in which a change is named by who gave it when."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log = FailoverLog()
+        self.changes: list[int] = []
+
+    @property
+    def high(self) -> SeqNo:
+        return SeqNo(len(self.changes))
+
+    def connect(self, master: Node) -> bool:
+        """Follows: goes back as it is told, and keeps the log."""
+        decision = decide_start(
+            master.log, master.high, SeqNo(0), Position(self.log, self.high, self.high)
+        )
+        if isinstance(decision, RollBack):
+            del self.changes[decision.ceiling :]
+            self.log = self.log.until(decision.ceiling)
+            return self.connect(master)
+        if not isinstance(decision, Start):
+            return False
+        self.log = master.log
+        assert self.changes == master.changes[: len(self.changes)]
+        return True
+
+
+@given(st.data())
+def test_what_was_acknowledged_is_kept(data: st.DataObject) -> None:
+    """Random writes, replicas that connect and lag as they like, and one failover after another."""
+    size = data.draw(st.integers(2, 4), "nodes")
+    everyone = [Node(f"n{number}") for number in range(size)]
+    needed = data.draw(st.integers(1, size - 1), "acknowledged")
+    owners = Owners(active="n0", replicas={node.name: "" for node in everyone[1:]})
+    of = {node.name: node for node in everyone}
+    of["n0"].log = FailoverLog.of([(1, 0)])
+    history, change = 1, 0
+    acknowledged: list[int] = []
+    for _ in range(data.draw(st.integers(1, 5), "failovers")):
+        master = of[owners.active]
+        connected: dict[str, Node] = {}
+        for _ in range(data.draw(st.integers(0, 6), "steps")):
+            action = data.draw(st.sampled_from(["write", "connect", "take", "acknowledge"]))
+            if action == "write":
+                for _ in range(data.draw(st.integers(1, 3))):
+                    change += 1
+                    master.changes.append(change)
+            elif action == "connect":
+                name = data.draw(st.sampled_from(sorted(owners.replicas)))
+                if of[name].connect(master):
+                    connected[name] = of[name]
+            elif action == "take" and connected:
+                node = connected[data.draw(st.sampled_from(sorted(connected)))]
+                node.changes = master.changes[: node.high + data.draw(st.integers(0, 4))]
+            elif action == "acknowledge":
+                # So many replicas report it, in the history of the master.
+                ends = sorted((node.high for node in connected.values()), reverse=True)
+                if len(ends) >= needed:
+                    acknowledged = max(acknowledged, master.changes[: ends[needed - 1]], key=len)
+        there = data.draw(
+            st.lists(
+                st.sampled_from(witnesses_of(owners)),
+                min_size=fences_needed(owners, needed),
+                unique=True,
+            ),
+            "fenced",
+        )
+        fence = fenced(owners)
+        assert witnesses_of(fence) == witnesses_of(owners)
+        copies = [Copy(name, of[name].log, of[name].high) for name in there]
+        best = furthest(copies)
+        for one in best:
+            kept = of[one.node].changes
+            assert kept[: len(acknowledged)] == acknowledged, (one.node, kept, acknowledged)
+        if not best:
+            break
+        chosen = of[data.draw(st.sampled_from(nodes(best)))]
+        history += 1
+        chosen.log = chosen.log.branch(HistoryId(history), chosen.high)
+        owners = led_by(fence, chosen.name)
+        assert sorted(holders_of(owners)) == sorted(of)
+
+
+@st.composite
+def owned(draw: st.DrawFn) -> Owners:
+    names = draw(st.permutations("abcde"))
+    count = draw(st.integers(1, 5))
+    replicas = {
+        name: draw(st.sampled_from(["", *names[: at + 1]]))
+        for at, name in enumerate(names[1:count])
+    }
+    one = Owners(active=names[0], replicas=replicas)
+    return draw(st.sampled_from([one, handed_over(one), fenced(one)]))
+
+
+NODES = dict.fromkeys("abcde", "h:1")
+
+
+@given(owned(), st.data())
+def test_every_map_that_is_made_can_be(owners: Owners, data: st.DataObject) -> None:
+    base = ClusterMap(bucket="b", revision=5, nodes=NODES, partitions=(owners,))
+    base.check()
+    to = data.draw(st.sampled_from(holders_of(owners)))
+    for changed in (fenced(owners), handed_over(owners), led_by(owners, to)):
+        found = revised(base, 6, {PartitionId(0): changed})
+        assert ClusterMap.decode(found.encode()) == found
+        assert sorted(holders_of(changed)) == sorted(holders_of(owners))
+    assert fenced(fenced(owners)) == fenced(owners)
+    assert master_of(fenced(owners)) == master_of(handed_over(owners)) == master_of(owners)
+    old = master_of(owners)
+    stopped = fenced(owners)
+    # Nobody takes anything any more from the one that was active, or from who is not fenced.
+    assert all(stopped.source_of(name) == "" for name in witnesses_of(owners))
+    assert old not in stopped.replicas.values()
+    assert set(led_by(owners, to).replicas) == set(holders_of(owners)) - {to}
+
+
+def test_revisions_and_sentences() -> None:
+    assert [first_revision(one) for one in (0, 1, 15, 16, 17)] == [16, 16, 16, 32, 32]
+    assert RUN_REVISIONS == 16
+    assert ranges_text([7, 0, 1, 2, 3]) == "0-3, 7"
+    assert partitions_text([5]) == "partition 5"
+    assert partitions_text([5, 6]) == "partitions 5-6"
+    owners = Owners("a", {"b": "", "c": "b", "d": "a"})
+    assert witnesses_of(owners) == ["b", "d"]
+    assert [fences_needed(owners, n) for n in (1, 2, 3, 4)] == [2, 1, 0, 0]
+
+
+def test_who_was_lost() -> None:
+    lost = Owners(replicas={"a": "", "b": ""}, lost="a")
+    base = ClusterMap(bucket="b", revision=5, nodes=NODES, partitions=(lost,))
+    base.check()
+    for wrong in (
+        Owners(active="b", replicas={"a": ""}, lost="a"),
+        Owners(handing_over="b", replicas={"a": ""}, lost="a"),
+        Owners(replicas={"b": ""}, lost="a"),
+    ):
+        with pytest.raises(ClusterMapError, match="who was lost is a replica"):
+            revised(base, 6, {PartitionId(0): wrong})

@@ -1,0 +1,289 @@
+"""Takeover, with real servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kit.fleet import PARTITIONS, Fleet, Gives, running_fleet
+from upr_protocol.client.operator import (
+    Limits,
+    NotDoneError,
+    take_over,
+)
+from upr_protocol.client.operator.plan import led_by
+from upr_protocol.cluster import Keeps
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionState, SeqNo
+
+ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
+REPLICA = [PartitionState.REPLICA] * PARTITIONS
+PENDING = [PartitionState.PENDING] * PARTITIONS
+
+
+def logs(fleet: Fleet, name: str) -> list[FailoverLog]:
+    return [fleet.partition(name, number).failover_log for number in range(PARTITIONS)]
+
+
+def highs(fleet: Fleet, name: str) -> list[SeqNo]:
+    return [fleet.partition(name, number).high_seq for number in range(PARTITIONS)]
+
+
+async def test_the_history_goes_on() -> None:
+    async with running_fleet("abc") as fleet:
+        await fleet.set("a", {f"key {n}": "before" for n in range(50)})
+        before = logs(fleet, "a")
+        await take_over(fleet.operator("c"), to="b", all_of="a")
+        assert fleet.states("b") == ACTIVE
+        assert fleet.states("a") == fleet.states("c") == REPLICA
+        assert logs(fleet, "b") == before
+        await fleet.set("b", {"after": "1"})
+        assert await fleet.get("b", "key 7") == "before"
+        await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "b") == highs(fleet, "c"))
+        fleet.check()
+        assert fleet.told == [
+            "a: revision 48, hands over partitions 0-3",
+            "b: revision 49, active for partitions 0-3",
+            "a, c: revision 49",
+        ]
+
+
+async def test_some_partitions_and_then_those_of_two_nodes() -> None:
+    async with running_fleet("abc") as fleet:
+        await take_over(fleet.operator(), to="b", partitions=[1, 2])
+        assert [p.active for p in fleet.map("c").partitions] == ["a", "b", "b", "a"]
+        await take_over(fleet.operator(), to="c", partitions=range(PARTITIONS))
+        assert fleet.states("c") == ACTIVE
+        with pytest.raises(NotDoneError, match="c is active for all of them already"):
+            await take_over(fleet.operator(), to="c", partitions=[0])
+        fleet.check()
+
+
+async def test_what_is_refused() -> None:
+    async with running_fleet("ab") as fleet:
+        operator = fleet.operator()
+        with pytest.raises(NotDoneError, match="x has no copy of partition 1: make it a replica"):
+            await take_over(operator, to="x", partitions=[1])
+        with pytest.raises(NotDoneError, match="partitions 0 to 3, not 4"):
+            await take_over(operator, to="b", partitions=[4])
+        with pytest.raises(NotDoneError, match="no node 'x'; there are a, b"):
+            await take_over(operator, to="b", all_of="x")
+        with pytest.raises(NotDoneError, match="b is active for nothing"):
+            await take_over(operator, to="a", all_of="b")
+        await fleet.stop("b")
+        with pytest.raises(NotDoneError, match="node b is needed, and cannot be reached"):
+            await take_over(operator, to="b", all_of="a")
+        await fleet.start("b")
+        await fleet.stop("a")
+        with pytest.raises(NotDoneError, match="if it is gone, use `upr failover`"):
+            await take_over(fleet.operator("b"), to="b", all_of="a")
+
+
+async def test_interrupted_anywhere_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gives = Gives(monkeypatch)
+    async with running_fleet("ab") as fleet:
+        await fleet.set("a", {f"key {n}": "0" for n in range(20)})
+        nodes, interrupted = ["a", "b"], 0
+        for stop_at in range(100):
+            old, new = nodes
+            gives.reset(stop_at)
+            before = logs(fleet, old)
+            with gives.scope:
+                await take_over(fleet.operator(), to=new, all_of=old)
+            fleet.check()
+            if gives.scope.cancelled_caught:
+                interrupted += 1
+                gives.stop_at = -1
+                if fleet.states(new) != ACTIVE or fleet.states(old) != REPLICA:
+                    await _mend(fleet, old, new)
+            fleet.check()
+            assert fleet.states(new) == ACTIVE
+            # Nobody was asked who did not answer.
+            assert logs(fleet, new) == before
+            await fleet.set(new, {"key": str(stop_at)})
+            await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "b"))
+            nodes.reverse()
+            if not gives.scope.cancelled_caught:
+                break
+        assert interrupted >= 5
+
+
+async def _mend(fleet: Fleet, old: str, new: str) -> None:
+    """What `upr partitions` shows says whether there is something left to do."""
+    if all(owners.active == new for owners in fleet.map(new).partitions):
+        await fleet.until(lambda: fleet.states(old) == REPLICA)
+    else:
+        await take_over(fleet.operator(), to=new, all_of=old)
+
+
+def _lose_answers(
+    monkeypatch: pytest.MonkeyPatch, fleet: Fleet, *, once: bool
+) -> list[list[FailoverLog]]:
+    """The cable to `b` is pulled when it has carried out the map that it was given; or breaks, and
+    is whole again. Gives the logs with which `b` was active then."""
+    cluster = fleet.servers["b"].service.cluster
+    real = cluster.give
+    found: list[list[FailoverLog]] = []
+
+    async def give(expected_revision: int, document: str) -> object:
+        given = await real(expected_revision, document)
+        assert fleet.states("b") == ACTIVE
+        found.append(logs(fleet, "b"))
+        if not once:
+            fleet.proxies["b"].half_open()
+        fleet.proxies["b"].cut()
+        monkeypatch.setattr(cluster, "give", real)
+        return given
+
+    monkeypatch.setattr(cluster, "give", give)
+    return found
+
+
+async def test_the_answer_to_the_activation_is_lost_but_not_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_fleet("ab") as fleet:
+        before = logs(fleet, "a")
+
+        def tell(sentence: str) -> None:
+            if "hands over" in sentence:
+                _lose_answers(monkeypatch, fleet, once=True)
+
+        await take_over(fleet.operator(tell=tell), to="b", all_of="a")
+        assert fleet.states("b") == ACTIVE
+        assert logs(fleet, "b") == before
+        fleet.check()
+
+
+async def test_the_answer_to_the_activation_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_fleet("ab") as fleet:
+        before = logs(fleet, "a")
+        activated: list[list[list[FailoverLog]]] = []
+
+        def tell(sentence: str) -> None:
+            if "hands over" in sentence:
+                activated.append(_lose_answers(monkeypatch, fleet, once=False))
+            fleet.check()
+
+        operator = fleet.operator(tell=tell, give_timeout_s=0.3, tell_timeout_s=0.3)
+        with pytest.raises(
+            NotDoneError, match="it may be active now, or not; so a is active again"
+        ):
+            await take_over(operator, to="b", all_of="a")
+        assert activated == [[before]]
+        assert fleet.states("a") == ACTIVE
+        assert all(len(log) == 2 for log in logs(fleet, "a"))
+        fleet.check()
+        await fleet.set("a", {"kept": "1"})
+        # It finds out by itself.
+        await fleet.until(lambda: fleet.states("b") == REPLICA)
+        await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "b"))
+        await fleet.until(lambda: logs(fleet, "a") == logs(fleet, "b"))
+        fleet.check()
+
+
+async def test_a_target_that_refuses() -> None:
+    async with running_fleet("abc") as fleet:
+        before = logs(fleet, "a")
+        mine = fleet.partition("b").failover_log
+        wrong = FailoverLog.of([(HistoryId(7), SeqNo(0))])
+
+        def tell(sentence: str) -> None:
+            if sentence.startswith("a: ") and "hands over" in sentence:
+                # What it says after this is right, and what it has is not.
+                fleet.before_map(
+                    "b", lambda: fleet.partition("b").become(PartitionState.REPLICA, wrong)
+                )
+
+        with pytest.raises(NotDoneError, match=r"node b refuses.*so a is active again"):
+            await take_over(fleet.operator(tell=tell), to="b", all_of="a")
+        fleet.partition("b").become(PartitionState.REPLICA, mine)
+        assert fleet.states("a") == ACTIVE
+        assert logs(fleet, "a") == before
+        # The target refuses the earlier map for ever: it has a later one.
+        assert fleet.map("b") == fleet.map("a")
+
+
+async def test_a_target_that_does_not_catch_up() -> None:
+    async with running_fleet("ab") as fleet:
+        before = logs(fleet, "a")
+        cluster: Any = fleet.servers["b"].service.cluster
+        await cluster.stop()
+        await fleet.set("a", {"k": "v"})
+        operator = fleet.operator()
+        # It would come back with the map that hands over.
+        limits = Limits(handover_s=0.1)
+        with pytest.raises(NotDoneError, match=r"b did not have everything within 0.1 s; so a is"):
+            await take_over(operator, to="b", all_of="a", limits=limits)
+        assert fleet.states("a") == ACTIVE
+        assert logs(fleet, "a") == before
+        await fleet.set("a", {"k": "w"})
+        await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "b"))
+        fleet.check()
+
+
+async def test_after_an_interruption_it_may_go_back_or_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gives = Gives(monkeypatch)
+    async with running_fleet("abc") as fleet:
+        before = logs(fleet, "a")
+        for to in "ac":
+            gives.reset(1)
+            with gives.scope:
+                await take_over(fleet.operator(), to="b", all_of="a")
+            assert fleet.states("a") == PENDING
+            gives.stop_at = -1
+            await take_over(fleet.operator("b"), to=to, all_of="a")
+            assert fleet.states(to) == ACTIVE
+            assert logs(fleet, to) == before
+            fleet.check()
+
+
+async def test_who_may_have_been_made_active_and_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gives = Gives(monkeypatch)
+    async with running_fleet("abc") as fleet:
+        before = logs(fleet, "a")
+        gives.reset(1)
+        with gives.scope:
+            await take_over(fleet.operator(), to="b", all_of="a")
+        gives.stop_at = -1
+        # It was told, and nobody knows.
+        fleet.proxies["b"].half_open()
+        fleet.proxies["b"].cut()
+        given = fleet.map("a")
+        active = [
+            led_by(owners, "b", Keeps(log.current, high))
+            for owners, log, high in zip(given.partitions, before, highs(fleet, "a"), strict=True)
+        ]
+        await fleet.give("b", given.revision + 1, dict(enumerate(active)), given)
+        assert fleet.states("b") == ACTIVE
+        operator = fleet.operator(tell_timeout_s=0.5, give_timeout_s=0.5)
+        await take_over(operator, to="c", all_of="a")
+        assert fleet.states("c") == ACTIVE
+        assert all(len(log) == 2 for log in logs(fleet, "c"))
+        fleet.check()
+        fleet.proxies["b"].heal()
+        await fleet.until(lambda: fleet.states("b") == REPLICA)
+        fleet.check()
+
+
+async def test_an_active_that_does_not_answer_any_more() -> None:
+    async with running_fleet("ab") as fleet:
+
+        def tell(sentence: str) -> None:
+            if "hands over" in sentence:
+                fleet.proxies["a"].half_open()
+                fleet.proxies["a"].cut()
+
+        operator = fleet.operator(tell=tell, tell_timeout_s=0.3, give_timeout_s=0.3)
+        await take_over(operator, to="b", all_of="a")
+        # It has handed over, and learns of it later.
+        assert fleet.states("b") == ACTIVE
+        fleet.proxies["a"].heal()
+        await fleet.until(lambda: fleet.states("a") == REPLICA)

@@ -1,0 +1,155 @@
+"""What the next maps are, and which copy of a partition has everything. Pure.
+
+A command takes its revisions from a block of its own, which begins at the next multiple of
+`RUN_REVISIONS`. So when a command was interrupted, or an answer was lost, what the next command
+gives is above everything that the one before can have given, as soon as it has seen any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import attrs
+import msgspec
+
+from upr_protocol.cluster import ClusterMap, Keeps, Owners
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import PartitionId, SeqNo
+
+RUN_REVISIONS: Final = 16
+"""More than the maps that one command gives."""
+
+
+def first_revision(newest: int) -> int:
+    """The first revision of a command that finds `newest`."""
+    return (newest // RUN_REVISIONS + 1) * RUN_REVISIONS
+
+
+def revised(base: ClusterMap, revision: int, changed: Mapping[PartitionId, Owners]) -> ClusterMap:
+    """`base` with other owners of some partitions.
+
+    Raises:
+        ClusterMapError: It would be no map.
+    """
+    partitions = list(base.partitions)
+    for number, owners in changed.items():
+        partitions[number] = owners
+    found = msgspec.structs.replace(base, revision=revision, partitions=tuple(partitions))
+    found.check()
+    return found
+
+
+# Owners.
+
+
+def master_of(owners: Owners) -> str:
+    """The node that was the last to take writes, if it does no more; empty for none."""
+    return owners.active or owners.handing_over or owners.lost
+
+
+def witnesses_of(owners: Owners) -> list[str]:
+    """The replicas that follow the master itself: those that acknowledge to it."""
+    master = master_of(owners)
+    return [
+        name
+        for name, source in owners.replicas.items()
+        if name != owners.lost and source in ("", master)
+    ]
+
+
+def holders_of(owners: Owners) -> list[str]:
+    """Every node that has a copy, the master first."""
+    return list(dict.fromkeys(name for name in (master_of(owners), *owners.replicas) if name))
+
+
+def _followers(owners: Owners, led_by: str) -> dict[str, str]:
+    """All who hold a partition, but for `led_by`, with whom they follow; nobody follows the old
+    master, or names the new one."""
+    nobody = ("", master_of(owners), led_by)
+    return {
+        name: "" if owners.replicas.get(name, "") in nobody else owners.replicas[name]
+        for name in (*owners.replicas, *filter(None, [master_of(owners)]))
+        if name != led_by
+    }
+
+
+def fenced(owners: Owners) -> Owners:
+    """Nobody is active, and nobody takes anything any more from the one that was."""
+    return Owners(replicas=_followers(owners, ""), lost=master_of(owners))
+
+
+def led_by(owners: Owners, node: str, keeps: Keeps | None = None) -> Owners:
+    """`node` is active, and all others follow, the old master too."""
+    return Owners(active=node, replicas=_followers(owners, node), keeps=keeps)
+
+
+def handed_over(owners: Owners) -> Owners:
+    """The active takes no writes any more, and is followed."""
+    master = master_of(owners)
+    return Owners(replicas=_followers(owners, master), handing_over=master)
+
+
+# Copies.
+
+
+@attrs.frozen
+class Copy:
+    """What a node has of a partition.
+
+    Attributes:
+        node: The node.
+        log: The failover log there.
+        high: The last complete snapshot's end there.
+    """
+
+    node: str
+    log: FailoverLog
+    high: SeqNo
+
+    @property
+    def branch(self) -> FailoverLog:
+        """The log up to where its changes go. A replica puts its master's log on disk before any
+        data: of a branch that begins above what it has, it has nothing."""
+        return self.log.until(self.high)
+
+    def has_all_of(self, other: Copy) -> bool:
+        """Whether it has everything of `other` that can have been acknowledged: it is as far in the
+        same history, or in a later one. What the other has above the number at which that began was
+        left behind by a failover that kept what was acknowledged then."""
+        mine, its = self.branch, other.branch
+        if mine.current == its.current:
+            return self.high >= other.high
+        return not its.entries or any(its.current == entry.history_id for entry in mine)
+
+
+def furthest(copies: Sequence[Copy]) -> list[Copy]:
+    """Those that have everything that any of them has; none when two have histories that parted,
+    or where there are none. O(copies² × log)."""
+    return [one for one in copies if all(one.has_all_of(other) for other in copies)]
+
+
+def fences_needed(owners: Owners, acknowledged: int) -> int:
+    """How many of the replicas that acknowledge must be fenced, so that one of them has everything
+    that `acknowledged` of them have acknowledged."""
+    return max(0, len(witnesses_of(owners)) - acknowledged + 1)
+
+
+# Sentences.
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """`0-3, 7` for the numbers 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def partitions_text(numbers: Iterable[int]) -> str:
+    """`partition 7` or `partitions 0-3`."""
+    found = sorted(numbers)
+    return f"partition{'s' if len(found) != 1 else ''} {ranges_text(found)}"

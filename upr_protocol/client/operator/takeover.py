@@ -1,0 +1,397 @@
+"""Takeover: another node becomes active in place of one that is there, and nothing is lost.
+
+1. The target is close: it has nearly everything.
+2. The old active hands over: it takes no writes any more, has all on disk, and is still followed.
+3. The target has exactly what the old active has.
+4. The target becomes active, in the same history, which it refuses unless it has just that.
+5. The old active and all others learn of it.
+
+When 3 takes too long, or 4 is refused, the old active goes on in its history; but whoever may have
+been told to become active must have accepted a later map before. When nobody can say what became of
+4, the old active goes on in a new history: two nodes are never active in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import attrs
+import trio
+
+from upr_protocol.client.calls import PartitionNumbers
+from upr_protocol.client.client import connect
+from upr_protocol.client.operator.errors import (
+    MapRefusedError,
+    NotDoneError,
+    OvertakenError,
+    PartlyDoneError,
+    UnreachableError,
+)
+from upr_protocol.client.operator.failover import chosen_partitions
+from upr_protocol.client.operator.giver import Giver
+from upr_protocol.client.operator.plan import (
+    first_revision,
+    handed_over,
+    holders_of,
+    led_by,
+    master_of,
+    partitions_text,
+    revised,
+)
+from upr_protocol.client.operator.survey import Operator, Survey
+from upr_protocol.cluster import ClusterMap, Keeps, Owners
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionId, PartitionState
+
+CLOSE_CHANGES: Final = 256
+"""How many changes a target may be behind in any case, over all partitions, when the active hands
+over to it."""
+
+CLOSE_S: Final = 0.25
+"""Or how long it takes for what it is behind, as fast as it was just now."""
+
+_CLOSE_POLL_S: Final = 0.1
+_POLL_S: Final = 0.01
+
+_UNTOLD_S: Final = 0.3
+"""A target that has everything by then need not be told that the active hands over: its streams go
+on. One whose streams broke can only connect again when it knows."""
+
+
+@attrs.frozen
+class Limits:
+    """How long things may take.
+
+    Attributes:
+        close_s: For the target to come close, while the active takes writes.
+        handover_s: For it to have everything, while nobody takes writes.
+    """
+
+    close_s: float = 300.0
+    handover_s: float = 10.0
+
+
+async def take_over(
+    operator: Operator,
+    *,
+    to: str,
+    partitions: Iterable[int] = (),
+    all_of: str = "",
+    limits: Limits | None = None,
+) -> ClusterMap:
+    """Makes a replica active in place of the active. Cancelled, it may leave partitions that are
+    handed over and that nobody is active for; the same command again goes on from there.
+
+    Args:
+        operator: How to ask; at any node.
+        to: The replica.
+        partitions: Which partitions.
+        all_of: Or all that this node is active for.
+        limits: How long things may take.
+
+    Returns:
+        The map.
+
+    Raises:
+        NotDoneError: It cannot be; everything is owned as before.
+        PartlyDoneError: It could not be finished.
+    """
+    limits = limits or Limits()
+    survey = await operator.survey()
+    base = survey.mapped()
+    by_master: dict[str, list[PartitionId]] = {}
+    for number in chosen_partitions(survey, partitions, all_of):
+        owners = base.partitions[number]
+        if owners.active != to:
+            by_master.setdefault(master_of(owners), []).append(number)
+    if not by_master:
+        raise NotDoneError(f"{to} is active for all of them already")
+    found = base
+    for at, (master, numbers) in enumerate(by_master.items()):
+        if at:
+            survey = await operator.survey()
+        found = await _Takeover(operator, survey, master, to, numbers, limits).run()
+    return found
+
+
+class _Takeover:
+    """From one node to another."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        survey: Survey,
+        old: str,
+        to: str,
+        partitions: list[PartitionId],
+        limits: Limits,
+    ) -> None:
+        self._operator = operator
+        self._tell = operator.tell
+        self._survey = survey
+        self._old = old
+        self._to = to
+        self._limits = limits
+        self._base = survey.mapped()
+        self._owners: dict[PartitionId, Owners] = {
+            number: self._base.partitions[number] for number in partitions
+        }
+        self._text = partitions_text(partitions)
+        self._revision = first_revision(self._base.revision)
+        self._giver = Giver(operator, survey)
+        self._keeps: dict[PartitionId, Keeps] = {}
+        self._resumed = any(owners.handing_over for owners in self._owners.values())
+
+    async def run(self) -> ClusterMap:
+        self._check()
+        if self._to == self._old:
+            return await self._go_back()
+        if not self._resumed:
+            with trio.move_on_after(self._limits.close_s) as scope:
+                await self._come_close()
+            if scope.cancelled_caught:
+                raise NotDoneError(
+                    f"{self._to} does not come close to {self._old}: it has "
+                    f"{self._lag():,} changes less; see `upr partitions`, or give it longer"
+                )
+        given = await self._hand_over()
+        with trio.move_on_after(self._limits.handover_s) as scope:
+            await self._catch_up(given)
+        if scope.cancelled_caught:
+            refusers = self._others() if self._resumed else []
+            await self._return(
+                f"{self._to} did not have everything within {self._limits.handover_s:g} s", refusers
+            )
+        return await self._activate()
+
+    # Before anything is changed.
+
+    def _check(self) -> None:
+        survey, old, to = self._survey, self._old, self._to
+        if not old or any(owners.lost for owners in self._owners.values()):
+            raise NotDoneError(f"nobody is active for {self._text}: use `upr failover`")
+        without = [n for n, owners in self._owners.items() if to not in holders_of(owners)]
+        if without:
+            raise NotDoneError(
+                f"{to} has no copy of {partitions_text(without)}: make it a replica first, with "
+                "`upr replicas add`"
+            )
+        if not survey.reaches(old):
+            why = survey.nodes[old].trouble
+            raise NotDoneError(
+                f"{old} cannot be reached ({why}): if it is gone, use `upr failover`"
+            )
+        survey.check_reaches(to)
+        for number, owners in self._owners.items():
+            state = survey.nodes[old].state(number)
+            if owners.active and state is not PartitionState.ACTIVE:
+                raise NotDoneError(
+                    f"{old} is {state.name.lower()} for partition {number}, though the map says "
+                    "active: wait until another node has confirmed its map, then repeat this"
+                )
+
+    def _lag(self) -> int:
+        old, to = self._survey.nodes[self._old], self._survey.nodes[self._to]
+        if to.trouble or old.trouble or len(to.partitions) != len(old.partitions):
+            return -1
+        lag = 0
+        for number in self._owners:
+            theirs, its = old.partitions[number], to.partitions[number]
+            same = theirs.log == its.log
+            lag += theirs.high_seq - (its.high_seq if same else 0)
+            if not same and not theirs.high_seq:
+                return -1
+        return lag
+
+    def _has(self) -> int:
+        """The changes that the target has, over all partitions."""
+        partitions = self._survey.nodes[self._to].partitions
+        return sum(info.high_seq for info in partitions if info.partition in self._owners)
+
+    async def _come_close(self) -> None:
+        """Waits until the target has nearly everything, in the same histories."""
+        told = False
+        close = CLOSE_CHANGES
+        has, at = self._has(), trio.current_time()
+        while not 0 <= self._lag() <= close:
+            if not told:
+                self._tell(f"{self._to} is behind {self._old}; waiting until it is close")
+                told = True
+            await trio.sleep(_CLOSE_POLL_S)
+            places = {name: self._giver.addresses[name] for name in (self._old, self._to)}
+            reports = {**self._survey.nodes, **await self._operator.reports(places)}
+            self._survey = attrs.evolve(self._survey, nodes=reports)
+            before, has, since, at = has, self._has(), at, trio.current_time()
+            close = max(CLOSE_CHANGES, int(CLOSE_S * (has - before) / (at - since)))
+
+    # Handing over.
+
+    def _map(self, changed: dict[PartitionId, Owners]) -> ClusterMap:
+        found = revised(self._base, self._revision, changed)
+        self._revision += 1
+        return found
+
+    def _others(self) -> list[str]:
+        """All who have a copy, but for the old active."""
+        found = dict.fromkeys(n for owners in self._owners.values() for n in holders_of(owners))
+        return [name for name in found if name != self._old]
+
+    async def _hand_over(self) -> ClusterMap:
+        given = self._map({n: handed_over(owners) for n, owners in self._owners.items()})
+        try:
+            await self._giver.give(self._old, given)
+        except UnreachableError as error:
+            raise PartlyDoneError(
+                f"{error}. It may have stopped taking writes for {self._text}: repeat the command; "
+                "or if it is gone, use `upr failover`"
+            ) from error
+        except MapRefusedError as error:
+            raise NotDoneError(str(error)) from error
+        for row in await self._numbers(self._old):
+            self._keeps[row.partition] = Keeps(row.history_id, row.high_seq)
+        self._tell(f"{self._old}: revision {given.revision}, hands over {self._text}")
+        return given
+
+    async def _numbers(self, node: str) -> list[PartitionNumbers]:
+        """How far a node is."""
+        address = self._giver.addresses[node]
+        try:
+            async with connect(
+                address,
+                identity=self._operator.identity,
+                by_map=False,
+                patience_s=self._operator.tell_timeout_s,
+            ) as client:
+                return await client.seqnos(self._owners)
+        except UprError as error:
+            raise PartlyDoneError(
+                f"{node} does not answer any more ({error}), and {self._text} may be handed over: "
+                "repeat the command; or if it is gone, use `upr failover`"
+            ) from error
+
+    def _has_everything(self, rows: list[PartitionNumbers]) -> bool:
+        return all(
+            Keeps(row.history_id, row.high_seq) == self._keeps[row.partition]
+            and row.persisted_seq == row.high_seq
+            for row in rows
+        )
+
+    async def _catch_up(self, given: ClusterMap) -> None:
+        """Waits until the target has exactly what the old active has."""
+        if self._resumed:
+            await self._resume(given)
+        untold_until = trio.current_time() + _UNTOLD_S
+        told = self._resumed
+        while True:
+            try:
+                async with connect(
+                    self._giver.addresses[self._to],
+                    identity=self._operator.identity,
+                    by_map=False,
+                    patience_s=self._operator.tell_timeout_s,
+                ) as client:
+                    while not self._has_everything(await client.seqnos(self._owners)):
+                        if not told and trio.current_time() > untold_until:
+                            told = True
+                            await self._giver.spread([self._to], given)
+                        await trio.sleep(_POLL_S)
+                    return
+            except UprError as error:
+                self._tell(f"{self._to} does not say how far it is: {error}")
+                await trio.sleep(_CLOSE_POLL_S)
+
+    async def _resume(self, given: ClusterMap) -> None:
+        """An earlier command was interrupted here, and may have told any of the others to become
+        active: each must have accepted a later map, and none may have more than the old active.
+        Where that is not so, what follows begins a new history."""
+        if not await self._are_held_back(self._others(), given):
+            self._tell(f"{self._to} will begin new histories")
+            self._resumed = False
+            self._new_histories = True
+
+    _new_histories = False
+
+    async def _are_held_back(self, nodes: list[str], given: ClusterMap) -> bool:
+        """Gives `nodes` a map which outdates all that an earlier one told them; and whether it is
+        certain that none of them was active meanwhile."""
+        failed = await self._giver.give_each(nodes, given, self._operator.tell_timeout_s)
+        for error in failed.values():
+            self._tell(f"{error}; an interrupted command may have made it active")
+        if failed:
+            return False
+        for name in nodes:
+            try:
+                rows = await self._numbers(name)
+            except PartlyDoneError as error:
+                self._tell(str(error))
+                return False
+            for row in rows:
+                keeps = self._keeps[row.partition]
+                if row.history_id == keeps.history_id and row.high_seq > keeps.seq:
+                    self._tell(f"{name} was active for partition {row.partition} meanwhile")
+                    return False
+        return True
+
+    # The new active.
+
+    def _kept(self, number: PartitionId) -> Keeps | None:
+        return None if self._new_histories else self._keeps[number]
+
+    async def _activate(self) -> ClusterMap:
+        given = self._map(
+            {n: led_by(owners, self._to, self._kept(n)) for n, owners in self._owners.items()}
+        )
+        try:
+            await self._giver.give(self._to, given)
+        except MapRefusedError as error:
+            await self._return(str(error), [self._to])
+        except UnreachableError as error:
+            await self._return(f"{error}; it may be active now, or not", [self._to])
+        self._tell(f"{self._to}: revision {given.revision}, active for {self._text}")
+        await self._giver.spread([name for name in given.nodes if name != self._to], given)
+        return given
+
+    # Back.
+
+    async def _go_back(self) -> ClusterMap:
+        """Has the old active be it again, as the operator wishes."""
+        for row in await self._numbers(self._old):
+            self._keeps[row.partition] = Keeps(row.history_id, row.high_seq)
+        return await self._give_back(self._others())
+
+    async def _return(self, why: str, refusers: list[str]) -> None:
+        """Has the old active be it again, and says why."""
+        self._tell(why)
+        await self._give_back(refusers)
+        raise NotDoneError(f"{why}; so {self._old} is active again for {self._text}")
+
+    async def _give_back(self, refusers: list[str]) -> ClusterMap:
+        """Makes the old active it again: in its history, if all who may have been told to become
+        active accept a later map first; else in a new one."""
+        kept = self._map(
+            {n: led_by(owners, self._old, self._keeps[n]) for n, owners in self._owners.items()}
+        )
+        safe = not self._new_histories and await self._are_held_back(refusers, kept)
+        given = kept
+        if not safe:
+            given = self._map({n: led_by(owners, self._old) for n, owners in self._owners.items()})
+        try:
+            await self._giver.give(self._old, given)
+        except MapRefusedError:
+            if not safe:
+                raise
+            given = self._map({n: led_by(owners, self._old) for n, owners in self._owners.items()})
+            safe = False
+            await self._giver.give(self._old, given)
+        except OvertakenError:
+            raise
+        except UnreachableError as error:
+            raise PartlyDoneError(
+                f"{error}. Nobody may be active for {self._text}: repeat the command, with --to "
+                f"{self._old} to leave it where it was; or if it is gone, use `upr failover`"
+            ) from error
+        history = "its history" if safe else "a new history"
+        self._tell(f"{self._old}: revision {given.revision}, active again in {history}")
+        await self._giver.spread([name for name in given.nodes if name != self._old], given)
+        return given
