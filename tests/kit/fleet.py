@@ -97,7 +97,7 @@ class Fleet:
         name: str,
         config: Config,
         store: SimulatedStore | None,
-        task_status: trio.TaskStatus[None],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         stop, stopped = trio.Event(), trio.Event()
         self._stop[name], self._stopped[name] = stop, stopped
@@ -195,6 +195,7 @@ class Fleet:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for something that takes a moment."""
         with trio.fail_after(20):
+            await trio.lowlevel.checkpoint()
             while not condition():  # noqa: ASYNC110  a server tells nobody
                 await trio.sleep(0.01)
 

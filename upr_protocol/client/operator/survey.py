@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 import attrs
@@ -10,7 +11,7 @@ import trio
 
 from upr_protocol.client.address import Address
 from upr_protocol.client.calls import PartitionInfo
-from upr_protocol.client.client import connect
+from upr_protocol.client.client import Client, connect
 from upr_protocol.client.maps import NodeMap, ask_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
@@ -124,6 +125,16 @@ class Operator:
         """The bucket at another address, `HOST:PORT`."""
         return self.address.of_node(host_port)
 
+    def talk(self, address: Address) -> AbstractAsyncContextManager[Client]:
+        """A connection to just this node, whatever the map says."""
+        return connect(
+            address,
+            identity=self.identity,
+            connect_timeout_s=self.tell_timeout_s,
+            patience_s=self.tell_timeout_s,
+            by_map=False,
+        )
+
     async def ask(self, address: Address) -> NodeMap:
         """A node's name and map; no map when it does not have the bucket.
 
@@ -152,13 +163,7 @@ class Operator:
                 raise BrokenError(f"{address} is where node {found.node!r} answers")
             partitions: tuple[PartitionInfo, ...] = ()
             try:
-                async with connect(
-                    address,
-                    identity=self.identity,
-                    connect_timeout_s=self.tell_timeout_s,
-                    patience_s=self.tell_timeout_s,
-                    by_map=False,
-                ) as client:
+                async with self.talk(address) as client:
                     partitions = tuple(client.partitions())
             except ServerError as error:
                 if error.status is not Status.NO_BUCKET:

@@ -20,7 +20,6 @@ import attrs
 import trio
 
 from upr_protocol.client.calls import PartitionNumbers
-from upr_protocol.client.client import connect
 from upr_protocol.client.operator.errors import (
     MapRefusedError,
     NotDoneError,
@@ -257,12 +256,7 @@ class _Takeover:
         """How far a node is."""
         address = self._giver.addresses[node]
         try:
-            async with connect(
-                address,
-                identity=self._operator.identity,
-                by_map=False,
-                patience_s=self._operator.tell_timeout_s,
-            ) as client:
+            async with self._operator.talk(address) as client:
                 return await client.seqnos(self._owners)
         except UprError as error:
             raise PartlyDoneError(
@@ -285,12 +279,7 @@ class _Takeover:
         told = self._resumed
         while True:
             try:
-                async with connect(
-                    self._giver.addresses[self._to],
-                    identity=self._operator.identity,
-                    by_map=False,
-                    patience_s=self._operator.tell_timeout_s,
-                ) as client:
+                async with self._operator.talk(self._giver.addresses[self._to]) as client:
                     while not self._has_everything(await client.seqnos(self._owners)):
                         if not told and trio.current_time() > untold_until:
                             told = True
