@@ -68,9 +68,11 @@ class Node:
         """Starts it, with what its disk has."""
         self._scope, self._ended = trio.CancelScope(), trio.Event()
         self._stopping = trio.Event()
-        await nursery.start(self._run)
+        started = trio.Event()
+        nursery.start_soon(self._run, started)
+        await started.wait()
 
-    async def _run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _run(self, started: trio.Event) -> None:
         buckets = (BucketConfig(BUCKET, self.partitions),) if self.partitions else ()
         config = Config(
             listen=self.address,
@@ -84,7 +86,7 @@ class Node:
             with self._scope:
                 async with running_server(config, store) as server:
                     self.server, self.port = server, server.port
-                    task_status.started()
+                    started.set()
                     await self._stopping.wait()
         finally:
             self.server = None

@@ -88,7 +88,9 @@ class Fleet:
             shutdown_deadline_s=0.1,
         )
         store = None if self._directory else self._stores.setdefault(name, SimulatedStore())
-        await self._nursery.start(self._run, name, config, store)
+        started = trio.Event()
+        self._nursery.start_soon(self._run, name, config, store, started)
+        await started.wait()
         if name in self.proxies:
             self.proxies[name]._target = ("127.0.0.1", self.servers[name].port)
 
@@ -97,13 +99,13 @@ class Fleet:
         name: str,
         config: Config,
         store: SimulatedStore | None,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        started: trio.Event,
     ) -> None:
         stop, stopped = trio.Event(), trio.Event()
         self._stop[name], self._stopped[name] = stop, stopped
         async with running_server(config, store) as server:
             self.servers[name] = server
-            task_status.started()
+            started.set()
             await stop.wait()
         stopped.set()
 

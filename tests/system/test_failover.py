@@ -66,14 +66,16 @@ class Node:
     async def start(self, nursery: trio.Nursery) -> None:
         """Starts it, with what is in its folder."""
         self._leave, self._left = trio.Event(), trio.Event()
-        await nursery.start(self._run)
+        started = trio.Event()
+        nursery.start_soon(self._run, started)
+        await started.wait()
 
-    async def _run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _run(self, started: trio.Event) -> None:
         async with server_process(
             "--node", self.name, listen=f"127.0.0.1:{self.port}", data_dir=self.folder
         ) as server:
             self.server, self.port = server, server.port
-            task_status.started()
+            started.set()
             await self._leave.wait()
         self._left.set()
 

@@ -307,6 +307,7 @@ def _await(connection: Connection, request: Await) -> None:
 
     async def wait() -> None:
         with trio.move_on_after(request.deadline_ms / 1000):
+            await trio.lowlevel.checkpoint()
             if level.persists:
                 await connection.disk.flusher.persisted(partition, request.seq)
             if level.copies:

@@ -337,6 +337,7 @@ class Membership:
         for partition in leaving:
             # From here on it takes no writes.
             partition.become(PartitionState.PENDING, partition.failover_log)
+        failure: UprError | None = None
         try:
             await self._stop_following(held, new)
             for partition in leaving:
@@ -351,11 +352,14 @@ class Membership:
                 new.encode(),
                 [(change.partition.id, _record(change)) for change in changes],
             )
-        except BaseException:
+        except UprError as error:
+            failure = error
+        if failure is not None:
+            # Everything is as it was.
             for partition in leaving:
                 partition.become(PartitionState.ACTIVE, logs[partition])
             await self._follow(held)
-            raise
+            raise failure
         held.map = new
         held.is_confirmed = True
         for change in changes:
