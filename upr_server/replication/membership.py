@@ -338,6 +338,7 @@ class Membership:
             # From here on it takes no writes.
             partition.become(PartitionState.PENDING, partition.failover_log)
         failure: UprError | None = None
+        changes: list[_Change] = []
         try:
             await self._stop_following(held, new)
             for partition in leaving:
