@@ -15,6 +15,7 @@ from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import octets, row, text, tuple_of
 from upr_protocol.wire.message import Message, Sender, check_end
 
+_ENDS: Final = Struct("<QQQ")
 _U32: Final = Struct("<I")
 _ANSWER: Final = Struct("<16sQQI")
 
@@ -147,3 +148,14 @@ class ReplicaAck(Message, frozen=True):
     history_id: HistoryId
     received: SeqNo
     persisted: SeqNo
+
+    # Two of them come for each snapshot.
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (_ENDS.pack(self.history_id, self.received, self.persisted),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        if len(body) != _ENDS.size:
+            raise RemoteProtocolError(f"ReplicaAck has {_ENDS.size} bytes, not {len(body)}")
+        return cls(*_ENDS.unpack(body), partition=partition, opaque=opaque, status=status)

@@ -190,7 +190,7 @@ FIELDS: Final[Mapping[type[Message], Mapping[str, st.SearchStrategy[Any]]]] = {
     GetMap: {"bucket": TEXTS},
     Join: {"bucket": TEXTS, "address": TEXTS},
     SetMap: {"expected_revision": U64, "document": TEXTS},
-    MapReply: {"revision": U64, "document": TEXTS},
+    MapReply: {"revision": U64, "document": TEXTS, "node": TEXTS},
     Refusal: {"sentence": TEXTS, "map_revision": U64},
 }
 """For each message the strategies of its own fields."""
