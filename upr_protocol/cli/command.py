@@ -60,3 +60,16 @@ for _command in (
     *(replicas, takeover, failover),
 ):
     main.add_command(_command)
+
+
+def _keep_lines(command: click.Command) -> None:
+    """Has click leave the lines of help texts as they are where those say so."""
+    if command.help:
+        # In the texts it stands as two characters, which is readable there.
+        command.help = command.help.replace("\\b\n", "\b\n")
+    if isinstance(command, click.Group):
+        for one in command.commands.values():
+            _keep_lines(one)
+
+
+_keep_lines(main)

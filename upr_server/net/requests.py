@@ -180,7 +180,10 @@ def _level(
 def _mutate(connection: Connection, request: Mutate) -> None:
     connection.published()
     partition = _owned(connection, request.partition)
-    level = _level(connection, partition, request.durability, request.copies)
+    level = Level(Durability.MEMORY)
+    if partition.state is PartitionState.ACTIVE:
+        level = _level(connection, partition, request.durability, request.copies)
+    # Else it is refused where it would be done, which notes that it was.
     flusher = connection.disk.flusher
     writer = None
     if request.writer != _NO_WRITER:

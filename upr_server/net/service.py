@@ -255,11 +255,14 @@ class Service:
         self._attach(bucket)
         return bucket
 
-    def end_streams(self, bucket: Bucket, partition: PartitionId, status: Status) -> None:
-        """Ends the streams of a partition, and says why."""
+    def end_streams(
+        self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
+    ) -> None:
+        """Ends the streams of a partition, and says why; perhaps but those of replicas."""
         for connection in self.connections:
             if connection.bucket is bucket:
-                connection.streamer.end(partition, status)
+                if of_replicas or not connection.streamer.feeds_replica(partition):
+                    connection.streamer.end(partition, status)
                 connection.wake()
 
     def _attach(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> None:

@@ -179,6 +179,11 @@ class Streamer:
             )
         )
 
+    def feeds_replica(self, partition: PartitionId) -> bool:
+        """Whether the stream of a partition is that of a replica."""
+        stream = self._streams.get(partition)
+        return stream is not None and stream.answers_from is not None
+
     def end(self, partition: PartitionId, status: Status) -> None:
         """Ends one stream and says why. Nothing happens when there is none."""
         stream = self._streams.pop(partition, None)

@@ -20,5 +20,7 @@ class Host(Protocol):
     async def create_held(self, name: str, states: Sequence[PartitionState]) -> BucketDisk:
         """Makes a bucket whose partitions are in these states, and hold nothing."""
 
-    def end_streams(self, bucket: Bucket, partition: PartitionId, status: Status) -> None:
-        """Ends the streams of a partition, and says why."""
+    def end_streams(
+        self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
+    ) -> None:
+        """Ends the streams of a partition, and says why; perhaps but those of replicas."""

@@ -395,12 +395,16 @@ class Membership:
 
     def _become(self, held: _Held, change: _Change, *, was_active: bool) -> None:
         partition, state = change.partition, change.state
-        ends = change.leads_elsewhere and not (was_active and state is PartitionState.PENDING)
+        hands_over = was_active and state is PartitionState.PENDING
         partition.become(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             partition.stand_at(partition.manager.persistence.committed)
-        if ends:
-            self._host.end_streams(held.disk.bucket, partition.id, Status.STATE_CHANGED)
+        if change.leads_elsewhere or hands_over:
+            # Who hands over is still followed by replicas. But a barrier that it let others have
+            # back would say nothing of what the next active has taken in by then.
+            self._host.end_streams(
+                held.disk.bucket, partition.id, Status.STATE_CHANGED, of_replicas=not hands_over
+            )
         if state is not PartitionState.REPLICA:
             held.incoming.pop(partition.id, None)
 

@@ -125,6 +125,7 @@ class Replicator:
     async def _follow(self, state: PartitionState) -> None:
         """Follows the partitions that are in one state there, for ever."""
         numbers = sorted(p for p, there in self.partitions.items() if there is state)
+        told = ""
         while True:
             try:
                 async with consume(
@@ -146,7 +147,9 @@ class Replicator:
                 self.trouble = "every stream has ended"
             except UprError as error:
                 self.trouble = str(error)
-            log.warning(
+            tell = log.debug if self.trouble == told else log.warning
+            told = self.trouble
+            tell(
                 "replication stopped; trying again",
                 bucket=self._disk.bucket.name,
                 source=self.source,
