@@ -22,6 +22,7 @@ import msgspec
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.records import (
     CHUNK_HEAD,
@@ -103,7 +104,9 @@ class Sweep:
         if leases:
             self._left_behind = True
         high = log.high(partition)
-        chunks = log.read(partition, self.seq, self.through, bytes_max=bytes_max)
+        # Whole chunks: what is put in their place stands where they end.
+        read = log.read(partition, self.seq, high, bytes_max=bytes_max)
+        chunks = [chunk for chunk in read if chunk.end <= self.through]
         rewriting = _Rewriting()
         held = _merged(leases)
         dropped: list[int] = []
@@ -122,10 +125,11 @@ class Sweep:
         replaced, written = rewriting.finish()
         broken = [lease for lease in lapsed if _has_lost(lease, partition, dropped)]
         purge_seq, grown = self._replace(replaced, written, purged, broken)
-        self.seq = chunks[-1].end
+        if chunks:
+            self.seq = chunks[-1].end
         return Swept(
             self.seq,
-            self.seq >= self.through,
+            len(chunks) < len(read) or self.seq >= self.through,
             grown,
             purge_seq,
             purged,
@@ -151,6 +155,8 @@ class Sweep:
             return purge_seq, 0
         with log.environment.write() as writer:
             for chunk in replaced:
+                if writer.get(chunk_key(number, chunk.end)) is None:
+                    raise CorruptionError(f"{chunk!r} of partition {number} is not in the log")
                 writer.delete(chunk_key(number, chunk.end))
             for chunk in written:
                 at = chunk_key(number, chunk.end)

@@ -92,7 +92,9 @@ class KeyIndex:
         Args:
             partition: The partition.
             mutations_max: How many.
-            through: Goes no further than this; by default as far as the log does.
+            through: Goes no further than the chunk that ends here or before, or than one chunk; by
+                default as far as the log does. The watermark stands where a chunk ends: a
+                compaction, which goes as far as it does, takes whole chunks.
 
         Returns:
             The new watermark.
@@ -103,13 +105,13 @@ class KeyIndex:
             raise CorruptionError(
                 f"the index of partition {partition} knows number {mark.seq}, the log only {high}"
             )
-        if through is not None:
-            high = min(high, through)
-        if mark.seq >= high:
+        if mark.seq >= (high if through is None else through):
             return mark
         chunks = self._log.read(
             partition, mark.seq, high, bytes_max=READ_BYTES_MAX, mutations_max=mutations_max
         )
+        if through is not None:
+            chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
         newest = _newest(partition, chunks)
         items = mark.items
         with self.environment.write() as writer:
