@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from tests.cli.conftest import Run, Start
 from tests.cli.processes import Line
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import BlockingClient, MapReader
+from upr_protocol.client import BlockingClient, Client, MapReader
 from upr_protocol.ids import Durability, Operation
 
 
@@ -125,6 +126,24 @@ def test_a_map_in_use(bucket: str, start: Start, tmp_path: Path) -> None:
     process.stopped()
 
 
+def test_a_map_whose_disk_was_full_goes_on_with_everything(
+    bucket: str, start: Start, tmp_path: Path
+) -> None:
+    rows = b"".join(b'{"id":%d}\n' % number for number in range(20_000))
+    loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
+    loader.finished(data=rows)
+    folder = tmp_path / "map"
+    args = ("tail", bucket, "--until", "caught-up", "--state", str(folder), "--format", "summary")
+    process = start(*args)
+    limits = (1 << 19, resource.RLIM_INFINITY)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+    _, err = process.finished(code=1)
+    assert b"see that its disk has room" in err
+    assert b"Traceback" not in err
+    start(*args).finished()
+    assert len(kept(folder)) == 20_000
+
+
 def test_a_map_that_is_killed_at_any_moment_ends_as_the_server(
     bucket: str, start: Start, tmp_path: Path
 ) -> None:
@@ -197,9 +216,38 @@ def test_explain_says_what_is_wrong_with_its_file(bucket: str, run: Run, tmp_pat
     assert "holds no map" in run("explain", bucket, str(empty), code=2).stderr
     other = tmp_path / "other"
     other.write_text('{"version":1,"bucket":"other","partitions":{}}')
-    assert "'other'" in run("explain", bucket, str(other), code=2).stderr
-    other.write_text("nonsense")
-    assert "no resume state" in run("explain", bucket, str(other), code=2).stderr
+    assert f"{other}: the resume state is of" in run("explain", bucket, str(other), code=2).stderr
+    for text in ("nonsense", "{}", "[1]", '{"version":2}'):
+        other.write_text(text)
+        err = run("explain", bucket, str(other), code=2).stderr
+        assert f"{other}: " in err
+        assert "resume state" in err
+        assert "DecodeError" not in err
+
+
+def test_explain_names_the_directory_of_another_buckets_map(
+    bucket: str, run: Run, start: Start, tmp_path: Path
+) -> None:
+    folder = tmp_path / "map"
+    told(start, bucket, "--state", str(folder))
+    other = bucket + "-other"
+    run("bucket", "create", other)
+    for args in (["explain", other, str(folder)], ["tail", other, "--state", str(folder)]):
+        assert f"{folder}: the resume state is of" in run(*args, code=2).stderr
+
+
+def test_explain_of_a_partition_that_no_node_takes(
+    bucket: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = bucket.rsplit("/", 1)[1]
+    file = tmp_path / "file"
+    file.write_text(f'{{"version":1,"bucket":"{name}","partitions":{{}}}}')
+    all_of = Client.partitions
+    monkeypatch.setattr(Client, "partitions", lambda client: all_of(client)[1:])
+    rows = lines(run("explain", bucket, str(file), "--json", code=1).stdout_bytes)
+    assert [row["partition"] for row in rows] == list(range(8))
+    assert [row["outcome"] for row in rows] == ["is elsewhere"] + ["goes on"] * 7
+    assert "ask again later" in rows[0]["reason"]
 
 
 def test_explain_of_partitions_that_are_gone_or_new(bucket: str, run: Run, tmp_path: Path) -> None:

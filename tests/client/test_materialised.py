@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.kit.branches import Branches
 from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
+    ChunkReceived,
     Completed,
     Item,
     MapError,
@@ -28,6 +31,7 @@ from upr_protocol.client import (
     Undone,
     keep_map,
 )
+from upr_protocol.client.map_file import MapFile, MapWriteError
 from upr_protocol.errors import BrokenError, Status
 from upr_protocol.ids import Operation
 from upr_protocol.wire import Get, Message
@@ -190,6 +194,63 @@ async def test_it_goes_back_no_further_than_it_must(
         assert len(found) == 25
         assert found.ends() == {0: 26}
         assert found.get(0, b"3") == item
+
+
+@pytest.mark.parametrize("fails_at", ["commit", "put"])
+async def test_a_full_disk_loses_nothing(
+    net: FakeNet,
+    server: FakeServer,
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    fails_at: str,
+) -> None:
+    """SQLite takes the transaction back; the positions in it must go as well."""
+    server.chunk_mutations = 100
+
+    def full(file: MapFile, *_: object) -> None:
+        file._database.execute("ROLLBACK")  # as SQLite does of itself
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for number in range(40):
+        server.put(b"first %d" % number, b"x")
+    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+        await until_completed(kept)
+    for number in range(400):
+        server.put(b"second %d" % number, b"x" * 100)
+    with pytest.raises(KilledError):  # noqa: PT012
+        async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+            received = [await anext(kept) for _ in range(12)]
+            assert any(isinstance(event, ChunkReceived) for event in received)
+            file = kept._file
+            with pytest.raises(MapWriteError, match="is full; see that its disk has room"):  # noqa: PT012
+                if fails_at == "commit":
+                    monkeypatch.setattr(file, "_commit", partial(full, file))
+                    await kept.save()
+                else:
+                    await file._run(full, file)
+            monkeypatch.undo()
+            for again in (kept.save, kept.count, partial(kept.get, "first 1")):
+                with pytest.raises(MapWriteError, match="could not be written before"):
+                    await again()
+            raise KilledError
+    assert len(contents(tmp_path)) == 40
+    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+        await until_completed(kept)
+    assert contents(tmp_path) == server.contents()
+
+
+async def test_without_a_transaction_nothing_is_written(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    server.put(b"k", b"v")
+    with pytest.raises(MapWriteError, match="the transaction is gone"):  # noqa: PT012
+        async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+            await until_completed(kept)
+            kept._file._database.execute("ROLLBACK")
+    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+        await until_completed(kept)
+    assert contents(tmp_path) == server.contents()
 
 
 async def test_the_map_of_another_bucket_is_refused(

@@ -12,7 +12,7 @@ import click
 import trio
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.exits import MisusedError
+from upr_protocol.cli.exits import INCOMPLETE, MisusedError
 from upr_protocol.cli.table import print_table
 from upr_protocol.cli.target import TargetCommand, bucket_argument
 from upr_protocol.client import (
@@ -22,6 +22,7 @@ from upr_protocol.client import (
     MapReader,
     PartitionInfo,
     ResumeState,
+    ResumeStateError,
 )
 from upr_protocol.failover import Position, Retry, RollBack, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
@@ -46,7 +47,16 @@ def _cannot_undo(_: PartitionId) -> SeqNo | None:
     return None
 
 
-def _load(path: Path) -> tuple[ResumeState, Floor]:
+def _load(path: Path, bucket: str) -> tuple[ResumeState, Floor]:
+    try:
+        state, floor_of = _read(path)
+        state.check_bucket(bucket)
+    except ResumeStateError as error:
+        raise MisusedError(f"{path}: {error}") from error
+    return state, floor_of
+
+
+def _read(path: Path) -> tuple[ResumeState, Floor]:
     if path.is_dir():
         with closing(MapReader(path)) as found:
             return found.state, found.floors().get
@@ -56,11 +66,13 @@ def _load(path: Path) -> tuple[ResumeState, Floor]:
     return state, _cannot_undo
 
 
-def _outcome(info: PartitionInfo | None, position: Position, floor: SeqNo | None) -> _Outcome:
-    if info is None:
-        return _Outcome(
-            "rolls back", 0, 0, "the bucket does not have this partition any more"
-        )  # fmt: skip
+_GONE: Final = _Outcome("rolls back", 0, 0, "the bucket does not have this partition any more")
+_HOMELESS: Final = _Outcome(
+    "is elsewhere", None, None, "no node takes this partition now; ask again later"
+)
+
+
+def _outcome(info: PartitionInfo, position: Position, floor: SeqNo | None) -> _Outcome:
     if not info.owned:
         return _Outcome("is elsewhere", None, None, "this server does not have this partition")
     decision = decide_start(info.log, info.high_seq, info.purge_seq, position)
@@ -89,6 +101,8 @@ def explain(target: Address, state: Path, as_json: bool) -> None:
     outcome             "goes on": with what follows; nothing is lost or repeated
                         "rolls back": the server never had some of what was received
                         "waits": the server has less than was received, in the same history
+                        "is elsewhere": it cannot be said; where no node takes the partition now,
+                        the exit code is 1
     from                the number that the stream goes on from; 0 is everything anew. A directory
                         knows what to undo, a file does not and begins anew
     ceiling             of a rollback: the highest number that both have in common
@@ -98,19 +112,22 @@ def explain(target: Address, state: Path, as_json: bool) -> None:
       upr explain upr://127.0.0.1:12000/planes planes.state
       upr explain upr://127.0.0.1:12000/planes planes.map --json
     """
-    found, floor_of = _load(state)
-    found.check_bucket(target.bucket)
+    found, floor_of = _load(state, target.bucket)
 
-    async def question(client: Client) -> list[PartitionInfo]:
+    async def question(client: Client) -> tuple[int, list[PartitionInfo]]:
         await trio.lowlevel.checkpoint()  # they came with the greeting
-        return client.partitions()
+        return client.partition_count, client.partitions()
 
-    infos = {info.partition: info for info in ask(target, question)}
+    partition_count, told = ask(target, question)
+    infos = {info.partition: info for info in told}
     rows: list[tuple[object, ...]] = []
-    for partition in sorted(infos.keys() | found.positions.keys()):
+    for partition in sorted(found.positions.keys() | set(map(PartitionId, range(partition_count)))):
         position = found.position(partition)
-        floor = floor_of(partition)
-        outcome = _outcome(infos.get(partition), position, floor)
+        info = infos.get(partition)
+        if info is not None:
+            outcome = _outcome(info, position, floor_of(partition))
+        else:
+            outcome = _GONE if partition >= partition_count else _HOMELESS
         rows.append(
             (
                 partition,
@@ -123,3 +140,5 @@ def explain(target: Address, state: Path, as_json: bool) -> None:
             )
         )
     print_table(_COLUMNS, rows, as_json=as_json)
+    if len(infos) < partition_count:
+        raise click.exceptions.Exit(INCOMPLETE)

@@ -6,7 +6,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -15,7 +15,7 @@ import trio
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.recall import Recalled
-from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.resume import ResumeState, ResumeStateError
 from upr_protocol.client.ring import Look
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog, Position
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 _VERSION: Final = 1
 _NAME: Final = "map.sqlite"
+
+_DISK_FAILS: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+"""Kinds of errors that say nothing of what is in the file."""
 
 DELETIONS_MAX: Final = 200_000
 """Deletions that are remembered, so that they can be undone."""
@@ -75,6 +78,11 @@ class MapError(UprError, ValueError):
     """The directory holds no map, or it is in use."""
 
 
+class MapWriteError(UprError, sqlite3.Error):
+    """The map could not be read or written: the disk is full, or it fails. What was not committed
+    is gone; whoever follows next goes on from the last commit."""
+
+
 def _octets(number: int) -> bytes:
     # SQLite's integers have a sign.
     return number.to_bytes(8, "big")
@@ -97,16 +105,27 @@ def _item(row: _Row) -> Item:
 class MapFile:
     """The file, open for the one who follows. All but `open` and `close` is for one task.
 
+    Once anything failed, all that is left to do is to close it: SQLite may have taken back the
+    whole transaction, and positions must not outlive the items that they stand for.
+
     Attributes:
         state: The resume state as it was when the file was opened.
+        broken: Whether something failed.
     """
 
     def __init__(
-        self, database: sqlite3.Connection, lock: int, state: ResumeState, deletions_max: int
+        self,
+        directory: Path,
+        database: sqlite3.Connection,
+        lock: int,
+        state: ResumeState,
+        deletions_max: int,
     ) -> None:
+        self._directory = directory
         self._database = database
         self._lock = lock
         self.state = state
+        self.broken = False
         self._deletions_max = deletions_max
         self._moved: dict[PartitionId, tuple[Position, SeqNo]] = {}
         self._commits = 0
@@ -119,6 +138,7 @@ class MapFile:
 
         Raises:
             MapError: It is no map, in use, or of another version.
+            MapWriteError: The disk is full, or it fails.
             ResumeStateError: It is of another bucket.
             OSError: It cannot be read or written.
         """
@@ -138,9 +158,12 @@ class MapFile:
                     if not _is_made(database):
                         _make(database, bucket)
                     state = _read_state(database, directory)
-                state.check_bucket(bucket)
-                database.execute("BEGIN IMMEDIATE")
-                return cls(database, lock, state, deletions_max)
+                    database.execute("BEGIN IMMEDIATE")
+                try:
+                    state.check_bucket(bucket)
+                except ResumeStateError as error:
+                    raise ResumeStateError(f"{directory}: {error}") from error
+                return cls(directory, database, lock, state, deletions_max)
             except BaseException:
                 database.close()
                 raise
@@ -154,7 +177,36 @@ class MapFile:
         os.close(self._lock)
 
     async def _run(self, function: Callable[..., T], *args: object) -> T:
-        return await trio.to_thread.run_sync(function, *args, limiter=self._turn)
+        """Does something with the database.
+
+        Raises:
+            MapWriteError: It failed, now or before.
+        """
+        return await trio.to_thread.run_sync(self._guard, function, *args, limiter=self._turn)
+
+    def _guard(self, function: Callable[..., T], *args: object) -> T:
+        if self.broken:
+            raise MapWriteError(
+                f"{self._directory} could not be written before; start again, to go on from what "
+                "was committed last"
+            )
+        try:
+            # A failure may end the transaction; what is written after it would last on its own.
+            if not self._database.in_transaction:
+                raise sqlite3.OperationalError("the transaction is gone")
+            return function(*args)
+        except BaseException as error:
+            self._break()
+            if isinstance(error, sqlite3.Error):
+                raise _write_error(self._directory, error) from error
+            raise
+
+    def _break(self) -> None:
+        self.broken = True
+        self._moved.clear()
+        if self._database.in_transaction:
+            with suppress(sqlite3.Error):
+                self._database.execute("ROLLBACK")
 
     # Changes. They are seen by others, and last, once they are committed.
 
@@ -350,6 +402,13 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
 
+def _write_error(directory: Path, error: sqlite3.Error) -> MapWriteError:
+    return MapWriteError(
+        f"{directory}: {error}; see that its disk has room and can be written, then start again: "
+        "it goes on from what was committed last"
+    )
+
+
 class _as_map_error:  # noqa: N801  it reads as a function
     """Turns what SQLite says of a file that is none of ours into a `MapError`."""
 
@@ -361,6 +420,8 @@ class _as_map_error:  # noqa: N801  it reads as a function
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, sqlite3.DatabaseError):
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK_FAILS:
+                raise _write_error(self._directory, error) from error
             raise MapError(f"{self._directory} holds no map that can be read: {error}") from error
 
 

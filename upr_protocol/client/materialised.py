@@ -77,7 +77,8 @@ class MaterialisedMap:
         Raises:
             StopAsyncIteration: Every stream has ended for good.
             UprError: See `Consumer.__anext__`.
-            sqlite3.Error: The map cannot be written.
+            sqlite3.Error: The map cannot be written. From then on every call says so; what was
+                committed is there, and a new `keep_map` goes on from it.
         """
         while True:
             if self._event is None:
@@ -182,7 +183,8 @@ async def keep_map(
     """A map of a bucket, kept in `directory`, which goes on where it was.
 
     Data and resume state are in one database and change in one transaction, so it may be killed at
-    any moment. Leaving the context commits what was dealt with. `MapReader` reads it.
+    any moment. Leaving the context commits what was dealt with, unless the map could not be
+    written before. `MapReader` reads it.
 
     Args:
         target: `upr://host:port/bucket`.
@@ -228,6 +230,7 @@ async def keep_map(
             finally:
                 deadline = trio.current_time() + _LAST_COMMIT_S
                 with trio.CancelScope(shield=True, deadline=deadline):
-                    await kept.save()
+                    if not file.broken:
+                        await kept.save()
     finally:
         file.close()

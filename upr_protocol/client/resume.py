@@ -128,8 +128,9 @@ class ResumeState:
                 raise TypeError("the bucket is no text")
         except ResumeStateError:
             raise
+        except msgspec.DecodeError as error:
+            raise ResumeStateError(f"this is no resume state: {error}") from error
         except (
-            msgspec.DecodeError,
             UnicodeError,
             KeyError,
             TypeError,
