@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -426,3 +427,30 @@ def test_a_closed_consumer(fake: ThreadedFake) -> None:
         next(stream)
     with pytest.raises(ClosedError):
         next(stream)
+
+
+def test_a_caller_who_does_not_wait_ends_no_rest(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("upr_protocol.client.blocking_feeds.time", clock)
+    monkeypatch.setattr("upr_protocol.client.blocking_consumer.time", clock)
+    fake.server.put(b"k", b"v")
+    with BlockingConsumer(URL, dial=fake.dial, sleep=sleep, draw=lambda: 1.0) as following:
+        assert next(following) is not None
+        fake.down = True
+        fake.cut()
+        dialled = fake.dialled
+        while now < 10.0:
+            following.next_event(timeout_s=0.0)
+            sleep(0.0001)
+        assert 2 <= fake.dialled - dialled < 20
+        fake.down = False
+        while not isinstance(following.next_event(timeout_s=1.0), Completed):
+            assert now < 60.0

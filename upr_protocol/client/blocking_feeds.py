@@ -46,6 +46,8 @@ class BlockingFeeds:
         self._followers: dict[Address, Follower] = {}
         self._links: dict[Follower, BlockingLink] = {}
         self._rests: dict[Follower, float] = {}
+        self._listens_at = 0.0
+        """When the rest that `receive` told of last is over."""
         self._strays: dict[PartitionId, float] = {}
         self._homeless_since: dict[PartitionId, float] = {}
 
@@ -96,7 +98,8 @@ class BlockingFeeds:
         if not links and not self.inbox:
             if any(follower not in self._rests for follower, _ in self._all()):
                 return 0.0  # one of them came just now
-            return max(0.001, min(deadline, wakes_at) - now)
+            self._listens_at = max(now + 0.001, min(deadline, wakes_at))
+            return self._listens_at - now
         if not self.inbox:
             step_any(list(links.values()), min(deadline, wakes_at))
         for follower, address in self._all():
@@ -107,9 +110,11 @@ class BlockingFeeds:
         return 0.0
 
     def rested(self) -> None:
-        """So many seconds as `receive` said are over."""
-        self._rests.clear()
-        self._strays.clear()
+        """So many seconds as `receive` said are over. A node may have to rest for longer: the
+        caller's deadline ends no rest."""
+        at = self._listens_at
+        self._rests = {follower: until for follower, until in self._rests.items() if until > at}
+        self._strays = {partition: until for partition, until in self._strays.items() if until > at}
 
     def _guard(self, follower: Follower, address: Address | None, do: Callable[[], None]) -> None:
         """Does something with a node; what fails is tried again after a while."""
