@@ -291,6 +291,45 @@ async def test_patience_ends(cluster: FakeCluster, autojump_clock: MockClock) ->
     assert 20 <= trio.current_time() - began < 25
 
 
+async def test_patience_is_for_one_time_without_a_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """A partition for which nothing came since the last takeover is not waited for since then."""
+    quiet, busy = (
+        next(key for key in map(str, range(100)) if cluster.any.partition_of(key.encode()).id == n)
+        for n in (0, 3)
+    )
+    began = 0.0
+
+    async def run() -> None:
+        nonlocal began
+        async with publisher(URL, dial=cluster.dial, patience_s=10, linger_s=0.001) as sink:
+            await sink.set(busy, "1")
+            await sink.flush()
+            for turn in range(3):
+                old, new = "abab"[turn], "abab"[turn + 1]
+                cluster.move({number: Owners(handing_over=old) for number in (0, 3)})
+                await sink.set(quiet if turn == 2 else busy, "2")
+                await trio.sleep(4)
+                assert sink.statistics().unanswered == 1
+                cluster.move({number: Owners(active=new) for number in (0, 3)})
+                await sink.flush()
+                await trio.sleep(20)
+            cluster.move({number: Owners() for number in (0, 3)})
+            await sink.set(busy, "3")
+            await trio.sleep(6)
+            began = trio.current_time()
+            await sink.set(quiet, "3")
+            await trio.sleep(3)
+            cluster.move({3: Owners(active="c")})
+            await trio.sleep(1)
+            assert sink.statistics().unanswered == 1
+
+    with pytest.raises(BrokenError, match="no node takes partition 0"):
+        await run()
+    assert 10 <= trio.current_time() - began < 13
+
+
 async def fill_by_publishing(cluster: FakeCluster) -> None:
     async with publisher(URL, dial=cluster.dial, patience_s=20) as sink:
         for number in range(30):

@@ -280,24 +280,20 @@ class Fleet(Generic[M]):
 
     def works(self, partition: PartitionId) -> None:
         """The node that a partition is with does what is asked of it."""
-        if self._homeless_since.pop(partition, None) is not None:
+        self._homeless_since.pop(partition, None)
+        if self._refusals.pop(partition, None) is not None:
             self._backoffs.pop(partition, None)
-            self._refusals.pop(partition, None)
 
     # All nodes.
 
     def _route(self) -> None:
         """Gives each partition the node that the map names, as far as it names one."""
-        crew, now = self._crew, trio.current_time()
+        crew = self._crew
         if self.atlas.map is None:
             return
         before, self._where = self._where, {}
         for partition in crew.partitions:
-            rests = self._rests.get(partition, now) > now
-            chosen = None if rests else self._choose(partition, before.get(partition))
-            self._where[partition] = chosen
-            if chosen is None:
-                self._homeless_since.setdefault(partition, now)
+            self._where[partition] = self._home(partition, before.get(partition))
         needed = {address for address in self._where.values() if address is not None}
         for node in list(self._nodes):
             if node.address in needed:
@@ -319,6 +315,18 @@ class Fleet(Generic[M]):
             node.member.part(p for p, address in self._where.items() if address == node.address)
         for partition, address in self._where.items():
             crew.place(partition, at[address].member if address is not None else None)
+
+    def _home(self, partition: PartitionId, current: Address | None) -> Address | None:
+        """The node for a partition; None while there is none, and while it rests."""
+        now = trio.current_time()
+        rests = self._rests.get(partition, now) > now
+        chosen = None if rests else self._choose(partition, current)
+        if chosen is None:
+            self._homeless_since.setdefault(partition, now)
+        elif not self._crew.waits_for(partition):
+            # Nothing may come that shows that it works, and what comes has its whole patience.
+            self._homeless_since.pop(partition, None)
+        return chosen
 
     def _choose(self, partition: PartitionId, current: Address | None) -> Address | None:
         """The node for a partition: where it is, if that will do; or the first that is not known to
@@ -363,9 +371,9 @@ class Fleet(Generic[M]):
 
     def _give_up_on_homeless(self) -> None:
         now = trio.current_time()
-        for partition, since in self._homeless_since.items():
+        for partition, since in list(self._homeless_since.items()):
             if not self._crew.waits_for(partition):
-                self._homeless_since[partition] = now
+                del self._homeless_since[partition]  # while it has no node, `_route` begins anew
             elif now - since >= self._patience_s:
                 error = self._refusals.get(partition)
                 if error is None:
