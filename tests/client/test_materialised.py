@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sqlite3
 import tempfile
@@ -207,6 +208,7 @@ async def test_a_full_disk_loses_nothing(
 ) -> None:
     """SQLite takes the transaction back; the positions in it must go as well."""
     server.chunk_mutations = 100
+    seldom = SaveLimits(math.inf, math.inf)
 
     def full(file: MapFile, *_: object) -> None:
         file._database.execute("ROLLBACK")  # as SQLite does of itself
@@ -219,7 +221,7 @@ async def test_a_full_disk_loses_nothing(
     for number in range(400):
         server.put(b"second %d" % number, b"x" * 100)
     with pytest.raises(KilledError):  # noqa: PT012
-        async with keep_map(URL, tmp_path, dial=net.dial) as kept:
+        async with keep_map(URL, tmp_path, dial=net.dial, commit_limits=seldom) as kept:
             received = [await anext(kept) for _ in range(12)]
             assert any(isinstance(event, ChunkReceived) for event in received)
             file = kept._file
