@@ -7,11 +7,12 @@ import trio
 from trio.testing import MockClock
 
 from tests.kit.fake_cluster import FakeCluster
+from tests.kit.fake_server import FakeConnection
 from upr_protocol.client import NotDurableError, connect
 from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Durability, PartitionId
-from upr_protocol.wire import Get, Mutate
+from upr_protocol.wire import Get, Lease, LeaseReply, Mutate
 
 URL = "upr://a,b,c/b"
 KEYS = [f"key-{number}" for number in range(60)]
@@ -135,3 +136,63 @@ async def test_a_change_whose_durability_is_not_known(
             await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
         assert caught.value.status is Status.NOT_DURABLE_YET
         assert caught.value.written is None
+
+
+async def test_a_client_begins_when_its_nodes_are_reached(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        assert [info.partition for info in client.partitions()] == list(range(6))
+    assert trio.current_time() == 0
+    cluster.kill("a")
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        assert [info.partition for info in client.partitions()] == [1, 2, 4, 5]
+    assert trio.current_time() == 0
+    cluster.silent.add("a")
+    cluster.move({0: Owners(), 1: Owners()})
+    async with connect("upr://b/b", dial=cluster.dial, connect_timeout_s=3) as client:
+        assert [info.partition for info in client.partitions()] == [2, 4, 5]
+    assert trio.current_time() == pytest.approx(3)
+
+
+async def test_a_lease_is_renewed_at_every_node_or_not_said_to_be(
+    cluster: FakeCluster, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lease(connection: FakeConnection, message: Lease) -> None:
+        connection.session.send(
+            LeaseReply(message.lease_id, message.time_to_live_s, (), opaque=message.opaque)
+        )
+
+    def asked() -> str:
+        servers = {name: cluster.server(name) for name in "abc"}
+        return "".join(
+            name
+            for name, server in servers.items()
+            for connection in server.connections
+            for _ in range(connection.counts[Lease])
+        )
+
+    monkeypatch.setattr(FakeConnection, "_on_lease", lease, raising=False)
+    async with connect("upr://b/b", dial=cluster.dial, patience_s=5) as client:
+        await client.renew_lease(7, time_to_live_s=60)
+        assert asked() == "abc"
+        cluster.kill("a")
+        await trio.sleep(0.1)
+        with pytest.raises(BrokenError, match="no node takes partition 0"):
+            await client.renew_lease(7, time_to_live_s=60)
+        assert asked() == "bbcc"
+        with pytest.raises(BrokenError, match="no node takes partition 0"):
+            await client.release_lease(7)
+        # It comes back while it is waited for.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.release_lease, 7)
+            await trio.sleep(1)
+            assert asked() == "bbbbcccc"
+            cluster.nets["a"].down = False
+        assert asked() == "abbbbcccc"
+        # A partition that is nowhere has no node to be asked.
+        cluster.kill("a")
+        cluster.move({0: Owners(), 3: Owners(active="c")})
+        await trio.sleep(3)
+        await client.renew_lease(7, time_to_live_s=60)
+        assert asked() == "bbbbbccccc"

@@ -17,7 +17,7 @@ from upr_protocol.client.courier import ELSEWHERE
 from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.link import Link
 from upr_protocol.errors import BrokenError, ServerError, UprError
-from upr_protocol.ids import PartitionId
+from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import LeaseAction, PartitionLog
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class Clerks:
         except UprError as error:
             self.error = error
         self.opened.set()
+        self.fleet.settled.set()
         self._notify()
 
     # The fleet's side.
@@ -287,22 +288,47 @@ class Clerks:
         return calls.one_lease(held)
 
     async def everywhere(self, call: Call[HeldLease]) -> HeldLease:
-        """Asks the same about a lease at every node; whatever some of them have of it counts.
+        """Asks the same about a lease at every node that the map names for a partition; whatever
+        some of them have of it counts. Those that can be asked at once do not wait for the others.
 
         Raises:
             ServerError: None of them has it.
+            BrokenError: One of them could not be asked in time, or did not answer.
         """
         if self._is_whole:
             return await self.ask(call)
-        held, refusals = [], []
-        for clerk in [clerk for clerk in self._clerks if clerk.is_up]:
+        deadline = trio.current_time() + self._patience_s
+        held: list[HeldLease] = []
+        refusals: list[ServerError] = []
+        broken: BrokenError | None = None
+        asked: set[Clerk | None] = set()
+        while left := [number for number in self._named if self._at.get(number) not in asked]:
+            homes = (self._at.get(number) for number in left)
+            clerk = next((home for home in homes if home is not None and home.is_up), None)
+            if clerk is None:
+                clerk = await self._clerk_for(left[0], deadline)
+            asked.add(clerk)
             try:
                 held.append(await clerk.ask(call))
             except ServerError as error:
                 refusals.append(error)
+            except BrokenError as error:
+                broken = error
+        if broken is not None:
+            raise broken
         if not held:
-            raise refusals[0] if refusals else BrokenError("no node can be reached")
+            raise refusals[0] if refusals else BrokenError("no node has any partition")
         return calls.one_lease(held)
+
+    @property
+    def _named(self) -> list[PartitionId]:
+        """The partitions for which the map names a node; all of them while there is no map."""
+        atlas = self.fleet.atlas
+        return [
+            partition
+            for partition in self.partitions
+            if atlas.map is None or atlas.holders(partition, PartitionState.ACTIVE)
+        ]
 
     # What is known without asking.
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import attrs
+import trio
 
 from upr_protocol.client import calls
 from upr_protocol.client.address import Address
@@ -368,7 +369,8 @@ class Client:
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """A lease goes on for so long from now, even if it has lapsed; `ServerError` with
-        `RANGE_GONE` if it is not there, or what it held is not whole any more."""
+        `RANGE_GONE` if it is not there, or what it held is not whole any more; `BrokenError` if a
+        node that may have some of it could not be asked."""
         return await self._clerks.everywhere(
             calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
         )
@@ -417,6 +419,9 @@ async def connect(
     """A client connected to `upr://host:port/bucket`; without the bucket, for the calls about
     buckets only. Several nodes are named as `upr://host:port,host:port/bucket`.
 
+    Where several nodes hold the bucket, all of them were reached then, but for those that could not
+    be, or did not answer in time.
+
     Leaving the context closes the connection; open requests of other tasks raise `ClosedError`.
 
     Args:
@@ -447,6 +452,9 @@ async def connect(
     async with background() as nursery:
         nursery.start_soon(clerks.run)
         await clerks.opened.wait()
+        if clerks.error is None:
+            with trio.move_on_after(connect_timeout_s):
+                await clerks.fleet.settled.wait()
         if clerks.error is not None:
             raise clerks.error
         yield Client(address, options, clerks)

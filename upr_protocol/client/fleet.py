@@ -118,6 +118,8 @@ class Fleet(Generic[M]):
     Attributes:
         atlas: What is known of the map.
         last_failure: Why the last link, or attempt to make one, ended; empty at first.
+        settled: Set when it is known for the first time where all partitions are: the map is here,
+            or there is none, and each node that it names was reached or could not be.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Fleet(Generic[M]):
     ) -> None:
         self.atlas = Atlas(address)
         self.last_failure = ""
+        self.settled = trio.Event()
         self._options = options
         self._crew = crew
         self._state = state
@@ -214,6 +217,7 @@ class Fleet(Generic[M]):
                     continue
                 raise error
             self.last_failure = str(error)
+            self._settle()
             self.doubt()
             await trio.sleep(node.member.patience.wait_s(self._judged(error), trio.current_time()))
 
@@ -232,6 +236,7 @@ class Fleet(Generic[M]):
         node.is_up, node.is_down = True, False
         revision = link.greeting.map_revision
         if not self._by_map or not revision:
+            self.settled.set()
             return
         self.atlas.heard_of(revision)
         if self.atlas.map is None:
@@ -239,6 +244,13 @@ class Fleet(Generic[M]):
         if self.atlas.is_old:
             opaque = link.session.new_opaque()
             link.send(GetMap(node.address.bucket, opaque=opaque))
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.atlas.map is None or self.atlas.is_old:
+            return
+        if all(node.is_up or node.is_down for node in self._nodes):
+            self.settled.set()
 
     # What members hear.
 
@@ -254,6 +266,7 @@ class Fleet(Generic[M]):
         if self._by_map and found is not None and self.atlas.take(found):
             self._rests.clear()
             self._route()
+            self._settle()
             self._wake.set()
 
     def doubt(self, map_revision: int = 0) -> None:
