@@ -132,6 +132,12 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             host, _, port = address.rpartition(":")
             if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ClusterMapError(f"node {name}: {address!r} is not HOST:PORT")
+            try:
+                host.strip("[]").encode("idna")
+            except UnicodeError as error:
+                raise ClusterMapError(f"node {name}: {host!r} is no host name") from error
+        if len(set(self.nodes.values())) < len(self.nodes):
+            raise ClusterMapError("two nodes have one address")
         for number, owners in enumerate(self.partitions):
             self._check_owners(number, owners)
 

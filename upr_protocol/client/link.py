@@ -39,7 +39,11 @@ _GOODBYE_S: Final = 2.0
 
 async def dial_tcp(address: Address) -> trio.abc.Stream:
     """A TCP connection to `address`."""
-    return await trio.open_tcp_stream(address.host, address.port)
+    try:
+        return await trio.open_tcp_stream(address.host, address.port)
+    except UnicodeError as error:
+        # The codec for host names has opinions of its own.
+        raise OSError(f"{address.host!r} is no host name") from error
 
 
 @attrs.frozen

@@ -252,7 +252,9 @@ class Partition:
         self._pins: dict[int, SeqNo] = {}
         self._pins_given = count()
         for token, answer in image.answers.items():
-            self._remember(token, answer)
+            # As of the number that it was given at, or nearly: what is undone later takes it along.
+            at = min(answer.last_seq, image.high)
+            self._writers.remember(token, pack(answer), at, answer.attempt)
 
     def __repr__(self) -> str:
         return f"<Partition {self.id}, {self.state.name.lower()}, at {self.high_seq}>"
@@ -593,6 +595,10 @@ class Partition:
             self.indexed = self.purge_seq = SeqNo(0)
             self.stored_items = 0
         return self._writers.cut(seq)
+
+    def answered_above(self, seq: SeqNo) -> list[WriterToken]:
+        """The tokens of answers that a `cut` would forget. O(answers)."""
+        return self._writers.above(seq)
 
     def answers(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers to batches of [`start`, `end`], for a replica: writer, counter, the high number

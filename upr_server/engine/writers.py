@@ -280,15 +280,19 @@ class Writers:
                 found.append((token.writer, token.counter, SeqNo(high), known[0]))
         return found
 
+    def above(self, seq: int) -> list[WriterToken]:
+        """The tokens of answers given at numbers above `seq`. O(answers)."""
+        at = bisect_left(self._order, seq + 1, key=_HIGH)
+        return list(dict.fromkeys(token for _, token in self._order[at:]))
+
     def cut(self, seq: int) -> list[WriterToken]:
         """Forgets the answers given at numbers above `seq`, as if they had never been. O(answers).
 
         Returns:
             Their tokens.
         """
-        at = bisect_left(self._order, seq + 1, key=_HIGH)
-        gone = list(dict.fromkeys(token for _, token in self._order[at:]))
-        del self._order[at:]
+        gone = self.above(seq)
+        del self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
         for token in gone:
             answers = self._writers.get(token.writer)
             if answers is None or token.counter not in answers.by_counter:

@@ -53,6 +53,9 @@ class Cluster(Protocol):
     async def stop(self) -> None:
         """Has what was received on disk, and receives no more."""
 
+    def is_doubtful(self, bucket: str) -> bool:
+        """Whether a stop must not be taken for a clean one."""
+
     def statistics(self, bucket: str) -> dict[str, object]:
         """Figures of a bucket."""
 
@@ -102,6 +105,10 @@ class Alone:
 
     async def stop(self) -> None:
         """See `Cluster`."""
+
+    def is_doubtful(self, bucket: str) -> bool:  # noqa: ARG002
+        """See `Cluster`."""
+        return False
 
     def statistics(self, bucket: str) -> dict[str, object]:  # noqa: ARG002
         """See `Cluster`."""

@@ -141,20 +141,35 @@ def _open(connection: Connection, request: Open) -> None:
 def _stream(connection: Connection, request: Stream) -> None:
     try:
         partition = _owned(connection, request.partition)
+        _check_replica(connection, request)
     except ServerError as error:
         connection.say(
             StreamReply(
                 SeqNo(0),
-                str(error),
+                error.sentence,
                 FailoverLog(),
                 _revision(connection),
                 partition=request.partition,
                 opaque=request.opaque,
-                status=Status.NOT_MY_PARTITION,
+                status=error.status,
             )
         )
         return
     connection.streamer.open(connection.disk, partition, request, _revision(connection))
+
+
+def _check_replica(connection: Connection, request: Stream) -> None:
+    """A replica follows a node only while both have it so: this one may have lost its disk, and
+    with it the map, and would have the replica give up all that it has."""
+    bucket = connection.bucket
+    if not request.with_answers or bucket is None:
+        return
+    name = connection.session.client_identity.removeprefix(REPLICA)
+    if not connection.service.cluster.is_replica(bucket.name, request.partition, name):
+        raise ServerError(
+            Status.WRONG_STATE,
+            f"this node does not know {name!r} as its replica for partition {request.partition}",
+        )
 
 
 def _level(

@@ -206,7 +206,8 @@ class Service:
         for bucket, disk in self.disks.items():
             try:
                 await disk.stop()
-                await self.store.finish(bucket.name)
+                if not self.cluster.is_doubtful(bucket.name):
+                    await self.store.finish(bucket.name)
             except DiskFullError as error:
                 failure = failure or error
         if failure is not None:
@@ -223,14 +224,15 @@ class Service:
         found = self.buckets.get(bucket)
         return None if found is None else self.disks[found]
 
-    async def create_held(self, name: str, states: Sequence[PartitionState]) -> BucketDisk:
-        """Makes a bucket whose partitions are in these states, and hold nothing.
+    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
+        """Makes a bucket whose partitions are dead, and hold nothing.
 
         Raises:
             BucketError: It exists, or an argument is out of its range.
             StorageError: It could not be put on disk.
         """
-        check_bucket(name, len(states), self.quota_bytes_default)
+        check_bucket(name, partition_count, self.quota_bytes_default)
+        states = [PartitionState.DEAD] * partition_count
         async with self._turn:
             self.buckets.check_absent(name)
             with trio.CancelScope(shield=True):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from upr_protocol.errors import Status
-from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.ids import PartitionId
 from upr_server.engine import Bucket
 from upr_server.storage.bucket_disk import BucketDisk
 
@@ -17,8 +16,8 @@ class Host(Protocol):
     def disk_of(self, bucket: str) -> BucketDisk | None:
         """The disk of the bucket with this name, if there is one."""
 
-    async def create_held(self, name: str, states: Sequence[PartitionState]) -> BucketDisk:
-        """Makes a bucket whose partitions are in these states, and hold nothing."""
+    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
+        """Makes a bucket whose partitions are dead, and hold nothing."""
 
     def end_streams(
         self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True

@@ -73,6 +73,12 @@ class Incoming:
         self._answers_of_snapshot: list[Answer] = []
         self._is_news = False
 
+    @classmethod
+    def of(cls, record: PartitionRecord) -> Incoming:
+        """Of what is on disk."""
+        failover_log = FailoverLog.of(record.failover_log)
+        return cls(failover_log, record.high, Cas(record.last_cas), record.partial)
+
     @property
     def position(self) -> Position:
         """From where the stream goes on."""
@@ -133,8 +139,9 @@ class Incoming:
         self._is_news = True
 
     def cut(self, to: SeqNo) -> None:
-        """Everything above `to` is undone, here and on disk; nothing was left to be put there."""
-        assert not self._chunks
+        """Everything above `to` is undone, here and on disk; with it what waits for its end."""
+        self._chunks, self._ends, self._answers = [], [], []
+        self.nbytes = 0
         self.log = self.log.until(to)
         self.high = self.received = to
         self._partial = None

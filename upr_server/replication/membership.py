@@ -19,12 +19,16 @@ from upr_server.replication.host import Host
 from upr_server.replication.incoming import Incoming
 from upr_server.replication.replicator import Replicator
 from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
 UNDO_MUTATIONS: Final = 64 * 1024
 """The newest mutations of a bucket that are left out of its index, so that they can be undone: at
 100,000 a second, more than half a second of what a replica may have ahead of another. On an active
 each takes some 150 bytes of memory for that time."""
+
+PERSIST_S: Final = 10.0
+"""How long a partition that hands over may take to be on disk; nobody writes to it meanwhile."""
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +42,9 @@ class _Held:
         map: The map that was carried out last.
         is_confirmed: Whether a peer has said since the start that there is no newer one.
         is_clean: Whether this node was stopped cleanly before it was started.
+        doubtful: Partitions of which this node may not have all that it gave others, though the map
+            has it active: it was killed, or has just been given the bucket. It does not become
+            active for them before a map has said that it is not.
         incoming: What replicas have received.
         replicators: Whom this node follows, by the name of the node.
         turn: Maps are carried out one after the other.
@@ -47,6 +54,7 @@ class _Held:
     map: ClusterMap
     is_confirmed: bool
     is_clean: bool
+    doubtful: set[PartitionId] = attrs.field(factory=set)
     incoming: dict[PartitionId, Incoming] = attrs.field(factory=dict)
     replicators: dict[str, Replicator] = attrs.field(factory=dict)
     turn: trio.Lock = attrs.field(factory=trio.Lock)
@@ -155,6 +163,10 @@ class Membership:
             state = found.partitions[partition.id].state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
+                if not is_clean and found.partitions[partition.id].replicas:
+                    # What it had in memory is lost, and may have been acknowledged: a replica has
+                    # it.
+                    held.doubtful.add(partition.id)
             partition.become(state, partition.failover_log)
             if partition.id in partials:
                 held.incoming[partition.id] = _incoming_of(partition, partials[partition.id])
@@ -178,22 +190,33 @@ class Membership:
             finally:
                 # A map may be half carried out; nobody is followed any more.
                 self._nursery = None
+                for held in self._held.values():
+                    for replicator in held.replicators.values():
+                        replicator.hurry()
 
     async def stop(self) -> None:
-        """Follows nobody any more; what was received is on disk when this returns."""
+        """Follows nobody any more; what was received is on disk when this returns, or there is no
+        room for it."""
         for held in self._held.values():
             async with held.turn:
                 for name in list(held.replicators):
-                    await held.replicators.pop(name).stop()
+                    try:
+                        await held.replicators.pop(name).stop()
+                    except DiskFullError as error:
+                        log.error("some of what was received is lost", error=str(error))
 
-    def _peers(self, cluster_map: ClusterMap) -> list[str]:
-        """The addresses of the other nodes that hold something of the bucket, or are to."""
-        return [address for name, address in cluster_map.nodes.items() if name != self.node]
-
-    def peers(self, bucket: str) -> list[str]:
-        """The addresses of the other nodes of a bucket."""
+    def is_doubtful(self, bucket: str) -> bool:
+        """Whether this node would lose something if it took its stop for a clean one: see
+        `_Held`."""
         held = self._held.get(bucket)
-        return [] if held is None else self._peers(held.map)
+        return held is not None and bool(held.doubtful)
+
+    def peers(self, bucket: str) -> dict[str, str]:
+        """The addresses of the other nodes of a bucket, by name."""
+        held = self._held.get(bucket)
+        if held is None:
+            return {}
+        return {name: there for name, there in held.map.nodes.items() if name != self.node}
 
     # Maps.
 
@@ -285,7 +308,9 @@ class Membership:
             )
         async with held.turn:
             await self._change(held, new)
-        self._held[new.bucket] = held
+        if self._host.disk_of(new.bucket) is held.disk:
+            # It was not deleted meanwhile.
+            self._held[new.bucket] = held
 
     async def _first(self, new: ClusterMap) -> _Held:
         """Of a bucket that had no map yet: this node held it alone, or not at all."""
@@ -296,24 +321,31 @@ class Membership:
                 f"{', '.join(sorted(new.nodes))}",
             )
         disk = self._host.disk_of(new.bucket)
+        owners = Owners(active=self.node)
+        doubtful: set[PartitionId] = set()
         if disk is None:
-            disk = await self._host.create_held(
-                new.bucket, [owners.state_of(self.node) for owners in new.partitions]
-            )
+            disk = await self._host.create_held(new.bucket, len(new.partitions))
+            owners = Owners()
+            if new.revision > 1:
+                # It holds nothing of what it is said to have: perhaps its disk was lost.
+                doubtful = {
+                    PartitionId(number)
+                    for number, there in enumerate(new.partitions)
+                    if there.active == self.node and there.replicas
+                }
         disk.upkeeper.keep = self._undo_mutations
-        alone = Owners(active=self.node)
         before = ClusterMap(
             bucket=new.bucket,
             revision=0,
             nodes=new.nodes,
-            partitions=(alone,) * len(disk.bucket.partitions),
+            partitions=(owners,) * len(disk.bucket.partitions),
         )
-        return _Held(disk, before, is_confirmed=True, is_clean=True)
+        return _Held(disk, before, is_confirmed=True, is_clean=True, doubtful=doubtful)
 
     async def _change(self, held: _Held, new: ClusterMap) -> None:
         disk, bucket = held.disk, held.disk.bucket
         states = {
-            partition: self._state_in(held, new, new.partitions[partition.id])
+            partition: self._state_in(held, partition.id, new.partitions[partition.id])
             for partition in bucket.partitions
         }
         waiting = sum(
@@ -323,8 +355,8 @@ class Membership:
         )
         if waiting:
             log.warning(
-                "this node was killed while it was active; its replicas may have more than its "
-                "disk: name the actives with `upr failover`",
+                "this node was killed while it was active, or has lost its disk; its replicas may "
+                "have more: name the actives with `upr failover`",
                 bucket=bucket.name,
                 partitions=waiting,
             )
@@ -341,8 +373,7 @@ class Membership:
         changes: list[_Change] = []
         try:
             await self._stop_following(held, new)
-            for partition in leaving:
-                await disk.flusher.persisted(partition, partition.high_seq)
+            await self._persist(disk, leaving)
             changes = [
                 _Change(partition, state, self._log_after(held, new, partition, state))
                 for partition, state in states.items()
@@ -363,6 +394,7 @@ class Membership:
             raise failure
         held.map = new
         held.is_confirmed = True
+        held.doubtful = {n for n in held.doubtful if new.partitions[n].active == self.node}
         for change in changes:
             self._become(held, change, was_active=change.partition in logs)
         await self._follow(held)
@@ -376,16 +408,25 @@ class Membership:
             },
         )
 
-    def _state_in(self, held: _Held, new: ClusterMap, owners: Owners) -> PartitionState:
+    async def _persist(self, disk: BucketDisk, partitions: list[Partition]) -> None:
+        """Waits until the disk has all of these partitions.
+
+        Raises:
+            DiskFullError: It does not in time.
+        """
+        with trio.move_on_after(PERSIST_S):
+            for partition in partitions:
+                await disk.flusher.persisted(partition, partition.high_seq)
+            return
+        raise DiskFullError(
+            f"what {disk.bucket.name!r} took in is not on disk after {PERSIST_S:.0f} s: "
+            f"{disk.flusher.full or 'it is slow'}"
+        )
+
+    def _state_in(self, held: _Held, number: PartitionId, owners: Owners) -> PartitionState:
         """What a map makes of a partition."""
         state = owners.state_of(self.node)
-        if (
-            state is PartitionState.ACTIVE
-            and owners.replicas
-            and self._is_confirming(held, new)
-            and not held.is_clean
-        ):
-            # What it had in memory is lost, and may have been acknowledged: a replica has it.
+        if state is PartitionState.ACTIVE and number in held.doubtful:
             return PartitionState.PENDING
         return state
 

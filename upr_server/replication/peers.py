@@ -9,7 +9,8 @@ from typing import Final
 import structlog
 import trio
 
-from upr_protocol.client import Address, fetch_map
+from upr_protocol.client import Address
+from upr_protocol.client.maps import ask_node
 from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import UprError
 from upr_server.replication.membership import Membership
@@ -53,7 +54,7 @@ class Peers:
         peers = self._membership.peers(bucket)
         if peers:
             at = self._next[bucket] = (self._next[bucket] + 1) % len(peers)
-            found = await self._fetch(peers[at], bucket)
+            found = await self._fetch(*list(peers.items())[at], bucket)
             if found is not None:
                 await self._adopt(found)
 
@@ -66,14 +67,14 @@ class Peers:
             await self._try(membership.confirm, bucket, revision)
             return
 
-        async def ask(address: str) -> None:
-            found = await self._fetch(address, bucket)
+        async def ask(name: str, address: str) -> None:
+            found = await self._fetch(name, address, bucket)
             if found is not None:
                 answers.append(found)
 
         async with trio.open_nursery() as nursery:
-            for address in membership.peers(bucket):
-                nursery.start_soon(ask, address)
+            for name, address in membership.peers(bucket).items():
+                nursery.start_soon(ask, name, address)
         if not answers:
             if bucket not in self._told:
                 self._told.add(bucket)
@@ -87,19 +88,38 @@ class Peers:
         newest = max(answers, key=lambda one: one.revision)
         if newest.revision > revision:
             await self._adopt(newest)
-        else:
+        elif newest.revision < revision or newest == membership.map_of(bucket):
             await self._try(membership.confirm, bucket, revision)
 
-    async def _fetch(self, address: str, bucket: str) -> ClusterMap | None:
+    async def _fetch(self, name: str, address: str, bucket: str) -> ClusterMap | None:
+        """The map of the node `name`, if it is that which answers there."""
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
-                return await fetch_map(
+                told = await ask_node(
                     Address.parse(f"upr://{address}/{bucket}"),
                     identity=f"node:{self._membership.node}",
                 )
+                ours = self._membership.map_of(bucket)
+                if told.node != name:
+                    self._tell_once(f"{address} is {told.node}, and not {name} as the map says")
+                elif told.map is not None and told.map != ours:
+                    if ours is not None and told.map.revision == ours.revision:
+                        self._tell_once(
+                            f"{name} has another map of revision {ours.revision}: two commands "
+                            "were given at once; repeat the one that counts"
+                        )
+                        return None
+                    return told.map
+                else:
+                    return told.map
         except UprError as error:
             log.debug("a node does not tell its map", address=address, error=str(error))
         return None
+
+    def _tell_once(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            log.warning(sentence)
 
     async def _adopt(self, found: ClusterMap) -> None:
         await self._try(self._membership.adopt, found)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+import msgspec
 import structlog
 import trio
 
@@ -21,11 +22,12 @@ from upr_protocol.client import (
     StreamAccepted,
     consume,
 )
-from upr_protocol.errors import Status, UprError
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition
+from upr_server.engine.partition import unpack
 from upr_server.replication.host import Host
-from upr_server.replication.incoming import Incoming
+from upr_server.replication.incoming import Answer, Incoming
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.errors import DiskFullError
@@ -85,6 +87,9 @@ class Replicator:
         self._taken = trio.Event()
         self._turn = trio.Lock()
         self._commits = 0
+        self._on_disk = {number: incoming[number].record() for number in partitions}
+        self._is_gone = self._is_stopping = False
+        self._lost = ""
         self.trouble = ""
         """Why it does not follow now; empty while it does."""
 
@@ -112,13 +117,29 @@ class Replicator:
 
     def cancel(self) -> None:
         """Ends it: the bucket is gone."""
+        self._is_gone = True
         self._dirty.clear()
         self._scope.cancel()
 
+    def hurry(self) -> None:
+        """It is about to be ended: a full disk is not waited for any more."""
+        self._is_stopping = True
+
     async def stop(self) -> None:
-        """Ends it, and waits until what came is on disk."""
+        """Ends it, and waits until what came is on disk.
+
+        Raises:
+            DiskFullError: There is no room for it, and it is forgotten.
+        """
+        self._is_stopping = True
         self._scope.cancel()
         await self._ended.wait()
+        if self._lost:
+            raise DiskFullError(self._lost)
+
+    def _check_not_gone(self) -> None:
+        if self._is_gone:
+            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
 
     # Following.
 
@@ -166,12 +187,7 @@ class Replicator:
             incoming = self._incoming[event.partition]
             incoming.begin(event.history_id, event.end, event.purge_seq)
         elif isinstance(event, AnswersReceived):
-            self._incoming[event.partition].add_answers(
-                [
-                    (writer, counter, SeqNo(seq), answer)
-                    for writer, counter, seq, answer in event.rows
-                ]
-            )
+            self._incoming[event.partition].add_answers(_checked(event.rows))
         elif isinstance(event, SnapshotEnd):
             self._incoming[event.partition].finish(event.end)
             self._is_dirty(event.partition)
@@ -191,7 +207,8 @@ class Replicator:
 
     async def _wait_for_room(self) -> None:
         while sum(self._incoming[number].nbytes for number in self._dirty) > BUFFER_BYTES:
-            self._taken = trio.Event()
+            if self._taken.is_set():
+                self._taken = trio.Event()
             await self._taken.wait()
 
     def positions(self, numbers: list[PartitionId]) -> ResumeState:
@@ -244,10 +261,11 @@ class Replicator:
                 return
             # Whoever stops it waits for this; what is half done would be done again in vain.
             with trio.CancelScope(shield=True):
-                await self._put(writes)
-            self._commits += 1
-            for write in writes:
-                self._is_on_disk(write)
+                is_there = await self._put(writes)
+            if is_there:
+                self._commits += 1
+                for write in writes:
+                    self._has_come(write)
         self._taken.set()
         self._disk.committed()
 
@@ -264,19 +282,32 @@ class Replicator:
             number, arrived.record, arrived.chunks, tokens, arrived.ends, arrived.purge_seq
         )
 
-    async def _put(self, writes: list[PartitionWrite]) -> None:
-        while True:
+    async def _put(self, writes: list[PartitionWrite]) -> bool:
+        """Puts it on disk; gives up when that is full and it is to stop, or the bucket is gone.
+
+        Returns:
+            Whether it is there.
+        """
+        while not self._is_gone:
             try:
                 await self._disk.store.commit(self._disk.bucket.name, writes)
-                return
+                return True
             except DiskFullError as error:
                 if not self.trouble:
                     log.error("the disk is full", bucket=self._disk.bucket.name, error=str(error))
                 self.trouble = str(error)
-                await trio.sleep(RETRY_S)
+            if self._is_stopping:
+                self._lost = self.trouble
+                for number, record in self._on_disk.items():
+                    self._incoming[number] = Incoming.of(record)
+                self._dirty.clear()
+                return False
+            await trio.sleep(RETRY_S)
+        return False
 
-    def _is_on_disk(self, write: PartitionWrite) -> None:
+    def _has_come(self, write: PartitionWrite) -> None:
         number = PartitionId(write.partition)
+        self._on_disk[number] = write.record
         partition = self._disk.bucket.partitions[number]
         stands_on_disk(partition, write.record)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
@@ -301,11 +332,19 @@ class Replicator:
                 before = incoming.received
                 found = await disk.store.newest_end(bucket.name, number, ceiling, undone.indexed)
                 to = SeqNo(found or 0)
-                tokens = [Token(one.writer, one.counter, b"") for one in undone.cut(to)]
-                incoming.cut(to)
-                broken = await disk.store.cut(bucket.name, number, incoming.record(), tokens)
+                failover_log = incoming.log.until(to)
+                pairs = tuple(failover_log.pairs())
+                record = PartitionRecord(PartitionState.REPLICA, pairs, to, undone.last_cas)
+                tokens = [Token(one.writer, one.counter, b"") for one in undone.answered_above(to)]
+                self._check_not_gone()
+                broken = await disk.store.cut(bucket.name, number, record, tokens)
+                # Whoever has begun to read meanwhile may have been told of what is gone.
+                self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
                 disk.leases.are_broken(broken)
-                undone.become(undone.state, incoming.log)
+                undone.cut(to)
+                incoming.cut(to)
+                self._on_disk[number] = record
+                undone.become(undone.state, failover_log)
         log.warning(
             "a replica went back",
             bucket=bucket.name,
@@ -343,6 +382,15 @@ class _Logs:
     async def save(self, state: ResumeState) -> None:
         """Puts the logs on disk."""
         await self._replicator.keep_logs(state, self._numbers)
+
+
+def _checked(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Answer]:
+    try:
+        for _, _, _, answer in rows:
+            unpack(answer)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RemoteProtocolError(f"an answer that cannot be read: {error}") from error
+    return [(writer, batch, SeqNo(seq), answer) for writer, batch, seq, answer in rows]
 
 
 def stands_on_disk(partition: Partition, record: PartitionRecord) -> None:

@@ -10,6 +10,7 @@ import structlog
 import trio
 
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionState
 from upr_server.engine import Bucket, Partition
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.flusher import Flusher
@@ -148,14 +149,19 @@ class Upkeeper:
     async def _step(self) -> bool:
         idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
         short = self._bucket.quota.is_short(self._bucket.memory)
+        # A new active cannot be asked for what it does not know before that is indexed.
+        asked = bool(self._asked) or any(
+            one.state is PartitionState.ACTIVE and not one.can_be_asked
+            for one in self._bucket.partitions
+        )
         await self._leases.forget()
         done = await self._store.upkeep(
             self._bucket.name,
-            urgent=idle or short or bool(self._asked),
+            urgent=idle or short or asked,
             leases=self._leases.ranges(),
             lapsed=self._leases.lapsed(),
             purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
-            keep=0 if short or self._asked else self.keep,
+            keep=0 if short or asked else self.keep,
         )
         self._leases.are_broken(done.broken)
         self._flusher.index_moves(True)
