@@ -3,6 +3,7 @@ disks."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from functools import partial
 from random import Random
@@ -28,8 +29,10 @@ from upr_protocol.client import (
 )
 from upr_protocol.cluster import Keeps, Owners
 from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
+    Cas,
     Durability,
     HistoryId,
     Operation,
@@ -38,6 +41,7 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_server.engine import Partition, WriterToken
+from upr_server.replication.incoming import Incoming
 from upr_server.storage.simulated_store import SimulatedRoom
 
 P = 4
@@ -400,3 +404,91 @@ async def test_failovers_at_random(seed: int) -> None:
             assert items.get(key, 0) >= value, f"{key} was acknowledged as {value}"
         assert all(value <= load.sent[key] for key, value in items.items())
         assert load.acknowledged
+
+
+async def test_a_node_that_lost_its_disk_has_nobody_give_up_anything() -> None:
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        highs = [partition.high_seq for partition in one.nodes["b"].held]
+        await one.nodes["a"].kill()
+        one.nodes["a"].room = SimulatedRoom()
+        await one.start("a")
+        assert [p.state for p in one.nodes["a"].held] == [PartitionState.ACTIVE] * P, "it is new"
+        await trio.sleep(1)
+        for name in "bc":
+            assert [partition.high_seq for partition in one.nodes[name].held] == highs
+
+
+@pytest.mark.parametrize("is_up", [False, True])
+async def test_no_newer_map_makes_a_node_active_that_was_killed(is_up: bool) -> None:
+    """It may have lost what a replica has; only a map that names another makes it sure."""
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        await one.nodes["a"].kill()
+        if is_up:
+            await one.start("a")
+        await one.give(one.map.with_node("d", "127.0.0.1:9"), "b", "c")
+        if not is_up:
+            await one.start("a")
+        await eventually(lambda: has_map(one, "a"), "it takes the newer map over")
+        assert {p.state for p in one.nodes["a"].held} == {PartitionState.PENDING}
+        # A stop in between must not be taken for a clean one.
+        await one.nodes["a"].stop()
+        await one.start("a")
+        await eventually(lambda: not unconfirmed(one, "a"), "a peer confirms the map")
+        assert {p.state for p in one.nodes["a"].held} == {PartitionState.PENDING}
+        await one.fail_over("a", Random(1))
+        await same(one)
+
+
+def has_map(one: TestCluster, name: str) -> bool:
+    server = one.nodes[name].server
+    assert server is not None
+    return server.service.cluster.revision(BUCKET) == one.map.revision
+
+
+async def test_what_expires_is_deleted_by_a_new_active() -> None:
+    async with cluster() as one:
+        async with connect(one.nodes["a"].url, by_map=False) as client:
+            for number in range(20):
+                await client.set(f"key {number}", "v", expiry=int(time.time()) + 2)
+        await one.quiet()
+        await one.nodes["a"].kill()
+        await one.fail_over("a", Random(1))
+
+        deadline = trio.current_time() + 20
+        while trio.current_time() < deadline:
+            names = {owners.active for owners in one.map.partitions}
+            found = [await one.contents(name) for name in names]
+            if not any(items for by_partition in found for items in by_partition.values()):
+                return
+            await trio.sleep(0.1)
+        raise AssertionError("items that expired are still there")
+
+
+async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> None:
+    async with cluster() as one:
+        async with publisher(one.nodes["a"].url, by_map=False) as sender:
+            for number in range(20):
+                row = Mutation(Operation.INCREMENT, key_in(0), CounterDelta(1, 1).encode())
+                await sender.publish_and_wait(PartitionId(0), Chunk.build((row,)))
+                assert number < 20
+        await one.quiet()
+        await one.nodes["c"].kill()
+        await one.start("c")
+        held = one.nodes["c"].held[0]
+        assert len(held.answers(SeqNo(0), held.high_seq)) == 20
+        assert [token.counter for token in held.answered_above(SeqNo(15))] == [16, 17, 18, 19, 20]
+
+
+def test_a_replica_that_goes_back_lets_go_of_what_waits_for_its_end() -> None:
+    """The last chunk of a snapshot has come, and its end has not."""
+    incoming = Incoming(FailoverLog.of([(7, 0)]), SeqNo(0), Cas(0))
+    incoming.begin(HistoryId(7), SeqNo(1), SeqNo(0))
+    incoming.add(Chunk.build((Mutation(Operation.SET, b"k", b"v", SeqNo(1), Cas(1)),)))
+    assert incoming.take().chunks == [], "it is written with its end"
+    assert incoming.nbytes
+    incoming.cut(SeqNo(0))
+    assert (incoming.nbytes, incoming.received, incoming.take().chunks) == (0, 0, [])
