@@ -35,6 +35,7 @@ class Status(IntEnum):
     REPLAY_DIFFERS = 17
     REVISION_CONFLICT = 18
     NOT_DURABLE_YET = 19
+    TOO_FEW_REPLICAS = 20
 
     # An answer about one mutation of a batch.
     EXISTS = 32
@@ -95,6 +96,7 @@ ADVICE: Final[dict[Status, str]] = {
         "the change was made and may be lost yet; send the batch again under its token, or await "
         "its number"
     ),
+    Status.TOO_FEW_REPLICAS: "add replicas, or ask for fewer copies",
     Status.EXISTS: "use set or replace if the key may exist",
     Status.NOT_FOUND: "use set or add if the key may be missing",
     Status.CAS_MISMATCH: "read the item again and repeat the change with its new CAS",

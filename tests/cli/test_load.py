@@ -121,7 +121,7 @@ def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, plan
     refused = run(
         "load", bucket, str(planes), "--key", "tailnum", "--durability", "replicated", code=3
     )
-    assert "this server does not offer it" in refused.stderr
+    assert "add replicas, or ask for fewer copies" in refused.stderr
     assert refused.stdout == "stopped after 4 rows; what was loaded stays\n"
     run("get", bucket, "N1", code=1)
 

@@ -237,12 +237,12 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
         for request, status in (
             (
                 Mutate(sets(b"k"), durability=replicated, partition=P0, opaque=90),
-                Status.UNSUPPORTED,
+                Status.TOO_FEW_REPLICAS,
             ),
             (Mutate(sets(b"k"), partition=PartitionId(9), opaque=91), Status.NOT_MY_PARTITION),
             (Mutate(sets(b""), partition=P0, opaque=92), Status.BAD_ARGUMENT),
             (Get((b"k",), other, partition=P0, opaque=93), Status.HISTORY_CHANGED),
-            (waiting(ours, 1, replicated), Status.UNSUPPORTED),
+            (waiting(ours, 1, replicated), Status.TOO_FEW_REPLICAS),
             (waiting(ours, 1, persisted), Status.TIMED_OUT),
             (waiting(other, 1, memory), Status.HISTORY_CHANGED),
             (waiting(ours, 2, memory), Status.BAD_ARGUMENT),

@@ -35,7 +35,7 @@ from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, PartitionState
 
-ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "6"))
+ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "4"))
 BUCKET: Final = "b"
 PARTITIONS: Final = 8
 NAMES: Final = ("a", "b", "c")

@@ -31,7 +31,13 @@ from upr_protocol.ids import Durability
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 _OF_NO_USE: Final = frozenset(
-    {Status.UNSUPPORTED, Status.NO_BUCKET, Status.BUCKET_DELETED, Status.BAD_ARGUMENT}
+    {
+        Status.UNSUPPORTED,
+        Status.TOO_FEW_REPLICAS,
+        Status.NO_BUCKET,
+        Status.BUCKET_DELETED,
+        Status.BAD_ARGUMENT,
+    }
 )
 """What the server says of one batch and would say of all."""
 

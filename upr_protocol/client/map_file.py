@@ -195,10 +195,11 @@ class MapFile:
             if not self._database.in_transaction:
                 raise sqlite3.OperationalError("the transaction is gone")
             return function(*args)
-        except BaseException as error:
+        except sqlite3.Error as error:
             self._break()
-            if isinstance(error, sqlite3.Error):
-                raise _write_error(self._directory, error) from error
+            raise _write_error(self._directory, error) from error
+        except BaseException:
+            self._break()
             raise
 
     def _break(self) -> None:

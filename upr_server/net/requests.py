@@ -183,7 +183,7 @@ def _level(
     wanted = max(copies, 1)
     if wanted > there:
         raise ServerError(
-            Status.UNSUPPORTED,
+            Status.TOO_FEW_REPLICAS,
             f"partition {partition.id} has {there} replicas that follow this node, not {wanted}",
         )
     if copies < 1:

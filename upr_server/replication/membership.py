@@ -415,6 +415,7 @@ class Membership:
             DiskFullError: It does not in time.
         """
         with trio.move_on_after(PERSIST_S):
+            await trio.lowlevel.checkpoint()
             for partition in partitions:
                 await disk.flusher.persisted(partition, partition.high_seq)
             return

@@ -187,7 +187,8 @@ class _Takeover:
             if owners.active and state is not PartitionState.ACTIVE:
                 raise NotDoneError(
                     f"{old} is {state.name.lower()} for partition {number}, though the map says "
-                    "active: wait until another node has confirmed its map, then repeat this"
+                    "active. If it was stopped cleanly, repeat this once another node has "
+                    "confirmed its map; if it was killed, use `upr failover`"
                 )
 
     def _lag(self) -> int:
