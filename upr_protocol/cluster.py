@@ -136,8 +136,6 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 host.strip("[]").encode("idna")
             except UnicodeError as error:
                 raise ClusterMapError(f"node {name}: {host!r} is no host name") from error
-        if len(set(self.nodes.values())) < len(self.nodes):
-            raise ClusterMapError("two nodes have one address")
         for number, owners in enumerate(self.partitions):
             self._check_owners(number, owners)
 

@@ -149,10 +149,14 @@ class Upkeeper:
     async def _step(self) -> bool:
         idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
         short = self._bucket.quota.is_short(self._bucket.memory)
-        # A new active cannot be asked for what it does not know before that is indexed.
-        asked = bool(self._asked) or any(
-            one.state is PartitionState.ACTIVE and not one.can_be_asked
-            for one in self._bucket.partitions
+        # A new active cannot be asked for what it does not know before that is indexed; with `keep`
+        # that would else be never.
+        asked = bool(self._asked) or (
+            self.keep > 0
+            and any(
+                one.state is PartitionState.ACTIVE and not one.can_be_asked
+                for one in self._bucket.partitions
+            )
         )
         await self._leases.forget()
         done = await self._store.upkeep(
