@@ -1,0 +1,27 @@
+"""What is not alike in two large mappings, said in a few lines.
+
+A failed `==` of two such is told with all their contents, which takes longer than the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+TOLD: Final = 5
+"""So many of each kind are named."""
+
+
+def differences(
+    found: Mapping[Key, Value], expected: Mapping[Key, Value]
+) -> dict[str, tuple[int, list[Key]]]:
+    """For each kind of difference how many keys have it, and the first few; empty if equal."""
+    kinds = {
+        "missing": [key for key in expected if key not in found],
+        "too many": [key for key in found if key not in expected],
+        "other value": [k for k, value in expected.items() if k in found and found[k] != value],
+    }
+    return {kind: (len(keys), keys[:TOLD]) for kind, keys in kinds.items() if keys}
