@@ -429,6 +429,33 @@ def test_a_closed_consumer(fake: ThreadedFake) -> None:
         next(stream)
 
 
+def test_a_server_that_is_known_to_be_one_is_waited_for(fake: ThreadedFake) -> None:
+    away = [OSError("refused"), OSError("refused")]
+    waits: list[float] = []
+
+    def dial(address: Address, timeout_s: float) -> socket.socket:
+        if away:
+            raise away.pop()
+        return fake.dial(address, timeout_s)
+
+    fill(fake, 10)
+    mirror = Mirror()
+    with BlockingConsumer(URL, end="now", dial=dial, sleep=waits.append) as following:
+        following.connect()
+        for event in following:
+            mirror.apply(event)
+    assert mirror.contents == fake.server.contents()
+    assert len(waits) == 2
+    away.append(OSError("refused"))
+    with (
+        pytest.raises(BrokenError, match="refused"),
+        BlockingConsumer(URL, dial=dial, sleep=waits.append) as following,
+    ):
+        next(following)
+    with pytest.raises(ClosedError):
+        following.connect()
+
+
 def test_a_caller_who_does_not_wait_ends_no_rest(
     fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

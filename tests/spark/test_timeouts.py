@@ -1,14 +1,18 @@
-"""What `timeoutSeconds` says to the server: how long a silent connection is waited for."""
+"""What `timeoutSeconds` says: how long a server is waited for that is away, or silent."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from threading import Thread
+from threading import Thread, Timer
 
+import pyarrow as pa
 import pytest
 from pyspark.sql import types
 
+from tests.spark.server import blocking_server
+from tests.spark.test_read import durable_client
+from upr_protocol.client import BlockingClient
 from upr_protocol.failover import FailoverEntry, FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session import ServerSession
@@ -32,14 +36,14 @@ def write(said: dict[str, str]) -> None:
     Task(WriteOptions.parse(said, PAIR, overwrite=False), writer_id(b"job", 0), 1).write(iter(()))
 
 
-def read(said: dict[str, str]) -> None:
-    log = FailoverLog((FailoverEntry(HistoryId(1), SeqNo(0)),))
+def read(said: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
+    log = FailoverLog((FailoverEntry(HistoryId(history_id), SeqNo(0)),))
     one = Slice(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
-    list(read_task(ReadTask((one,), 0), ReadOptions.parse(said), COLUMNS))
+    return list(read_task(ReadTask((one,), 0), ReadOptions.parse(said), COLUMNS))
 
 
 @pytest.mark.parametrize("work", [write, read])
-def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]], None]) -> None:
+def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]], object]) -> None:
     intervals: list[int] = []
 
     def listen(listener: socket.socket) -> None:
@@ -67,3 +71,32 @@ def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]]
 )
 def test_twice_the_interval_is_the_timeout(timeout_s: int, interval_s: int) -> None:
     assert idle_interval_s(timeout_s) == interval_s
+
+
+def test_tasks_that_begin_while_the_server_is_away() -> None:
+    """It is being restarted: they were sent by a driver who has spoken with it."""
+    with blocking_server() as server:
+        url = server.create_bucket("b", 1)
+        with durable_client(url) as client:
+            client.set("before", "1")
+            (info,) = client.partitions()
+
+        def restart() -> Timer:
+            server.kill()
+            timer = Timer(0.5, server.start)
+            timer.start()
+            return timer
+
+        timer = restart()
+        (found,) = read({"url": url}, info.log.current)
+        timer.join()
+        assert found.column("key").to_pylist() == [b"before"]
+        timer = restart()
+        rows = pa.RecordBatch.from_pydict({"key": ["after"], "value": ["2"]})
+        options = WriteOptions.parse({"url": url}, PAIR, overwrite=False)
+        assert Task(options, writer_id(b"job", 0), 1).write(iter([rows])).rows == 1
+        timer.join()
+        with BlockingClient(url) as client:
+            item = client.get("after")
+        assert item is not None
+        assert item.value == b"2"

@@ -2,12 +2,14 @@
 back as a replica; publishers and consumers go on all the while.
 
 Nothing that was acknowledged as replicated is lost. In the end all nodes and all consumers have the
-same. `UPR_FAILOVER_ROUNDS` says how many rounds; a test of every day plays few.
+same, and who undoes what was lost has undone no more than that. `UPR_FAILOVER_ROUNDS` says how many
+rounds; a test of every day plays few.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,21 +21,27 @@ import attrs
 import pytest
 import trio
 
-from tests.kit.mirror import Mirror, assert_same
+from tests.kit.mirror import Mirror, apply_mutation, assert_same
 from tests.kit.process import ServerProcess, eventually, server_process
+from upr_protocol.chunk import Mutation
 from upr_protocol.client import (
     Address,
+    ChunkReceived,
     Consumer,
+    Event,
+    SnapshotEnd,
+    StreamAccepted,
     connect,
     consume,
     fetch_map,
     give_map,
     publisher,
 )
-from upr_protocol.client.operator import Operator, fail_over, take_over
+from upr_protocol.client.operator import Limits, NotDoneError, Operator, fail_over, take_over
 from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import UprError
-from upr_protocol.ids import Durability, PartitionState
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SEQ_MAX, Durability, HistoryId, PartitionId, PartitionState, SeqNo
 
 ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "4"))
 BUCKET: Final = "b"
@@ -78,6 +86,11 @@ class Node:
             started.set()
             await self._leave.wait()
         self._left.set()
+
+    def pause(self) -> None:
+        """Has it do nothing any more, without an end to its connections."""
+        assert self.server is not None
+        self.server.process.send_signal(signal.SIGSTOP)
 
     async def kill(self) -> None:
         """Ends it as a crash would."""
@@ -230,6 +243,68 @@ class Follower:
             await self.consumer.barrier()
 
 
+@attrs.define(eq=False)
+class Undoer:
+    """A consumer of the whole bucket that remembers all that it was sent, goes back when it is told
+    to, and looks whether it had to go back so far."""
+
+    url: str
+    undone: int = 0
+    consumer: Consumer | None = None
+    _sent: dict[PartitionId, list[Mutation]] = attrs.field(factory=dict)
+    _ends: dict[PartitionId, list[tuple[SeqNo, HistoryId]]] = attrs.field(factory=dict)
+    _logs: dict[PartitionId, FailoverLog] = attrs.field(factory=dict)
+    _gone_back: dict[PartitionId, SeqNo] = attrs.field(factory=dict)
+
+    async def run(self) -> None:
+        """Follows, for ever."""
+        async with consume(self.url, undo=self._undo, with_logs=True, patience_s=120) as consumer:
+            self.consumer = consumer
+            async for event in consumer:
+                self._apply(event)
+
+    async def _undo(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        below = (end for end, _ in self._ends.get(partition, ()) if end <= ceiling)
+        to = min(max(below, default=SeqNo(0)), self._gone_back.get(partition, SEQ_MAX))
+        self._gone_back[partition] = to
+        return to
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, ChunkReceived):
+            self._sent.setdefault(event.partition, []).extend(event.chunk)
+        elif isinstance(event, SnapshotEnd):
+            branch = self._logs[event.partition].branch_of(event.end)
+            self._ends.setdefault(event.partition, []).append((event.end, branch))
+        elif isinstance(event, StreamAccepted):
+            if event.partition in self._gone_back:
+                self._check_depth(event, self._gone_back.pop(event.partition))
+            self._logs[event.partition] = event.log
+
+    def _check_depth(self, event: StreamAccepted, to: SeqNo) -> None:
+        """The ends that the server has, too, by the names of the branches in which they were."""
+        ends, sent = self._ends.get(event.partition, []), self._sent.get(event.partition, [])
+        common = [end for end, branch in ends if event.log.holds(branch, end)]
+        assert to == max(common, default=0), (to, common[-3:], ends[-3:], event)
+        ends[:] = [one for one in ends if one[0] <= to]
+        self.undone += sum(mutation.seq > to for mutation in sent)
+        sent[:] = [mutation for mutation in sent if mutation.seq <= to]
+
+    @property
+    def contents(self) -> dict[bytes, bytes]:
+        """What it has."""
+        found: dict[bytes, tuple[int, bytes]] = {}
+        for sent in self._sent.values():
+            for mutation in sent:
+                apply_mutation(found, mutation)
+        return {key: value for key, (_, value) in found.items()}
+
+    async def barrier(self) -> None:
+        """Waits until it has all that there was."""
+        assert self.consumer is not None
+        with trio.fail_after(60):
+            await self.consumer.barrier()
+
+
 async def contents(node: Node) -> dict[bytes, bytes]:
     """Everything that one node has, whatever it is for it."""
     mirror = Mirror()
@@ -252,7 +327,9 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
     async with cluster(tmp_path) as one:
         followers = [Follower(one.url, PartitionState.ACTIVE) for _ in range(3)]
         followers.append(Follower(one.url, PartitionState.REPLICA))
+        undoer = Undoer(one.url)
         async with trio.open_nursery() as consumers:
+            consumers.start_soon(undoer.run)
             for follower in followers:
                 consumers.start_soon(follower.run)
             async with trio.open_nursery() as publishers:
@@ -273,6 +350,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
                     await eventually(partial(ledger.is_past, before + 8), "publishers go on")
                     # Else a replica that is still being filled may be all that is left.
                     await caught_up(one)
+                    await undoer.barrier()
                 stopped.set()
             await one.quiet()
             held = {name: await contents(node) for name, node in one.nodes.items()}
@@ -280,9 +358,11 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
                 assert_same(held[name], held["a"], PARTITIONS)
             for follower in followers:
                 await follower.barrier()
+            await undoer.barrier()
             consumers.cancel_scope.cancel()
         for follower in followers:
             assert_same(follower.mirror.contents, held["a"], PARTITIONS)
+        assert_same(undoer.contents, held["a"], PARTITIONS)
         for key, value in ledger.acknowledged.items():
             assert int(held["a"].get(key, b"0")) >= value, (key, value, held["a"].get(key))
         for key, text in held["a"].items():
@@ -347,3 +427,49 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
     assert_same(follower.mirror.contents, held, PARTITIONS)
     for key, value in ledger.acknowledged.items():
         assert int(held[key]) >= value
+
+
+async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) -> None:
+    """The source is active again, in its history, and publishers go on, without anybody's help."""
+    ledger, stopped = Ledger(), trio.Event()
+    async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
+        follower = Follower(one.url, PartitionState.ACTIVE)
+        consumers.start_soon(follower.run)
+        target, operator = one.nodes["c"], one.operator()
+        mine = [number for number in range(PARTITIONS) if NAMES[number % len(NAMES)] == "a"]
+        logs = await active_logs(one, mine)
+        async with trio.open_nursery() as publishers:
+            for who, level in enumerate(LEVELS):
+                publishers.start_soon(publish_all_the_while, one.url, who, level, ledger, stopped)
+            await eventually(lambda: ledger.acknowledgements > 20, "there is load")
+
+            def told(line: str) -> None:
+                if "hands over" in line:
+                    target.pause()
+                    publishers.start_soon(target.kill)
+
+            operator = attrs.evolve(operator, tell=told)
+            with pytest.raises(NotDoneError, match="a is active again"):
+                await take_over(operator, to="c", partitions=mine, limits=Limits(handover_s=1.0))
+            assert await active_logs(one, mine) == logs, "no history was added"
+            await fail_over(one.operator(), all_of="c")
+            before = ledger.acknowledgements
+            await eventually(partial(ledger.is_past, before + 8), "publishers go on")
+            await target.start(one.nursery)
+            await caught_up(one)
+            stopped.set()
+        await one.quiet()
+        held = await contents(one.nodes["c"])
+        assert_same(held, await contents(one.nodes["a"]), PARTITIONS)
+        await follower.barrier()
+        consumers.cancel_scope.cancel()
+    assert_same(follower.mirror.contents, held, PARTITIONS)
+    for key, value in ledger.acknowledged.items():
+        assert int(held[key]) >= value
+
+
+async def active_logs(one: Cluster, partitions: list[int]) -> dict[int, FailoverLog]:
+    """The logs of those partitions for which "a" is active."""
+    async with connect(one.nodes["a"].address, by_map=False) as client:
+        infos = [info for info in client.partitions() if info.partition in partitions]
+    return {info.partition: info.log for info in infos if info.state is PartitionState.ACTIVE}

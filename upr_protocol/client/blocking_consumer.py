@@ -28,7 +28,7 @@ from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.store import FileStore
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
-from upr_protocol.errors import ClosedError
+from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
 
@@ -118,6 +118,7 @@ class BlockingConsumer:
             self._feeds.acknowledge,
             time.monotonic(),
         )
+        self._connecting = Patience(patience_s, draw)
         self._sleep = sleep
         self._closed = False
 
@@ -144,6 +145,26 @@ class BlockingConsumer:
         self._ledger.drop()
         self._feeds.close()
         self.save()
+
+    def connect(self) -> None:
+        """Connects if it is not connected, and tries again for as long as `patience_s`: for a
+        server that is known to be one. Otherwise the first event asked for connects, and what
+        cannot be reached then is an error at once.
+
+        Raises:
+            BrokenError: The server could not be reached for too long.
+            ServerError: It refused the bucket.
+            ClosedError: The consumer was closed.
+        """
+        while not self._closed:
+            try:
+                self._feeds.connect()
+            except UprError as error:
+                self._sleep(self._connecting.wait_s(error, time.monotonic()))
+            else:
+                self._connecting.progress()
+                return
+        raise ClosedError("the consumer was closed")
 
     # Events.
 

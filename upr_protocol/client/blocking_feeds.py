@@ -51,6 +51,14 @@ class BlockingFeeds:
         self._strays: dict[PartitionId, float] = {}
         self._homeless_since: dict[PartitionId, float] = {}
 
+    def connect(self) -> None:
+        """Makes a link to any node, if there is none.
+
+        Raises:
+            UprError: There is none to be had; why the last attempt failed.
+        """
+        self._fleet.any()
+
     def close(self) -> None:
         """Closes all links."""
         self._fleet.close()
@@ -129,7 +137,7 @@ class BlockingFeeds:
             self._fleet.lost(address)
         else:
             self._fleet.close()
-        if self._only is not None and not self._course.connections:
+        if not self._fleet.was_connected:
             raise error
         now = time.monotonic()
         self._rests[follower] = now + self._patience.wait_s(error, now)

@@ -65,6 +65,8 @@ def _batches(
             patience_s=options.timeout_s,
             idle_interval_s=idle_interval_s(options.timeout_s),
         ) as consumer:
+            # The driver has spoken with the server; that may be starting again just now.
+            consumer.connect()
             for event in consumer:
                 if isinstance(event, SnapshotStart):
                     one = slices[event.partition]
