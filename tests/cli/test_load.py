@@ -126,6 +126,13 @@ def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, plan
     run("get", bucket, "N1", code=1)
 
 
+def test_copies_without_a_level_that_counts_them(bucket: str, run: Run, planes: Path) -> None:
+    asked = ("--durability", "persisted", "--copies", "2")
+    refused = run("load", bucket, str(planes), "--key", "tailnum", *asked, code=2)
+    assert "--copies goes with --durability replicated or replicated-and" in refused.stderr
+    run("get", bucket, "N1", code=1)
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

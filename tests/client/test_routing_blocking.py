@@ -97,7 +97,7 @@ def test_nobody_is_active(nodes: ThreadedCluster) -> None:
         asker.apply(increments(60))
     with (
         BlockingConsumer(URL, dial=nodes.dial, patience_s=1.0) as consumer,
-        pytest.raises(BrokenError, match="no node takes partition 2"),
+        pytest.raises(BrokenError, match="no node is active for partition 2"),
     ):
         read(consumer, Mirror())
 

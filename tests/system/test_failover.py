@@ -368,6 +368,8 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
         for key, text in held["a"].items():
             assert int(text) <= ledger.sent[key], "nobody sent it"
         assert ledger.acknowledged
+        # What only the one who died had is seldom anything, and in many rounds it is.
+        assert undoer.undone or ROUNDS < 50
 
 
 async def caught_up(one: Cluster) -> None:

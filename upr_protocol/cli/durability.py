@@ -22,18 +22,22 @@ def durability_option(command: Any) -> Any:
     none."""
 
     @wraps(command)
-    def with_copies(*args: Any, durability: Durability, copies: int, **others: Any) -> Any:
-        wanted = copies if durability in _REPLICATED else 0
+    def with_copies(*args: Any, durability: Durability, copies: int | None, **others: Any) -> Any:
+        if durability in _REPLICATED:
+            wanted = copies or 1
+        elif copies is None:
+            wanted = 0
+        else:
+            levels = " or ".join(n for n, level in _LEVELS.items() if level in _REPLICATED)
+            raise click.UsageError(f"--copies goes with --durability {levels}")
         return command(*args, durability=durability, copies=wanted, **others)
 
     for option in (
         click.option(
             "--copies",
             type=click.IntRange(1, 255),
-            default=1,
-            show_default=True,
             metavar="N",
-            help="For the replicated levels: how many replicas must have the change.",
+            help="For the replicated levels: how many replicas must have the change. [default: 1]",
         ),
         click.option(
             "--durability",

@@ -40,7 +40,7 @@ from upr_protocol.client.events import (
 )
 from upr_protocol.client.journal import JournalError
 from upr_protocol.client.keyvalue import Item
-from upr_protocol.client.map_file import MapError, MapReader
+from upr_protocol.client.map_file import MapError, MapReader, MapWriteError
 from upr_protocol.client.maps import fetch_map, give_map
 from upr_protocol.client.materialised import MaterialisedMap, keep_map
 from upr_protocol.client.outbox import Batch
@@ -83,6 +83,7 @@ __all__ = [
     "LeasedRange",
     "MapError",
     "MapReader",
+    "MapWriteError",
     "MaterialisedMap",
     "MemoryStore",
     "NotDurableError",

@@ -82,3 +82,13 @@ class Atlas:
                 self.map.nodes[name] for name in owners.holders() if owners.state_of(name) is state
             ]
         return [self._address.of_node(node) for node in nodes if node]
+
+    def nobody_for(self, partition: PartitionId, state: PartitionState) -> str:
+        """What to say of a partition that no node holds in `state`; empty when one does."""
+        if self.map is None or self.holders(partition, state):
+            return ""
+        what = f"no node is {state.name.lower()} for partition {partition}"
+        return (
+            f"{what}, says the partition map (revision {self.revision}): see `upr partitions`; "
+            "`upr failover` and `upr takeover` make a replica active, `upr replicas add` makes one"
+        )

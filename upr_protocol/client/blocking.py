@@ -195,7 +195,7 @@ class BlockingClient:
             if len(found) < len(some):
                 again_at = self._fleet.refresh()
                 if again_at >= deadline:
-                    raise refused
+                    raise self._nobody_for(some[index] for index in missing) or refused
                 self._sleep(max(0.0, again_at - time.monotonic()))
         return [call.result(calls.checked(found[index])) for index, call in enumerate(some)]
 
@@ -213,6 +213,11 @@ class BlockingClient:
                     continue
             found.setdefault(address, []).append(index)
         return found
+
+    def _nobody_for(self, some: Iterable[Call[T]]) -> UprError | None:
+        partitions = (call.partition for call in some if call.partition is not None)
+        said = next(filter(None, map(self._fleet.nobody_for, partitions)), None)
+        return BrokenError(said) if said else None
 
     def _ask_one_node(
         self, link: BlockingLink, some: Sequence[Call[T]], deadline: float
@@ -405,7 +410,9 @@ class BlockingClient:
             homes: dict[Address | None, list[PartitionId]] = {}
             for partition in map(PartitionId, partitions):
                 homes.setdefault(self._fleet.home_of(partition), []).append(partition)
-            error: UprError = BrokenError(f"no node takes partitions {homes.pop(None, [])}")
+            homeless = homes.pop(None, [])
+            nobody = self._fleet.nobody_for(homeless[0]) if homeless else ""
+            error: UprError = BrokenError(nobody or f"no node takes partitions {homeless}")
             try:
                 found = [(self._fleet.at(home), some) for home, some in homes.items() if home]
                 if sum(len(some) for _, some in found) == len(partitions):

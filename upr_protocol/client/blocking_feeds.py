@@ -223,4 +223,7 @@ class BlockingFeeds:
     def _give_up_on(self, partition: PartitionId, now: float) -> None:
         since = self._homeless_since.setdefault(partition, now)
         if now - since >= self._patience_s:
-            raise BrokenError(f"no node takes partition {partition}, for {now - since:.0f} s")
+            nobody = self._fleet.nobody_for(partition) or f"no node takes partition {partition}"
+            error = BrokenError(nobody)
+            error.add_note(f"gave up after {now - since:.0f} s")
+            raise error

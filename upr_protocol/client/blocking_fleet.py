@@ -131,6 +131,10 @@ class BlockingFleet:
         good = [address for address in holders if address not in self._away]
         return next(iter(good or holders), None)
 
+    def nobody_for(self, partition: PartitionId) -> str:
+        """See `Atlas.nobody_for`."""
+        return self.atlas.nobody_for(partition, self._state)
+
     def drop(self, address: Address) -> None:
         """A node is not needed any more."""
         link = self.links.pop(address, None)

@@ -288,8 +288,10 @@ class Fleet(Generic[M]):
         self.doubt(map_revision)
 
     def refusal_of(self, partition: PartitionId) -> UprError | None:
-        """Why a node did not take a partition that is with none since; None when none was asked."""
-        return self._refusals.get(partition)
+        """Why a partition is with no node: the map names none, or the one that it names did not
+        take it; None when neither is known."""
+        nobody = self.atlas.nobody_for(partition, self._state)
+        return BrokenError(nobody) if nobody else self._refusals.get(partition)
 
     def works(self, partition: PartitionId) -> None:
         """The node that a partition is with does what is asked of it."""
@@ -388,7 +390,7 @@ class Fleet(Generic[M]):
             if not self._crew.waits_for(partition):
                 del self._homeless_since[partition]  # while it has no node, `_route` begins anew
             elif now - since >= self._patience_s:
-                error = self._refusals.get(partition)
+                error = self.refusal_of(partition)
                 if error is None:
                     error = BrokenError(f"no node takes partition {partition}")
                 error.add_note(f"gave up after {now - since:.0f} s")
