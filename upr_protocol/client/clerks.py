@@ -209,7 +209,10 @@ class Clerks:
                 if refusal is not None:
                     raise refusal
                 what = "the bucket" if partition is None else f"partition {partition}"
-                raise BrokenError(f"no node takes {what}: {self.fleet.last_failure or 'no map'}")
+                raise BrokenError(
+                    f"no node takes {what}: {self.fleet.last_failure or 'no map'}. If that node is "
+                    "gone, `upr failover` makes a replica active in its place"
+                )
 
     async def by_node(
         self, partitions: Iterable[PartitionId]
