@@ -415,9 +415,18 @@ async def test_a_node_that_lost_its_disk_has_nobody_give_up_anything() -> None:
         one.nodes["a"].room = SimulatedRoom()
         await one.start("a")
         assert [p.state for p in one.nodes["a"].held] == [PartitionState.ACTIVE] * P, "it is new"
-        await trio.sleep(1)
+        await eventually(lambda: has_map(one, "a"), "another node tells it what it was")
+        assert [p.state for p in one.nodes["a"].held] == [PartitionState.PENDING] * P
         for name in "bc":
             assert [partition.high_seq for partition in one.nodes[name].held] == highs
+        # Stopped cleanly it still knows that it has not everything.
+        await one.nodes["a"].stop()
+        await one.start("a")
+        await eventually(lambda: not unconfirmed(one, "a"), "a peer confirms the map")
+        assert [p.state for p in one.nodes["a"].held] == [PartitionState.PENDING] * P
+        await one.fail_over("a", Random(1))
+        await same(one)
+        assert [partition.high_seq for partition in one.nodes["a"].held] == highs
 
 
 @pytest.mark.parametrize("is_up", [False, True])

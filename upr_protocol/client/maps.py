@@ -107,17 +107,38 @@ async def give_map(
         await _join(address, given, identity, timeout_s, dial)
 
 
+async def have_join(
+    address: Address,
+    source: str,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    timeout_s: float = TIMEOUT_S,
+    dial: Dial = dial_tcp,
+) -> ClusterMap | None:
+    """Has the node at `address` ask the one at `source` for the bucket's map, and carry it out.
+
+    Returns:
+        The map that it has then.
+
+    Raises:
+        BrokenError: There is no connection to be had, or no answer in time.
+        ServerError: It refused, or could not ask.
+    """
+    call = Call(partial(_joining, address.bucket, source), map_of)
+    return await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
+
+
 async def _join(
     address: Address, given: ClusterMap, identity: str, timeout_s: float, dial: Dial
 ) -> None:
     """Has a node that does not have the bucket yet ask the others for the map."""
-    found: ClusterMap | None = None
     for there in given.nodes.values():
         if there == f"{address.host}:{address.port}":
             continue
-        call = Call(partial(_joining, given.bucket, there), map_of)
         try:
-            found = await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
+            found = await have_join(
+                address, there, identity=identity, timeout_s=timeout_s, dial=dial
+            )
         except ServerError:
             continue
         if found is not None and found.revision >= given.revision:

@@ -281,7 +281,7 @@ class Membership:
                 if found.revision <= self.revision(found.bucket):
                     return False
                 log.info("a newer map", bucket=found.bucket, revision=found.revision)
-                await self._carry_out(found)
+                await self._carry_out(found, is_told=True)
         return True
 
     async def confirm(self, bucket: str, revision: int) -> None:
@@ -293,13 +293,13 @@ class Membership:
                     async with held.turn:
                         await self._change(held, held.map)
 
-    async def _carry_out(self, new: ClusterMap) -> None:
+    async def _carry_out(self, new: ClusterMap, *, is_told: bool = False) -> None:
         if new.revision <= self.revision(new.bucket):
             raise ServerError(
                 Status.REVISION_CONFLICT,
                 f"revision {new.revision} of {new.bucket!r} is not above that of the map here",
             )
-        held = self._held.get(new.bucket) or await self._first(new)
+        held = self._held.get(new.bucket) or await self._first(new, is_told=is_told)
         if len(new.partitions) != len(held.disk.bucket.partitions):
             raise ServerError(
                 Status.BAD_ARGUMENT,
@@ -312,8 +312,10 @@ class Membership:
             # It was not deleted meanwhile.
             self._held[new.bucket] = held
 
-    async def _first(self, new: ClusterMap) -> _Held:
-        """Of a bucket that had no map yet: this node held it alone, or not at all."""
+    async def _first(self, new: ClusterMap, *, is_told: bool) -> _Held:
+        """Of a bucket that had no map yet: this node held it alone, or not at all. If a peer told
+        it, and no operator gave it, this node knew it once: what it has of the bucket was begun
+        anew."""
         if self.node not in new.nodes:
             raise ServerError(
                 Status.BAD_ARGUMENT,
@@ -326,13 +328,15 @@ class Membership:
         if disk is None:
             disk = await self._host.create_held(new.bucket, len(new.partitions))
             owners = Owners()
-            if new.revision > 1:
-                # It holds nothing of what it is said to have: perhaps its disk was lost.
-                doubtful = {
-                    PartitionId(number)
-                    for number, there in enumerate(new.partitions)
-                    if there.active == self.node and there.replicas
-                }
+            # Unless this is where the bucket begins, it holds nothing of what it is said to have:
+            # perhaps its disk was lost.
+            is_told = is_told or new.revision > 1
+        if is_told:
+            doubtful = {
+                PartitionId(number)
+                for number, there in enumerate(new.partitions)
+                if there.active == self.node and there.replicas
+            }
         disk.upkeeper.keep = self._undo_mutations
         before = ClusterMap(
             bucket=new.bucket,

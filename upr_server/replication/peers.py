@@ -1,4 +1,5 @@
-"""Asks other nodes for their partition maps: one that was away learns so what it is now."""
+"""Asks other nodes for their partition maps: one that was away learns so what it is now, and one
+that has lost its map is told it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.client import Address
-from upr_protocol.client.maps import ask_node
+from upr_protocol.client.maps import ask_node, have_join
 from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import UprError
 from upr_server.replication.membership import Membership
@@ -102,6 +103,8 @@ class Peers:
                 ours = self._membership.map_of(bucket)
                 if told.node != name:
                     self._tell_once(f"{address} is {told.node}, and not {name} as the map says")
+                elif told.map is None and ours is not None:
+                    await self._remind(name, address, ours)
                 elif told.map is not None and told.map != ours:
                     if ours is not None and told.map.revision == ours.revision:
                         self._tell_once(
@@ -115,6 +118,18 @@ class Peers:
         except UprError as error:
             log.debug("a node does not tell its map", address=address, error=str(error))
         return None
+
+    async def _remind(self, name: str, address: str, ours: ClusterMap) -> None:
+        """A node has the bucket, and does not know that it is one of several: it has lost its disk,
+        and the bucket was made anew. Until it knows it takes writes that nobody will keep."""
+        log.warning(
+            "a node holds the bucket alone, as if its disk was lost; it is told the partition map",
+            bucket=ours.bucket,
+            node=name,
+        )
+        source = ours.nodes[self._membership.node]
+        where = Address.parse(f"upr://{address}/{ours.bucket}")
+        await have_join(where, source, identity=f"node:{self._membership.node}")
 
     def _tell_once(self, sentence: str) -> None:
         if sentence not in self._told:
