@@ -414,7 +414,8 @@ def test_options_as_they_are_by_default() -> None:
             "not a folder that every executor reaches",
         ),
         ("key string, value string", {"batchBytes": BATCH_BYTES_MIN - 1}, "whole number from"),
-        ("key string, value string", {"durability": "replicated"}, "not one of memory, persisted"),
+        ("key string, value string", {"durability": "disk"}, "not one of memory, persisted"),
+        ("key string, value string", {"copies": 2}, "goes with durability replicated or repl"),
     ],
 )
 def test_options_that_are_wrong(schema: str, given: dict[str, Any], sentence: str) -> None:

@@ -14,7 +14,8 @@ from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.threaded import TrioThread, trio_thread
 from tests.spark.interrupted import mutations
 from tests.spark.server import blocking_server
-from upr_protocol.client import BlockingConsumer, ChunkReceived
+from upr_protocol.client import Address, BlockingConsumer, ChunkReceived
+from upr_protocol.client.operator import Behind, Operator, add_replicas, fail_over, wait_caught_up
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_protocol.spark.writer import Task, WriteCounts, attempt_of, writer_id
@@ -159,3 +160,29 @@ def test_counters_whose_answers_are_lost_with_the_server() -> None:
         assert mutations(url) == COUNTERS
         largest = str(LARGEST).encode()
         assert counters(url) == {b"key-%d" % number: largest for number in range(COUNTERS)}
+
+
+def test_rows_that_are_on_replicas_survive_a_failover() -> None:
+    """The task is sent again to whoever is active then, and has one effect."""
+    with blocking_server("--node", "a") as active, blocking_server("--node", "b") as other:
+        url = active.create_bucket("b", 1)
+        with pytest.raises(PipelineError, match="too few replicas: add replicas"):
+            run(url, 1, durability="replicated")
+        trio.run(replicate, url, f"127.0.0.1:{other.port}")
+        both = url.replace("/b", f",127.0.0.1:{other.port}/b")
+        done = run(both, 2, durability="replicated-and-persisted", copies="1")
+        assert done.rows == ROWS
+        active.kill()
+        trio.run(fail_over_from_a, other.url("b"))
+        assert run(both, 3).rows == ROWS
+        assert mutations(both) == ROWS
+
+
+async def replicate(url: str, address: str) -> None:
+    operator = Operator(Address.parse(url))
+    added = await add_replicas(operator, "b", address)
+    await wait_caught_up(operator, "b", added, Behind())
+
+
+async def fail_over_from_a(url: str) -> None:
+    await fail_over(Operator(Address.parse(url)), all_of="a")

@@ -38,7 +38,9 @@ TIMEOUT_S_DEFAULT: Final = 600
 _OF_STREAMS: Final = frozenset({"checkpointlocation", "queryname"})
 """Options that a stream has for Spark itself."""
 
-_DURABILITIES: Final = {"memory": Durability.MEMORY, "persisted": Durability.PERSISTED}
+_DURABILITIES: Final = {level.name.lower().replace("_", "-"): level for level in Durability}
+_REPLICATED: Final = (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED)
+COPIES_MAX: Final = 255
 
 
 @attrs.frozen
@@ -56,6 +58,7 @@ class WriteOptions:
         expiry_column: The column of the expiry times; None for never.
         cas_column: The column of the CAS values that are expected; None for any.
         durability: What must hold before a batch counts as written.
+        copies: How many replicas must have it, where the level says that some must.
         dead_letter_path: The folder for rows that are refused; None when they fail the task.
         batch_bytes: Rows of so many bytes are gathered, and then sent in one batch a partition.
         timeout_s: How long to go on without any server.
@@ -71,6 +74,7 @@ class WriteOptions:
     expiry_column: str | None
     cas_column: str | None
     durability: Durability
+    copies: int
     dead_letter_path: str | None
     batch_bytes: int
     timeout_s: int
@@ -123,7 +127,7 @@ class WriteOptions:
             values = tuple(name for name in schema.fieldNames() if name not in other)
         else:
             values = tuple(columns.named("valueColumn", name.strip()) for name in said.split(","))
-        durability = bag.choice("durability", "persisted", _DURABILITIES)
+        durability = _DURABILITIES[bag.choice("durability", "persisted", _DURABILITIES)]
         wanted = cls(
             address,
             OPERATIONS.get(operation),
@@ -134,7 +138,8 @@ class WriteOptions:
             flags,
             expiry,
             cas,
-            _DURABILITIES[durability],
+            durability,
+            _copies(bag, durability),
             _dead_letter_path(bag),
             bag.number(
                 "batchBytes", BATCH_BYTES_DEFAULT, low=BATCH_BYTES_MIN, high=BATCH_BYTES_MAX
@@ -143,6 +148,16 @@ class WriteOptions:
         )
         bag.finish()
         return wanted
+
+
+def _copies(bag: Options, durability: Durability) -> int:
+    copies = bag.number("copies", None, low=1, high=COPIES_MAX)
+    if durability in _REPLICATED:
+        return copies or 1
+    if copies is not None:
+        levels = " or ".join(name for name, one in _DURABILITIES.items() if one in _REPLICATED)
+        raise OptionError(f"the option copies goes with durability {levels}")
+    return 0
 
 
 def _dead_letter_path(bag: Options) -> str | None:

@@ -129,6 +129,7 @@ class Task:
             # While the server lives and is only short of memory, it is waited for.
             credit_timeout_s=math.inf,
             durability=options.durability,
+            copies=options.copies,
         )
         try:
             client.connect()
