@@ -55,6 +55,8 @@ server StatsReply   .        .       READY   .       OPEN      STREAMING
 client GetMap       .        .       READY   .       OPEN      STREAMING
 client Join         .        .       READY   .       OPEN      STREAMING
 server MapReply     .        .       READY   .       OPEN      STREAMING
+client NextEvents   .        .       READY   .       OPEN      STREAMING
+server EventsReply  .        .       READY   .       OPEN      STREAMING
 server Refusal      .        .       READY   READY   OPEN      STREAMING
 
 client Stream       .        .       .       .       OPEN      STREAMING
