@@ -9,6 +9,7 @@ queues.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -63,7 +64,7 @@ class Listener:
         assert self.producer is not None
         self.producer.deleted(bucket)
 
-    def updated(self, bucket: Bucket, designs: list[bytes]) -> None:
+    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
         assert self.producer is not None
         self.producer.updated(bucket, designs)
 
