@@ -201,6 +201,7 @@ class Feeds:
         """Figures."""
         return {
             "feeds": len(self._feeds),
+            "asking": sum(feed.asking for feed in self._feeds.values()),
             "unacknowledged": sum(feed.told is not None for feed in self._feeds.values()),
         }
 
