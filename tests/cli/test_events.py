@@ -12,9 +12,7 @@ from upr_protocol.cli.events import json_line, text_line
 from upr_protocol.client import LookAtEverything
 
 
-def test_events_are_printed_until_ctrl_c(
-    server: Server, bucket: str, run: Run, start: Start
-) -> None:
+def test_events_are_printed_until_ctrl_c(bucket: str, run: Run, start: Start) -> None:
     name = bucket.rpartition("/")[2]
     # By the name in the URL, of all buckets of the server only this one's.
     following = start("events", bucket, "--json")
@@ -25,7 +23,7 @@ def test_events_are_printed_until_ctrl_c(
     while not found["designs"]:
         found = json.loads(following.stdout.readline())
     assert (found["bucket"], found["deleted"], found["designs"]) == (name, False, ["_design/x"])
-    run("bucket", "delete", bucket)
+    run("bucket", "delete", bucket, "--yes")
     assert json.loads(following.stdout.readline())["deleted"] is True
     following.send_signal(signal.SIGINT)
     assert following.wait(30) == 130

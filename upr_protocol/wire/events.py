@@ -72,10 +72,11 @@ class NextEvents(Message, frozen=True):
         consumer: The consumer's name, under which it comes back after a lost connection.
         acknowledged: The batch that it has dealt with; 0 for none. One that is not acknowledged is
             told again.
-        timeout_s: When it has not asked for so long it is taken for dead, and what is kept for it
-            goes.
+        timeout_s: When it has not asked for so long, 1 to 3,600 seconds, it is taken for dead, and
+            what is kept for it goes.
         wait_ms: How long to wait for something to tell.
-        kinds: What it wants to be told of.
+        kinds: What it wants to be told of: 1 created, 2 deleted, 4 updated, 8 design documents,
+            added up.
         pattern: Of which buckets.
     """
 
