@@ -7,11 +7,11 @@ from itertools import count
 
 import pytest
 import trio
-import trio.testing
+from trio.testing import MockClock
 
 from tests.engine.helpers import put, request, send
-from upr_protocol.bucket_event import BucketEvent, BucketFate, EventFilter, EventKind
-from upr_protocol.ids import HistoryId, Operation
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter, EventKind
+from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Buckets
 from upr_server.events import EventBus, MemoryStore, open_bus
 from upr_server.events.consumer import Consumer, News
@@ -42,9 +42,7 @@ def store() -> CountingStore:
 
 
 @pytest.fixture
-async def bus(
-    store: CountingStore, autojump_clock: trio.testing.MockClock
-) -> AsyncIterator[EventBus]:
+async def bus(store: CountingStore, autojump_clock: MockClock) -> AsyncIterator[EventBus]:
     ids = count(1)
     async with open_bus(store, time=trio.current_time, new_id=lambda: next(ids)) as bus:
         yield bus
@@ -65,7 +63,7 @@ async def ask(
 
 
 async def test_callbacks_share_a_worker_and_each_has_its_filter(
-    bus: EventBus, buckets: Buckets, store: CountingStore
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
 ) -> None:
     told: dict[str, list[News]] = {"all": [], "deleted": [], "named": [], "late": []}
     worker = bus.worker(".test", 30.0)
@@ -102,7 +100,9 @@ async def test_callbacks_share_a_worker_and_each_has_its_filter(
     assert len(store) <= 4
 
 
-async def test_a_worker_lives_though_nothing_is_told(bus: EventBus) -> None:
+async def test_a_worker_lives_though_nothing_is_told(
+    autojump_clock: MockClock, bus: EventBus
+) -> None:
     told: list[News] = []
     with bus.worker(".test", 3.0).calling(told.append, ALL):
         await trio.sleep(60)
@@ -110,7 +110,7 @@ async def test_a_worker_lives_though_nothing_is_told(bus: EventBus) -> None:
 
 
 async def test_ingest_pays_no_transaction_a_batch(
-    bus: EventBus, buckets: Buckets, store: CountingStore
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
 ) -> None:
     await ask(bus)
     some = [buckets.create(name, 1, incarnation=n) for n, name in enumerate("abcd", 1)]
@@ -125,7 +125,7 @@ async def test_ingest_pays_no_transaction_a_batch(
 
 
 async def test_the_dead_are_cleared_in_time_and_others_are_not(
-    bus: EventBus, buckets: Buckets, store: CountingStore
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
 ) -> None:
     _, everything, _ = await ask(bus, "dead", timeout_s=5.0)
     assert everything
@@ -145,7 +145,7 @@ async def test_the_dead_are_cleared_in_time_and_others_are_not(
 
 
 async def test_a_full_store_loses_nothing(
-    bus: EventBus, buckets: Buckets, store: CountingStore
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
 ) -> None:
     number, _, _ = await ask(bus)
     store.is_full = True
@@ -164,7 +164,7 @@ async def test_a_full_store_loses_nothing(
 
 
 async def test_a_stop_that_cannot_write_leaves_a_store_that_is_not_whole(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     store = CountingStore()
     ids = count(1)
@@ -176,7 +176,9 @@ async def test_a_stop_that_cannot_write_leaves_a_store_that_is_not_whole(
     assert not store.is_whole
 
 
-async def test_what_has_expired_and_what_was_cut_is_told(bus: EventBus, buckets: Buckets) -> None:
+async def test_what_has_expired_is_told(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
     number, _, _ = await ask(bus)
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
     send(partition, request(Operation.SET, b"_design/x", expiry=5), now=1.0)
@@ -189,7 +191,21 @@ async def test_what_has_expired_and_what_was_cut_is_told(bus: EventBus, buckets:
     assert [(event.updates, event.designs) for event in events] == [(1, (b"_design/x",))]
 
 
-async def test_a_batch_that_changed_nothing_tells_nothing(bus: EventBus, buckets: Buckets) -> None:
+async def test_what_was_cut_may_be_any_design_document(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    partition = buckets.create("b", 1, incarnation=1).partitions[0]
+    await trio.sleep(0.2)
+    number, _, _ = await ask(bus)
+    partition.cut(SeqNo(0))
+    await trio.sleep(0.2)
+    _, _, events = await ask(bus, "c", number)
+    assert events == (BucketEvent("b", 1, BucketFate.NONE, 1, (ANY_DESIGN,)),)
+
+
+async def test_a_batch_that_changed_nothing_tells_nothing(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
     number, _, _ = await ask(bus)
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
     send(partition, request(Operation.REPLACE, b"_design/x", b"v"))

@@ -44,6 +44,7 @@ class Producer:
         self._wakeup = trio.Event()
         self._turn = trio.Lock()
         self._flushes = self._failures = 0
+        self._last_flush_s = 0.0
 
     # The engine's side.
 
@@ -94,7 +95,9 @@ class Producer:
             if not self._gathered:
                 self._wakeup = trio.Event()
                 await self._wakeup.wait()
-            await trio.sleep(FLUSH_S)
+            # As long as the last one took: with many buckets the store has time for polls, too.
+            await trio.sleep(max(FLUSH_S, self._last_flush_s))
+            begun = trio.current_time()
             try:
                 await self.flush()
             except StorageError as error:
@@ -104,6 +107,7 @@ class Producer:
                 await trio.sleep(RETRY_S)
             else:
                 self._failures = 0
+                self._last_flush_s = trio.current_time() - begun
 
     async def flush(self) -> None:
         """Puts what was gathered into the queues. Cancelled, or failed, it is still gathered.
@@ -143,5 +147,6 @@ class Producer:
         return {
             "gathered": len(self._gathered),
             "flushes": self._flushes,
+            "last_flush_s": self._last_flush_s,
             "failures": self._failures,
         }
