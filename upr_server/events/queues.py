@@ -103,10 +103,11 @@ async def revive(store: EventStore, now: float) -> None:
 
 
 async def forget(store: EventStore, consumer: str) -> None:
-    """Clears a consumer and its queue."""
+    """Clears a consumer and its queue, if it is registered."""
 
     async def body(transaction: Transaction) -> None:
-        _clear(transaction, consumer)
+        if await transaction.read(*keys.one(keys.registration_key(consumer))):
+            _clear(transaction, consumer)
 
     await store.transact(body)
 
