@@ -4,7 +4,7 @@ that gives an empty one."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import pytest
@@ -39,14 +39,24 @@ async def rows_of(
     return dict(await store.transact(body))
 
 
+async def change(store: EventStore, body: Callable[[Transaction], None]) -> None:
+    """A transaction that reads nothing."""
+
+    async def run(transaction: Transaction) -> None:
+        await trio.lowlevel.checkpoint()
+        body(transaction)
+
+    await store.transact(run)
+
+
 async def put(store: EventStore, rows: dict[bytes, bytes]) -> None:
     """Puts rows."""
 
-    async def body(transaction: Transaction) -> None:
+    def body(transaction: Transaction) -> None:
         for key, value in rows.items():
             transaction.put(key, value)
 
-    await store.transact(body)
+    await change(store, body)
 
 
 class Conformance:
@@ -80,14 +90,14 @@ class Conformance:
     async def test_a_range_is_cleared_without_its_end(self, store: EventStore) -> None:
         await put(store, dict.fromkeys((b"a", b"b", b"b\x00", b"c"), b""))
 
-        async def body(transaction: Transaction) -> None:
+        def body(transaction: Transaction) -> None:
             transaction.clear(b"b", b"c")
 
-        await store.transact(body)
+        await change(store, body)
         assert await rows_of(store) == {b"a": b"", b"c": b""}
 
     async def test_atomic_operations(self, store: EventStore) -> None:
-        async def body(transaction: Transaction) -> None:
+        def body(transaction: Transaction) -> None:
             # Of a number that is not there.
             transaction.minimum(b"min", 5)
             transaction.maximum(b"max", 5)
@@ -98,7 +108,7 @@ class Conformance:
             transaction.maximum(b"several", 3)
             transaction.add(b"several", 4)
 
-        await store.transact(body)
+        await change(store, body)
         assert await rows_of(store) == {
             b"min": number(5),
             b"max": number(5),
@@ -106,13 +116,13 @@ class Conformance:
             b"several": number(7),
         }
 
-        async def again(transaction: Transaction) -> None:
+        def again(transaction: Transaction) -> None:
             transaction.minimum(b"min", 9)
             transaction.maximum(b"max", 3)
             transaction.add(b"add", 1 << 33)
             transaction.minimum(b"several", 1)
 
-        await store.transact(again)
+        await change(store, again)
         assert await rows_of(store) == {
             b"min": number(5),
             b"max": number(5),
@@ -121,12 +131,12 @@ class Conformance:
         }
 
     async def test_atomic_operations_of_many_at_once_all_count(self, store: EventStore) -> None:
-        async def body(transaction: Transaction) -> None:
+        def body(transaction: Transaction) -> None:
             transaction.add(b"n", 4)
 
         async with trio.open_nursery() as nursery:
             for _ in range(50):
-                nursery.start_soon(store.transact, body)
+                nursery.start_soon(change, store, body)
         assert await rows_of(store) == {b"n": number(200)}
 
     async def test_read_and_write_of_many_at_once_all_count(self, store: EventStore) -> None:
@@ -145,19 +155,19 @@ class Conformance:
         assert await rows_of(store) == {b"n": number(20)}
         assert attempts > 20
 
-    @pytest.mark.parametrize("change", ["put", "new", "clear", "add"])
+    @pytest.mark.parametrize("way", ["put", "new", "clear", "add"])
     async def test_what_was_read_and_has_changed_is_read_again(
-        self, store: EventStore, change: str
+        self, store: EventStore, way: str
     ) -> None:
         await put(store, {b"a": number(1), b"c": number(3)})
         seen: list[list[bytes]] = []
 
-        async def disturb(transaction: Transaction) -> None:
-            if change == "put":
+        def disturb(transaction: Transaction) -> None:
+            if way == "put":
                 transaction.put(b"a", number(2))
-            elif change == "new":
+            elif way == "new":
                 transaction.put(b"b", number(2))
-            elif change == "clear":
+            elif way == "clear":
                 transaction.clear(b"a", b"b")
             else:
                 transaction.add(b"c", 1)
@@ -166,7 +176,7 @@ class Conformance:
             rows = await transaction.read(b"a", b"d")
             seen.append([value for _, value in rows])
             if len(seen) == 1:
-                await store.transact(disturb)
+                await change(store, disturb)
             transaction.put(b"z", number(len(rows)))
 
         await store.transact(body)
@@ -178,7 +188,7 @@ class Conformance:
         await put(store, {b"a": b"", b"b": b"", b"c": b"", b"d": b""})
         attempts = 0
 
-        async def disturb(transaction: Transaction) -> None:
+        def disturb(transaction: Transaction) -> None:
             transaction.put(b"d", b"behind the end")
             transaction.put(b"c", b"behind the limit")
             transaction.clear(b"0", b"a")
@@ -188,7 +198,7 @@ class Conformance:
             attempts += 1
             assert len(await transaction.read(b"a", b"d", limit=2)) == 2
             if attempts == 1:
-                await store.transact(disturb)
+                await change(store, disturb)
             transaction.put(b"z", b"")
 
         await store.transact(body)
@@ -237,17 +247,16 @@ class Conformance:
             await store.transact(body)
 
     async def test_cancelled_all_of_it_is_there_or_nothing(self, store: EventStore) -> None:
-        async def body(transaction: Transaction) -> None:
+        def body(transaction: Transaction) -> None:
             for key in (b"a", b"b", b"c"):
                 transaction.add(key, 1)
 
         for checkpoints in range(4):
-            with trio.CancelScope() as scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(store.transact, body)
-                    for _ in range(checkpoints):
-                        await trio.lowlevel.checkpoint()
-                    scope.cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(change, store, body)
+                for _ in range(checkpoints):
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
             found = await rows_of(store)
             assert len(set(found.values())) <= 1
             assert len(found) in (0, 3)
@@ -260,7 +269,7 @@ class Conformance:
         keys = [b"k%d" % index for index in range(8)]
         for _ in range(60):
 
-            async def body(transaction: Transaction) -> None:
+            def body(transaction: Transaction) -> None:
                 for key in draw.sample(keys, 3):
                     way = draw.randrange(5)
                     operand = draw.randrange(20)
@@ -275,5 +284,5 @@ class Conformance:
                         transaction.changes.append(operation)
                         model[key] = operate(model.get(key), operation)
 
-            await store.transact(body)
+            await change(store, body)
             assert await rows_of(store) == model
