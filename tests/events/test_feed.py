@@ -287,6 +287,8 @@ async def test_only_so_many_consumers_are_kept(server: Server) -> None:
             with pytest.raises(ServerError) as refused:
                 await told(feed)
             assert refused.value.status is Status.LIMIT_REACHED
+        # The name that was refused has left nothing behind.
+        assert bus_of(server).statistics()["feeds"] == CONSUMERS_MAX
 
 
 async def test_a_server_without_a_bus_says_so() -> None:

@@ -157,7 +157,7 @@ class BusMachine(RuleBasedStateMachine):
         self.store = store
         bell = Bell()
         self.producer = Producer(store, bell.ring)
-        self.feeds = Feeds(store, bell, lambda: self.now, lambda: next(self.ids))
+        self.feeds = Feeds(store, bell, lambda: self.now, lambda: next(self.ids), 0.0)
         self.listener.producer = self.producer
 
     # The engine.

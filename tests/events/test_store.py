@@ -39,6 +39,7 @@ async def test_after_a_clean_stop_everything_is_there(tmp_path: Path) -> None:
     for _ in range(2):
         async with open_disk_store(tmp_path / "events") as store:
             assert await rows_of(store) == {b"a": b"1"}
+            await put(store, {b"a": b"1"})
             assert not (tmp_path / "events" / "clean").exists()
 
 

@@ -68,10 +68,12 @@ class DiskStore(EventStore):
 
     Args:
         environment: Where it is kept. Touched by `run` only.
+        mark: The mark of a clean stop, which goes before anything is written.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, mark: Path) -> None:
         super().__init__()
+        self._mark = mark
         self._environment = environment
         self._asked: list[_Read | _Commit] = []
         self._under_way: list[_Read | _Commit] = []
@@ -106,7 +108,7 @@ class DiskStore(EventStore):
                     self._wakeup = trio.Event()
                     await self._wakeup.wait()
                 self._under_way, self._asked = self._asked, []
-                await trio.to_thread.run_sync(_do, self._environment, self._under_way)
+                await trio.to_thread.run_sync(_do, self._environment, self._mark, self._under_way)
                 for asked in self._under_way:
                     asked.done.set()
                 self._under_way = []
@@ -120,7 +122,7 @@ class DiskStore(EventStore):
 # In the thread.
 
 
-def _do(environment: Environment, batch: Sequence[_Read | _Commit]) -> None:
+def _do(environment: Environment, mark: Path, batch: Sequence[_Read | _Commit]) -> None:
     reads = [asked for asked in batch if isinstance(asked, _Read)]
     commits = [asked for asked in batch if isinstance(asked, _Commit)]
     try:
@@ -130,6 +132,9 @@ def _do(environment: Environment, batch: Sequence[_Read | _Commit]) -> None:
                     rows = _rows(reader, asked.first, asked.end, asked.limit)
                     asked.found = range_read(asked.first, asked.end, asked.limit, rows)
         if commits:
+            if mark.exists():
+                mark.unlink()
+                sync(mark.parent)
             with environment.write() as writer:
                 done = [_commit(writer, one.transaction) for one in commits]
             for one, is_done in zip(commits, done, strict=True):
@@ -184,7 +189,7 @@ async def open_disk_store(path: Path) -> AsyncIterator[DiskStore]:
         OSError: The same.
     """
     environment = await trio.to_thread.run_sync(_open, path)
-    store = DiskStore(environment)
+    store = DiskStore(environment, _mark(path))
     try:
         async with background() as nursery:
             nursery.start_soon(store.run)
@@ -208,8 +213,6 @@ def _open(path: Path) -> LmdbEnvironment:
         except StorageError as error:
             log.warning("the event store is damaged, and begins anew", error=str(error))
         else:
-            _mark(path).unlink()
-            sync(path)
             return environment
     with suppress(FileNotFoundError):
         shutil.rmtree(path)

@@ -55,6 +55,7 @@ class _Feed:
         consumer: The consumer.
         told: The batch that was told and not acknowledged.
         polled_at: When its queue was looked at last, by the loop's clock.
+        is_known: Whether it is registered, as far as is known.
         turn: Its queue is looked at by one question after the other.
         overtaken: Set when the question that waits is overtaken by another.
         asking: Questions under way.
@@ -63,6 +64,7 @@ class _Feed:
     consumer: Consumer
     told: Batch | None = None
     polled_at: float = float("-inf")
+    is_known: bool = False
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     overtaken: trio.Event = attrs.field(factory=trio.Event)
     asking: int = 0
@@ -77,6 +79,7 @@ class Feeds:
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number. A batch is not counted: after a restart a
             number from before must not acknowledge another batch.
+        interval_s: How soon after a poll there may be another, for the same consumer.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class Feeds:
         bell: Bell,
         time: Callable[[], float],
         new_id: Callable[[], int],
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._store = store
         self._bell = bell
+        self._interval_s = interval_s
         self._time = time
         self._new_id = new_id
         self._feeds: dict[str, _Feed] = {}
@@ -131,6 +136,7 @@ class Feeds:
             raise ServerError(Status.LIMIT_REACHED, str(error)) from error
         finally:
             feed.asking -= 1
+            self._drop_unknown(name, feed)
 
     async def _next(
         self,
@@ -147,6 +153,9 @@ class Feeds:
                 if not known or feed.told.number == acknowledged:
                     feed.told = None
         while True:
+            # Whoever asks all the time, and a load that never ends, cost no more than that.
+            polled_at = min(feed.polled_at, trio.current_time())
+            await trio.sleep_until(polled_at + self._interval_s)
             rung = self._bell.next()
             async with feed.turn:
                 _check_not_overtaken(feed, overtaken)
@@ -158,13 +167,13 @@ class Feeds:
                     return feed.told
             if is_all and not await _rings(rung, overtaken, deadline):
                 return NOTHING
-            await trio.sleep_until(min(feed.polled_at + INTERVAL_S, deadline))
 
     async def _poll(self, feed: _Feed, wanted: EventFilter) -> bool:
         # Who asked may go meanwhile: what was taken out of the queue must be here then.
         with trio.CancelScope(shield=True):
             news = await feed.consumer.poll()
             feed.polled_at = trio.current_time()
+            feed.is_known = True
             events = tuple(filter(None, map(wanted.apply, news.events)))
             if events or news.everything:
                 feed.told = Batch(self._new_id(), news.everything, events)
@@ -176,7 +185,12 @@ class Feeds:
         if feed is None:
             return
         feed.told = None
-        if not feed.asking:
+        feed.is_known = False
+        self._drop_unknown(name, feed)
+
+    def _drop_unknown(self, name: str, feed: _Feed) -> None:
+        """Names that could not be registered leave nothing behind."""
+        if not feed.asking and not feed.is_known and self._feeds.get(name) is feed:
             del self._feeds[name]
 
     async def put_back(self) -> None:
