@@ -18,7 +18,7 @@ class BucketFate(IntEnum):
     """What became of one incarnation of a bucket; the values are those of the packed counter."""
 
     DELETED = 1
-    """It is gone."""
+    """It is gone, and so is any earlier one of its name, whose end may not have been told."""
     NONE = 2
     """It was neither made nor deleted."""
     CREATED = 3

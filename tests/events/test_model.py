@@ -106,8 +106,8 @@ class Client:
     def _take(self, event: BucketEvent) -> None:
         known = self.knows.get(event.bucket)
         if event.fate is BucketFate.DELETED:
-            if known is not None and known.incarnation == event.incarnation:
-                del self.knows[event.bucket]
+            # Whichever of that name it knew: an earlier one's end may not have been told.
+            self.knows.pop(event.bucket, None)
             return
         if event.fate is BucketFate.CREATED and (
             known is None or known.incarnation != event.incarnation
