@@ -15,7 +15,7 @@ from benchmarks.kit.machine import ROOT
 from benchmarks.kit.processor import Disturbance
 from benchmarks.kit.results import write_results
 
-ROWS: Final = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9", "R1", "S1", "S2", "S3")
+ROWS: Final = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9", "E1", "R1", "S1", "S2", "S3")
 """Each is a module of `benchmarks.rows`. B1s is measured with B1."""
 
 

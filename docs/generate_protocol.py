@@ -27,6 +27,7 @@ from crc32c import crc32c
 
 from upr_protocol import chunk as chunk_module
 from upr_protocol import limits
+from upr_protocol.bucket_event import BucketFate
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
 from upr_protocol.errors import ADVICE, Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Reason
@@ -124,6 +125,7 @@ ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (
     SnapshotKind,
     Durability,
     LeaseAction,
+    BucketFate,
 )
 
 SENDERS: Final = {Sender.CLIENT: "client", Sender.SERVER: "server", Sender.EITHER: "either side"}

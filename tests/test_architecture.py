@@ -30,6 +30,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("protocol-stands-alone", "upr_protocol.wire", "upr_server.engine"),
     ("protocol-stands-alone", "upr_protocol.cli", "upr_server.config"),
     ("protocol-layers", "upr_protocol.chunk", "upr_protocol.wire"),
+    ("protocol-layers", "upr_protocol.bucket_event", "upr_protocol.wire"),
     ("protocol-layers", "upr_protocol.wire", "upr_protocol.session"),
     ("protocol-layers", "upr_protocol.session", "upr_protocol.client"),
     ("protocol-layers", "upr_protocol.client", "upr_protocol.cli"),
@@ -38,6 +39,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("protocol-layers", "upr_protocol.cli", "upr_protocol.spark"),
     ("protocol-layers", "upr_protocol.room_without_a_layer", "json"),
     ("values-in-order", "upr_protocol.ids", "upr_protocol.chunk"),
+    ("values-in-order", "upr_protocol.ids", "upr_protocol.bucket_event"),
     ("values-in-order", "upr_protocol.ids", "upr_protocol.limits"),
     ("values-in-order", "upr_protocol.errors", "upr_protocol.failover"),
     ("values-in-order", "upr_protocol.chunk", "upr_protocol.failover"),
@@ -48,6 +50,10 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("server-layers", "upr_server.config", "upr_server.replication"),
     ("server-layers", "upr_server.log", "upr_server.net"),
     ("server-layers", "upr_server.net", "upr_server.replication"),
+    ("server-layers", "upr_server.net", "upr_server.events"),
+    ("server-layers", "upr_server.events", "upr_server.net"),
+    ("server-layers", "upr_server.engine", "upr_server.events"),
+    ("server-layers", "upr_server.storage", "upr_server.events"),
     ("server-layers", "upr_server.net", "upr_server.app"),
     ("server-layers", "upr_server.app", "upr_server.cli"),
     ("server-layers", "upr_server.room_without_a_layer", "json"),
@@ -65,6 +71,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("deltalake-has-one-room", "upr_protocol.spark", "deltalake"),
     ("deltalake-has-one-room", "upr_protocol.client", "deltalake"),
     ("lmdb-has-one-room", "upr_server.storage", "lmdb"),
+    ("lmdb-has-one-room", "upr_server.events", "lmdb"),
     ("lmdb-has-one-room", "upr_server.net", "lmdb"),
     ("lmdb-has-one-room", "upr_protocol.client", "lmdb"),
 ]
@@ -77,6 +84,8 @@ ALLOWED: Final[list[tuple[str, str]]] = [
     ("upr_server.storage.lmdb_store", "lmdb"),
     ("upr_server.indexer", "upr_protocol.client"),
     ("upr_server.replication", "upr_server.storage"),
+    ("upr_server.events", "upr_server.storage"),
+    ("upr_server.events", "upr_server.engine"),
     ("upr_server.app", "upr_server.indexer"),
 ]
 

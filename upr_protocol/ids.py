@@ -32,6 +32,11 @@ SEQ_MAX: Final = SeqNo((1 << 64) - 1)
 """The end number of a stream that has no end."""
 
 
+DESIGN_PREFIX: Final = b"_design/"
+"""What the key of a design document begins with: those who derive something from a bucket, an index
+for instance, are told of each by its key."""
+
+
 @unique
 class Operation(IntEnum):
     """What one mutation of a chunk does.

@@ -77,3 +77,27 @@ LEASE_RANGES_MAX: Final = 1024
 
 LEASE_TIME_TO_LIVE_S_MAX: Final = 24 * 3600
 """Who wants a range for longer renews: what is held costs disk, and its holder may be dead."""
+
+CONSUMER_NAME_BYTES_MAX: Final = 100
+"""The name of a consumer of the event bus: with a bucket's name and a design document's key it
+stands in a key of the store, which takes 511 bytes."""
+
+CONSUMERS_MAX: Final = 100
+"""Consumers of one node's event bus: each has a queue, in which every bucket may stand once."""
+
+HEALTH_TIMEOUT_S_MIN: Final = 1
+"""A consumer that asks three times in its timeout is no burden then."""
+
+HEALTH_TIMEOUT_S_MAX: Final = 3600
+"""For so long at most is a queue kept for a consumer that may be dead."""
+
+EVENT_PATTERN_BYTES_MAX: Final = 200
+"""A bucket's name has 100 bytes, and each may need brackets."""
+
+EVENT_KEYS_MAX: Final = 2000
+"""Buckets and design documents that one answer tells of: with keys of 250 bytes it stays within
+1 MiB."""
+
+DESIGNS_MAX: Final = 1000
+"""Design documents of one bucket that are told one by one while a node runs; of more it is said
+that any of them may have changed."""

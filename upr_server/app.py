@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import structlog
 import trio
@@ -17,9 +18,10 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
+from upr_server.events import EventBus, EventStore, MemoryStore, open_bus, open_disk_store
 from upr_server.net import Service
 from upr_server.replication import Membership, Peers
-from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.port import Store
 from upr_server.storage.process_store import open_store
 
@@ -71,15 +73,32 @@ async def running_server(config: Config, store: Store | None = None) -> AsyncIte
         StorageError: The data directory cannot be used, or the disk failed.
     """
     async with AsyncExitStack() as stack:
+        events: EventStore = MemoryStore()
         if store is None:
             store = await stack.enter_async_context(
                 open_store(config.data_path(), bytes_max=config.disk_bytes_max)
             )
-        yield await stack.enter_async_context(_serving(config, store))
+            if config.events:
+                events = await _event_store(config.data_path(), stack)
+        bus = None
+        if config.events:
+            bus = await stack.enter_async_context(
+                open_bus(events, time=time.time, new_id=_new_history_id)
+            )
+        yield await stack.enter_async_context(_serving(config, store, bus))
+
+
+async def _event_store(path: Path, stack: AsyncExitStack) -> EventStore:
+    try:
+        return await stack.enter_async_context(open_disk_store(path / "events"))
+    except (StorageError, OSError) as error:
+        # On a full disk, for instance. Nobody's data depends on it.
+        log.warning("events are kept in memory only", error=str(error))
+        return MemoryStore()
 
 
 @asynccontextmanager
-async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
+async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncIterator[Server]:
     service = Service(
         store,
         identity=config.identity or socket.gethostname(),
@@ -90,7 +109,10 @@ async def _serving(config: Config, store: Store) -> AsyncIterator[Server]:
         send_timeout_s=config.send_timeout_s,
         purge_age_s=config.purge_age_s,
         replication_timeout_s=config.replication_timeout_s,
+        listener=None if bus is None else bus.producer,
     )
+    if bus is not None:
+        service.events = bus
     node = config.node or config.identity or socket.gethostname()
     membership = Membership(service, node, _new_history_id, config.undo_mutations)
     service.cluster = membership

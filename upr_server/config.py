@@ -68,6 +68,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             most 256 GiB.
         purge_age_s: How old a deletion must be to be forgotten; a consumer that was away for
             longer may have to begin again.
+        events: Whether those who ask are told which buckets were created, deleted and updated.
         shutdown_deadline_s: How long peers have to take what is queued when the server stops.
         log_level: The least severe event that is logged.
         log_format: `console` for people, `json` for machines.
@@ -85,6 +86,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_dir: str = ""
     disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     purge_age_s: _Seconds = 3 * 24 * 3600.0
+    events: bool = True
     shutdown_deadline_s: _Seconds = 5.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"

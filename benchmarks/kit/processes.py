@@ -95,6 +95,7 @@ class UprServer(Process):
         quota_bytes: The bucket's; by default far from what any row uses.
         data_dir: Where it keeps its data, left there afterwards; by default a folder of its own.
         node: What partition maps call it.
+        events: Whether it has its event bus.
 
     Attributes:
         port: Where it listens.
@@ -114,13 +115,14 @@ class UprServer(Process):
         quota_bytes: int = 16 << 30,
         data_dir: Path | None = None,
         node: str = "",
+        events: bool = True,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.data_dir = Path(self._folder.name) / "data" if data_dir is None else data_dir
         config = Path(self._folder.name) / "server.toml"
         config.write_text(
             f'listen = "{HOST}:0"\nnode = "{node}"\nlog_level = "warning"\n'
-            f'data_dir = "{self.data_dir}"\n'
+            f'data_dir = "{self.data_dir}"\nevents = {str(events).lower()}\n'
             f'[[buckets]]\nname = "{self.BUCKET}"\n'
             f"partitions = {partitions}\nquota_bytes = {quota_bytes}\n"
         )

@@ -8,6 +8,7 @@ import click
 
 from upr_protocol.cli import keyvalue
 from upr_protocol.cli.bucket import bucket
+from upr_protocol.cli.events import events
 from upr_protocol.cli.exits import EXIT_CODES_HELP, errors_as_exits
 from upr_protocol.cli.explain import explain
 from upr_protocol.cli.failover import failover
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 for _command in (
-    *(bucket, load, tail, explain, *keyvalue.COMMANDS, partitions, leases, stats),
+    *(bucket, load, tail, events, explain, *keyvalue.COMMANDS, partitions, leases, stats),
     *(replicas, takeover, failover),
 ):
     main.add_command(_command)

@@ -5,6 +5,7 @@
 - `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events;
   `consume_undoing` one with a ring buffer, which goes back no further than it must; `keep_map` a
   map on disk that follows by itself.
+- `follow_events` gives an `EventFeed`: which buckets are created, deleted and updated.
 - `BlockingClient` and `BlockingConsumer` do the same in programs that block.
 
 What is not I/O stands once and serves both: `resume`, `batch`, `calls`, `outcome`, and the two
@@ -25,6 +26,7 @@ from upr_protocol.client.calls import (
 )
 from upr_protocol.client.client import Client, ClientStatistics, connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
+from upr_protocol.client.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.events import (
     AnswersReceived,
     BarrierReached,
@@ -75,12 +77,14 @@ __all__ = [
     "Consumer",
     "ConsumerStatistics",
     "Event",
+    "EventFeed",
     "Failure",
     "FileStore",
     "HeldLease",
     "Item",
     "JournalError",
     "LeasedRange",
+    "LookAtEverything",
     "MapError",
     "MapReader",
     "MapWriteError",
@@ -111,6 +115,7 @@ __all__ = [
     "consume",
     "consume_undoing",
     "fetch_map",
+    "follow_events",
     "give_map",
     "keep_map",
     "publisher",

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 import msgspec
 
+from upr_protocol.bucket_event import EventKind
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.keyvalue import Question, Text, one_operation
 from upr_protocol.client.outcome import NotDurableError, Written, only_outcome, status_of
@@ -28,6 +29,7 @@ from upr_protocol.wire import (
     AwaitReply,
     CreateBucket,
     DeleteBucket,
+    EventsReply,
     Get,
     GetReply,
     Lease,
@@ -38,6 +40,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    NextEvents,
     PartitionLog,
     Refusal,
     Seqnos,
@@ -183,6 +186,27 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
             raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
 
     return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
+
+
+def next_events(
+    consumer: str,
+    acknowledged: int,
+    timeout_s: int,
+    wait_s: float,
+    kinds: EventKind,
+    pattern: str,
+) -> Call[EventsReply]:
+    """What became of buckets since a consumer asked last."""
+
+    def request(opaque: int) -> NextEvents:
+        return NextEvents(
+            consumer, acknowledged, timeout_s, int(wait_s * 1000), kinds, pattern, opaque=opaque
+        )
+
+    def result(reply: EventsReply) -> EventsReply:
+        return reply
+
+    return Call(request, result)
 
 
 class LeasedRange(msgspec.Struct, frozen=True):

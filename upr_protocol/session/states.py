@@ -40,6 +40,7 @@ from upr_protocol.wire import (
     Credit,
     DeleteBucket,
     Error,
+    EventsReply,
     Get,
     GetMap,
     GetReply,
@@ -55,6 +56,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    NextEvents,
     Noop,
     Open,
     Opened,
@@ -112,6 +114,8 @@ _ADMIN: Final = (
     GetMap,
     Join,
     MapReply,
+    NextEvents,
+    EventsReply,
     Refusal,
 )
 

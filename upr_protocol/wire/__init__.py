@@ -20,6 +20,7 @@ from upr_protocol.wire.admin import (
     StatsReply,
 )
 from upr_protocol.wire.cluster import GetMap, Join, MapReply, PartitionAnswers, ReplicaAck, SetMap
+from upr_protocol.wire.events import EventsReply, NextEvents
 from upr_protocol.wire.frame import HEADER_BYTES, VERSION, FrameBuffer, Header
 from upr_protocol.wire.handshake import (
     Error,
@@ -106,6 +107,8 @@ MESSAGES: Final[dict[int, type[Message]]] = {
         SetMap,
         Join,
         MapReply,
+        NextEvents,
+        EventsReply,
         Refusal,
     )
 }
@@ -138,6 +141,7 @@ __all__ = [
     "Credit",
     "DeleteBucket",
     "Error",
+    "EventsReply",
     "FrameBuffer",
     "Get",
     "GetMap",
@@ -156,6 +160,7 @@ __all__ = [
     "Message",
     "Mutate",
     "MutateReply",
+    "NextEvents",
     "Noop",
     "Open",
     "Opened",

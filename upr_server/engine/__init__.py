@@ -4,7 +4,7 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
-from upr_server.engine.bucket import Bucket, BucketError, Buckets, check_bucket
+from upr_server.engine.bucket import Bucket, BucketError, Buckets, Listener, check_bucket
 from upr_server.engine.cursor import (
     BackfillNeeded,
     Cursor,
@@ -31,6 +31,7 @@ __all__ = [
     "FetchNeeded",
     "Found",
     "Item",
+    "Listener",
     "Memory",
     "MutateResult",
     "MutationManager",

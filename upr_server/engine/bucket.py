@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from upr_protocol.errors import Status, UprError
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState
@@ -69,9 +69,13 @@ class Bucket:
         state: What this node is for its partitions.
         on_collapsible: Called when `collapse_wanted` becomes true.
         images: Its partitions as the disk has them; None for a new bucket.
+        incarnation: Which bucket of this name it is: a random number, or 0.
+        on_update: Called whenever something in it has changed, with the keys of the design
+            documents that did.
 
     Attributes:
         name: The name.
+        incarnation: Which bucket of this name it is.
         partitions: The partitions, by ID.
         memory: What it holds, by kind.
         quota: Its quota.
@@ -85,6 +89,7 @@ class Bucket:
         "_is_exhausted",
         "_next_to_relieve",
         "_on_collapsible",
+        "incarnation",
         "memory",
         "name",
         "partitions",
@@ -101,9 +106,13 @@ class Bucket:
         state: PartitionState = PartitionState.ACTIVE,
         on_collapsible: Callable[[], None] | None = None,
         images: Sequence[PartitionImage] | None = None,
+        incarnation: int = 0,
+        on_update: Callable[[Bucket, Sequence[bytes]], None] | None = None,
     ) -> None:
         check_bucket(name, partition_count, quota_bytes)
         self.name = name
+        self.incarnation = incarnation
+        told = partial(on_update, self) if on_update is not None else None
         self.memory = Memory()
         self.quota = Quota(quota_bytes)
         self._on_collapsible = on_collapsible
@@ -120,6 +129,7 @@ class Bucket:
                 memory=self.memory,
                 on_collapsible=partial(self._is_collapsible, number),
                 image=images[number] if images is not None else None,
+                on_update=told,
             )
             for number in range(partition_count)
         )
@@ -257,23 +267,46 @@ class Bucket:
         assert recount == self.memory, (recount, self.memory)
 
 
+class Listener(Protocol):
+    """Who is told what becomes of buckets. Called in the middle of it all: to be quick, and to
+    raise nothing."""
+
+    def created(self, bucket: Bucket) -> None:
+        """A bucket was made."""
+
+    def deleted(self, bucket: Bucket) -> None:
+        """A bucket was deleted; nothing more is told of it."""
+
+    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
+        """Something in a bucket has changed: once for each batch that was taken in.
+
+        Args:
+            bucket: The bucket.
+            designs: The keys of the design documents that changed. The bare prefix says that any of
+                them may have.
+        """
+
+
 class Buckets:
     """The buckets of one node, by name.
 
     Args:
         new_history_id: Draws a fresh non-zero random ID.
         on_collapsible: Called when there is something to collapse in a bucket that had nothing.
+        listener: Told what becomes of buckets.
     """
 
-    __slots__ = ("_buckets", "_new_history_id", "_on_collapsible")
+    __slots__ = ("_buckets", "_listener", "_new_history_id", "_on_collapsible")
 
     def __init__(
         self,
         new_history_id: Callable[[], HistoryId],
         on_collapsible: Callable[[Bucket], None] | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self._new_history_id = new_history_id
         self._on_collapsible = on_collapsible
+        self._listener = listener
         self._buckets: dict[str, Bucket] = {}
 
     def __len__(self) -> int:
@@ -292,6 +325,9 @@ class Buckets:
         partition_count: int = PARTITIONS_DEFAULT,
         quota_bytes: int = QUOTA_BYTES_DEFAULT,
         images: Sequence[PartitionImage] | None = None,
+        *,
+        incarnation: int = 0,
+        is_new: bool = True,
     ) -> Bucket:
         """Makes a bucket. O(partitions), about 10 µs each.
 
@@ -300,6 +336,8 @@ class Buckets:
             partition_count: How many partitions it has.
             quota_bytes: The memory it may take.
             images: Its partitions as the disk has them; None for a new bucket.
+            incarnation: Which bucket of this name it is.
+            is_new: Whether it was not there before; else it was found on disk.
 
         Raises:
             BucketError: It exists, or an argument is out of its range.
@@ -312,8 +350,12 @@ class Buckets:
             quota_bytes=quota_bytes,
             on_collapsible=partial(self._is_collapsible, name),
             images=images,
+            incarnation=incarnation,
+            on_update=self._listener.updated if self._listener is not None else None,
         )
         self._buckets[name] = bucket
+        if is_new and self._listener is not None:
+            self._listener.created(bucket)
         return bucket
 
     def check_absent(self, name: str) -> None:
@@ -333,7 +375,12 @@ class Buckets:
         """
         if name not in self._buckets:
             raise BucketError(f"there is no bucket {name!r}", Status.NO_BUCKET)
-        return self._buckets.pop(name)
+        bucket = self._buckets.pop(name)
+        for partition in bucket.partitions:
+            partition.fall_silent()
+        if self._listener is not None:
+            self._listener.deleted(bucket)
+        return bucket
 
     def _is_collapsible(self, name: str) -> None:
         bucket = self._buckets.get(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, count, pairwise
 from typing import Final
 
@@ -11,7 +11,15 @@ import msgspec
 from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import (
+    DESIGN_PREFIX,
+    Cas,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -177,6 +185,8 @@ class Partition:
         memory: What the bucket holds.
         on_collapsible: Called when `manager.collapse_wanted` becomes true.
         image: What the disk has of it; None for a new one.
+        on_update: Called whenever something in it has changed, with the keys of the design
+            documents that did.
 
     Attributes:
         id: Its number.
@@ -198,6 +208,7 @@ class Partition:
         "_has_forgotten",
         "_last_cas",
         "_memory",
+        "_on_update",
         "_pins",
         "_pins_given",
         "_sweep_left",
@@ -224,8 +235,10 @@ class Partition:
         memory: Memory | None = None,
         on_collapsible: Callable[[], None] | None = None,
         image: PartitionImage | None = None,
+        on_update: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         memory = Memory() if memory is None else memory
+        self._on_update = on_update
         if image is None:
             image = PartitionImage(state, FailoverLog().branch(new_history_id(), SeqNo(0)))
         self._memory = memory
@@ -331,7 +344,42 @@ class Partition:
             self._remember(writer, result)
         if self.manager.high > before:
             self.manager.wake()
+            self.has_taken((chunk,), {index for index, _ in result.failures})
         return result
+
+    def has_taken(self, chunks: Sequence[Chunk], failed: Set[int] = frozenset()) -> None:
+        """Tells that something has changed: what is in these chunks. A replica, for which they went
+        to disk and not through here, says so with this.
+
+        It costs one look at the bytes of all keys of a chunk, and no more where no key begins as
+        that of a design document does.
+
+        Args:
+            chunks: What was taken in.
+            failed: Operations of these, by index, that had no effect.
+        """
+        if self._on_update is None or not chunks:
+            return
+        designs: Sequence[bytes] = ()
+        for chunk in chunks:
+            if DESIGN_PREFIX in chunk.key_bytes.tobytes():
+                designs = [
+                    *designs,
+                    *(
+                        key
+                        for index, key in enumerate(chunk.keys())
+                        if key.startswith(DESIGN_PREFIX) and index not in failed
+                    ),
+                ]
+        self._on_update(designs)
+
+    def fall_silent(self) -> None:
+        """Its bucket was deleted: tells nothing any more."""
+        self._on_update = None
+
+    def _has_expired(self, keys: Sequence[bytes]) -> None:
+        if keys and self._on_update is not None:
+            self._on_update([key for key in keys if key.startswith(DESIGN_PREFIX)])
 
     def put_off(self, writer: WriterToken | None) -> None:
         """A batch is refused for what passes, or may yet be: it will be sent again, and what the
@@ -513,14 +561,17 @@ class Partition:
         return expired
 
     def _expire_due(self, now: float) -> int:
-        for expired in range(EXPIRE_MAX):
+        keys: list[bytes] = []
+        while len(keys) < EXPIRE_MAX:
             key = self._expiries.take(now)
             if key is None:
-                return expired
+                break
             seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
             self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
             self._last_cas = cas
-        return EXPIRE_MAX
+            keys.append(key)
+        self._has_expired(keys)
+        return len(keys)
 
     def expire_stored(self, key: bytes, number: SeqNo, now: float) -> bool:
         """Makes a deletion of an item that the disk says has expired, unless the key has changed
@@ -546,6 +597,7 @@ class Partition:
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
         self._last_cas = cas
         self.manager.wake()
+        self._has_expired([key])
         return True
 
     # What this node is for it.
@@ -591,6 +643,9 @@ class Partition:
             The tokens whose answers are forgotten with that.
         """
         self.stand_at(seq)
+        if self._on_update is not None:
+            # Which design documents were undone with the rest, nobody has noted.
+            self._on_update((DESIGN_PREFIX,))
         if not seq:
             self.indexed = self.purge_seq = SeqNo(0)
             self.stored_items = 0

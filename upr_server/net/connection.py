@@ -86,6 +86,8 @@ class Connection:
         service: What all connections share.
         streamer: The connection's streams.
         bucket: The bucket that was opened, or None.
+        asks_for_events: Whether a question about events waits for its answer: there is one at a
+            time, which bounds what a peer may have wait.
         peer: The other end's address, for logs and statistics.
     """
 
@@ -96,6 +98,7 @@ class Connection:
         self.streamer = Streamer(self.session, peer, self.wake)
         self.replies = Replies(self, self.say)
         self.bucket: Bucket | None = None
+        self.asks_for_events = False
         self._disk: BucketDisk | None = None
         self._nursery: trio.Nursery | None = None
         self._reported: dict[Partition, str] = {}

@@ -7,22 +7,31 @@ the same partition is asked meanwhile comes after it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import trio
 
+from upr_protocol.bucket_event import EventFilter
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import PARTITIONS_DEFAULT
+from upr_protocol.limits import (
+    CONSUMER_NAME_BYTES_MAX,
+    EVENT_PATTERN_BYTES_MAX,
+    HEALTH_TIMEOUT_S_MAX,
+    HEALTH_TIMEOUT_S_MIN,
+    PARTITIONS_DEFAULT,
+)
 from upr_protocol.wire import (
     Await,
     AwaitReply,
     BucketDone,
     CreateBucket,
     DeleteBucket,
+    EventsReply,
     Get,
     GetMap,
     GetReply,
@@ -36,6 +45,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    NextEvents,
     Open,
     Opened,
     PartitionLog,
@@ -59,6 +69,9 @@ _NO_WRITER: Final = bytes(16)
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
+
+CONSUMER_NAME: Final = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{CONSUMER_NAME_BYTES_MAX}}}")
+"""The name of a consumer of events. Those of the server's own begin with a dot."""
 
 REPLICA: Final = "replica:"
 """What the identity of a replica begins with; the name of its node follows."""
@@ -470,6 +483,50 @@ def _list_buckets(connection: Connection, request: ListBuckets) -> None:
     connection.in_turn(request, answer)
 
 
+def _next_events(connection: Connection, request: NextEvents) -> None:
+    _check_next_events(request)
+    if connection.asks_for_events:
+        raise ServerError(
+            Status.LIMIT_REACHED, "one question about events is open on this connection already"
+        )
+    connection.asks_for_events = True
+
+    async def wait() -> None:
+        try:
+            batch, everything, events = await connection.service.events.next_events(
+                request.consumer,
+                EventFilter(request.kinds, request.pattern),
+                timeout_s=request.timeout_s,
+                acknowledged=request.acknowledged,
+                # Who waits is alive: it must ask again before it would be taken for dead.
+                wait_s=min(request.wait_ms / 1000, request.timeout_s / 2),
+            )
+        finally:
+            connection.asks_for_events = False
+        connection.say(EventsReply(batch, everything, events, opaque=request.opaque))
+
+    connection.later(request, wait)
+
+
+def _check_next_events(request: NextEvents) -> None:
+    if not CONSUMER_NAME.fullmatch(request.consumer):
+        raise ServerError(
+            Status.BAD_ARGUMENT,
+            f"{request.consumer!r} is no name of a consumer: 1 to {CONSUMER_NAME_BYTES_MAX} letters"
+            ", digits, dots, underscores or hyphens, not beginning with a dot",
+        )
+    if not HEALTH_TIMEOUT_S_MIN <= request.timeout_s <= HEALTH_TIMEOUT_S_MAX:
+        raise ServerError(
+            Status.BAD_ARGUMENT,
+            f"the timeout is {HEALTH_TIMEOUT_S_MIN} to {HEALTH_TIMEOUT_S_MAX} seconds, "
+            f"not {request.timeout_s}",
+        )
+    if len(request.pattern.encode()) > EVENT_PATTERN_BYTES_MAX:
+        raise ServerError(
+            Status.BAD_ARGUMENT, f"a pattern is at most {EVENT_PATTERN_BYTES_MAX} bytes"
+        )
+
+
 def _stats(connection: Connection, request: Stats) -> None:
     statistics = connection.service.statistics(request.bucket)
     text = msgspec.json.encode(statistics, enc_hook=str).decode()
@@ -491,6 +548,7 @@ HANDLERS: Final[Mapping[type[Message], Callable[[Connection, Any], None]]] = {
     GetMap: _get_map,
     SetMap: _set_map,
     Join: _join,
+    NextEvents: _next_events,
     ReplicaAck: _replica_ack,
 }
 """How each request is answered. A handler that raises `ServerError` has its request refused."""

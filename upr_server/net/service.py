@@ -14,11 +14,20 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import SEND_TIMEOUT_S
-from upr_server.engine import Bucket, Buckets, Partition, PartitionImage, Relief, check_bucket
+from upr_server.engine import (
+    Bucket,
+    Buckets,
+    Listener,
+    Partition,
+    PartitionImage,
+    Relief,
+    check_bucket,
+)
 from upr_server.net.budget import FrameBudget
 from upr_server.net.cluster import Alone, Cluster
 from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
+from upr_server.net.events import Events, NoEvents
 from upr_server.net.line import Line
 from upr_server.storage.bucket_disk import BucketDisk, recovered
 from upr_server.storage.chunk_log import StoredBucket
@@ -61,6 +70,7 @@ class Service:
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
         purge_age_s: How old a tombstone must be to be forgotten.
+        listener: Told what becomes of buckets.
     """
 
     def __init__(
@@ -75,19 +85,21 @@ class Service:
         send_timeout_s: float = SEND_TIMEOUT_S,
         replication_timeout_s: float = REPLICATION_TIMEOUT_S,
         purge_age_s: float = PURGE_AGE_S,
+        listener: Listener | None = None,
     ) -> None:
         self.store = store
         self.disks: dict[Bucket, BucketDisk] = {}
         self.identity = identity
         self.quota_bytes_default = quota_bytes_default
         self.time = time
-        self.buckets = Buckets(new_history_id, self._is_collapsible)
+        self.buckets = Buckets(new_history_id, self._is_collapsible, listener)
         self.connections: set[Connection] = set()
         self.frame_budget = FrameBudget()
         self.credit_shares = CreditShares()
         self.send_timeout_s = send_timeout_s
         self.replication_timeout_s = replication_timeout_s
         self.cluster: Cluster = Alone()
+        self.events: Events = NoEvents()
         self._new_history_id = new_history_id
         self._purge_age_s = purge_age_s
         self._connections_max = connections_max
@@ -177,7 +189,12 @@ class Service:
                     after="a clean stop" if stored.is_clean else "an unclean stop: new histories",
                 )
                 bucket = self.buckets.create(
-                    record.name, record.partition_count, record.quota_bytes, images
+                    record.name,
+                    record.partition_count,
+                    record.quota_bytes,
+                    images,
+                    incarnation=record.incarnation,
+                    is_new=False,
                 )
                 self._attach(bucket, stored.leases)
                 if stored.cluster_map:
@@ -246,14 +263,17 @@ class Service:
             if state is PartitionState.ACTIVE:
                 failover_log = failover_log.branch(self._new_history_id(), SeqNo(0))
             images.append(PartitionImage(state, failover_log))
+        incarnation = self._new_history_id()
         await self.store.create(
-            BucketRecord(name, len(states), quota_bytes),
+            BucketRecord(name, len(states), quota_bytes, incarnation=incarnation),
             [
                 PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
                 for image in images
             ],
         )
-        bucket = self.buckets.create(name, len(states), quota_bytes, images)
+        bucket = self.buckets.create(
+            name, len(states), quota_bytes, images, incarnation=incarnation
+        )
         self._attach(bucket)
         return bucket
 
@@ -438,6 +458,7 @@ class Service:
                 for found in self.buckets
                 if found in self.disks
             },
+            "events": self.events.statistics(),
             "connections": [connection.statistics() for connection in self.connections],
         }
 

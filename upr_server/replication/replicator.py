@@ -310,6 +310,7 @@ class Replicator:
         self._on_disk[number] = write.record
         partition = self._disk.bucket.partitions[number]
         stands_on_disk(partition, write.record)
+        partition.has_taken(write.chunks)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
         failover_log = self._incoming[number].log
         if partition.failover_log != failover_log:

@@ -7,6 +7,7 @@
       lock                held by the one server that uses it
       buckets/NAME/log/   the bucket's log, an LMDB environment
       buckets/NAME/index/ its index, another: LMDB has one writer an environment
+      events/             the queues of the event bus, a third; gone after a crash
 
 A bucket is made beside its place and then moved there; names that begin with a dot are what a crash
 left of that, and of deletions.

@@ -221,12 +221,15 @@ class BucketRecord(msgspec.Struct, frozen=True):
         partition_count: How many partitions it has.
         quota_bytes: The memory it may take.
         version: The format's version.
+        incarnation: Which bucket of this name it is: a random number. 0 in records that are older
+            than the field; who does not know it passes over it.
     """
 
     name: str
     partition_count: int
     quota_bytes: int
     version: int = FORMAT_VERSION
+    incarnation: int = 0
 
 
 class PartialRecord(msgspec.Struct, frozen=True):

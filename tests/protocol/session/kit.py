@@ -36,6 +36,7 @@ from upr_protocol.wire import (
     Credit,
     DeleteBucket,
     Error,
+    EventsReply,
     FrameBuffer,
     Get,
     GetMap,
@@ -53,6 +54,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    NextEvents,
     Noop,
     Open,
     Opened,
@@ -238,6 +240,8 @@ SAMPLES: Final[dict[type[Message], Message]] = {
         Join("bucket", "host:1", opaque=OPAQUE),
         SetMap(0, "{}", opaque=OPAQUE),
         MapReply(0, "", opaque=OPAQUE),
+        NextEvents("consumer", opaque=OPAQUE),
+        EventsReply(0, opaque=OPAQUE),
         Refusal("no", opaque=OPAQUE, status=7),
     )
 }
@@ -414,6 +418,7 @@ REQUESTS: Final[dict[type[Message], type[Message]]] = {
     ListBucketsReply: ListBuckets,
     StatsReply: Stats,
     MapReply: GetMap,
+    EventsReply: NextEvents,
     Refusal: Stats,
 }
 """What each answer answers here. `Open`'s answers have a state of their own."""

@@ -55,6 +55,8 @@ server StatsReply   .        .       READY   .       OPEN      STREAMING
 client GetMap       .        .       READY   .       OPEN      STREAMING
 client Join         .        .       READY   .       OPEN      STREAMING
 server MapReply     .        .       READY   .       OPEN      STREAMING
+client NextEvents   .        .       READY   .       OPEN      STREAMING
+server EventsReply  .        .       READY   .       OPEN      STREAMING
 server Refusal      .        .       READY   READY   OPEN      STREAMING
 
 client Stream       .        .       .       .       OPEN      STREAMING
@@ -127,7 +129,7 @@ def test_the_table_covers_every_message_and_state() -> None:
         (kind, state) for kind in MESSAGES.values() for state in STATES
     }
     assert set(SAMPLES) == set(MESSAGES.values())
-    assert len(EVERY) == 2 * 45 * 6
+    assert len(EVERY) == 2 * 47 * 6
 
 
 def test_who_sends_what_is_declared_as_the_table_says() -> None:

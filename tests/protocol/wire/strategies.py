@@ -20,6 +20,7 @@ from tests.protocol.strategies import (
     published_chunks,
     stored_chunks,
 )
+from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, BucketFate, EventKind
 from upr_protocol.ids import Durability, PartitionState, SnapshotKind
 from upr_protocol.wire import (
     Ack,
@@ -35,6 +36,7 @@ from upr_protocol.wire import (
     Credit,
     DeleteBucket,
     Error,
+    EventsReply,
     Get,
     GetMap,
     GetReply,
@@ -51,6 +53,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    NextEvents,
     Noop,
     Open,
     Opened,
@@ -191,6 +194,29 @@ FIELDS: Final[Mapping[type[Message], Mapping[str, st.SearchStrategy[Any]]]] = {
     Join: {"bucket": TEXTS, "address": TEXTS},
     SetMap: {"expected_revision": U64, "document": TEXTS},
     MapReply: {"revision": U64, "document": TEXTS, "node": TEXTS},
+    NextEvents: {
+        "consumer": TEXTS,
+        "acknowledged": U64,
+        "timeout_s": U32,
+        "wait_ms": U32,
+        "kinds": st.integers(1, ALL_KINDS).map(EventKind),
+        "pattern": TEXTS,
+    },
+    EventsReply: {
+        "batch": U64,
+        "everything": st.booleans(),
+        "events": st.lists(
+            st.builds(
+                BucketEvent,
+                bucket=TEXTS,
+                incarnation=U64,
+                fate=st.sampled_from(BucketFate),
+                updates=U64,
+                designs=tuples_of(OCTETS),
+            ),
+            max_size=5,
+        ).map(tuple),
+    },
     Refusal: {"sentence": TEXTS, "map_revision": U64},
 }
 """For each message the strategies of its own fields."""

@@ -1,0 +1,229 @@
+"""E1: ingest with the event bus, against the same without. E1b: what a slow consumer is told."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import trio
+
+from benchmarks.kit.figures import Figure, Spread, significant
+from benchmarks.kit.ingest import CONNECTIONS, Published, publish, publishers
+from benchmarks.kit.processes import UprServer
+from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
+from upr_protocol.chunk import plain_chunk
+from upr_protocol.client import follow_events
+from upr_protocol.ids import HistoryId
+from upr_server.engine import Buckets
+from upr_server.events import open_bus, open_disk_store
+from upr_server.events.consumer import Consumer
+
+MUTATIONS: Final = 4_000_000
+
+BUCKETS: Final = 1_000
+UPDATES: Final = 100_000
+SECONDS: Final = 5.0
+"""How long the updates are spread over."""
+POLL_S: Final = 1.0
+
+
+def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
+    """E1 and E1b."""
+    return [_ingest(runs, say), _slow_consumer(runs, say)]
+
+
+# E1.
+
+
+@contextmanager
+def _followed(url: str) -> Iterator[None]:
+    """A consumer of the server's events meanwhile, in a thread of this process."""
+    ended = threading.Event()
+
+    async def follow() -> None:
+        async with (
+            follow_events(url, consumer="bench", identity="bench:events") as feed,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def watch() -> None:
+                await trio.to_thread.run_sync(ended.wait)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            async for _ in feed:
+                pass
+
+    thread = threading.Thread(target=trio.run, args=(follow,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _ingest(runs: int, say: Callable[[str], None]) -> Figure:
+    say(f"E1: building the chunks; {CONNECTIONS} connections, {PARTITIONS} partitions")
+    with (
+        UprServer(partitions=PARTITIONS) as told,
+        UprServer(partitions=PARTITIONS) as idle,
+        UprServer(partitions=PARTITIONS, events=False) as without,
+        publishers(told, CHUNK_MUTATIONS) as told_client,
+        publishers(idle, CHUNK_MUTATIONS) as idle_client,
+        publishers(without, CHUNK_MUTATIONS) as without_client,
+        _followed(told.url),
+    ):
+        sides = {
+            "a consumer": (told, told_client),
+            "no consumer": (idle, idle_client),
+            "no bus": (without, without_client),
+        }
+        ran: dict[str, list[Published]] = {name: [] for name in sides}
+        for server, client in sides.values():
+            client.answer()
+            publish(server, client, 1_000_000)
+        for number in range(runs):
+            # In turns, and each time another one first.
+            names = list(sides)
+            for name in names[number % 3 :] + names[: number % 3]:
+                ran[name].append(publish(*sides[name], MUTATIONS))
+            say(
+                f"  run {number + 1}: mutations/s "
+                + ", ".join(f"{ran[name][-1].rate:,.0f} with {name}" for name in sides)
+                + "; ns of the server's processor a mutation "
+                + ", ".join(f"{_server_ns(ran[name][-1]):,.0f}" for name in sides)
+            )
+    return Figure.more_is_better(
+        row="E1",
+        text=f"Ingest as in B1, {CHUNK_MUTATIONS:,} a chunk, with the event bus and a consumer.",
+        unit="mutations/s",
+        ours=Spread.of([one.rate for one in ran["a consumer"]]),
+        peer=Spread.of([one.rate for one in ran["no bus"]]),
+        peer_name="the same without the bus",
+        first_bar=0.97,
+        aim=1.0,
+        details={
+            name.replace(" ", "_"): {
+                "mutations_per_s": Spread.of([one.rate for one in published]).to_json(),
+                "server_ns_per_mutation": Spread.of(
+                    [_server_ns(one) for one in published]
+                ).to_json(),
+            }
+            for name, published in ran.items()
+        },
+    )
+
+
+def _server_ns(ran: Published) -> float:
+    return ran.processor_s["server"] / ran.mutations * 1e9
+
+
+# E1b.
+
+
+@attrs.define
+class _Told:
+    """What the consumer of one run was told.
+
+    Attributes:
+        polls: How often it looked.
+        events: Buckets that it was told of, added up.
+        updates: Updates that these told of.
+        longest_poll_s: The longest that a look took.
+        processor_s: Processor time of producer, store, consumer and engine.
+    """
+
+    polls: int = 0
+    events: int = 0
+    updates: int = 0
+    longest_poll_s: float = 0.0
+    processor_s: float = 0.0
+
+
+def _slow_consumer(runs: int, say: Callable[[str], None]) -> Figure:
+    say(f"E1b: {UPDATES:,} updates of {BUCKETS:,} buckets in {SECONDS:g} s, a poll a second")
+    ran: list[_Told] = []
+    for number in range(runs):
+        with tempfile.TemporaryDirectory() as folder:
+            ran.append(trio.run(_run, Path(folder) / "events"))
+        one = ran[-1]
+        say(
+            f"  run {number + 1}: told in {one.polls} polls of {one.events:,} buckets, "
+            f"{one.updates:,} updates; the longest poll {one.longest_poll_s * 1e3:,.0f} ms, "
+            f"{one.processor_s:.2f} s of processor time"
+        )
+    return Figure.less_is_better(
+        row="E1b",
+        text=f"Events told to a consumer that polls once a second, of {UPDATES:,} updates of "
+        f"{BUCKETS:,} buckets in {SECONDS:g} s; engine, bus and LMDB in one process.",
+        unit="events",
+        ours=Spread.of([one.events for one in ran]),
+        peer=Spread.of([UPDATES] * runs),
+        peer_name="updates made, each of which would be an event in a queue",
+        first_bar=None,
+        aim=None,
+        details={
+            "polls": Spread.of([one.polls for one in ran]).to_json(),
+            "longest_poll_ms": Spread.of([one.longest_poll_s * 1e3 for one in ran]).to_json(),
+            "processor_us_per_update": significant(
+                Spread.of([one.processor_s / UPDATES * 1e6 for one in ran]).median
+            ),
+        },
+    )
+
+
+async def _run(path: Path) -> _Told:
+    ids = count(1)
+    told = _Told()
+    async with (
+        open_disk_store(path) as store,
+        open_bus(store, time=time.time, new_id=lambda: next(ids)) as bus,
+    ):
+        buckets = Buckets(lambda: HistoryId(next(ids)), listener=bus.producer)
+        for number in range(BUCKETS):
+            buckets.create(f"bucket-{number}", 1, incarnation=next(ids))
+        await bus.producer.flush()
+        consumer = Consumer(store, "slow", 60.0, time.time)
+        await consumer.poll()  # it is registered with this
+        begun = time.process_time()
+        async with trio.open_nursery() as nursery:
+            done = trio.Event()
+            nursery.start_soon(_update, buckets, done)
+            while not done.is_set():
+                await trio.sleep(POLL_S)
+                await _poll(consumer, told)
+        await bus.producer.flush()
+        await _poll(consumer, told)
+        told.processor_s = time.process_time() - begun
+    return told
+
+
+async def _update(buckets: Buckets, done: trio.Event) -> None:
+    chunk = plain_chunk([b"a key"], [b"a value"])
+    partitions: list[Any] = [bucket.partitions[0] for bucket in buckets]
+    begun = trio.current_time()
+    for number in range(UPDATES):
+        partitions[number % BUCKETS].mutate(chunk, now=1.0)
+        if number % 100 == 99:
+            await trio.sleep_until(begun + SECONDS * number / UPDATES)
+    done.set()
+
+
+async def _poll(consumer: Consumer, told: _Told) -> None:
+    begun = trio.current_time()
+    is_all = False
+    while not is_all:
+        news = await consumer.poll()
+        is_all = news.is_all
+        told.events += len(news.events)
+        told.updates += sum(event.updates for event in news.events)
+    told.polls += 1
+    told.longest_poll_s = max(told.longest_poll_s, trio.current_time() - begun)

@@ -1,0 +1,316 @@
+"""Events over a real server and real connections."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.kit.process import eventually
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventKind
+from upr_protocol.client import (
+    Client,
+    EventFeed,
+    LookAtEverything,
+    connect,
+    follow_events,
+    publisher,
+)
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status
+from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
+from upr_protocol.wire import MESSAGES, NextEvents
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.events import EventBus, MemoryStore
+from upr_server.storage.simulated_store import SimulatedStore
+
+CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 2),))
+
+EVERYTHING = LookAtEverything()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with running_server(CONFIG, SimulatedStore()) as server:
+        await settle(server)
+        yield server
+
+
+def bus_of(server: Server) -> EventBus:
+    bus = server.service.events
+    assert isinstance(bus, EventBus)
+    return bus
+
+
+async def settle(server: Server) -> None:
+    """What was told so far, the creation of the bucket for instance, is in the queues."""
+    await bus_of(server).producer.flush()
+
+
+@asynccontextmanager
+async def feed_of(server: Server, consumer: str = "c", **options: Any) -> AsyncIterator[EventFeed]:
+    """A feed that is registered, and has looked at everything."""
+    async with follow_events(server.url(), consumer=consumer, **options) as feed:
+        assert await told(feed) == EVERYTHING
+        yield feed
+
+
+async def told(feed: EventFeed) -> BucketEvent | LookAtEverything:
+    with trio.fail_after(20):
+        return await anext(feed)
+
+
+async def event(feed: EventFeed) -> BucketEvent:
+    found = await told(feed)
+    assert isinstance(found, BucketEvent)
+    return found
+
+
+async def until(feed: EventFeed, bucket: str) -> BucketEvent:
+    """The first event of a bucket."""
+    while (found := await event(feed)).bucket != bucket:
+        pass
+    return found
+
+
+async def nothing_is_told(feed: EventFeed, client: Client) -> None:
+    """What is told next is of something else that is done now."""
+    await client.create_bucket("mark")
+    assert (await event(feed)).bucket == "mark"
+    await client.delete_bucket("mark")
+    assert (await event(feed)).fate is BucketFate.DELETED
+
+
+async def test_creation_update_deletion_and_design_documents(server: Server) -> None:
+    async with connect(server.url("b")) as client, feed_of(server) as feed:
+        await client.set("k", "v")
+        updated = await event(feed)
+        assert (updated.bucket, updated.fate, updated.designs) == ("b", BucketFate.NONE, ())
+        assert updated.updates == 1
+        assert updated.incarnation != 0
+        await client.set("_design/x", "{}")
+        await client.delete("_design/x")
+        await client.set("not_design/x", "{}")
+        designs: set[bytes] = set()
+        updates = 0
+        while updates < 3:
+            found = await event(feed)
+            designs.update(found.designs)
+            updates += found.updates
+        assert designs == {b"_design/x"}
+        await client.create_bucket("new")
+        created = await event(feed)
+        assert (created.bucket, created.fate) == ("new", BucketFate.CREATED)
+        await client.delete_bucket("new")
+        deleted = await event(feed)
+        assert (deleted.fate, deleted.incarnation) == (BucketFate.DELETED, created.incarnation)
+        await client.create_bucket("new")
+        again = await event(feed)
+        assert again.fate is BucketFate.CREATED
+        assert again.incarnation != created.incarnation
+
+
+async def test_what_failed_is_no_change(server: Server) -> None:
+    async with connect(server.url("b")) as client, feed_of(server) as feed:
+        with pytest.raises(ServerError):
+            await client.replace("_design/missing", "v")
+        await nothing_is_told(feed, client)
+
+
+async def test_only_what_is_wanted_is_told(server: Server) -> None:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connect(server.url("b")))
+
+        async def feed(name: str, **options: Any) -> EventFeed:
+            return await stack.enter_async_context(feed_of(server, name, **options))
+
+        created = await feed("created", kinds=EventKind.CREATED)
+        designs = await feed("designs", kinds=EventKind.DESIGN | EventKind.DELETED)
+        named = await feed("named", pattern="order[s-]*")
+        await client.set("_design/x", "{}")
+        await client.create_bucket("orders")
+        await client.create_bucket("other")
+        async with connect(server.url("orders")) as orders:
+            await orders.set("k", "v")
+        found = [await event(created), await event(created)]
+        assert {one.bucket for one in found} == {"orders", "other"}
+        assert {(one.fate, one.updates) for one in found} == {(BucketFate.CREATED, 0)}
+        found = [await event(designs)]
+        assert [(one.bucket, one.fate, one.updates, one.designs) for one in found] == [
+            ("b", BucketFate.NONE, 0, (b"_design/x",))
+        ]
+        assert (await event(named)).bucket == "orders"
+
+
+async def test_who_comes_back_under_its_name_is_told_what_it_missed(server: Server) -> None:
+    async with connect(server.url("b")) as client:
+        async with feed_of(server):
+            pass
+        await client.set("k", "v")
+        await client.create_bucket("meanwhile")
+        async with follow_events(server.url(), consumer="c") as feed:
+            # It did not say that it has looked at everything: it is told again.
+            assert await told(feed) == EVERYTHING
+            assert {(await event(feed)).bucket, (await event(feed)).bucket} == {"b", "meanwhile"}
+            await nothing_is_told(feed, client)
+        await client.delete_bucket("meanwhile")
+        async with follow_events(server.url(), consumer="c") as feed:
+            found = await until(feed, "meanwhile")
+            assert found.fate is BucketFate.DELETED
+
+
+async def test_what_was_not_dealt_with_is_told_again(server: Server) -> None:
+    async with connect(server.url("b")) as client:
+        async with feed_of(server) as feed:
+            await client.set("k", "v")
+            first = await event(feed)
+        async with follow_events(server.url(), consumer="c") as feed:
+            assert await event(feed) == first
+
+
+async def test_who_takes_a_name_has_it(server: Server) -> None:
+    async with feed_of(server) as first, trio.open_nursery() as nursery:
+
+        async def fenced() -> None:
+            with pytest.raises(ServerError) as refused:
+                await anext(first)
+            assert refused.value.status is Status.FENCED
+
+        nursery.start_soon(fenced)
+        await eventually(lambda: bus_of(server).statistics()["asking"] == 1, "it asks")
+        async with (
+            follow_events(server.url(), consumer="c") as second,
+            connect(server.url("b")) as client,
+        ):
+            await client.set("k", "v")
+            assert (await event(second)).bucket == "b"
+
+
+async def test_a_subscriber_that_stops_reading_costs_one_batch(server: Server) -> None:
+    async with connect(server.url("b")) as client, feed_of(server) as feed:
+        bus = bus_of(server)
+        await client.set("k", "v")
+        first = await event(feed)
+        for number in range(200):
+            await client.set("k", str(number))
+        await settle(server)
+        # One batch is in memory; the queue has one number more than it had.
+        assert bus.statistics()["unacknowledged"] == 1
+        store = bus._store
+        assert isinstance(store, MemoryStore)
+        assert len(store) <= 3
+        updates = first.updates
+        while updates < 201:
+            updates += (await event(feed)).updates
+        assert updates == 201
+
+
+async def test_more_design_documents_than_are_named(server: Server) -> None:
+    async with publisher(server.url("b")) as publishing, feed_of(server) as feed:
+        count = DESIGNS_MAX + 50
+        for number in range(count):
+            await publishing.set(f"_design/{number}", "{}")
+        await publishing.flush()
+        found: set[bytes] = set()
+        while ANY_DESIGN not in found or len(found) < DESIGNS_MAX + 1:
+            found.update((await event(feed)).designs)
+        assert len(found) == DESIGNS_MAX + 1
+
+
+async def test_a_clean_restart_loses_nothing_and_a_crash_says_so(tmp_path: Path) -> None:
+    config = Config(listen="127.0.0.1:0", data_dir=str(tmp_path), buckets=CONFIG.buckets)
+    async with running_server(config) as server, connect(server.url("b")) as client:
+        await settle(server)
+        async with feed_of(server) as feed:
+            await client.set("k", "v")
+            incarnation = (await event(feed)).incarnation
+        await client.create_bucket("meanwhile")
+    async with (
+        running_server(config) as server,
+        follow_events(server.url(), consumer="c") as feed,
+        connect(server.url("b")) as client,
+    ):
+        # The first was not acknowledged.
+        assert {(await event(feed)).bucket, (await event(feed)).bucket} == {"b", "meanwhile"}
+        await client.set("k", "v")
+        assert (await event(feed)).incarnation == incarnation
+    (tmp_path / "events" / "clean").unlink()
+    async with (
+        running_server(config) as server,
+        follow_events(server.url(), consumer="c") as feed,
+    ):
+        assert await told(feed) == EVERYTHING
+
+
+async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = Config(listen=f"127.0.0.1:{port}", data_dir=str(tmp_path), buckets=CONFIG.buckets)
+    async with follow_events(f"upr://127.0.0.1:{port}", consumer="c", draw=lambda: 0.0) as feed:
+        for number in range(2):
+            async with running_server(config) as server:
+                if not number:
+                    assert await told(feed) == EVERYTHING
+                async with connect(server.url("b")) as client:
+                    await client.set("k", "v")
+                # The second server has its queues from the first.
+                while not (await event(feed)).updates:
+                    pass
+
+
+async def test_what_is_wrong_is_refused_and_the_connection_goes_on(server: Server) -> None:
+    for options, said in (
+        ({"consumer": "no name"}, "no name of a consumer"),
+        ({"consumer": ".compaction"}, "no name of a consumer"),
+        ({"consumer": "x" * 101}, "no name of a consumer"),
+        ({"consumer": "c", "timeout_s": 3601}, "the timeout is"),
+        ({"consumer": "c", "timeout_s": 0}, "the timeout is"),
+        ({"consumer": "c", "pattern": "x" * 201}, "a pattern is"),
+    ):
+        async with follow_events(server.url(), **options) as feed:
+            with pytest.raises(ServerError, match=said) as refused:
+                await told(feed)
+            assert refused.value.status is Status.BAD_ARGUMENT
+
+
+async def test_only_so_many_consumers_are_kept(server: Server) -> None:
+    async with AsyncExitStack() as stack:
+        for number in range(CONSUMERS_MAX):
+            await stack.enter_async_context(feed_of(server, f"c{number}"))
+        async with follow_events(server.url(), consumer="one-more") as feed:
+            with pytest.raises(ServerError) as refused:
+                await told(feed)
+            assert refused.value.status is Status.LIMIT_REACHED
+        # The name that was refused has left nothing behind.
+        assert bus_of(server).statistics()["feeds"] == CONSUMERS_MAX
+
+
+async def test_a_server_without_a_bus_says_so() -> None:
+    config = Config(listen="127.0.0.1:0", events=False, buckets=CONFIG.buckets)
+    async with running_server(config, SimulatedStore()) as server:
+        async with connect(server.url("b")) as client:
+            await client.set("_design/x", "v")
+        async with follow_events(server.url(), consumer="c") as feed:
+            with pytest.raises(ServerError) as refused:
+                await told(feed)
+            assert refused.value.status is Status.UNSUPPORTED
+
+
+async def test_a_feed_that_is_left_and_one_without_a_server(server: Server) -> None:
+    async with feed_of(server) as feed:
+        pass
+    with pytest.raises(ClosedError):
+        await told(feed)
+    async with follow_events("upr://127.0.0.1:1", consumer="c", patience_s=0) as feed:
+        with pytest.raises(BrokenError):
+            await told(feed)
+
+
+def test_a_question_fits_what_strangers_may_say() -> None:
+    assert MESSAGES[NextEvents.opcode].body_bytes_max <= 4096

@@ -1,0 +1,310 @@
+"""Producers and consumers that crash, against what is so: after quiet every live consumer knows of
+every bucket what became of it last, that it was updated if it was, and its design documents.
+
+A consumer here keeps what it knows of each bucket up to date by what it is told, and by nothing
+else: told of an update it reads the bucket, told of a design document it reads that, and told to
+look at everything it does. The engine is the real one, with its hooks; so are producer, feeds and
+queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Final
+
+import attrs
+import trio
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.engine.helpers import request
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import HistoryId, Operation
+from upr_server.engine import Bucket, Buckets
+from upr_server.events import MemoryStore, queues
+from upr_server.events.bell import Bell
+from upr_server.events.feeds import Batch, Feeds
+from upr_server.events.producer import Producer
+from upr_server.events.store import Transaction
+from upr_server.storage.errors import DiskFullError
+
+NAMES: Final = ("a", "ba")
+CONSUMERS: Final = ("one", "two")
+KEYS: Final = (b"k", b"_design/x", b"_design/y", b"not_design/x")
+TIMEOUT_S: Final = 10
+ALL: Final = EventFilter()
+KEYS_MAX: Final = len(CONSUMERS) * (2 + len(NAMES) * (1 + len(KEYS)))
+
+
+class FillingStore(MemoryStore):
+    """A store that is full now and then."""
+
+    is_full = False
+
+    async def _commit(self, transaction: Transaction) -> bool:
+        if self.is_full:
+            raise DiskFullError("full")
+        return await super()._commit(transaction)
+
+
+class Listener:
+    """The engine's listener, through restarts of the node."""
+
+    def __init__(self) -> None:
+        self.producer: Producer | None = None
+
+    def created(self, bucket: Bucket) -> None:
+        assert self.producer is not None
+        self.producer.created(bucket)
+
+    def deleted(self, bucket: Bucket) -> None:
+        assert self.producer is not None
+        self.producer.deleted(bucket)
+
+    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
+        assert self.producer is not None
+        self.producer.updated(bucket, designs)
+
+
+@attrs.define
+class Knowledge:
+    """What a consumer knows of a bucket.
+
+    Attributes:
+        incarnation: Which one of that name there is.
+        read: The partition's number when it was read last.
+        designs: The number of each design document when that was read last.
+    """
+
+    incarnation: int
+    read: int = 0
+    designs: dict[bytes, int] = attrs.field(factory=dict)
+
+
+class Client:
+    """A consumer with what it knows. It may know of buckets that are there no more only until it
+    is told."""
+
+    def __init__(self, name: str, buckets: Buckets) -> None:
+        self.name = name
+        self.acknowledged = 0
+        self.knows: dict[str, Knowledge] = {}
+        self._buckets = buckets
+
+    def take(self, batch: Batch) -> None:
+        if not batch.number:
+            return
+        self.acknowledged = batch.number
+        if batch.everything:
+            self.knows = {bucket.name: everything_of(bucket) for bucket in self._buckets}
+        for event in batch.events:
+            self._take(event)
+
+    def _take(self, event: BucketEvent) -> None:
+        known = self.knows.get(event.bucket)
+        if event.fate is BucketFate.DELETED:
+            # Whichever of that name it knew: an earlier one's end may not have been told.
+            self.knows.pop(event.bucket, None)
+            return
+        if event.fate is BucketFate.CREATED and (
+            known is None or known.incarnation != event.incarnation
+        ):
+            known = self.knows[event.bucket] = Knowledge(event.incarnation)
+        if known is None or known.incarnation != event.incarnation:
+            return
+        bucket = self._buckets.get(event.bucket)
+        if bucket is None or bucket.incarnation != event.incarnation:
+            return  # it is gone, and that is about to be told
+        now = everything_of(bucket)
+        if event.updates:
+            known.read = now.read
+        for design in event.designs:
+            if design == ANY_DESIGN:
+                known.designs = now.designs
+            elif design in now.designs:
+                known.designs[design] = now.designs[design]
+
+
+def everything_of(bucket: Bucket) -> Knowledge:
+    partition = bucket.partitions[0]
+    designs = {
+        key: partition.table.newest(key)
+        for key in KEYS
+        if key.startswith(b"_design/") and partition.table.newest(key)
+    }
+    return Knowledge(bucket.incarnation, partition.high_seq, designs)
+
+
+class BusMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = count(1)
+        self.now = 0.0
+        self.listener = Listener()
+        self.buckets = Buckets(lambda: HistoryId(next(self.ids)), listener=self.listener)
+        self.clients = {name: Client(name, self.buckets) for name in CONSUMERS}
+        self.start_node(FillingStore())
+        for name in NAMES:
+            self.create(name)
+        for name in CONSUMERS:
+            for _ in range(2):  # all registered, and that acknowledged
+                self.poll(name)
+
+    def start_node(self, store: FillingStore) -> None:
+        self.store = store
+        bell = Bell()
+        self.producer = Producer(store, bell.ring)
+        self.feeds = Feeds(store, bell, lambda: self.now, lambda: next(self.ids), 0.0)
+        self.listener.producer = self.producer
+
+    # The engine.
+
+    @rule(name=st.sampled_from(NAMES))
+    def create(self, name: str) -> None:
+        if name not in self.buckets:
+            self.buckets.create(name, 1, incarnation=next(self.ids))
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name: str) -> None:
+        if name in self.buckets:
+            self.buckets.delete(name)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3),
+        operation=st.sampled_from([Operation.SET, Operation.DELETE]),
+        expiry=st.sampled_from([0, 0, 5]),
+    )
+    def write(self, name: str, keys: list[bytes], operation: Operation, expiry: int) -> None:
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            rows = [
+                request(operation, key, expiry=expiry if operation is Operation.SET else 0)
+                for key in keys
+            ]
+            bucket.partitions[0].mutate(Chunk.build(rows), now=1.0)
+
+    @rule(name=st.sampled_from(NAMES))
+    def expire(self, name: str) -> None:
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            bucket.partitions[0].expire(10.0)
+
+    # The node.
+
+    @rule()
+    def flush(self) -> None:
+        trio.run(self.producer.flush)
+
+    @rule()
+    def flush_to_a_full_store(self) -> None:
+        async def run() -> None:
+            self.store.is_full = True
+            try:
+                await self.producer.flush()
+            except DiskFullError:
+                pass
+            finally:
+                self.store.is_full = False
+
+        trio.run(run)
+
+    @rule()
+    def bury(self) -> None:
+        async def run() -> None:
+            dead, _ = await queues.forget_dead(self.store, self.now)
+            for consumer in dead:
+                self.feeds.forget(consumer)
+
+        trio.run(run)
+
+    @rule()
+    def stop_and_start_the_node(self) -> None:
+        async def run() -> None:
+            await self.producer.flush()
+            await self.feeds.put_back()
+            await queues.revive(self.store, self.now)
+
+        trio.run(run)
+        self.start_node(self.store)
+
+    @rule()
+    def kill_the_node(self) -> None:
+        self.start_node(FillingStore())
+
+    @rule(seconds=st.sampled_from([1, 4, 11]))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+
+    # Consumers.
+
+    async def ask(self, client: Client) -> Batch:
+        return await self.feeds.next(
+            client.name, ALL, timeout_s=TIMEOUT_S, acknowledged=client.acknowledged, wait_s=0
+        )
+
+    @rule(name=st.sampled_from(CONSUMERS))
+    def poll(self, name: str) -> None:
+        client = self.clients[name]
+        client.take(trio.run(self.ask, client))
+
+    @rule(name=st.sampled_from(CONSUMERS))
+    def poll_and_lose_the_answer(self, name: str) -> None:
+        trio.run(self.ask, self.clients[name])
+
+    @rule(name=st.sampled_from(CONSUMERS))
+    def kill_a_consumer(self, name: str) -> None:
+        # What it knows it has kept, and what it has acknowledged it has not.
+        self.clients[name].acknowledged = 0
+
+    @rule(name=st.sampled_from(CONSUMERS))
+    def consumer_loses_all(self, name: str) -> None:
+        trio.run(queues.forget, self.store, name)
+        self.feeds.forget(name)
+        self.clients[name] = Client(name, self.buckets)
+
+    @rule(unregister=st.booleans())
+    def all_at_once(self, unregister: bool) -> None:
+        async def poll(client: Client) -> None:
+            client.take(await self.ask(client))
+
+        async def run() -> None:
+            if unregister:
+                await queues.forget(self.store, CONSUMERS[0])
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.producer.flush)
+                for client in self.clients.values():
+                    nursery.start_soon(poll, client)
+
+        trio.run(run)
+
+    # What must be so.
+
+    @invariant()
+    def the_store_is_bounded(self) -> None:
+        assert len(self.store) <= KEYS_MAX
+
+    def be_quiet(self) -> None:
+        trio.run(self.producer.flush)
+        for client in self.clients.values():
+            while (batch := trio.run(self.ask, client)).number:
+                client.take(batch)
+            for bucket in self.buckets:
+                known = client.knows[bucket.name]
+                now = everything_of(bucket)
+                assert known.incarnation == now.incarnation
+                assert known.read == now.read
+                assert {key: abs(n) for key, n in known.designs.items()} == {
+                    key: abs(n) for key, n in now.designs.items()
+                }
+            assert client.knows.keys() == {bucket.name for bucket in self.buckets}
+
+    def teardown(self) -> None:
+        self.be_quiet()
+
+
+TestBus = BusMachine.TestCase
+TestBus.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

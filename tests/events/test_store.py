@@ -1,0 +1,116 @@
+"""The conformance suite on the stores that there are, and what the one on disk is beside that."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.events.conformance import Conformance, put, rows_of
+from upr_server.events import EventStore, MemoryStore, open_disk_store
+from upr_server.events.store import (
+    ATTEMPTS_MAX,
+    ConflictError,
+    RangeRead,
+    Transaction,
+    range_read,
+)
+from upr_server.storage.errors import StorageError
+
+
+class TestMemoryStore(Conformance):
+    @pytest.fixture
+    async def store(self) -> EventStore:
+        return MemoryStore()
+
+
+class TestDiskStore(Conformance):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[EventStore]:
+        async with open_disk_store(tmp_path / "events") as store:
+            yield store
+
+
+async def test_after_a_clean_stop_everything_is_there(tmp_path: Path) -> None:
+    async with open_disk_store(tmp_path / "events") as store:
+        await put(store, {b"a": b"1"})
+    for _ in range(2):
+        async with open_disk_store(tmp_path / "events") as store:
+            assert await rows_of(store) == {b"a": b"1"}
+            await put(store, {b"a": b"1"})
+            assert not (tmp_path / "events" / "clean").exists()
+
+
+async def test_after_anything_else_nothing_is(tmp_path: Path) -> None:
+    with suppress(KeyError):
+        async with open_disk_store(tmp_path / "events") as store:
+            await put(store, {b"a": b"1"})
+            raise KeyError
+    async with open_disk_store(tmp_path / "events") as store:
+        assert await rows_of(store) == {}
+        await put(store, {b"a": b"1"})
+        store.is_whole = False
+    async with open_disk_store(tmp_path / "events") as store:
+        assert await rows_of(store) == {}
+
+
+async def test_what_is_damaged_is_thrown_away(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    async with open_disk_store(path) as store:
+        await put(store, {b"key": b"a value that is easily found"})
+    data = (path / "data.mdb").read_bytes()
+    assert b"easily found" in data
+    (path / "data.mdb").write_bytes(data.replace(b"easily found", b"rarely found"))
+    async with open_disk_store(path) as store:
+        assert await rows_of(store) == {}
+    (path / "data.mdb").write_bytes(b"no environment")
+    async with open_disk_store(path) as store:
+        assert await rows_of(store) == {}
+
+
+async def test_a_store_that_is_closed_says_so(tmp_path: Path) -> None:
+    async with open_disk_store(tmp_path / "events") as store:
+        pass
+    with pytest.raises(StorageError, match="closed"):
+        await rows_of(store)
+
+
+async def test_conflicts_without_end_are_told() -> None:
+    store = MemoryStore()
+    attempts = 0
+
+    async def body(transaction: Transaction) -> None:
+        nonlocal attempts
+        attempts += 1
+        await transaction.read(b"a", b"b")
+        await put(store, {b"a": b""})
+        transaction.put(b"z", b"")
+
+    with pytest.raises(ConflictError):
+        await store.transact(body)
+    assert attempts == ATTEMPTS_MAX
+
+
+async def test_a_transaction_of_long_ago_has_met_a_conflict() -> None:
+    store = MemoryStore()
+    attempts = 0
+
+    async def body(transaction: Transaction) -> None:
+        nonlocal attempts
+        attempts += 1
+        await transaction.read(b"a", b"b")
+        if attempts == 1:
+            for _ in range(300):
+                await put(store, {b"z": b""})
+        transaction.put(b"y", b"")
+
+    await store.transact(body)
+    assert attempts == 2
+
+
+def test_a_limited_read_ends_behind_its_last_row() -> None:
+    rows = [(b"a", b""), (b"b", b""), (b"c", b"")]
+    assert range_read(b"a", b"z", 2, rows) == RangeRead(b"a", b"b\0", tuple(rows[:2]))
+    assert range_read(b"a", b"z", 4, rows) == RangeRead(b"a", b"z", tuple(rows))
