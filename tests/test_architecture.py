@@ -66,6 +66,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("deltalake-has-one-room", "upr_protocol.client", "deltalake"),
     ("lmdb-has-one-room", "upr_server.storage", "lmdb"),
     ("lmdb-has-one-room", "upr_server.net", "lmdb"),
+    ("lmdb-has-one-room", "upr_server.indexer", "lmdb"),
     ("lmdb-has-one-room", "upr_protocol.client", "lmdb"),
 ]
 
