@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
 import structlog
@@ -35,6 +35,7 @@ from upr_server.indexer.piece import Piece, Row
 from upr_server.indexer.pipeline import Member, Pipeline, Work, worker_thread
 from upr_server.indexer.pool import Pool
 from upr_server.indexer.query import Answer, Query, answer
+from upr_server.indexer.status import IndexStatus
 from upr_server.indexer.stream import Stream
 
 log = structlog.get_logger(__name__)
@@ -116,31 +117,6 @@ class Index:
     def member(self) -> Member:
         """It, for a pipeline."""
         return Member(self.file, _Entries(self.extractor))
-
-
-@attrs.frozen
-class IndexStatus:
-    """What is to be told of an index.
-
-    Attributes:
-        name: `DESIGN/INDEX`.
-        state: `building`, or `ready` when it can be asked.
-        key: Its key expressions.
-        filter: Its filter; empty for none.
-        entries: How many entries it has.
-        disk_bytes: What it takes on disk.
-        too_long: Documents left out since the start, as their keys are too long.
-        behind: How many sequence numbers it is behind the running indexes' stream.
-    """
-
-    name: str
-    state: Literal["building", "ready"]
-    key: tuple[str, ...]
-    filter: str
-    entries: int
-    disk_bytes: int
-    too_long: int
-    behind: int
 
 
 class Indexer:

@@ -55,7 +55,7 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     partition: Annotated[int, msgspec.Meta(ge=0, lt=PARTITIONS_END)]
     history_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{1,16}$")]
-    seq: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    seq: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
