@@ -24,6 +24,7 @@ from tests.kit.process import eventually
 from upr_protocol.client import connect
 from upr_server.indexer.definition import DefinitionError, IndexDefinition, IndexName
 from upr_server.indexer.indexer import BuildingError, NoIndexError, NotFreshError
+from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.query import Query, Written
 
 T = TypeVar("T")
@@ -177,10 +178,12 @@ async def test_an_index_that_is_being_built_is_not_asked(tmp_path: Path) -> None
     gate = trio.Event()
     names: Callable[[], list[IndexName]] = list
 
+    thread = worker_thread()
+
     async def work(function: Callable[[], T]) -> T:
         if names():
             await gate.wait()
-        return await trio.to_thread.run_sync(function)
+        return await thread(function)
 
     async with (
         a_server() as server,

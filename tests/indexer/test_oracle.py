@@ -19,13 +19,13 @@ import trio
 
 from tests.indexer.kit import BUCKET, an_indexer, by_brute_force, define, name_of, scan, until_ready
 from tests.indexer.test_keys import compare
+from tests.kit.held_store import HeldStore
 from tests.kit.process import eventually
 from upr_protocol.client import Client, connect
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.indexer import Indexer
-from upr_server.storage.simulated_store import SimulatedStore
 
 ROUNDS = int(os.environ.get("UPR_INDEXER_ROUNDS", "6"))
 PARTITIONS = 4
@@ -41,18 +41,25 @@ VALUES = [None, True, False, 0, 1, 1.5, -2, 2**53 + 1, "", "x", "xy", "é", [1],
 
 
 class World:
-    """A server that crashes, an indexer that crashes, and who writes."""
+    """A server that crashes, an indexer that crashes, and who writes.
+
+    Attributes:
+        rollbacks: How many times a partition of an indexer's went back.
+    """
 
     def __init__(self, seed: int, data_dir: Path) -> None:
         self.rng = random.Random(seed)
         self._data_dir = data_dir
-        self._store = SimulatedStore()
+        self._store = HeldStore()
+        self._store.released.set()
+        self.ring = self.rng.choice([5, 50, 1000])
         self._port = 0
         self._nursery: trio.Nursery | None = None
         self.server: Server
         self.client: Client
         self.indexer: Indexer
         self.defined: dict[str, IndexDefinition] = {}
+        self.rollbacks = 0
         self._stop: dict[str, trio.CancelScope] = {}
         self._ended: dict[str, trio.Event] = {}
 
@@ -83,10 +90,19 @@ class World:
 
     async def crash(self, what: str) -> None:
         """Cancels it where it stands: nothing is saved."""
+        if what == "indexer":
+            self.rollbacks += self.indexer.stream.rollbacks
         self._stop[what].cancel()
         await self._ended[what].wait()
 
+    def hold_commits(self) -> None:
+        """What is written from now on is lost when the server crashes."""
+        self._store.released = trio.Event()
+
     async def start_server(self) -> None:
+        self._store = HeldStore(self._store.room)
+        self._store.released.set()
+
         async def run(started: trio.Event) -> None:
             config = Config(
                 listen=f"127.0.0.1:{self._port}", buckets=(BucketConfig(BUCKET, PARTITIONS),)
@@ -100,11 +116,9 @@ class World:
         await self._start("server", run)
 
     async def start_indexer(self) -> None:
-        ring = self.rng.choice([5, 50, 1000])
-
         async def run(started: trio.Event) -> None:
             async with an_indexer(
-                self.server.url(BUCKET), self._data_dir, ring=ring
+                self.server.url(BUCKET), self._data_dir, ring=self.ring
             ) as self.indexer:
                 started.set()
                 await trio.sleep_forever()
@@ -191,6 +205,9 @@ async def test_at_now_it_is_what_the_server_has(seed: int, tmp_path: Path) -> No
                 await world.crash("indexer")
                 await world.write(world.rng.randrange(20))
             if step in ("server", "both"):
+                if world.rng.random() < 0.5:
+                    world.hold_commits()
+                    await world.write(world.rng.randrange(20))
                 await world.crash("server")
                 await world.start_server()
                 await world.read_designs()

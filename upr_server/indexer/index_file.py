@@ -95,6 +95,8 @@ class Found:
 class IndexFile:
     """One index. Writing is for one thread at a time, reading for any.
 
+    Once it is closed, what writes does nothing: who had it in hand may not have heard.
+
     Args:
         path: Its folder; made when there is none.
         bucket: The bucket whose documents are in it.
@@ -110,6 +112,7 @@ class IndexFile:
         self.path = path
         self._bucket = bucket
         self.marks: dict[PartitionId, Mark] = {}
+        self._is_closed = False
         with _translated(path):
             path.mkdir(parents=True, exist_ok=True)
             disk = os.statvfs(path)
@@ -157,6 +160,8 @@ class IndexFile:
 
     def join(self) -> None:
         """From now on it is one of the running indexes."""
+        if self._is_closed:
+            return
         with self._write() as transaction:
             transaction.put(_JOINED, b"", db=self._meta)
         self._joined = True
@@ -176,6 +181,8 @@ class IndexFile:
         """
         marks: dict[PartitionId, Mark] = {}
         changed = 0
+        if self._is_closed:
+            return 0
         with self._write() as transaction:
             trees = _Trees(transaction, self._main, self._back)
             for piece, rows in pieces:
@@ -207,6 +214,8 @@ class IndexFile:
 
     def sync(self) -> None:
         """What was committed survives a crash of the machine, too."""
+        if self._is_closed:
+            return
         with _translated(self.path):
             self._env.sync(True)
 
@@ -283,6 +292,7 @@ class IndexFile:
 
     def close(self) -> None:
         """Lets go of it. Nobody may read or write any more."""
+        self._is_closed = True
         self._env.close()
 
     def destroy(self) -> None:
