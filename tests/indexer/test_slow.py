@@ -181,6 +181,7 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
 async def test_a_queue_is_bounded_in_pieces_too() -> None:
     pool = Pool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
+    await trio.lowlevel.checkpoint()
     for _ in range(RING_PIECES_MAX):
         assert not pipeline.is_full
         pipeline.put(_piece(pool, 3, PIECE_OVERHEAD_BYTES))
