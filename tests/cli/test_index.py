@@ -85,9 +85,7 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("list", "--indexer", "upr://x"), "write http://HOST:PORT"),
     ],
 )
-def test_what_is_a_wrong_command_line(
-    run: Run, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_what_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in run("index", *arguments, code=2).stderr
 
 

@@ -119,9 +119,6 @@ async def test_building_leaves_room_in_the_pool(
 
 async def test_the_pool() -> None:
     pool = Pool(POOL_BYTES)
-    with pool.scan():
-        assert pool.used > 0
-    assert pool.used == 0
     pool.take(POOL_BYTES * 3 // 4)
     assert not pool.has_room(STREAM_SHARE)
     with pool.scan(), pool.scan(), pytest.raises(OverloadedError), pool.scan():
@@ -136,8 +133,10 @@ async def test_the_pool() -> None:
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
         assert not waited.is_set()
-        pool.give_back(1)
-        await waited.wait()
+        # Streams do not wait for scans: these may wait for what a stream is to bring.
+        with pool.scan():
+            pool.give_back(1)
+            await waited.wait()
     assert pool.refused == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,18 +33,21 @@ async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
     Raises:
         ListenError: The address cannot be listened on.
     """
+    host, _, port = listen.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host.strip("[]"), int(port)), family=family)
+    except OSError as error:
+        raise ListenError(f"{listen} cannot be listened on: {error.strerror}") from error
     settings = hypercorn.Config()
-    settings.bind = [listen]
+    settings.bind = [f"fd://{listener.detach()}"]
     settings.errorlog = logging.getLogger("hypercorn.error")
     settings.graceful_timeout = 1.0
     stop = trio.Event()
     async with trio.open_nursery() as nursery:
         app = application(indexer)
         start = partial(serve_http, app, settings, shutdown_trigger=stop.wait, mode="asgi")  # type: ignore[arg-type]
-        try:
-            (url, *_) = await nursery.start(start)
-        except OSError as error:
-            raise ListenError(f"{listen} cannot be listened on: {error.strerror}") from error
+        (url, *_) = await nursery.start(start)
         yield url
         stop.set()
 

@@ -123,6 +123,7 @@ class Builder:
                     await self._work(member.file.join)
             done = True
         finally:
+            self._assembler.drop_all()
             self.pipeline.abandon()
             self._pending.clear()
             wanted = [member.file for member in self.members] if done else []

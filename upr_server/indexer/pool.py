@@ -38,6 +38,8 @@ class OverloadedError(UprError):
 class Pool:
     """Counts bytes. Streams wait for room, and scans are refused when there is none.
 
+    A stream never waits for scans: they may wait for what it is about to bring.
+
     A stream that may take something takes what it is given next, whatever its size: so the pool may
     be exceeded by one chunk a stream, and scans are refused until it has gone.
 
@@ -46,14 +48,14 @@ class Pool:
 
     Attributes:
         nbytes: How much there is.
-        used: How much of it is in use.
-        peak: The most that was in use.
+        used: How much of it is in use by queues.
+        peak: The most that was in use by queues.
         refused: Scans that were refused.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.used = self.peak = self.refused = 0
+        self.used = self.peak = self.refused = self._scans = 0
         self._bell = Bell()
 
     def take(self, nbytes: int) -> None:
@@ -82,11 +84,11 @@ class Pool:
         Raises:
             OverloadedError: There is none.
         """
-        if self.used + SCAN_BYTES > self.nbytes:
+        if self.used + (self._scans + 1) * SCAN_BYTES > self.nbytes:
             self.refused += 1
             raise OverloadedError
-        self.take(SCAN_BYTES)
+        self._scans += 1
         try:
             yield
         finally:
-            self.give_back(SCAN_BYTES)
+            self._scans -= 1

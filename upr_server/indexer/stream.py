@@ -25,7 +25,7 @@ from upr_protocol.client import (
     Undone,
     consume_undoing,
 )
-from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.bell import Bell
 from upr_server.indexer.mark import NO_MARK, Mark
@@ -269,8 +269,3 @@ def _mark(consumer: UndoingConsumer, partition: PartitionId) -> Mark:
 
 def _values(documents: Mapping[bytes, Item | None]) -> dict[bytes, bytes | None]:
     return {key: None if item is None else bytes(item.value) for key, item in documents.items()}
-
-
-def is_gone(error: ServerError) -> bool:
-    """Whether the bucket is not there, or not any more."""
-    return error.status in (Status.NO_BUCKET, Status.BUCKET_DELETED)
