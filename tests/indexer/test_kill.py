@@ -19,10 +19,11 @@ import pytest
 from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process
+from tests.kit.process import POLL_S
 from upr_protocol.client import BlockingClient, IndexClient, IndexerError, Written
 from upr_server.indexer.definition import IndexDefinition
 
-KILLS = int(os.environ.get("UPR_INDEXER_KILLS", "3"))
+KILLS = int(os.environ.get("UPR_INDEXER_KILLS", "2"))
 WRITES = int(os.environ.get("UPR_INDEXER_WRITES", "300"))
 KEYS: Final = [f"k{number}" for number in range(400)]
 BY_A: Final = IndexDefinition(("a",))
@@ -76,10 +77,15 @@ class Load(threading.Thread):
         self.join(DEADLINE_S)
 
 
+def breathe() -> None:
+    """Between two questions to a process that can only be asked."""
+    threading.Event().wait(POLL_S)
+
+
 def until_ready(client: IndexClient, names: set[str]) -> None:
     """Waits until these indexes are built."""
     while {row["name"] for row in client.indexes() if row["state"] == "ready"} != names:
-        pass
+        breathe()
 
 
 def compare(asking: IndexClient, client: BlockingClient) -> None:
@@ -111,7 +117,7 @@ def test_killed_under_load_nothing_is_missing_or_left_over(url: str, tmp_path: P
                     return
                 through = asking.status()["mutations"] + rng.randrange(500)
                 while asking.status()["mutations"] < through:
-                    pass
+                    breathe()
                 indexer.kill()
 
 

@@ -110,7 +110,10 @@ def drop(design: str, url: str) -> None:
 @_indexer_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def list_indexes(url: str, as_json: bool) -> None:
-    """List the indexes; and the design documents that cannot be used, on standard error."""
+    """List the indexes.
+
+    Standard error tells of design documents that cannot be used, and why.
+    """
     with _Asking(url) as client:
         found, mistakes = client.indexes(), client.mistakes()
     columns = ("name", "state", "entries", "disk_bytes", "behind")
