@@ -73,6 +73,7 @@ FORBIDDEN: Final[list[tuple[str, str, str]]] = [
     ("lmdb-has-one-room", "upr_server.storage", "lmdb"),
     ("lmdb-has-one-room", "upr_server.events", "lmdb"),
     ("lmdb-has-one-room", "upr_server.net", "lmdb"),
+    ("lmdb-has-one-room", "upr_server.indexer", "lmdb"),
     ("lmdb-has-one-room", "upr_protocol.client", "lmdb"),
 ]
 

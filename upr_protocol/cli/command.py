@@ -12,6 +12,7 @@ from upr_protocol.cli.events import events
 from upr_protocol.cli.exits import EXIT_CODES_HELP, errors_as_exits
 from upr_protocol.cli.explain import explain
 from upr_protocol.cli.failover import failover
+from upr_protocol.cli.index import index
 from upr_protocol.cli.leases import leases
 from upr_protocol.cli.load import load
 from upr_protocol.cli.partitions import partitions
@@ -58,7 +59,7 @@ def main() -> None:
 
 for _command in (
     *(bucket, load, tail, events, explain, *keyvalue.COMMANDS, partitions, leases, stats),
-    *(replicas, takeover, failover),
+    *(replicas, takeover, failover, index),
 ):
     main.add_command(_command)
 

@@ -6,6 +6,7 @@
   `consume_undoing` one with a ring buffer, which goes back no further than it must; `keep_map` a
   map on disk that follows by itself.
 - `follow_events` gives an `EventFeed`: which buckets are created, deleted and updated.
+- `IndexClient` asks an indexer, over HTTP.
 - `BlockingClient` and `BlockingConsumer` do the same in programs that block.
 
 What is not I/O stands once and serves both: `resume`, `batch`, `calls`, `outcome`, and the two
@@ -40,6 +41,7 @@ from upr_protocol.client.events import (
     StreamEnded,
     Undone,
 )
+from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
 from upr_protocol.client.journal import JournalError
 from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.map_file import MapError, MapReader, MapWriteError
@@ -81,6 +83,10 @@ __all__ = [
     "Failure",
     "FileStore",
     "HeldLease",
+    "IndexClient",
+    "IndexEntry",
+    "IndexPage",
+    "IndexerError",
     "Item",
     "JournalError",
     "LeasedRange",

@@ -1,0 +1,94 @@
+"""`upr index`, with an indexer as a process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.indexer.processes import indexer_process
+from upr_protocol.client import BlockingClient, Written
+
+
+@pytest.fixture
+def indexer(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with indexer_process(bucket, tmp_path / "indexes") as started:
+        yield started.url
+
+
+def lines(text: str) -> list[tuple[list[object], str]]:
+    found = [json.loads(line) for line in text.splitlines()]
+    return [(row["key"], row["id"]) for row in found]
+
+
+def test_indexes_are_made_listed_scanned_and_dropped(
+    bucket: str, indexer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BlockingClient(bucket) as client:
+        for number in range(6):
+            client.set(f"k{number}", json.dumps({"city": "ab"[number % 2], "n": number}))
+        written: Written = client.set("own", '{"city": "c", "n": 7}')
+    indexes = ("--index", "city=city", "--index", "both=city,n")
+    created = run("index", "create", "d", *indexes, "--indexer", indexer)
+    assert created.stdout == "created d\n"
+    monkeypatch.setenv("UPR_INDEXER_URL", indexer)
+    while True:
+        rows = [json.loads(line) for line in run("index", "list", "--json").stdout.splitlines()]
+        if [(row["name"], row["state"]) for row in rows] == [
+            ("d/both", "ready"),
+            ("d/city", "ready"),
+        ]:
+            break
+    assert lines(run("index", "scan", "d/city", "--prefix", "b").stdout) == [
+        (["b"], "k1"),
+        (["b"], "k3"),
+        (["b"], "k5"),
+    ]
+    between = ("--from", '["a", 2]', "--to", '["b", 3]', "--from-exclusive")
+    assert lines(run("index", "scan", "d/both", *between).stdout) == [
+        (["a", 4], "k4"),
+        (["b", 1], "k1"),
+        (["b", 3], "k3"),
+    ]
+    down = run("index", "scan", "d/both", "--descending", "--limit", "2")
+    assert lines(down.stdout) == [(["c", 7], "own"), (["b", 5], "k5")]
+    assert run("index", "scan", "d/both", "--count").stdout == "7\n"
+    change = f"{written.partition}:{written.history_id:x}:{written.seq}"
+    own = run("index", "scan", "d/city", "--prefix", "c", "--written", change)
+    assert lines(own.stdout) == [(["c"], "own")]
+    assert json.loads(run("index", "status", "d/both").stdout)["entries"] == 7
+    assert json.loads(run("index", "status").stdout)["connected"] is True
+    assert run("index", "drop", "d").stdout == "dropped d\n"
+    while run("index", "list", "--json").stdout:
+        pass
+    refused = run("index", "scan", "d/both", code=3)
+    assert refused.stderr == "upr: there is no index d/both\n"
+
+
+def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "design.json"
+    path.write_text('{"indexes": {"i": {"key": ["a", "b["]}}}')
+    refused = run("index", "create", "d", str(path), "--indexer", indexer, code=2)
+    assert "upr: indexes.i.key[1]: column 3" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("create", "d"), "give a file, or --index"),
+        (("create", "d", "--index", "x"), "write NAME=EXPRESSION"),
+        (("scan", "d/i", "--prefix", "{}"), "no key"),
+        (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
+        (("list", "--indexer", "upr://x"), "write http://HOST:PORT"),
+    ],
+)
+def test_what_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+    assert sentence in run("index", *arguments, code=2).stderr
+
+
+def test_no_indexer_there(run: Run) -> None:
+    refused = run("index", "list", "--indexer", "http://127.0.0.1:1", code=4)
+    assert "no indexer answers at http://127.0.0.1:1" in refused.stderr

@@ -1,0 +1,115 @@
+"""Indexers beside servers in one loop, and the oracle: a scan by brute force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.indexer.test_keys import compare
+from tests.kit.process import eventually
+from upr_protocol.client import Address, Client, RingLimits
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.indexer.definition import IndexDefinition, IndexName, design_key
+from upr_server.indexer.extractor import Extractor, decode_value
+from upr_server.indexer.indexer import Indexer, Settings, running_indexer
+from upr_server.indexer.keys import decode_parts
+from upr_server.indexer.pipeline import Work
+from upr_server.indexer.query import Query
+from upr_server.storage.simulated_store import SimulatedStore
+
+BUCKET = "b"
+PARTITIONS = 4
+POOL_BYTES = 64 * 1024 * 1024
+
+
+@asynccontextmanager
+async def a_server(
+    store: SimulatedStore | None = None, *, partitions: int = PARTITIONS, port: int = 0
+) -> AsyncIterator[Server]:
+    config = Config(
+        listen=f"127.0.0.1:{port}",
+        buckets=(BucketConfig(BUCKET, partitions),),
+        shutdown_deadline_s=0.1,
+    )
+    async with running_server(config, store or SimulatedStore()) as server:
+        yield server
+
+
+def settings(url: str, data_dir: Path, pool_bytes: int = POOL_BYTES, ring: int = 1000) -> Settings:
+    return Settings(Address.parse(url), data_dir, pool_bytes, RingLimits(ring))
+
+
+@asynccontextmanager
+async def an_indexer(
+    url: str,
+    data_dir: Path,
+    pool_bytes: int = POOL_BYTES,
+    *,
+    ring: int = 1000,
+    work: Work | None = None,
+) -> AsyncIterator[Indexer]:
+    async with running_indexer(settings(url, data_dir, pool_bytes, ring), work=work) as indexer:
+        yield indexer
+
+
+async def define(client: Client, design: str, indexes: Mapping[str, IndexDefinition]) -> None:
+    """Writes a design document as anybody may."""
+    fields = {
+        name: {"key": definition.key, "filter": definition.filter}
+        for name, definition in indexes.items()
+    }
+    await client.set(design_key(design), json.dumps({"indexes": fields}))
+
+
+async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> None:
+    """Waits until there are these indexes, and they are built."""
+    wanted = [name_of(text) for text in names]
+
+    def are_ready() -> bool:
+        there = set(wanted) <= set(indexer.names())
+        return there and all(indexer.find(name).file.joined for name in wanted)
+
+    await eventually(are_ready, f"{names} are built", timeout_s)
+
+
+def name_of(text: str) -> IndexName:
+    design, _, index = text.partition("/")
+    return IndexName(design, index)
+
+
+async def scan(indexer: Indexer, name: str, **query: Any) -> list[tuple[list[Any], str]]:
+    """Keys and documents' keys, of all pages."""
+    question = Query(**{"consistency": "now", "limit": 10_000, **query})
+    found = await indexer.scan(name_of(name), question)
+    return [(entry.key, entry.id) for entry in found.entries]
+
+
+def by_brute_force(
+    definition: IndexDefinition, contents: Mapping[bytes, bytes]
+) -> list[tuple[list[Any], str]]:
+    """What an index of `contents` is to hold: each document looked at, and sorted by comparing
+    values."""
+    extractor = Extractor(definition)
+    found: list[tuple[list[Any], str]] = []
+    for key, value in contents.items():
+        encoded = extractor.entry(key, decode_value(value))
+        if encoded is not None:
+            found.append((decode_parts(encoded, len(definition.key))[0], key.decode()))
+    return sorted(found, key=_Order)
+
+
+class _Order:
+    def __init__(self, entry: tuple[list[Any], str]) -> None:
+        self._entry = entry
+
+    def __lt__(self, other: _Order) -> bool:
+        order = compare(self._entry[0], other._entry[0])
+        return order < 0 or (order == 0 and self._entry[1].encode() < other._entry[1].encode())
+
+
+def without_designs(contents: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    return {key: value for key, value in contents if not key.startswith(b"_design/")}

@@ -1,0 +1,183 @@
+"""The HTTP API and the client of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+import trio
+
+from tests.indexer.kit import a_server, an_indexer, until_ready
+from upr_protocol.client import Client, IndexClient, IndexerError, Written, connect
+from upr_protocol.errors import BrokenError
+from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
+from upr_server.indexer.app import ListenError, serving
+from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.query import Query
+
+T = TypeVar("T")
+
+DESIGN = {"indexes": {"city": {"key": ["city"]}, "both": {"key": ["city", "n"]}}}
+
+
+class Site:
+    """A server, an indexer and a client of each."""
+
+    def __init__(self, client: Client, indexer: Indexer, asking: IndexClient) -> None:
+        self.client = client
+        self.indexer = indexer
+        self.asking = asking
+
+    async def ask(self, method: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What a blocking method gives, called in a thread."""
+        return await trio.to_thread.run_sync(partial(method, *args, **options))
+
+    async def refusal(self, method: Callable[..., object], *args: Any, **opts: Any) -> IndexerError:
+        """What the indexer refuses a question with."""
+        with pytest.raises(IndexerError) as caught:
+            await self.ask(method, *args, **opts)
+        return caught.value
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, 8 * 1024 * 1024) as indexer,
+        serving(indexer, "127.0.0.1:0") as url,
+    ):
+        with IndexClient(url) as asking:
+            site = Site(client, indexer, asking)
+            await site.ask(asking.create, "d", DESIGN)
+            for number in range(20):
+                value = {"city": "ab"[number % 2], "n": number}
+                await client.set(f"k{number:02}", json.dumps(value))
+            await until_ready(indexer, "d/city", "d/both")
+            yield site
+
+
+def keys(found: Any) -> list[Any]:
+    return [entry.key for entry in found.entries]
+
+
+async def test_scans(site: Site) -> None:
+    ask, scan = site.ask, site.asking.scan
+    found = await ask(scan, "d/both", consistency="now", timestamps=True)
+    assert keys(found) == [["a", n] for n in range(0, 20, 2)] + [["b", n] for n in range(1, 20, 2)]
+    assert [entry.id for entry in found.entries][:2] == ["k00", "k02"]
+    assert sum(seq for _, seq in found.timestamps.values()) == 21
+    down = await ask(scan, "d/both", descending=True, limit=3)
+    assert keys(down) == [["b", 19], ["b", 17], ["b", 15]]
+    more = await ask(scan, "d/both", descending=True, limit=3, continuation=down.continuation)
+    assert keys(more) == [["b", 13], ["b", 11], ["b", 9]]
+    assert keys(await ask(scan, "d/both", prefix=["a", 4])) == [["a", 4]]
+    between = await ask(scan, "d/both", low=["a", 14], high=["b", 3])
+    assert keys(between) == [["a", 14], ["a", 16], ["a", 18], ["b", 1], ["b", 3]]
+    open_ = await ask(scan, "d/both", low=(["a", 14], False), high=(["b", 3], False))
+    assert keys(open_) == [["a", 16], ["a", 18], ["b", 1]]
+    assert keys(await ask(scan, "d/both", low=(["a"], False), limit=1)) == [["b", 1]]
+    assert await ask(site.asking.count, "d/both", prefix=["b"]) == 10
+    assert await ask(site.asking.count, "d/both") == 20
+    every = await ask(lambda: list(site.asking.scan_all("d/both", limit=3)))
+    assert [entry.id for entry in every] == [entry.id for entry in found.entries]
+
+
+async def test_what_is_told_of_indexes(site: Site) -> None:
+    found = await site.ask(site.asking.indexes)
+    assert [(row["name"], row["state"]) for row in found] == [
+        ("d/both", "ready"),
+        ("d/city", "ready"),
+    ]
+    one = await site.ask(site.asking.index, "d/both")
+    assert one["entries"] == 20
+    assert one["key"] == ["city", "n"]
+    status = await site.ask(site.asking.status)
+    assert status["connected"] is True
+    assert status["mutations"] >= 21
+    await site.client.set("_design/bad", "{}")
+    await site.ask(site.asking.scan, "d/city", consistency="now")
+    with trio.fail_after(5):
+        while not (mistakes := await site.ask(site.asking.mistakes)):
+            pass
+    assert "indexes: name at least one" in mistakes["bad"]
+
+
+async def test_what_is_refused(site: Site) -> None:
+    refusal, asking = site.refusal, site.asking
+    error = await refusal(asking.create, "e", {"indexes": {"x": {"key": ["a[", "b"]}}})
+    assert (error.code, error.place) == ("bad_definition", "indexes.x.key[0]")
+    assert (await refusal(asking.scan, "d/none")).code == "no_index"
+    assert (await refusal(asking.scan, "none")).code == "no_index"
+    assert (await refusal(asking.drop, "none")).code == "no_index"
+    error = await refusal(asking.scan, "d/city", prefix=["a", "b"])
+    assert (error.code, error.place) == ("bad_query", "prefix")
+    error = await refusal(asking.scan, "d/city", prefix=["a"], low=["a"])
+    assert (error.code, error.place) == ("bad_query", "prefix")
+    assert (await refusal(asking.scan, "d/city", low=[{}])).place == "low.key"
+    assert (await refusal(asking.scan, "d/city", limit=0)).code == "bad_query"
+    assert (await refusal(asking.scan, "d/city", continuation="x")).place == "continuation"
+    assert (await refusal(asking.create, "e", b"x" * (1 << 20) + b"x")).code == "too_long"
+    lost = Written(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
+    error = await refusal(
+        asking.scan, "d/city", consistency="at_least", written=[lost], timeout_s=0.05
+    )
+    assert error.code == "not_fresh"
+
+
+async def test_scans_are_refused_when_memory_is_short(site: Site) -> None:
+    site.indexer.pool.take(8 * 1024 * 1024)
+    error = await site.refusal(site.asking.scan, "d/city")
+    assert (error.code, error.retry_after_s) == ("overloaded", 1.0)
+    site.indexer.pool.give_back(8 * 1024 * 1024)
+    assert len((await site.ask(site.asking.scan, "d/city")).entries) == 20
+
+
+async def test_the_description_describes_what_there_is(site: Site) -> None:
+    parts = urlsplit(site.asking.url)
+
+    def get(path: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
+        connection.request("GET", path)
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        return response.status, json.loads(data)
+
+    status, described = await site.ask(get, "/openapi.json")
+    assert status == 200
+    for path in described["paths"]:
+        assert "{" in path or (await site.ask(get, path))[0] == 200
+    schemas = described["components"]["schemas"]
+    assert set(schemas["Query"]["properties"]) == set(Query.__struct_fields__)
+    text = msgspec.json.encode(described).decode()
+    assert all(f'"{name}":' in text for name in ("Answer", "IndexStatus", "Failures"))
+
+
+async def test_an_address_that_is_taken(site: Site) -> None:
+    taken = site.asking.url.removeprefix("http://")
+    with pytest.raises(ListenError, match=f"{taken} cannot be listened on"):
+        async with serving(site.indexer, taken):
+            raise AssertionError("it listens")
+
+
+async def test_nobody_there() -> None:
+    def ask() -> None:
+        with IndexClient("http://127.0.0.1:1") as client:
+            client.status()
+
+    with pytest.raises(BrokenError, match="no indexer answers"):
+        await trio.to_thread.run_sync(ask)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h/x"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(ValueError, match="write http"):
+        IndexClient(url)

@@ -1,0 +1,131 @@
+"""Design documents: what they say, and where they go wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_server.indexer.definition import (
+    DefinitionError,
+    IndexDefinition,
+    IndexName,
+    fingerprint,
+    parse_design,
+)
+from upr_server.indexer.expressions import is_true
+from upr_server.indexer.extractor import Extractor, decode_value
+from upr_server.indexer.keys import encode_parts
+
+
+def test_a_design_names_its_indexes() -> None:
+    text = b'{"indexes": {"a": {"key": ["x", "y.z"], "filter": "x > `1`"}, "b": {"key": ["n"]}}}'
+    design = parse_design("d", text)
+    assert design.indexes == {
+        "a": IndexDefinition(("x", "y.z"), "x > `1`"),
+        "b": IndexDefinition(("n",)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "reason"),
+    [
+        ("{", "", "no JSON"),
+        ("[]", "", "an object"),
+        ("{}", "indexes", "at least one"),
+        ('{"indexes": {}}', "indexes", "at least one"),
+        ('{"indexes": {"a": {"key": ["x"]}}, "more": 1}', "more", "no such field"),
+        ('{"indexes": {"a b": {"key": ["x"]}}}', "indexes.a b", "no name"),
+        ('{"indexes": {"a": {}}}', "indexes.a", "key"),
+        ('{"indexes": {"a": {"key": "x"}}}', "indexes.a.key", "array"),
+        ('{"indexes": {"a": {"key": []}}}', "indexes.a.key", "1 to 16"),
+        ('{"indexes": {"a": {"key": ["x", 1]}}}', "indexes.a.key[1]", "str"),
+        ('{"indexes": {"a": {"key": ["x", "y..z"]}}}', "indexes.a.key[1]", "column 3: unexpected"),
+        ('{"indexes": {"a": {"key": ["x["]}}}', "indexes.a.key[0]", "column 3: the expression"),
+        ('{"indexes": {"a": {"key": [""]}}}', "indexes.a.key[0]", "empty"),
+        (
+            '{"indexes": {"a": {"key": ["x"], "filter": "x && nope(x)"}}}',
+            "indexes.a.filter",
+            "column 6: there is no function nope()",
+        ),
+        (
+            '{"indexes": {"a": {"key": ["length()"]}}}',
+            "indexes.a.key[0]",
+            "column 1: length() takes 1 arguments, not 0",
+        ),
+    ],
+)
+def test_a_mistake_has_its_place(text: str, place: str, reason: str) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        parse_design("d", text.encode())
+    assert caught.value.place == place
+    assert reason in caught.value.reason
+
+
+@given(st.recursive(st.none() | st.text() | st.integers(), st.lists) | st.binary())
+def test_whatever_stands_there_is_a_design_or_refused(value: object) -> None:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    with pytest.raises(DefinitionError):
+        parse_design("d", text)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 101, "é", ".a"])
+def test_what_is_no_name(name: str) -> None:
+    with pytest.raises(DefinitionError):
+        parse_design(name, b'{"indexes": {"a": {"key": ["x"]}}}')
+
+
+def test_another_definition_is_another_index() -> None:
+    name, definition = IndexName("d", "i"), IndexDefinition(("x",))
+    assert fingerprint(name, definition) == fingerprint(name, IndexDefinition(("x",)))
+    assert fingerprint(name, definition) != fingerprint(name, IndexDefinition(("x",), "y"))
+    assert fingerprint(name, definition) != fingerprint(IndexName("d", "j"), definition)
+
+
+@pytest.mark.parametrize(
+    ("key", "filter_", "value", "parts"),
+    [
+        (("x",), "", '{"x": 1}', [1]),
+        (("x",), "", '{"x": [1, "a"]}', [[1, "a"]]),
+        (("x", "y"), "", '{"x": false}', [False, None]),
+        (("x",), "", '{"y": 1}', None),
+        (("x",), "", '{"x": null}', None),
+        (("x", "y"), "", '{"y": 1}', None),
+        (("x",), "", '{"x": {"a": 1}}', None),
+        (("x",), "", "x", None),
+        (("x",), "", "[1]", None),
+        (("@",), "", "7", [7]),
+        (("x",), "y", '{"x": 1, "y": 0}', [1]),
+        (("x",), "y", '{"x": 1, "y": ""}', None),
+        (("x",), "y > `2`", '{"x": 1, "y": 3}', [1]),
+        (("x",), "y > `2`", '{"x": 1, "y": 2}', None),
+        (("length(x)",), "", '{"x": 5}', None),
+        (("length(x)",), "", '{"x": "abc"}', [3]),
+        (("document_key()", "x"), "", '{"x": 5}', ["k1", 5]),
+        (("x",), "starts_with(document_key(), 'k')", '{"x": 5}', [5]),
+        (("x",), "starts_with(document_key(), 'j')", '{"x": 5}', None),
+        (("x",), "", '{"x": "' + "a" * 258 + '"}', ["a" * 258]),
+        (("x",), "", '{"x": "' + "a" * 259 + '"}', None),
+    ],
+)
+def test_what_is_in_an_index(
+    key: tuple[str, ...], filter_: str, value: str, parts: list[object] | None
+) -> None:
+    entry = Extractor(IndexDefinition(key, filter_)).entry(b"k1", decode_value(value.encode()))
+    assert entry == (None if parts is None else encode_parts(parts))
+
+
+def test_design_documents_are_in_no_index() -> None:
+    assert Extractor(IndexDefinition(("x",))).entry(b"_design/d", {"x": 1}) is None
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, "a", [0], {"a": 0}, True])
+def test_what_is_true(value: object) -> None:
+    assert is_true(value)
+
+
+@pytest.mark.parametrize("value", [False, None, "", [], {}])
+def test_what_is_not(value: object) -> None:
+    assert not is_true(value)

@@ -1,0 +1,199 @@
+"""An indexer beside a server: from documents to scans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import trio
+import trio.lowlevel
+
+from tests.indexer.kit import (
+    a_server,
+    an_indexer,
+    by_brute_force,
+    define,
+    name_of,
+    scan,
+    until_ready,
+)
+from tests.kit.process import eventually
+from upr_protocol.client import connect
+from upr_server.indexer.definition import DefinitionError, IndexDefinition, IndexName
+from upr_server.indexer.indexer import BuildingError, NoIndexError, NotFreshError
+from upr_server.indexer.pipeline import worker_thread
+from upr_server.indexer.query import Query, Written
+
+T = TypeVar("T")
+
+CITY = IndexDefinition(("city",))
+BOTH = IndexDefinition(("city", "n"), "n > `1`")
+
+
+async def test_documents_are_found_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY, "both": BOTH})
+        await until_ready(indexer, "d/city", "d/both")
+        assert await scan(indexer, "d/city") == []
+        contents = {}
+        for number in range(30):
+            key, value = b"k%d" % number, {"city": "abc"[number % 3], "n": number % 5}
+            contents[key] = json.dumps(value).encode()
+            await client.set(key, contents[key])
+            assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
+        assert await scan(indexer, "d/both") == by_brute_force(BOTH, contents)
+        assert await scan(indexer, "d/both", prefix=["b"]) == [
+            entry for entry in by_brute_force(BOTH, contents) if entry[0][0] == "b"
+        ]
+        await client.set("k1", '{"city": "z"}')
+        await client.delete("k2")
+        assert (["z"], "k1") in await scan(indexer, "d/city")
+        assert "k2" not in [key for _, key in await scan(indexer, "d/city")]
+        counted = await indexer.scan(name_of("d/city"), Query(count=True, consistency="now"))
+        assert counted.count == 29
+
+
+async def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with a_server() as server, connect(server.url("b")) as client:
+        await define(client, "d", {"city": CITY})
+        await client.set("k1", '{"city": "a"}')
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            await until_ready(indexer, "d/city")
+            assert await scan(indexer, "d/city") == [(["a"], "k1")]
+        await client.set("k2", '{"city": "b"}')
+        await client.delete("k1")
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            # It is there at once, and was not built again.
+            await eventually(lambda: bool(indexer.names()), "the index is there")
+            assert indexer.find(name_of("d/city")).file.joined
+            assert await scan(indexer, "d/city") == [(["b"], "k2")]
+
+
+async def test_an_index_that_is_added_is_built_and_one_that_is_dropped_goes(
+    tmp_path: Path,
+) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        contents = {b"k%d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(200)}
+        for key, value in contents.items():
+            await client.set(key, value)
+        await indexer.create("d", b'{"indexes": {"city": {"key": ["city"]}}}')
+        await until_ready(indexer, "d/city")
+        assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
+        await indexer.create("e", b'{"indexes": {"both": {"key": ["city", "n"]}}}')
+        await until_ready(indexer, "e/both")
+        assert len(await scan(indexer, "e/both")) == 200
+        await indexer.drop("d")
+        await eventually(lambda: name_of("d/city") not in indexer.names(), "it was dropped")
+        assert len(await scan(indexer, "e/both")) == 200
+        with pytest.raises(NoIndexError):
+            await scan(indexer, "d/city")
+        with pytest.raises(NoIndexError):
+            await indexer.drop("d")
+    assert len(list((tmp_path / "indexes").iterdir())) == 1
+
+
+async def test_a_definition_that_changes_is_another_index(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await client.set("k1", '{"city": "a", "n": 5}')
+        await define(client, "d", {"city": CITY})
+        await until_ready(indexer, "d/city")
+        assert await scan(indexer, "d/city") == [(["a"], "k1")]
+        await define(client, "d", {"city": IndexDefinition(("n",))})
+
+        def is_another() -> bool:
+            name = name_of("d/city")
+            return name in indexer.names() and indexer.find(name).definition != CITY
+
+        await eventually(is_another, "it is another index")
+        await until_ready(indexer, "d/city")
+        assert await scan(indexer, "d/city") == [([5], "k1")]
+
+
+async def test_a_bad_definition_is_refused_or_told(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        with pytest.raises(DefinitionError, match=r"indexes\.a\.key\[0\]: column 3"):
+            await indexer.create("d", b'{"indexes": {"a": {"key": ["x["]}}}')
+        assert await client.get("_design/d") is None
+        await client.set("_design/d", '{"indexes": {"a": {"key": ["x["]}}}')
+        await eventually(lambda: bool(indexer.mistakes), "the mistake is told")
+        assert "indexes.a.key[0]: column 3" in indexer.mistakes["d"]
+        assert indexer.names() == []
+
+
+async def test_at_least_what_was_written(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY})
+        await until_ready(indexer, "d/city")
+        answer = await client.set("k", "")
+        for number in range(300):
+            answer = await client.set("k", f'{{"city": {number}}}')
+            written = (Written(answer.partition, f"{answer.history_id:x}", answer.seq),)
+            found = await scan(indexer, "d/city", consistency="at_least", written=written)
+            assert found == [([number], "k")]
+        ahead = (Written(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
+        with pytest.raises(NotFreshError):
+            await scan(indexer, "d/city", consistency="at_least", written=ahead, timeout_s=0.05)
+
+
+async def test_scans_that_come_together_share_a_barrier(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY})
+        await until_ready(indexer, "d/city")
+        await scan(indexer, "d/city")
+        sent = indexer.barriers.sent
+        async with trio.open_nursery() as nursery:
+            for _ in range(40):
+                nursery.start_soon(scan, indexer, "d/city")
+        assert 1 <= indexer.barriers.sent - sent <= 2
+
+
+async def test_an_index_that_is_being_built_is_not_asked(tmp_path: Path) -> None:
+    gate = trio.Event()
+    names: Callable[[], list[IndexName]] = list
+
+    thread = worker_thread()
+
+    async def work(function: Callable[[], T]) -> T:
+        if names():
+            await gate.wait()
+        return await thread(function)
+
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, work=work) as indexer,
+    ):
+        names = indexer.names
+        await define(client, "d", {"city": CITY})
+        await eventually(lambda: bool(indexer.names()), "the index is there")
+        with pytest.raises(BuildingError):
+            await scan(indexer, "d/city")
+        gate.set()
+        await until_ready(indexer, "d/city")

@@ -1,0 +1,99 @@
+"""Keys as bytes: their order is that of the values, and they can be read again."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from upr_server.indexer.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
+
+NUMBERS = (
+    st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.integers(2**53 - 3, 2**53 + 3)
+    | st.integers(-3, 3)
+)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=6) | st.text(
+    "\0\1a\x7f\xff\uffff", max_size=4
+)
+PARTS = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS, lambda inner: st.lists(inner, max_size=3)
+)
+KEYS = st.lists(PARTS, min_size=2, max_size=2)
+
+
+def rank(part: object) -> int:
+    """Where a type comes."""
+    if part is None or isinstance(part, bool):
+        return {None: 0, False: 1, True: 2}[part]
+    return 3 if isinstance(part, int | float) else 4 if isinstance(part, str) else 5
+
+
+def compare(one: object, other: object) -> int:
+    """The order of two parts, as slowly and plainly as can be."""
+    if rank(one) != rank(other):
+        return -1 if rank(one) < rank(other) else 1
+    if isinstance(one, list) and isinstance(other, list):
+        missing = object()
+        for a, b in zip_longest(one, other, fillvalue=missing):
+            if a is missing or b is missing:
+                return -1 if a is missing else 1
+            if order := compare(a, b):
+                return order
+        return 0
+    if one == other:
+        return 0
+    return -1 if one < other else 1  # type: ignore[operator]
+
+
+@given(KEYS, KEYS)
+@example([2**53, 0], [2**53 + 1, 0])
+@example([0.0, 0], [-0.0, 0])
+@example(["a", 0], ["a\0", 0])
+@example([["a"], 0], [["a", None], 0])
+def test_bytes_compare_as_the_values_do(one: list[object], other: list[object]) -> None:
+    a, b = encode_parts(one), encode_parts(other)
+    assert (a > b) - (a < b) == compare(one, other)
+
+
+@given(KEYS, st.binary(max_size=3))
+def test_what_is_decoded_is_what_was_encoded(key: list[object], behind: bytes) -> None:
+    data = encode_parts(key)
+    parts, end = decode_parts(data + behind, len(key))
+    assert compare(parts, key) == 0
+    assert end == len(data)
+    assert encode_parts(parts) == data
+
+
+@given(PARTS, PARTS, PARTS, st.binary(min_size=1, max_size=3))
+def test_a_prefix_is_a_range(first: object, other: object, second: object, behind: bytes) -> None:
+    prefix = encode_parts([first])
+    inside = encode_parts([other, second]) + behind
+    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, other) == 0)
+
+
+@given(st.binary(max_size=20))
+def test_any_bytes_are_a_key_or_refused(data: bytes) -> None:
+    try:
+        parts, end = decode_parts(data, 1)
+    except IndexKeyError:
+        return
+    assert end <= len(data)
+    assert compare(decode_parts(encode_parts(parts), 1)[0], parts) == 0
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, float("nan"), float("inf"), "\ud800", 10**400])
+def test_what_is_no_key_is_refused(value: object) -> None:
+    with pytest.raises(IndexKeyError):
+        encode_parts([value])
+
+
+def test_arrays_too_deep_are_refused() -> None:
+    deep: list[object] = []
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(IndexKeyError):
+        encode_parts([deep])

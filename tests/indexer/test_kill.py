@@ -1,0 +1,148 @@
+"""Indexers that are killed, as processes, while others write.
+
+`UPR_INDEXER_KILLS` says how often; `UPR_INDEXER_WRITES` how many writes are read again at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.cli.processes import start_server
+from tests.indexer.kit import by_brute_force
+from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process
+from tests.kit.process import POLL_S
+from upr_protocol.client import BlockingClient, IndexClient, IndexerError, Written
+from upr_server.indexer.definition import IndexDefinition
+
+KILLS = int(os.environ.get("UPR_INDEXER_KILLS", "2"))
+WRITES = int(os.environ.get("UPR_INDEXER_WRITES", "300"))
+KEYS: Final = [f"k{number}" for number in range(400)]
+BY_A: Final = IndexDefinition(("a",))
+BY_BOTH: Final = IndexDefinition(("b", "a"), "a > `10`")
+DESIGN: Final = {
+    "indexes": {
+        "a": {"key": BY_A.key},
+        "both": {"key": BY_BOTH.key, "filter": BY_BOTH.filter},
+    }
+}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with start_server() as server:
+        bucket = f"{server.url}b"
+        with BlockingClient(server.url) as client:
+            client.create_bucket("b", 8)
+        yield bucket
+
+
+class Load(threading.Thread):
+    """Writes without end; `paused` stops it between two writes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.paused = threading.Lock()
+        self.writes = 0
+        self._url = url
+        self._ends = False
+        self._rng = random.Random(1)
+
+    def run(self) -> None:
+        rng = self._rng
+        with BlockingClient(self._url) as client:
+            there: set[str] = set()
+            while not self._ends:
+                with self.paused:
+                    key = rng.choice(KEYS)
+                    if key in there and rng.random() < 0.3:
+                        client.delete(key)
+                        there.remove(key)
+                    else:
+                        value = {"a": rng.randrange(50), "b": rng.choice("xyz")}
+                        client.set(key, json.dumps(value))
+                        there.add(key)
+                    self.writes += 1
+
+    def end(self) -> None:
+        self._ends = True
+        self.join(DEADLINE_S)
+
+
+def breathe() -> None:
+    """Between two questions to a process that can only be asked."""
+    threading.Event().wait(POLL_S)
+
+
+def until_ready(client: IndexClient, names: set[str]) -> None:
+    """Waits until these indexes are built."""
+    while {row["name"] for row in client.indexes() if row["state"] == "ready"} != names:
+        breathe()
+
+
+def compare(asking: IndexClient, client: BlockingClient) -> None:
+    """Each index is what the server has."""
+    items = client.get_many(KEYS)
+    contents = {item.key: bytes(item.value) for item in items if item is not None}
+    for name, definition in (("d/a", BY_A), ("d/both", BY_BOTH)):
+        page = asking.scan(name, limit=10_000, consistency="now", timeout_s=DEADLINE_S)
+        assert [(e.key, e.id) for e in page.entries] == by_brute_force(definition, contents)
+
+
+def test_killed_under_load_nothing_is_missing_or_left_over(url: str, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    load = Load(url)
+    with BlockingClient(url) as client, ExitStack() as stack:
+        load.start()
+        stack.callback(load.end)
+        for number in range(KILLS + 1):
+            with indexer_process(url, tmp_path) as indexer, IndexClient(indexer.url) as asking:
+                if number == 0:
+                    asking.create("d", DESIGN)
+                if number % 5 != 1:
+                    # Otherwise it may be killed while it is built, or has hardly begun.
+                    until_ready(asking, {"d/a", "d/both"})
+                    with load.paused:
+                        compare(asking, client)
+                if number == KILLS:
+                    assert indexer.stop() == 0
+                    return
+                through = asking.status()["mutations"] + rng.randrange(500)
+                while asking.status()["mutations"] < through:
+                    breathe()
+                indexer.kill()
+
+
+def written_through(indexer: IndexerProcess, client: BlockingClient, count: int) -> int:
+    """Writes and scans at least what was written; how many scans came without it."""
+    stale = 0
+    rng = random.Random(2)
+    with IndexClient(indexer.url) as asking:
+        asking.create("d", DESIGN)
+        until_ready(asking, {"d/a", "d/both"})
+        for number in range(count):
+            key = rng.choice(KEYS)
+            answer: Written = client.set(key, json.dumps({"a": number}))
+            page = asking.scan("d/a", prefix=[number], consistency="at_least", written=[answer])
+            stale += [(entry.key, entry.id) for entry in page.entries] != [([number], key)]
+    return stale
+
+
+def test_what_was_written_is_read(url: str, tmp_path: Path) -> None:
+    with BlockingClient(url) as client, indexer_process(url, tmp_path) as indexer:
+        assert written_through(indexer, client, WRITES) == 0
+
+
+def test_a_directory_is_one_indexers(url: str, tmp_path: Path) -> None:
+    with indexer_process(url, tmp_path) as first:
+        with pytest.raises(AssertionError), indexer_process(url, tmp_path):
+            raise IndexerError("", "a second one has started")
+        assert first.process.poll() is None

@@ -1,0 +1,102 @@
+"""A server that loses changes takes the indexes along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.indexer.kit import an_indexer, by_brute_force, define, scan, until_ready
+from tests.indexer.test_oracle import World
+from tests.kit.fleet import running_fleet
+from upr_protocol.client import Written as Answered
+from upr_protocol.client.operator import fail_over
+from upr_protocol.ids import Durability
+from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.query import Written
+
+BY_A = IndexDefinition(("a",))
+
+
+def as_written(answer: Answered) -> tuple[Written, ...]:
+    return (Written(answer.partition, f"{answer.history_id:016x}", answer.seq),)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("ring", [1000, 1])
+async def test_what_the_server_lost_is_not_in_the_index_any_more(
+    tmp_path: Path, ring: int, restarts: bool
+) -> None:
+    world = World(0, tmp_path)
+    world.ring = ring
+    async with world.running():
+        await define(world.client, "x", {"i": BY_A})
+        await until_ready(world.indexer, "x/i")
+        for number in range(40):
+            await world.client.set(
+                f"k{number}", f'{{"a": {number}}}', durability=Durability.PERSISTED
+            )
+        world.hold_commits()
+        for number in range(20):
+            await world.client.set(f"k{number}", '{"a": "lost"}')
+        await world.client.delete("k30")
+        answer = await world.client.set("k31", '{"b": "not in the index"}')
+        assert len(await scan(world.indexer, "x/i", prefix=["lost"])) == 20
+        if restarts:
+            await world.crash("indexer")
+        await world.crash("server")
+        await world.start_server()
+        if restarts:
+            await world.start_indexer()
+        await world.write(10)
+        wanted = by_brute_force(BY_A, await world.contents())
+        await until_ready(world.indexer, "x/i")
+        assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
+        assert not [key for key, _ in wanted if key == ["lost"]]
+        assert world.indexer.stream.rollbacks > 0
+        with pytest.raises(WriteLostError, match="a failover has undone it"):
+            await scan(world.indexer, "x/i", consistency="at_least", written=as_written(answer))
+
+
+async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None:
+    """What was built has no ring buffer: its partitions begin at 0."""
+    world = World(0, tmp_path)
+    async with world.running():
+        for number in range(40):
+            await world.client.set(
+                f"k{number}", f'{{"a": {number}}}', durability=Durability.PERSISTED
+            )
+        await world.client.set(
+            "_design/x", '{"indexes": {"i": {"key": ["a"]}}}', durability=Durability.PERSISTED
+        )
+        world.hold_commits()
+        for number in range(20):
+            await world.client.set(f"k{number}", '{"a": "lost"}')
+        await world.crash("server")
+        await world.start_server()
+        await until_ready(world.indexer, "x/i")
+        wanted = by_brute_force(BY_A, await world.contents())
+        assert len(wanted) == 40
+        assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
+
+
+async def test_a_failover_between_servers(tmp_path: Path) -> None:
+    async with running_fleet("ab") as fleet:
+        url = f"{fleet.proxies['a'].url('').rstrip('/')},127.0.0.1:{fleet.proxies['b'].port}/b"
+        async with an_indexer(url, tmp_path) as indexer:
+            await fleet.set("a", {"_design/x": '{"indexes": {"i": {"key": ["a"]}}}'})
+            await until_ready(indexer, "x/i")
+            await fleet.set("a", {f"k{n}": f'{{"a": {n}}}' for n in range(40)})
+            assert len(await scan(indexer, "x/i")) == 40
+            await fleet.stop("a")
+            await fail_over(fleet.operator("b"), all_of="a", to="b", lose_acknowledged=True)
+            await fleet.set("b", {"k1": '{"a": "after"}'})
+            contents = {}
+            for number in range(40):
+                value = await fleet.get("b", f"k{number}")
+                if value is not None:
+                    contents[b"k%d" % number] = value.encode()
+            found = await scan(indexer, "x/i", timeout_s=20)
+            assert found == by_brute_force(BY_A, contents)
+            assert (["after"], "k1") in found

@@ -1,0 +1,230 @@
+"""An indexer that cannot keep up: its memory is bounded, nobody else waits, and it catches up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import trio
+import trio.testing
+
+from tests.indexer.kit import a_server, an_indexer, by_brute_force, define, scan, until_ready
+from tests.kit.process import eventually
+from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
+from upr_protocol.ids import PartitionId
+from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.indexer import NotFreshError
+from upr_server.indexer.mark import NO_MARK
+from upr_server.indexer.piece import PIECE_OVERHEAD_BYTES, Piece
+from upr_server.indexer.pipeline import RING_PIECES_MAX, Pipeline, worker_thread
+from upr_server.indexer.pool import STREAM_SHARE, OverloadedError, Pool
+
+T = TypeVar("T")
+
+BY_N = IndexDefinition(("n",))
+POOL_BYTES = 8 * 1024 * 1024
+VALUE_BYTES = 10_000
+COUNT = 4000
+
+
+class Gate:
+    """Where an indexer works: it stands still while the gate is closed."""
+
+    def __init__(self) -> None:
+        self._open = trio.Event()
+        self._open.set()
+        self._work = worker_thread()
+
+    def close(self) -> None:
+        self._open = trio.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def __call__(self, function: Callable[[], T]) -> T:
+        await self._open.wait()
+        return await self._work(function)
+
+
+async def count_all(consumer: Consumer, wanted: int) -> None:
+    """Reads until so many different keys have come."""
+    found: set[bytes] = set()
+    async for event in consumer:
+        if isinstance(event, ChunkReceived):
+            found.update(event.chunk.keys())
+            if len(found) >= wanted:
+                return
+
+
+async def test_an_indexer_that_stands_still(tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, POOL_BYTES, work=gate) as indexer,
+        consume(server.url("b")) as other,
+    ):
+        await define(client, "d", {"n": BY_N})
+        await until_ready(indexer, "d/n")
+        gate.close()
+        contents = {}
+        async with publisher(server.url("b")) as writer:
+            for number in range(COUNT):
+                value = json.dumps({"n": number % 100, "x": "x" * VALUE_BYTES})
+                contents[b"%d" % number] = value.encode()
+                await writer.set(str(number), value)
+        # The other consumer has all of it, while this one has stopped taking.
+        with trio.fail_after(20):
+            await count_all(other, COUNT + 1)
+        pool = indexer.pool
+        await eventually(lambda: not pool.has_room(STREAM_SHARE), "the pool is full")
+        with pytest.raises(NotFreshError):
+            await scan(indexer, "d/n", timeout_s=0.1)
+        largest_chunk = 2 * 1024 * 1024
+        assert pool.peak <= POOL_BYTES * STREAM_SHARE + largest_chunk < COUNT * VALUE_BYTES / 4
+        gate.open()
+        assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
+        assert pool.peak <= POOL_BYTES
+        assert indexer.pipeline.length == 0
+
+
+async def test_building_leaves_room_in_the_pool(
+    tmp_path: Path,
+) -> None:
+    gate = Gate()
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, POOL_BYTES, work=gate) as indexer,
+    ):
+        contents = {}
+        for number in range(1500):
+            value = json.dumps({"n": number % 100, "x": "x" * VALUE_BYTES})
+            contents[b"%d" % number] = value.encode()
+            await client.set(str(number), value)
+        await eventually(
+            lambda: indexer.statistics()["applied"] == 1500, "the stream has been read"
+        )
+        gate.close()
+        await define(client, "d", {"n": BY_N})
+        gate.open()
+        await until_ready(indexer, "d/n")
+        assert await scan(indexer, "d/n") == by_brute_force(BY_N, contents)
+        assert indexer.pool.peak <= POOL_BYTES
+
+
+async def test_the_pool() -> None:
+    pool = Pool(POOL_BYTES)
+    pool.take(POOL_BYTES * 3 // 4)
+    assert not pool.has_room(STREAM_SHARE)
+    with pool.scan(), pool.scan(), pytest.raises(OverloadedError), pool.scan():
+        raise AssertionError("there was room")
+    waited = trio.Event()
+
+    async def wait() -> None:
+        await pool.room(STREAM_SHARE)
+        waited.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not waited.is_set()
+        # Streams do not wait for scans: these may wait for what a stream is to bring.
+        with pool.scan():
+            pool.give_back(1)
+            await waited.wait()
+    assert pool.refused == 1
+
+
+async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
+    pool = Pool(POOL_BYTES)
+    batches: list[list[Piece]] = []
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.lowlevel.checkpoint()
+        return function()
+
+    pipeline = Pipeline(pool, work, (), rings=2)
+    real = pipeline._next_batch
+
+    def next_batch() -> list[Piece]:
+        batches.append(real())
+        return batches[-1]
+
+    pipeline._next_batch = next_batch  # type: ignore[method-assign]
+    for number in range(10):
+        pipeline.put(_piece(pool, 0, 400_000))
+        if number < 2:
+            pipeline.put(_piece(pool, 1, 1000))
+    ticket = pipeline.ticket()
+    assert pipeline.length == 12
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        assert await pipeline.drain()
+        assert pipeline.has_applied(ticket)
+        nursery.cancel_scope.cancel()
+    assert pool.used == 0
+    # The small ones did not wait for the large ones before them.
+    assert [piece.partition for piece in batches[0]][:4] == [0, 1, 0, 1]
+    assert pipeline.is_stopped
+    pipeline.put(_piece(pool, 0, 1))
+    assert not await pipeline.drain()
+    pipeline.abandon()
+    assert pool.used == 0
+
+
+async def test_a_queue_is_bounded_in_pieces_too() -> None:
+    pool = Pool(POOL_BYTES)
+    pipeline = Pipeline(pool, Gate(), ())
+    await trio.lowlevel.checkpoint()
+    for _ in range(RING_PIECES_MAX):
+        assert not pipeline.is_full
+        pipeline.put(_piece(pool, 3, PIECE_OVERHEAD_BYTES))
+    assert pipeline.is_full
+
+
+def _piece(pool: Pool, partition: int, nbytes: int) -> Piece:
+    pool.take(nbytes)
+    return Piece(PartitionId(partition), NO_MARK, nbytes=nbytes)
+
+
+async def test_barriers_are_shared_by_those_who_came_before_they_were_sent() -> None:
+    pool = Pool(POOL_BYTES)
+    pipeline = Pipeline(pool, Gate(), ())
+    sent = 0
+    back = trio.Event()
+
+    async def barrier() -> None:
+        nonlocal sent, back
+        sent += 1
+        await back.wait()
+        back = trio.Event()
+
+    barriers = Barriers(barrier, pipeline)
+    done: list[str] = []
+
+    async def ask(name: str) -> None:
+        await barriers.wait()
+        done.append(name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(barriers.run)
+        for name in "ab":
+            nursery.start_soon(ask, name)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sent == 1
+        # These come too late for the barrier that is on its way.
+        for name in "cd":
+            nursery.start_soon(ask, name)
+        await trio.testing.wait_all_tasks_blocked()
+        back.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (sorted(done), sent) == (["a", "b"], 2)
+        back.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (sorted(done), sent) == (["a", "b", "c", "d"], 2)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,149 @@
+"""The indexer over HTTP: JSON in, JSON out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from upr_protocol.errors import UprError
+from upr_server.indexer.definition import DefinitionError, IndexName
+from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.indexer import BuildingError, Indexer, NoIndexError, NotFreshError
+from upr_server.indexer.openapi import Failure, Failures, openapi
+from upr_server.indexer.pool import OverloadedError
+from upr_server.indexer.query import Query, QueryError
+
+BODY_BYTES_MAX: Final = 1024 * 1024
+"""What a request may bring: design documents and questions are small."""
+
+_STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
+    (DefinitionError, 400, "bad_definition"),
+    (QueryError, 400, "bad_query"),
+    (NoIndexError, 404, "no_index"),
+    (WriteLostError, 409, "write_lost"),
+    (BuildingError, 503, "building"),
+    (OverloadedError, 503, "overloaded"),
+    (NotFreshError, 504, "not_fresh"),
+    (UprError, 502, "server_failed"),
+)
+
+
+class _TooLongError(UprError):
+    """A request's body is too long."""
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def _failure(error: UprError) -> Response:
+    if isinstance(error, _TooLongError):
+        return _json(Failures(Failure("too_long", str(error))), 413)
+    status, code = next((s, c) for kind, s, c in _STATUSES if isinstance(error, kind))
+    retry_after_s: float = getattr(error, "retry_after_s", 0.0)
+    headers = {"Retry-After": f"{retry_after_s:.0f}"} if retry_after_s else None
+    place = getattr(error, "place", "")
+    return _json(Failures(Failure(code, str(error), place, retry_after_s)), status, headers)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _answering(handler: Handler) -> Handler:
+    """What a handler raises and can be told is an answer, too."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except UprError as error:
+            return _failure(error)
+        except BaseExceptionGroup as group:
+            # A connection to the server ended for several reasons at once.
+            _, others = group.split(UprError)
+            if others is not None:
+                raise
+            return _failure(UprError("; ".join(str(each) for each in group.exceptions)))
+
+    return answer
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async with aclosing(request.stream()) as stream:
+        async for piece in stream:
+            body += piece
+            if len(body) > BODY_BYTES_MAX:
+                raise _TooLongError(f"a request's body is at most {BODY_BYTES_MAX} bytes")
+    return bytes(body)
+
+
+class _Handlers:
+    def __init__(self, indexer: Indexer) -> None:
+        self._indexer = indexer
+
+    async def status(self, _request: Request) -> Response:
+        return _json(self._indexer.statistics())
+
+    async def designs(self, _request: Request) -> Response:
+        indexes: dict[str, list[str]] = {}
+        for name in self._indexer.names():
+            indexes.setdefault(name.design, []).append(name.index)
+        return _json({"designs": indexes, "mistakes": dict(self._indexer.mistakes)})
+
+    async def create(self, request: Request) -> Response:
+        design = await self._indexer.create(request.path_params["design"], await _body(request))
+        return _json(design)
+
+    async def drop(self, request: Request) -> Response:
+        await self._indexer.drop(request.path_params["design"])
+        return Response(status_code=204)
+
+    async def indexes(self, _request: Request) -> Response:
+        names = self._indexer.names()
+        # One may be dropped while another is looked at.
+        found = [await self._indexer.status(n) for n in names if n in self._indexer.names()]
+        return _json({"indexes": found})
+
+    async def index(self, request: Request) -> Response:
+        return _json(await self._indexer.status(_name(request)))
+
+    async def scan(self, request: Request) -> Response:
+        body = await _body(request)
+        try:
+            query = msgspec.json.decode(body or b"{}", type=Query)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise QueryError("body", str(error)) from error
+        return _json(await self._indexer.scan(_name(request), query))
+
+    async def openapi(self, _request: Request) -> Response:
+        return _json(openapi())
+
+
+def _name(request: Request) -> IndexName:
+    parts: dict[str, Any] = request.path_params
+    return IndexName(parts["design"], parts["index"])
+
+
+def application(indexer: Indexer) -> Starlette:
+    """The API of `indexer` as an ASGI application."""
+    handlers = _Handlers(indexer)
+    index = "/v1/indexes/{design}/{index}"
+    return Starlette(
+        routes=[
+            Route("/openapi.json", _answering(handlers.openapi), methods=["GET"]),
+            Route("/v1/status", _answering(handlers.status), methods=["GET"]),
+            Route("/v1/designs", _answering(handlers.designs), methods=["GET"]),
+            Route("/v1/designs/{design}", _answering(handlers.create), methods=["PUT"]),
+            Route("/v1/designs/{design}", _answering(handlers.drop), methods=["DELETE"]),
+            Route("/v1/indexes", _answering(handlers.indexes), methods=["GET"]),
+            Route(index, _answering(handlers.index), methods=["GET"]),
+            Route(index + "/scan", _answering(handlers.scan), methods=["POST"]),
+        ]
+    )

@@ -1,0 +1,78 @@
+"""The command `upr-indexer`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import trio
+
+from upr_protocol.errors import UprError
+from upr_server.indexer.app import serve
+from upr_server.indexer.config import ConfigError, load_config
+from upr_server.indexer.log import set_up_logging
+
+EXIT_FAILED: Final = 1
+
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long a thread keeps the interpreter while another wants it. LMDB gives it up at every put,
+and would wait for the default, 5 ms, each time that the loop has something to do."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="upr", prog_name="upr-indexer")
+@click.argument("bucket", metavar="URL", required=False)
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    envvar="UPR_INDEXER_CONFIG",
+    help="A TOML file with settings.",
+)
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Where to answer over HTTP; port 0 takes a free one.  [default: 127.0.0.1:12080]",
+)
+@click.option(
+    "--data-dir",
+    metavar="DIR",
+    help="Where indexes are kept; made when missing.  [default: the platform's data directory]",
+)
+@click.option("--pool-bytes", type=int, help="Memory for what waits.  [default: 30 % of all]")
+@click.option("--queues", type=int, help="Among how many queues partitions are divided.")
+@click.option("--undo-mutations", type=int, help="How many mutations can be undone.")
+@click.option("--log-level", help="debug, info, warning or error.")
+@click.option("--log-format", help="console for people, json for machines.")
+def main(config_path: Path | None, **options: Any) -> None:
+    """Keep the indexes of the bucket that URL names, upr://HOST:PORT/BUCKET, and answer scans.
+
+    Settings come from a TOML file (--config), then from environment variables (UPR_INDEXER_LISTEN
+    and so on), then from options; each overrides the one before. It runs until Ctrl-C or SIGTERM; a
+    second one ends it at once.
+
+    The first line on standard output is `listening on http://HOST:PORT`; the log goes to standard
+    error. `upr index` makes indexes and asks them.
+    """
+    try:
+        config = load_config(config_path, os.environ, options)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    set_up_logging(config.log_level, config.log_format)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        trio.run(serve, config, lambda url: print(f"listening on {url}", flush=True))
+    except* (UprError, OSError) as errors:
+        # What went wrong for several reasons at once did so for the first.
+        click.echo(f"upr-indexer: {_leaves(errors)[0]}", err=True)
+        sys.exit(EXIT_FAILED)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group that are no groups, or the exception itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

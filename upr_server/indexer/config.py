@@ -1,0 +1,125 @@
+"""The indexer's configuration: defaults, a TOML file, the environment, the command line.
+
+Each overrides the one before. It is validated once, whole, before anything is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import platformdirs
+
+from upr_protocol.client import Address, AddressError, RingLimits
+from upr_protocol.errors import UprError
+from upr_server.indexer.indexer import Settings
+
+ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
+
+POOL_SHARE: Final = 0.3
+"""How much of the machine's memory the pool takes when nobody says (seed 003)."""
+
+POOL_BYTES_MIN: Final = 8 * 1024 * 1024
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ConfigError(UprError):
+    """The configuration says something that cannot be."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an indexer can be told.
+
+    Attributes:
+        bucket: The bucket, as `upr://HOST:PORT/BUCKET`.
+        listen: `HOST:PORT` for HTTP; port 0 takes a free one.
+        data_dir: Where indexes are kept; empty for the platform's data directory.
+        pool_bytes: The memory for what waits to be indexed and for scans; 0 for 30 % of the
+            machine's.
+        queues: Among how many queues the partitions are divided.
+        undo_mutations: How many of the newest mutations can be undone when the server loses them;
+            beyond it a partition is indexed again from nothing.
+        log_level: The least severe event that is logged.
+        log_format: `console` for people, `json` for machines.
+    """
+
+    bucket: str = ""
+    listen: str = "127.0.0.1:12080"
+    data_dir: str = ""
+    pool_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    queues: _Count = 8
+    undo_mutations: _Count = 200_000
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+    def address(self) -> Address:
+        """The bucket.
+
+        Raises:
+            ConfigError: There is none named.
+        """
+        try:
+            return Address.parse(self.bucket).with_bucket()
+        except AddressError as error:
+            raise ConfigError(f"bucket is {self.bucket!r}: {error}") from error
+
+    def settings(self) -> Settings:
+        """How an indexer works that is told this.
+
+        Raises:
+            ConfigError: A field is wrong.
+        """
+        host, colon, port = self.listen.rpartition(":")
+        if not host or not colon or not port.isascii() or not port.isdigit():
+            raise ConfigError(f"listen is {self.listen!r}; write HOST:PORT")
+        address = self.address()
+        folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
+        pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
+        if pool_bytes < POOL_BYTES_MIN:
+            raise ConfigError(f"pool_bytes is {pool_bytes}; at least {POOL_BYTES_MIN}")
+        limits = RingLimits(self.undo_mutations, self.undo_mutations * 256)
+        return Settings(address, folder, pool_bytes, limits, self.queues)
+
+
+def _default_data_dir(bucket: str) -> Path:
+    return Path(platformdirs.user_data_dir("upr-indexer", appauthor=False)) / bucket
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def load_config(
+    path: Path | None, environment: Mapping[str, str], options: Mapping[str, Any]
+) -> Config:
+    """The configuration from `path` (if any), then `environment`, then `options`.
+
+    Options that are None are not given. Environment variables are a field's name in capitals behind
+    `UPR_INDEXER_`.
+
+    Raises:
+        ConfigError: With the name of what is wrong, and what it should be.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings |= tomllib.loads(path.read_text("utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    for variable, text in environment.items():
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if variable.startswith(ENVIRONMENT_PREFIX) and name != "config":
+            settings[name] = text
+    settings |= {name: value for name, value in options.items() if value is not None}
+    try:
+        # Not strict: the environment has only text.
+        config = msgspec.convert(settings, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the configuration is wrong: {error}") from error
+    config.settings()
+    return config

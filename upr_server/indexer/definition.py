@@ -1,0 +1,147 @@
+"""Design documents: which indexes there are to be.
+
+A design document is a JSON object under a key `_design/NAME`::
+
+    {"indexes": {"by_origin": {"key": ["origin", "sched_dep_time"], "filter": "dest == 'LAX'"}}}
+
+`key` is one or more JMESPath expressions over the document, `filter` another that says whether it
+is in the index at all; `document_key()` in them is the document's key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, Final
+
+import msgspec
+
+from upr_protocol.errors import UprError
+from upr_protocol.limits import KEY_BYTES_MAX
+from upr_server.indexer.expressions import ExpressionError, check
+
+DESIGN_PREFIX: Final = b"_design/"
+"""Keys of design documents begin so. They are in no index."""
+
+INDEXES_MAX: Final = 64
+"""Indexes of one design document: each costs every mutation its expressions."""
+
+PARTS_MAX: Final = 16
+"""Expressions of one key."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+class DefinitionError(UprError, ValueError):
+    """A design document that is none.
+
+    Attributes:
+        place: Where in it, as `indexes.by_origin.key[1]`; empty for the whole.
+        reason: What is wrong there.
+    """
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.place = place
+        self.reason = reason
+        super().__init__(f"{place}: {reason}" if place else reason)
+
+
+class IndexDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One index of a design document.
+
+    Attributes:
+        key: The expressions that its keys are made of, most significant first.
+        filter: What must be true of a document for it to be in the index; empty for all of them.
+    """
+
+    key: tuple[str, ...]
+    filter: str = ""
+
+
+class IndexName(msgspec.Struct, frozen=True, order=True):
+    """What an index is called: `DESIGN/INDEX`."""
+
+    design: str
+    index: str
+
+    def __str__(self) -> str:
+        return f"{self.design}/{self.index}"
+
+
+class Design(msgspec.Struct, frozen=True):
+    """A design document.
+
+    Attributes:
+        name: Its name, what stands behind `_design/` in its key.
+        indexes: Its indexes, by their names in it.
+    """
+
+    name: str
+    indexes: dict[str, IndexDefinition]
+
+
+def design_key(name: str) -> bytes:
+    """The key of the design document `name`.
+
+    Raises:
+        DefinitionError: That is no name.
+    """
+    key = DESIGN_PREFIX + name.encode()
+    if not _NAME.fullmatch(name) or len(key) > KEY_BYTES_MAX:
+        raise DefinitionError("", f"{name!r} is no name: write up to 100 letters, digits, _ . -")
+    return key
+
+
+def parse_design(name: str, text: bytes) -> Design:
+    """The design document that `text` is.
+
+    Raises:
+        DefinitionError: It is none; with the place of the mistake.
+    """
+    design_key(name)
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DefinitionError("", f"the design document is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DefinitionError("", "a design document is an object, as {'indexes': {…}}")
+    for field in document:
+        if field != "indexes":
+            raise DefinitionError(field, "there is no such field; 'indexes' is the only one")
+    indexes = document.get("indexes")
+    if not isinstance(indexes, dict) or not indexes:
+        raise DefinitionError("indexes", "name at least one index, as {'by_city': {'key': […]}}")
+    if len(indexes) > INDEXES_MAX:
+        raise DefinitionError("indexes", f"{len(indexes)} indexes; at most {INDEXES_MAX}")
+    return Design(name, {each: _parse_index(each, fields) for each, fields in indexes.items()})
+
+
+def _parse_index(name: str, fields: Any) -> IndexDefinition:
+    place = f"indexes.{name}"
+    if not _NAME.fullmatch(name):
+        raise DefinitionError(place, "that is no name: write up to 100 letters, digits, _ . -")
+    try:
+        definition = msgspec.convert(fields, IndexDefinition)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `$")
+        raise DefinitionError(place + where.rstrip("`"), reason) from error
+    if not 1 <= len(definition.key) <= PARTS_MAX:
+        raise DefinitionError(f"{place}.key", f"write 1 to {PARTS_MAX} expressions")
+    for number, text in enumerate(definition.key):
+        _check(f"{place}.key[{number}]", text)
+    if definition.filter:
+        _check(f"{place}.filter", definition.filter)
+    return definition
+
+
+def _check(place: str, text: str) -> None:
+    try:
+        check(text)
+    except ExpressionError as error:
+        raise DefinitionError(place, str(error)) from error
+
+
+def fingerprint(name: IndexName, definition: IndexDefinition) -> str:
+    """A name for an index of just this definition: one that is changed is another index."""
+    text = msgspec.json.encode([str(name), definition])
+    return hashlib.sha256(text).hexdigest()[:16]

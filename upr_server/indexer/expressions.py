@@ -1,0 +1,106 @@
+"""JMESPath over a document, and the document's key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import jmespath
+from jmespath import exceptions, functions
+
+from upr_protocol.errors import UprError
+
+
+class ExpressionError(UprError, ValueError):
+    """An expression that is none, or the place in it where it goes wrong."""
+
+
+class _Functions(functions.Functions):  # type: ignore[misc]
+    """JMESPath's functions, and `document_key()`. jmespath publishes no types."""
+
+    key = ""
+
+    @functions.signature()  # type: ignore[untyped-decorator]
+    def _func_document_key(self) -> str:
+        return self.key
+
+
+class Expressions:
+    """Expressions that are evaluated over the same documents. To be used by one thread at a time.
+
+    Args:
+        texts: The expressions.
+
+    Raises:
+        ExpressionError: One of them is none; `check` says which.
+    """
+
+    def __init__(self, *texts: str) -> None:
+        self._functions = _Functions()
+        self._options = jmespath.Options(custom_functions=self._functions)
+        self._compiled = [check(text) for text in texts]
+
+    def values(self, key: str, document: object) -> list[Any]:
+        """What the expressions give for `document`; None where it has nothing of the kind, or
+        something of another type than the expression can use."""
+        self._functions.key = key
+        found = []
+        for compiled in self._compiled:
+            try:
+                found.append(compiled.search(document, self._options))
+            except exceptions.JMESPathError:
+                found.append(None)
+        return found
+
+
+def is_true(value: object) -> bool:
+    """Whether JMESPath takes `value` for true: all but false, null and what is empty."""
+    return bool(value) or (value == 0 and value is not False)
+
+
+_COUNTS_FROM: Final = 1
+
+
+def check(text: str) -> Any:
+    """The compiled expression.
+
+    Raises:
+        ExpressionError: It is none, or calls a function that there is not; with the column.
+    """
+    try:
+        compiled = jmespath.compile(text)
+    except exceptions.EmptyExpressionError as error:
+        raise ExpressionError("the expression is empty") from error
+    except exceptions.ParseError as error:
+        raise ExpressionError(
+            f"column {error.lex_position + _COUNTS_FROM}: {_reason(error)}"
+        ) from error
+    for name, arguments in _calls(compiled.parsed):
+        known = _Functions.FUNCTION_TABLE.get(name)
+        column = text.find(name) + _COUNTS_FROM
+        if known is None:
+            raise ExpressionError(f"column {column}: there is no function {name}()")
+        wanted = known["signature"]
+        variadic = bool(wanted) and bool(wanted[-1].get("variadic"))
+        if arguments < len(wanted) or (arguments > len(wanted) and not variadic):
+            raise ExpressionError(
+                f"column {column}: {name}() takes {len(wanted)} arguments, not {arguments}"
+            )
+    return compiled
+
+
+def _reason(error: exceptions.ParseError) -> str:
+    if isinstance(error, exceptions.IncompleteExpressionError):
+        return "the expression ends too early"
+    if isinstance(error, exceptions.LexerError):
+        return str(error.message)
+    return f"unexpected {error.token_value!r}"
+
+
+def _calls(node: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The functions that are called below `node`, and with how many arguments."""
+    if node["type"] == "function_expression":
+        yield node["value"], len(node["children"])
+    for child in node["children"]:
+        if isinstance(child, dict):
+            yield from _calls(child)

@@ -1,0 +1,70 @@
+"""From a document to its entry in an index."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from upr_protocol.limits import KEY_BYTES_MAX
+from upr_server.indexer.definition import DESIGN_PREFIX, IndexDefinition
+from upr_server.indexer.expressions import Expressions, is_true
+from upr_server.indexer.keys import IndexKeyError, encode_parts
+
+STORED_BYTES_MAX: Final = 511
+"""The longest key that LMDB takes, as everybody builds it."""
+
+ENCODED_BYTES_MAX: Final = STORED_BYTES_MAX - KEY_BYTES_MAX
+"""The longest encoded key; the document's key stands behind it."""
+
+NOT_JSON: Final = object()
+"""What stands for a value that is no JSON."""
+
+
+def decode_value(value: bytes) -> Any:
+    """The value as JSON, or `NOT_JSON`."""
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return NOT_JSON
+
+
+class Extractor:
+    """Makes the entries of one index. To be used by one thread at a time.
+
+    Args:
+        definition: The index.
+
+    Attributes:
+        too_long: Documents that were left out as their encoded key is longer than 261 bytes.
+    """
+
+    def __init__(self, definition: IndexDefinition) -> None:
+        texts = definition.key + ((definition.filter,) if definition.filter else ())
+        self._parts = len(definition.key)
+        self._expressions = Expressions(*texts)
+        self.too_long = 0
+
+    def entry(self, key: bytes, document: Any) -> bytes | None:
+        """The encoded key of `document`, or None when it is not in the index.
+
+        It is not when it is no JSON; the first part of its key is null or missing; the filter is
+        not true; a part is an object or holds one; or the encoded key is too long.
+
+        Args:
+            key: The document's key.
+            document: What `decode_value` gave.
+        """
+        if document is NOT_JSON or key.startswith(DESIGN_PREFIX):
+            return None
+        values = self._expressions.values(key.decode(errors="surrogateescape"), document)
+        if values[0] is None or not all(map(is_true, values[self._parts :])):
+            return None
+        try:
+            encoded = encode_parts(values[: self._parts])
+        except IndexKeyError:
+            return None
+        if len(encoded) > ENCODED_BYTES_MAX:
+            self.too_long += 1
+            return None
+        return encoded

@@ -1,0 +1,412 @@
+"""An index on disk: LMDB, three trees in one file that change in one transaction.
+
+- **main**: the entry (encoded key, document's key) -> what belongs to it; nothing, in an index.
+- **back**: partition and document's key -> the document's entry, so that an update takes the old
+  one out, and a partition can be dropped.
+- **meta**: by partition the mark, and how many partitions are not settled. It stands in the same
+  transaction as the entries that it speaks of, so the two never disagree.
+
+Whatever is in it can be had from the server again. So commits sync the entries, and not the page
+that names the newest root: a crash of the machine may take the last commit back, whole. `sync`
+makes sure of it where something elsewhere relies on it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from struct import Struct
+from typing import Any, Final, Protocol
+
+import attrs
+import lmdb
+
+from upr_protocol.errors import UprError
+from upr_protocol.failover import Position
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.indexer.mark import NO_MARK, Mark, timestamp
+from upr_server.indexer.piece import Piece, Row
+
+FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
+"""How large an index may become: addresses, not disk."""
+
+_Tree = Any
+"""lmdb does not tell what its trees are called."""
+
+_PARTITION: Final = Struct(">H")
+_COUNT: Final = Struct(">I")
+_MARK: Final = b"m"
+_MARKS_END: Final = b"n"
+_UNSETTLED: Final = b"u"
+_JOINED: Final = b"j"
+_BUCKET: Final = b"b"
+_END_OF_KEYS: Final = b"\xff" * 64
+"""Above every entry: parts begin with less."""
+
+
+class IndexFileError(UprError):
+    """The files of an index cannot be used."""
+
+
+class NotSettledError(Exception):
+    """Just now the index is between two states that the server had."""
+
+
+class Source(Protocol):
+    """Says what is in an index."""
+
+    def entry(self, row: Row) -> tuple[bytes, bytes] | None:
+        """The entry of a document and what belongs to it; None when it has none."""
+
+
+@attrs.frozen
+class Range:
+    """Which entries, and which way: those in [low, high).
+
+    Attributes:
+        low: The first that may be among them.
+        high: The first that is not, above.
+        descending: Whether they are read from above.
+    """
+
+    low: bytes = b""
+    high: bytes = _END_OF_KEYS
+    descending: bool = False
+
+
+@attrs.frozen
+class Found:
+    """What a scan found, in one moment.
+
+    Attributes:
+        entries: The entries, in order.
+        more: Whether there are more.
+        timestamps: By partition, history and number of what was read; empty if not asked for.
+    """
+
+    entries: list[bytes]
+    more: bool
+    timestamps: dict[PartitionId, tuple[HistoryId, SeqNo]]
+
+
+class IndexFile:
+    """One index. Writing is for one thread at a time, reading for any.
+
+    Once it is closed, what writes does nothing: who had it in hand may not have heard.
+
+    Args:
+        path: Its folder; made when there is none.
+        bucket: The bucket whose documents are in it.
+
+    Attributes:
+        marks: By partition, how far it is: what was committed last.
+
+    Raises:
+        IndexFileError: It cannot be opened, or is of another bucket.
+    """
+
+    def __init__(self, path: Path, bucket: str) -> None:
+        self.path = path
+        self._bucket = bucket
+        self.marks: dict[PartitionId, Mark] = {}
+        self._is_closed = False
+        with _translated(path):
+            path.mkdir(parents=True, exist_ok=True)
+            disk = os.statvfs(path)
+            self._env = lmdb.open(
+                str(path),
+                map_size=min(FILE_BYTES_MAX, disk.f_frsize * disk.f_blocks),
+                max_dbs=3,
+                metasync=False,
+                # A scan ends in the thread in which it began, but a thread may serve many.
+                max_readers=1024,
+            )
+            self._env.reader_check()
+            self._main = self._env.open_db(b"main")
+            self._back = self._env.open_db(b"back")
+            self._meta = self._env.open_db(b"meta")
+        with self._write() as transaction:
+            found = transaction.get(_BUCKET, db=self._meta)
+            if found is None:
+                transaction.put(_BUCKET, bucket.encode(), db=self._meta)
+            elif found != bucket.encode():
+                raise IndexFileError(
+                    f"{path} holds an index of the bucket {found.decode()!r}, not of {bucket!r}"
+                )
+            self._joined = transaction.get(_JOINED, db=self._meta) is not None
+            for key, value in _between(transaction, self._meta, _MARK, _MARKS_END):
+                (number,) = _PARTITION.unpack(key[1:])
+                partition = PartitionId(number)
+                self.marks[partition] = Mark.decode(bucket, partition, value)
+
+    @contextmanager
+    def _write(self) -> Iterator[lmdb.Transaction[bytes]]:
+        with _translated(self.path), self._env.begin(write=True) as transaction:
+            yield transaction
+
+    def mark(self, partition: PartitionId) -> Mark:
+        """How far the partition is."""
+        return self.marks.get(partition, NO_MARK)
+
+    # Changes.
+
+    @property
+    def joined(self) -> bool:
+        """Whether it was built, and has gone over to the running indexes' stream."""
+        return self._joined
+
+    def join(self) -> None:
+        """From now on it is one of the running indexes."""
+        if self._is_closed:
+            return
+        with self._write() as transaction:
+            transaction.put(_JOINED, b"", db=self._meta)
+        self._joined = True
+
+    def apply(self, pieces: Iterable[tuple[Piece, Sequence[Row]]], source: Source) -> int:
+        """Brings the index as far as `pieces` reach, in one commit.
+
+        Args:
+            pieces: Pieces and their rows, each partition's in order.
+            source: Says what the entries are.
+
+        Returns:
+            How many entries changed.
+
+        Raises:
+            IndexFileError: It cannot be written; nothing has changed.
+        """
+        marks: dict[PartitionId, Mark] = {}
+        changed = 0
+        if self._is_closed:
+            return 0
+        with self._write() as transaction:
+            trees = _Trees(transaction, self._main, self._back)
+            for piece, rows in pieces:
+                partition = piece.partition
+                was = marks.get(partition) or self.mark(partition)
+                prefix = _PARTITION.pack(partition)
+                if piece.forgets:
+                    changed += trees.forget(prefix)
+                # Where indexes are not equally far, one may have some of a piece already.
+                through = 0 if piece.goes_back else was.seq + 1
+                for row in rows:
+                    if row.seq >= through:
+                        changed += trees.put(prefix, row, source)
+                marks[partition] = _moved(was, piece)
+            self._put_marks(transaction, marks)
+        self.marks.update(marks)
+        return changed
+
+    def _put_marks(
+        self, transaction: lmdb.Transaction[bytes], marks: Mapping[PartitionId, Mark]
+    ) -> None:
+        found = transaction.get(_UNSETTLED, db=self._meta)
+        unsettled: int = 0 if found is None else _COUNT.unpack(found)[0]
+        for partition, mark in marks.items():
+            unsettled += self.mark(partition).is_settled - mark.is_settled
+            data = mark.encode(self._bucket, partition)
+            transaction.put(_MARK + _PARTITION.pack(partition), data, db=self._meta)
+        transaction.put(_UNSETTLED, _COUNT.pack(unsettled), db=self._meta)
+
+    def sync(self) -> None:
+        """What was committed survives a crash of the machine, too."""
+        if self._is_closed:
+            return
+        with _translated(self.path):
+            self._env.sync(True)
+
+    # Reading.
+
+    def scan(
+        self,
+        range_: Range,
+        limit: int,
+        *,
+        settled: bool = True,
+        with_timestamps: bool = False,
+    ) -> Found:
+        """Up to `limit` entries, all of one moment.
+
+        Args:
+            range_: Which ones.
+            limit: How many at most.
+            settled: Whether it must be a moment in which every partition is what the server had.
+            with_timestamps: Whether to tell how far each partition was.
+
+        Raises:
+            NotSettledError: It is no such moment.
+            IndexFileError: It cannot be read.
+        """
+        with self._read(settled) as transaction:
+            entries: list[bytes] = []
+            more = False
+            for entry in _entries(transaction, self._main, range_):
+                if len(entries) == limit:
+                    more = True
+                    break
+                entries.append(entry)
+            timestamps = self._timestamps(transaction) if with_timestamps else {}
+            return Found(entries, more, timestamps)
+
+    def count(self, range_: Range, *, settled: bool = True) -> int:
+        """How many entries there are in a range; see `scan`. O(entries), unless it is the whole."""
+        with self._read(settled) as transaction:
+            if range_.low == b"" and range_.high == _END_OF_KEYS:
+                return int(transaction.stat(self._main)["entries"])
+            return sum(1 for _ in _entries(transaction, self._main, range_))
+
+    def payloads(self) -> dict[bytes, bytes]:
+        """All entries and what belongs to them."""
+        with self._read(settled=False) as transaction:
+            return dict(_between(transaction, self._main, b"", _END_OF_KEYS))
+
+    def entry_count(self) -> int:
+        """How many entries there are. O(1)."""
+        return self.count(Range(), settled=False)
+
+    @contextmanager
+    def _read(self, settled: bool) -> Iterator[lmdb.Transaction[bytes]]:
+        with _translated(self.path), self._env.begin() as transaction:
+            found = transaction.get(_UNSETTLED, db=self._meta)
+            if settled and found is not None and _COUNT.unpack(found)[0]:
+                raise NotSettledError
+            yield transaction
+
+    def _timestamps(
+        self, transaction: lmdb.Transaction[bytes]
+    ) -> dict[PartitionId, tuple[HistoryId, SeqNo]]:
+        return {
+            PartitionId(_PARTITION.unpack(key[1:])[0]): timestamp(value)
+            for key, value in _between(transaction, self._meta, _MARK, _MARKS_END)
+        }
+
+    def disk_bytes(self) -> int:
+        """What its file takes."""
+        return (self.path / "data.mdb").stat().st_size
+
+    # The end.
+
+    def close(self) -> None:
+        """Lets go of it. Nobody may read or write any more."""
+        self._is_closed = True
+        self._env.close()
+
+    def destroy(self) -> None:
+        """Lets go of it, and removes it."""
+        self.close()
+        shutil.rmtree(self.path)
+
+    def check_invariants(self) -> None:
+        """For tests: the two trees tell of the same entries, and the marks are those on disk."""
+        with self._read(settled=False) as transaction:
+            main = set(_entries(transaction, self._main, Range()))
+            back = dict(_between(transaction, self._back, b"", _END_OF_KEYS))
+            assert sorted(main) == sorted(back.values())
+            for key, entry in back.items():
+                assert entry.endswith(key[_PARTITION.size :])
+            unsettled = sum(not mark.is_settled for mark in self.marks.values())
+            found = transaction.get(_UNSETTLED, db=self._meta)
+            assert (0 if found is None else _COUNT.unpack(found)[0]) == unsettled
+            for partition, (history_id, seq) in self._timestamps(transaction).items():
+                assert (self.mark(partition).history_id, self.mark(partition).seq) == (
+                    history_id,
+                    seq,
+                )
+
+
+@attrs.frozen
+class _Trees:
+    """The trees of entries in one transaction."""
+
+    transaction: lmdb.Transaction[bytes]
+    main: _Tree
+    back: _Tree
+
+    def put(self, prefix: bytes, row: Row, source: Source) -> bool:
+        """The entry of a document is what its newest value says; whether that is another."""
+        transaction, back_key = self.transaction, prefix + row.key
+        old = transaction.get(back_key, db=self.back)
+        new = None if row.value is None else source.entry(row)
+        if new is None:
+            if old is None:
+                return False
+            transaction.delete(old, db=self.main)
+            transaction.delete(back_key, db=self.back)
+            return True
+        entry, payload = new
+        if old == entry and not payload:
+            return False
+        if old != entry:
+            if old is not None:
+                transaction.delete(old, db=self.main)
+            transaction.put(back_key, entry, db=self.back)
+        transaction.put(entry, payload, db=self.main)
+        return True
+
+    def forget(self, prefix: bytes) -> int:
+        """Takes out all of a partition. O(its entries)."""
+        count = 0
+        with self.transaction.cursor(self.back) as cursor:
+            found = cursor.set_range(prefix)
+            while found and cursor.key().startswith(prefix):
+                self.transaction.delete(cursor.value(), db=self.main)
+                count += 1
+                # The cursor is at the next one then.
+                found = cursor.delete() and bool(cursor.key())
+        return count
+
+
+def _moved(was: Mark, piece: Piece) -> Mark:
+    """The mark behind a piece."""
+    to = piece.mark
+    if piece.goes_back:
+        return to
+    if to.seq >= was.seq:
+        return Mark(to.position, was.settles_at)
+    # It is ahead of the stream still, in the history that the stream is in now.
+    ahead = was.position
+    log = to.position.log
+    return Mark(
+        Position(log, ahead.last_complete, ahead.highest_received, ahead.partial), was.settles_at
+    )
+
+
+def _between(
+    transaction: lmdb.Transaction[bytes], tree: _Tree, low: bytes, high: bytes
+) -> Iterator[tuple[bytes, bytes]]:
+    with transaction.cursor(tree) as cursor:
+        found = cursor.set_range(low) if low else cursor.first()
+        while found and cursor.key() < high:
+            yield cursor.item()
+            found = cursor.next()
+
+
+def _entries(transaction: lmdb.Transaction[bytes], tree: _Tree, range_: Range) -> Iterator[bytes]:
+    low, high = range_.low, range_.high
+    with transaction.cursor(tree) as cursor:
+        if range_.descending:
+            found = cursor.prev() if cursor.set_range(high) else cursor.last()
+            keys = cursor.iterprev(keys=True, values=False) if found else iter(())
+            for key in keys:
+                if key < low:
+                    return
+                yield key
+        else:
+            found = cursor.set_range(low) if low else cursor.first()
+            for key in cursor.iternext(keys=True, values=False) if found else iter(()):
+                if key >= high:
+                    return
+                yield key
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Turns LMDB's errors into ours."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise IndexFileError(f"the index in {path} cannot be used: {error}") from error

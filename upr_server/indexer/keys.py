@@ -1,0 +1,172 @@
+"""Typed keys as bytes that compare as the values do.
+
+A key is a list of one or more parts. Parts compare by type first, then by value::
+
+    null < false < true < numbers < strings < arrays
+
+Numbers compare as numbers, whether they are written `1` or `1.0`; strings by code points; lists,
+as keys and as arrays in them, part by part, a list before those that it begins. Each part says
+itself where it ends, so a key that begins with certain parts is bytes that begin with theirs, and
+the document's key can follow. As they lie::
+
+    null, false, true   05, 06, 07
+    number              08, the nearest double (8 bytes, ordered), what is left (2 bytes, + 8000)
+    string              09, UTF-8 with 00 as 00 FF, then 00 01
+    array               0A, its parts, then 00
+
+A double alone would take 2**53 and 2**53 + 1 for one number. What is left after rounding to the
+nearest double is at most 1,024 for the integers of 64 bits, of both signs: these are exact. Larger
+integers are their nearest double, as they are to most readers of JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final
+
+from upr_protocol.errors import UprError
+
+Part = None | bool | int | float | str | list["Part"]
+"""What a key is made of."""
+
+_NULL, _FALSE, _TRUE = b"\x05", b"\x06", b"\x07"
+_NUMBER, _STRING, _ARRAY = b"\x08", b"\x09", b"\x0a"
+_END: Final = b"\x00"
+_END_OF_STRING: Final = b"\x00\x01"
+
+_DOUBLE: Final = Struct(">d")
+_BITS: Final = Struct(">Q")
+_REST: Final = Struct(">H")
+_SIGN: Final = 1 << 63
+_ALL: Final = (1 << 64) - 1
+_REST_ZERO: Final = 0x8000
+_EXACT_MIN: Final = -(1 << 63)
+_EXACT_MAX: Final = (1 << 64) - 1
+
+_PLAIN: Final[dict[bytes, bool | None]] = {_NULL: None, _FALSE: False, _TRUE: True}
+
+DEPTH_MAX: Final = 32
+"""Arrays within arrays: deeper ones are no keys."""
+
+
+class IndexKeyError(UprError, ValueError):
+    """A value that no key can be made of, or bytes that are none."""
+
+
+def encode_parts(parts: Sequence[object]) -> bytes:
+    """The bytes of `parts`, one behind the other.
+
+    Raises:
+        IndexKeyError: One of them is no key, an object for instance.
+    """
+    return b"".join([_encode(part, 0) for part in parts])
+
+
+def _encode(part: object, depth: int) -> bytes:
+    if isinstance(part, str):
+        try:
+            return _STRING + part.encode().replace(b"\0", b"\0\xff") + _END_OF_STRING
+        except UnicodeEncodeError as error:
+            raise IndexKeyError("a string with half a surrogate pair is no key") from error
+    if part is None:
+        return _NULL
+    if isinstance(part, bool):
+        return _TRUE if part else _FALSE
+    if isinstance(part, int | float):
+        return _NUMBER + _encode_number(part)
+    if isinstance(part, list | tuple):
+        if depth == DEPTH_MAX:
+            raise IndexKeyError(f"arrays in more than {DEPTH_MAX} others are no keys")
+        return _ARRAY + b"".join([_encode(each, depth + 1) for each in part]) + _END
+    kind = "object" if isinstance(part, dict) else type(part).__name__
+    raise IndexKeyError(f"an {kind} is no key; null, booleans, numbers, strings and arrays are")
+
+
+def _encode_number(number: float) -> bytes:
+    try:
+        double = float(number)
+    except OverflowError as error:
+        raise IndexKeyError("a number beyond the range of a double is no key") from error
+    if not math.isfinite(double):
+        raise IndexKeyError("infinity and what is no number are no keys")
+    rest = 0
+    if isinstance(number, int) and _EXACT_MIN <= number <= _EXACT_MAX:
+        rest = number - int(double)
+    (bits,) = _BITS.unpack(_DOUBLE.pack(double + 0.0))  # there is one zero
+    bits = bits ^ _ALL if bits & _SIGN else bits | _SIGN
+    return _BITS.pack(bits) + _REST.pack(rest + _REST_ZERO)
+
+
+def decode_parts(data: bytes, count: int) -> tuple[list[Part], int]:
+    """The reverse of `encode_parts`, of `count` parts.
+
+    A number that is whole comes back as an integer, up to 64 bits.
+
+    Returns:
+        The parts, and where the last one ended.
+
+    Raises:
+        IndexKeyError: The bytes are no such key.
+    """
+    parts: list[Part] = []
+    at = 0
+    try:
+        for _ in range(count):
+            part, at = _decode(data, at)
+            parts.append(part)
+    except (IndexError, ValueError, OverflowError) as error:
+        raise IndexKeyError(f"these bytes are no key: {data!r}") from error
+    return parts, at
+
+
+def _decode(data: bytes, at: int) -> tuple[Part, int]:
+    tag = data[at : at + 1]
+    at += 1
+    if tag == _STRING:
+        return _decode_string(data, at)
+    if tag == _NUMBER:
+        return _decode_number(data, at), at + 10
+    if tag == _ARRAY:
+        parts: list[Part] = []
+        while data[at] != 0:
+            part, at = _decode(data, at)
+            parts.append(part)
+        return parts, at + 1
+    if tag not in _PLAIN:
+        raise ValueError(f"{tag!r} begins no part")
+    return _PLAIN[tag], at
+
+
+def _decode_string(data: bytes, at: int) -> tuple[str, int]:
+    pieces = []
+    while True:
+        zero = data.index(b"\0", at)
+        pieces.append(data[at:zero])
+        if data[zero + 1] == 1:
+            return b"".join(pieces).decode(), zero + 2
+        if data[zero + 1] != 0xFF:
+            raise ValueError("a zero byte that neither ends a string nor is in it")
+        pieces.append(b"\0")
+        at = zero + 2
+
+
+def _decode_number(data: bytes, at: int) -> float:
+    if len(data) < at + 10:
+        raise ValueError("a number is cut off")
+    (bits,) = _BITS.unpack_from(data, at)
+    (rest,) = _REST.unpack_from(data, at + 8)
+    bits = bits ^ _SIGN if bits & _SIGN else bits ^ _ALL
+    (double,) = _DOUBLE.unpack(_BITS.pack(bits))
+    rest -= _REST_ZERO
+    whole: int = int(double) + rest
+    if rest or (double.is_integer() and _EXACT_MIN <= whole <= _EXACT_MAX):
+        return whole
+    return float(double)
+
+
+def end_of_prefix(prefix: bytes) -> bytes:
+    """The lowest bytes above all that begin with `prefix`, which is not empty and not all FF."""
+    stripped = prefix.rstrip(b"\xff")
+    return stripped[:-1] + bytes((stripped[-1] + 1,))

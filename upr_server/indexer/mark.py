@@ -1,0 +1,79 @@
+"""A stability timestamp: how far an index is in one partition."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+import attrs
+
+from upr_protocol.client import ResumeState
+from upr_protocol.failover import NOTHING_YET, Position
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+_HEAD: Final = Struct(">QQQ")
+
+
+@attrs.frozen
+class Mark:
+    """How far an index is in one partition.
+
+    Attributes:
+        position: What of the stream is in it.
+        settles_at: After a rollback the partition is what the server had from the first snapshot
+            end at or above this number.
+    """
+
+    position: Position = NOTHING_YET
+    settles_at: SeqNo = SeqNo(0)
+
+    @property
+    def seq(self) -> SeqNo:
+        """The highest number that is in it."""
+        return self.position.highest_received
+
+    @property
+    def history_id(self) -> HistoryId:
+        """The history that it is in; 0 when nothing was ever streamed."""
+        return self.position.log.current
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the partition is just what the server had at `seq`."""
+        return self.position.partial is None and self.seq >= self.settles_at
+
+    def has(self, history_id: HistoryId, seq: SeqNo) -> bool:
+        """Whether the change that `history_id` gave this number is in it."""
+        return self.position.last_complete >= seq and self.position.log.holds(history_id, seq)
+
+    def lost(self, history_id: HistoryId, seq: SeqNo) -> bool:
+        """Whether the server's history has left `history_id` below this number, so that the change
+        never was, as far as anyone knows."""
+        ids = [entry.history_id for entry in self.position.log]
+        return history_id in ids and not self.position.log.holds(history_id, seq)
+
+    def encode(self, bucket: str, partition: PartitionId) -> bytes:
+        """The mark as it is stored."""
+        state = ResumeState(bucket, {partition: self.position})
+        return _HEAD.pack(self.history_id, self.seq, self.settles_at) + state.encode()
+
+    @classmethod
+    def decode(cls, bucket: str, partition: PartitionId, data: bytes) -> Mark:
+        """The reverse of `encode`.
+
+        Raises:
+            ResumeStateError: It is none, or that of another bucket.
+        """
+        _, _, settles_at = _HEAD.unpack_from(data)
+        state = ResumeState.decode(data[_HEAD.size :])
+        state.check_bucket(bucket)
+        return cls(state.position(partition), SeqNo(settles_at))
+
+
+NO_MARK: Final = Mark()
+
+
+def timestamp(data: bytes) -> tuple[HistoryId, SeqNo]:
+    """History and number of an encoded mark, without the rest."""
+    history_id, seq, _ = _HEAD.unpack_from(data)
+    return HistoryId(history_id), SeqNo(seq)

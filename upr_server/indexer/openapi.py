@@ -1,0 +1,110 @@
+"""The description of the HTTP API, made from the types that it takes and gives."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from upr_server.indexer.definition import Design
+from upr_server.indexer.query import Answer, Query
+from upr_server.indexer.status import IndexStatus
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why there is no answer.
+
+    Attributes:
+        code: A word for programs.
+        message: A sentence for people.
+        place: Where in the request the mistake is, if it is one.
+        retry_after_s: When to ask again, if that may help.
+    """
+
+    code: str
+    message: str
+    place: str = ""
+    retry_after_s: float = 0.0
+
+
+class Failures(msgspec.Struct, frozen=True):
+    """The body of an answer that is none."""
+
+    error: Failure
+
+
+_JSON: Final = "application/json"
+_TYPES: Final = (Query, Answer, IndexStatus, Design, Failures)
+
+
+def _parameters(*names: str) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+
+
+def openapi() -> dict[str, Any]:
+    """An OpenAPI 3.1 document."""
+    schemas, components = msgspec.json.schema_components(
+        _TYPES, ref_template="#/components/schemas/{name}"
+    )
+    named: dict[Any, Any] = dict(zip(_TYPES, schemas, strict=True))
+    failures = {"description": "Why not", "content": {_JSON: {"schema": named[Failures]}}}
+
+    def operation(
+        summary: str, schema: Any = None, *, body: Any = None, statuses: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
+        answer: dict[str, Any] = {"description": summary}
+        if schema is not None:
+            answer["content"] = {_JSON: {"schema": schema}}
+        answers = {"204" if schema is None else "200": answer}
+        described = {
+            "summary": summary,
+            "responses": answers | {str(status): failures for status in statuses},
+        }
+        if body is not None:
+            described["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
+        return described
+
+    anything = {"type": "object"}
+    index = _parameters("design", "index")
+    paths = {
+        "/v1/status": {"get": operation("How the indexer does", anything)},
+        "/v1/designs": {"get": operation("The design documents, and what is wrong", anything)},
+        "/v1/designs/{design}": {
+            "parameters": _parameters("design"),
+            "put": operation(
+                "Write a design document", named[Design], body=anything, statuses=(400, 413, 502)
+            ),
+            "delete": operation("Drop a design document", statuses=(404, 502)),
+        },
+        "/v1/indexes": {
+            "get": operation(
+                "The indexes",
+                {
+                    "type": "object",
+                    "properties": {"indexes": {"type": "array", "items": named[IndexStatus]}},
+                },
+            )
+        },
+        "/v1/indexes/{design}/{index}": {
+            "parameters": index,
+            "get": operation("How an index does", named[IndexStatus], statuses=(404,)),
+        },
+        "/v1/indexes/{design}/{index}/scan": {
+            "parameters": index,
+            "post": operation(
+                "Scan an index",
+                named[Answer],
+                body=named[Query],
+                statuses=(400, 404, 409, 413, 502, 503, 504),
+            ),
+        },
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "upr-indexer", "version": "1"},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
