@@ -12,7 +12,7 @@ from typing import Final
 
 from tests.kit.process import ROOT, environment
 
-UPR_INDEXER: Final = (sys.executable, "-c", "from upr_server.indexer.cli import main; main()")
+UPR_INDEXER: Final = (sys.executable, "-c", "from upr_server.indexer.command import main; main()")
 DEADLINE_S: Final = 60
 
 

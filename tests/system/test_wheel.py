@@ -164,19 +164,23 @@ async def test_what_it_does_not_need_is_not_there(installed: Installed) -> None:
 
 
 async def test_all_that_it_needs_is_there(installed: Installed) -> None:
-    """Every module can be imported but those for Spark, which say what is missing; and versions
-    agree."""
+    """Every module can be imported but those for Spark and the indexer, which say what is missing;
+    and versions agree."""
     done = await installed.python(
         "import importlib, pkgutil, upr_protocol, upr_server\n"
         "for package in (upr_protocol, upr_server):\n"
         "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "        if not module.name.endswith('.__main__') and '.spark' not in module.name:\n"
+        "        parts = {'__main__', 'spark', 'indexer'}\n"
+        "        if parts.isdisjoint(module.name.split('.')):\n"
         "            importlib.import_module(module.name)\n"
     )
     assert done == Finished(0, "", "")
     done = await installed.python("import upr_protocol.spark")
     assert done.code == 1
     assert "the data source `upr` needs PySpark: pip install 'upr[spark]'" in done.err
+    done = await run((str(installed.bin / "upr-indexer"), "--help"), variables=ALONE)
+    assert done.code == 1
+    assert re.fullmatch(r"upr-indexer needs \w+: pip install 'upr\[indexer\]'\n", done.err), done
     python = str(installed.bin / "python")
     checked = await run((python, "-m", "pip", "check"), variables=ALONE, cwd=installed.bin)
     assert checked.code == 0, checked
