@@ -325,13 +325,14 @@ class Membership:
         disk = self._host.disk_of(new.bucket)
         owners = Owners(active=self.node)
         doubtful: set[PartitionId] = set()
+        is_lost = is_told
         if disk is None:
             disk = await self._host.create_held(new.bucket, len(new.partitions))
             owners = Owners()
             # Unless this is where the bucket begins, it holds nothing of what it is said to have:
             # perhaps its disk was lost.
-            is_told = is_told or new.revision > 1
-        if is_told:
+            is_lost = new.revision > 1
+        if is_lost:
             doubtful = {
                 PartitionId(number)
                 for number, there in enumerate(new.partitions)
