@@ -18,7 +18,7 @@ import lmdb
 import pytest
 import trio
 
-from tests.kit.process import ROOT, environment, eventually
+from tests.kit.process import ROOT, children_of, environment, eventually
 from tests.storage.log_model import Model, apply, chunk_of, record_of, row
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Operation, SeqNo
@@ -149,6 +149,12 @@ async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
         assert store.statistics(BUCKET.name)["commits"] == 1
 
 
+def mapped_files(part: str) -> list[str]:
+    """What the processes of the store have mapped, where the path has `part` in it."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in children_of(os.getpid())]
+    return [line for text in maps for line in text.splitlines() if part in line]
+
+
 async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> None:
     async with opener() as store:
         await create(store)
@@ -157,7 +163,7 @@ async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> Non
 
         # Somebody still reads while it is deleted.
         async def read() -> None:
-            for _ in range(20):
+            for _ in range(200):
                 try:
                     await read_all(store, 0, 3)
                 except (StorageError, KeyError):
@@ -168,6 +174,8 @@ async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> Non
             nursery.start_soon(read)
             await store.delete(BUCKET.name)
         assert await store.load() == []
+        # Nobody has a file of it open: else the disk would not get its room back.
+        assert mapped_files("/buckets/") == []
         await create(store)
         other = some_write(0, 0, 5)
         await store.commit(BUCKET.name, [other])

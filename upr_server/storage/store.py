@@ -74,14 +74,16 @@ class CallingStore(ABC):
 
     async def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
         """See `Store`."""
-        # A read that raced the deletion of one of the same name may have opened that one again.
-        await self._answer(Forget(record.name))
         await self._change(Create(record, partitions))
+        # A read may have raced the deletion of one of the same name.
+        await self._answer(Forget(record.name))
 
     async def delete(self, bucket: str) -> None:
         """See `Store`."""
-        await self._answer(Forget(bucket))
         await self._change(Delete(bucket))
+        # Not before: a read meanwhile would open it again, and the disk would never have the room
+        # of a file that somebody has open.
+        await self._answer(Forget(bucket))
         self._figures.pop(bucket, None)
 
     async def begin(self, bucket: str, records: Sequence[tuple[int, PartitionRecord]]) -> None:
