@@ -20,7 +20,7 @@ POLLS_A_TIMEOUT: Final = 3
 
 RETRY_S: Final = 1.0
 
-INTERVAL_S: Final = 0.25
+INTERVAL_S: Final = 1.0
 """How soon after a poll there is another: nothing in the node is in more of a hurry."""
 
 Callback = Callable[[News], None]
