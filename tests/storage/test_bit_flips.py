@@ -25,7 +25,7 @@ from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.shelf import Shelf
 
 FLIPS: Final = 10_000
-FLIPS_OF_THE_TREE: Final = 5_000
+FLIPS_OF_THE_TREE: Final = 2_500
 PAGE_BYTES: Final = 4096
 META_BYTES: Final = 2 * PAGE_BYTES
 HANGS_S: Final = 20
