@@ -18,7 +18,8 @@ from tests.indexer.kit import a_server, an_indexer, until_ready
 from upr_protocol.client import Client, IndexClient, IndexerError, Written, connect
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
-from upr_server.indexer.app import ListenError, serving
+from upr_server.daemon import ListenError
+from upr_server.indexer.app import serving
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.query import Query
 
@@ -163,7 +164,7 @@ async def test_the_description_describes_what_there_is(site: Site) -> None:
 
 async def test_an_address_that_is_taken(site: Site) -> None:
     taken = site.asking.url.removeprefix("http://")
-    with pytest.raises(ListenError, match=f"{taken} cannot be listened on"):
+    with pytest.raises(ListenError, match=f"cannot listen on {taken}"):
         async with serving(site.indexer, taken):
             raise AssertionError("it listens")
 

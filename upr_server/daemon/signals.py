@@ -1,0 +1,44 @@
+"""Running until a signal comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+import structlog
+import trio
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+
+async def run_until_signal(
+    running: AbstractAsyncContextManager[T], on_running: Callable[[T], None]
+) -> None:
+    """Stays in a context until SIGINT or SIGTERM comes, and leaves it then. A second signal, while
+    it is being left, cancels that.
+
+    Args:
+        running: What runs.
+        on_running: Called with what the context gives, once it is entered.
+    """
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            async with running as entered:
+                on_running(entered)
+                log.info("stopping", signal=await _next(signals))
+                nursery.start_soon(_hurry, signals, nursery.cancel_scope)
+            nursery.cancel_scope.cancel()
+    log.info("stopped")
+
+
+async def _next(signals: AsyncIterator[int]) -> str:
+    return signal.Signals(await anext(signals)).name
+
+
+async def _hurry(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    log.warning("stopping at once", signal=await _next(signals))
+    scope.cancel()
