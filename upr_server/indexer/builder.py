@@ -56,8 +56,8 @@ HOLD_INTERVAL_S: Final = 1.0
 """How often they do."""
 
 JOIN_INTERVAL_S: Final = 0.02
-"""How soon it is looked again which partitions may go over: a look at 1,024 takes 2 ms, and on either
-side something may be applied a thousand times a second."""
+"""How soon it is looked again which partitions may go over: a look at 1,024 takes 2 ms, and on
+either side something may be applied a thousand times a second."""
 
 HOLD_MUTATIONS: Final = 20_000
 """They wait for no more than this: so much is caught up with in the time."""
