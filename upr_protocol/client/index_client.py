@@ -135,11 +135,11 @@ class IndexClient:
             IndexerError: `bad_definition`, with the place of the mistake.
         """
         body = indexes if isinstance(indexes, bytes) else msgspec.json.encode(indexes)
-        self._request("PUT", f"/v1/designs/{quote(design, safe='')}", body)
+        self._request("PUT", f"/v1/designs/{_quoted(design)}", body)
 
     def drop(self, design: str) -> None:
         """Removes a design document, and its indexes; `IndexerError` `no_index` of none."""
-        self._request("DELETE", f"/v1/designs/{quote(design, safe='')}")
+        self._request("DELETE", f"/v1/designs/{_quoted(design)}")
 
     def indexes(self) -> list[dict[str, Any]]:
         """Every index with its status."""
@@ -254,7 +254,8 @@ class IndexClient:
                 if not reused:
                     raise
                 return self._exchange(method, path, body)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
+            # The codec for host names has opinions of its own.
             connection.close()
             raise BrokenError(f"no indexer answers at {self.url}: {error!s}") from error
 
@@ -273,7 +274,12 @@ def _path(name: str) -> str:
     design, slash, index = name.partition("/")
     if not slash or not design or not index:
         raise IndexerError("no_index", f"{name!r} names no index: write DESIGN/INDEX")
-    return f"/v1/indexes/{quote(design, safe='')}/{quote(index, safe='')}"
+    return f"/v1/indexes/{_quoted(design)}/{_quoted(index)}"
+
+
+def _quoted(name: str) -> str:
+    # What is no UTF-8 is no name; that is for the indexer to say.
+    return quote(name, safe="", errors="replace")
 
 
 def _question(
