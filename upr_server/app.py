@@ -5,24 +5,37 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import structlog
 import trio
 
+from upr_protocol.bucket_event import EventFilter, EventKind
 from upr_protocol.ids import HistoryId
 from upr_server.config import BucketConfig, Config
 from upr_server.daemon import listening, run_until_signal
 from upr_server.engine import Bucket
-from upr_server.events import EventBus, EventStore, MemoryStore, open_bus, open_disk_store
+from upr_server.events import (
+    EventBus,
+    EventStore,
+    MemoryStore,
+    News,
+    open_bus,
+    open_disk_store,
+)
 from upr_server.net import Service
 from upr_server.replication import Membership, Peers
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.port import Store
 from upr_server.storage.process_store import open_store
+from upr_server.storage.upkeeper import IDLE_S, REST_S
+
+UPKEEP_CONSUMER: Final = ".upkeep"
+UPKEEP_TIMEOUT_S: Final = 60.0
 
 log = structlog.get_logger(__name__)
 
@@ -105,6 +118,7 @@ async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncI
         purge_age_s=config.purge_age_s,
         replication_timeout_s=config.replication_timeout_s,
         listener=None if bus is None else bus.producer,
+        rest_s=IDLE_S if bus is None else REST_S,
     )
     if bus is not None:
         service.events = bus
@@ -123,10 +137,29 @@ async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncI
                     await service.create_bucket(wanted.name, wanted.partitions, quota_bytes)
                 else:
                     _adapt(found, wanted)
-            async with _accepting(config, service, membership, listeners) as server:
-                yield server
+            with _upkeep_told(service, bus):
+                async with _accepting(config, service, membership, listeners) as server:
+                    yield server
         # Everything is on disk.
         nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def _upkeep_told(service: Service, bus: EventBus | None) -> Iterator[None]:
+    """Has buckets indexed and compacted that the bus says were updated; they rest otherwise."""
+    if bus is None:
+        yield
+        return
+
+    def look(news: News) -> None:
+        updated = {event.bucket for event in news.events}
+        for bucket, disk in service.disks.items():
+            if news.everything or bucket.name in updated:
+                disk.upkeeper.wake()
+
+    updates = EventFilter(EventKind.UPDATED)
+    with bus.worker(UPKEEP_CONSUMER, UPKEEP_TIMEOUT_S).calling(look, updates):
+        yield
 
 
 def _adapt(found: Bucket, wanted: BucketConfig) -> None:

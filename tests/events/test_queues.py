@@ -183,8 +183,12 @@ async def test_there_are_so_many_consumers_and_no_more(store: MemoryStore) -> No
     with pytest.raises(TooManyConsumersError):
         await registered(store, "one more")
     await registered(store, "c0")
+    # Those that nodes have for themselves are neither counted nor refused.
+    await registered(store, ".own")
     await queues.forget(store, "c1")
     await registered(store, "one more")
+    with pytest.raises(TooManyConsumersError):
+        await registered(store, "and one more")
 
 
 def test_keys_come_apart_again() -> None:

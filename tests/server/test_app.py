@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+import trio
+import trio.testing
+
+from tests.server.test_bucket_disk import batch
 from upr_protocol.client import connect
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
+from upr_server.storage.calls import AnyCall, UpkeepStep
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.upkeeper import REST_S
 
 MIB = 1024 * 1024
 
@@ -31,3 +38,34 @@ async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota
     assert await started(BucketConfig("b", 4)) == [("b", 4, 64 * MIB)]
     assert await started(BucketConfig("b", 8, 128 * MIB)) == [("b", 4, 128 * MIB)]
     assert await started(BucketConfig("c", 2)) == [("b", 4, 64 * MIB), ("c", 2, 64 * MIB)]
+
+
+@pytest.mark.parametrize("events", [True, False])
+async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
+    autojump_clock: trio.testing.MockClock, events: bool
+) -> None:
+    looks: list[str] = []
+
+    def delay(call: AnyCall) -> float:
+        if isinstance(call, UpkeepStep):
+            looks.append(call.bucket)
+        return 0.001
+
+    buckets = (BucketConfig("updated", 1), BucketConfig("idle", 1))
+    config = Config(listen="127.0.0.1:0", buckets=buckets, events=events)
+    async with running_server(config, SimulatedStore(delay=delay)) as server:
+        bucket = server.service.bucket("updated")
+        (partition,) = bucket.partitions
+        for number in range(1, 4):
+            await trio.sleep(30.0)
+            partition.mutate(batch(number, 1), now=0.0)
+            await trio.sleep(2.0)
+            assert partition.indexed == partition.high_seq == number
+        if events:
+            # Each is left alone but for its updates, and a look now and then.
+            looks.clear()
+            await trio.sleep(10 * REST_S)
+            partition.mutate(batch(9, 1), now=0.0)
+            await trio.sleep(REST_S / 2)
+            assert looks.count("updated") in range(12, 16)
+            assert looks.count("idle") in range(9, 12)

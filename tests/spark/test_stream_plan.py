@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any, ClassVar, Final
 
 import pytest
@@ -363,6 +364,27 @@ def test_a_rollback_fails_the_query_and_says_everything() -> None:
     initial = Offset("b", {}, is_initial=True).to_json()
     with pytest.raises(PipelineError, match="UPR_ROLLBACK"):
         reader.partitions(initial, start)
+
+
+@pytest.mark.parametrize("to", [4, 5, 6])
+def test_a_failover_between_a_snapshots_parts_and_its_end(to: int) -> None:
+    """The first part has no row of the key, as the last number of the snapshot superseded it. Where
+    that number is lost, the key would be missing."""
+    port = ModelPort(1)
+    for _ in range(6):
+        port.write(0, 0)
+    port.flush(0)
+    port.compact(0)
+    reader = reader_of(port, onRollback="marker", maxOffsetsPerTrigger="5")
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(5))  # of the options
+    assert start["partitions"]["0"]["snapshot"] == [0, 6]
+    port.fail_over(0, to)
+    reader.commit(start)
+    with pytest.raises(PipelineError, match="UPR_ROLLBACK") if to < 6 else nullcontext():
+        reader_of(port).latestOffset(start, ReadAllAvailable())
+    end = reader.latestOffset(start, ReadAllAvailable())
+    ranges = ranges_of(list(reader.partitions(start, end)))  # type: ignore[arg-type]
+    assert ranges == [(0, 5, 6, None) if to == 6 else (0, 0, to, 5)]
 
 
 def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:

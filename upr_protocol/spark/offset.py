@@ -42,9 +42,12 @@ class PartitionOffset:
 
     @property
     def position(self) -> Position:
-        """The same, as the start of a stream. What is read under a lease stays as it is, so that
-        being inside a snapshot does not matter."""
-        return Position(self.log, self.seq, self.seq, None)
+        """The same, as the start of a stream. What is read under a lease stays as it is; but what
+        was changed again before the snapshot's end was left out, so that whoever was to go on from
+        here must have all up to that end."""
+        is_inside = self.snapshot_start < self.seq < self.snapshot_end
+        needed = self.snapshot_end if is_inside else self.seq
+        return Position(self.log, needed, needed, None)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""

@@ -393,7 +393,8 @@ def _has_to_go_back(found: PartitionOffset, info: PartitionInfo | None) -> RollB
     """Whether the server's history has parted from a stream's below where that stands."""
     # Whether deletions are forgotten a lease will say; one that is held keeps them.
     log, high = (FailoverLog(), SeqNo(0)) if info is None else (info.log, info.high_seq)
-    decision = decide_start(log, max(high, found.seq), SeqNo(0), found.position)
+    position = found.position
+    decision = decide_start(log, max(high, position.highest_received), SeqNo(0), position)
     return decision if isinstance(decision, RollBack) else None
 
 
@@ -412,13 +413,14 @@ def has_gone_back(
     if back is None:
         return None
     theirs = FailoverLog() if info is None else info.log
+    to = back.ceiling if back.ceiling < found.seq else found.snapshot_start
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {partition} has to go back from {found.seq} to {back.ceiling}, as "
+        f"partition {partition} has to go back from {found.seq} to {to}, as "
         f"{back.reason.value}: there was a failover, or data was lost. The stream followed "
-        f"{_told(found.log)}; the server now has {_told(theirs)}. Rows above {back.ceiling} are in "
-        "the sink and on no server. Begin with a new checkpoint and an empty sink; or stream with "
-        "onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
+        f"{_told(found.log)}; the server now has {_told(theirs)}. Rows above {to} are in the "
+        "sink and may be on no server. Begin with a new checkpoint and an empty sink; or stream "
+        "with onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
     )
 
 

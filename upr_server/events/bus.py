@@ -11,7 +11,7 @@ import trio
 
 from upr_protocol.bucket_event import BucketEvent, EventFilter
 from upr_protocol.client.background import background
-from upr_server.events import queues
+from upr_server.events import keys, queues
 from upr_server.events.bell import Bell
 from upr_server.events.consumer import Consumer
 from upr_server.events.feeds import Feeds
@@ -76,7 +76,7 @@ class EventBus:
                 connection does.
             timeout_s: For how long its queue is kept when this node is away.
         """
-        assert name.startswith(".")
+        assert keys.is_own(name)
         assert self._nursery is not None
         worker = self._workers.get(name)
         if worker is None:

@@ -48,6 +48,11 @@ def consumer_of(key: bytes) -> str:
     return key[1:].decode()
 
 
+def is_own(consumer: str) -> bool:
+    """Whether a node has it for itself; a name that comes over a connection begins otherwise."""
+    return consumer.startswith(".")
+
+
 def one(key: bytes) -> Range:
     """The range of a key alone."""
     return key, key + b"\0"

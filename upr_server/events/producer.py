@@ -17,8 +17,12 @@ from upr_server.events.store import EventStore
 from upr_server.storage.errors import StorageError
 
 FLUSH_S: Final = 0.025
-"""How long what was told is gathered. A transaction every 25 ms is nothing beside the ingest that
-it tells of; one for each batch would be as much work as the batch."""
+"""How long what was told is gathered. One transaction for each batch would be as much work as the
+batch."""
+FLUSH_S_MAX: Final = 0.25
+"""How long at the most; a transaction takes long beside a busy loop, or with many buckets."""
+PAUSES: Final = 10
+"""So many times as long as the last flush took: ingest and polls have the rest."""
 
 RETRY_S: Final = 1.0
 """When the store is full or has failed, how soon to try again. What is told meanwhile is gathered:
@@ -95,8 +99,7 @@ class Producer:
             if not self._gathered:
                 self._wakeup = trio.Event()
                 await self._wakeup.wait()
-            # As long as the last one took: with many buckets the store has time for polls, too.
-            await trio.sleep(max(FLUSH_S, self._last_flush_s))
+            await trio.sleep(min(max(FLUSH_S, PAUSES * self._last_flush_s), FLUSH_S_MAX))
             begun = trio.current_time()
             try:
                 await self.flush()

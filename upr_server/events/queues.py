@@ -59,15 +59,15 @@ async def register(store: EventStore, consumer: str, timeout_s: float, now: floa
     """Makes a consumer known, with an empty queue.
 
     Raises:
-        TooManyConsumersError: There are `CONSUMERS_MAX` already.
+        TooManyConsumersError: There are `CONSUMERS_MAX` already, beside the nodes' own.
         StorageError: The store failed, or was full.
     """
 
     async def body(transaction: Transaction) -> None:
         known = await transaction.read(*keys.REGISTRATIONS)
         mine = keys.registration_key(consumer)
-        others = [key for key, _ in known if key != mine]
-        if len(others) >= CONSUMERS_MAX:
+        others = [key for key, _ in known if key != mine and not keys.is_own(keys.consumer_of(key))]
+        if len(others) >= CONSUMERS_MAX and not keys.is_own(consumer):
             raise TooManyConsumersError(f"there are {len(others)} consumers of events already")
         transaction.clear(*keys.queue_range(consumer))
         transaction.put(mine, b"")

@@ -20,6 +20,9 @@ POLLS_A_TIMEOUT: Final = 3
 
 RETRY_S: Final = 1.0
 
+INTERVAL_S: Final = 0.25
+"""How soon after a poll there is another: nothing in the node is in more of a hurry."""
+
 Callback = Callable[[News], None]
 """Called with what its filter lets through, in the loop: it must not wait, nor raise."""
 
@@ -71,6 +74,7 @@ class Worker:
                 continue
             self._tell(news)
             if news.is_all:
+                await trio.sleep(INTERVAL_S)
                 with trio.move_on_after(self._consumer.timeout_s / POLLS_A_TIMEOUT):
                     await rung.wait()
 

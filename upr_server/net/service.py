@@ -34,6 +34,7 @@ from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
 from upr_server.storage.port import Store
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
+from upr_server.storage.upkeeper import IDLE_S
 
 COLLAPSE_MUTATIONS: Final = 2000
 """Mutations that one step of collapsing goes through: about a millisecond of the loop."""
@@ -71,6 +72,8 @@ class Service:
         replication_timeout_s: How long replicas may take to have a batch.
         purge_age_s: How old a tombstone must be to be forgotten.
         listener: Told what becomes of buckets.
+        rest_s: How long the disk of a bucket with which there is nothing to do is left alone,
+            unless its `upkeeper` is woken. Whoever gives more than the default wakes it.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Service:
         replication_timeout_s: float = REPLICATION_TIMEOUT_S,
         purge_age_s: float = PURGE_AGE_S,
         listener: Listener | None = None,
+        rest_s: float = IDLE_S,
     ) -> None:
         self.store = store
         self.disks: dict[Bucket, BucketDisk] = {}
@@ -102,6 +106,7 @@ class Service:
         self.events: Events = NoEvents()
         self._new_history_id = new_history_id
         self._purge_age_s = purge_age_s
+        self._rest_s = rest_s
         self._connections_max = connections_max
         self._lines: dict[Partition, Line] = {}
         self._disks_nursery: trio.Nursery
@@ -296,6 +301,7 @@ class Service:
             purge_age_s=self._purge_age_s,
             leases=leases,
             on_room=self._there_is_room,
+            rest_s=self._rest_s,
             nursery=self._disks_nursery,
         )
         self._disks_nursery.start_soon(disk.run)

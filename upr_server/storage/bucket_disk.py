@@ -27,7 +27,7 @@ from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
 from upr_server.storage.port import Store
 from upr_server.storage.records import LeaseRecord, PartitionRecord
-from upr_server.storage.upkeeper import Upkeeper
+from upr_server.storage.upkeeper import IDLE_S, Upkeeper
 
 DUE_MAX: Final = 512
 """Expired items that are taken from disk at a time."""
@@ -47,6 +47,7 @@ class BucketDisk:
         nursery: Where backfills run; it must outlive `run`.
         leases: Those that were there.
         on_room: Called when memory may have become free.
+        rest_s: See `Upkeeper`.
 
     Attributes:
         store: The disk.
@@ -71,6 +72,7 @@ class BucketDisk:
         nursery: trio.Nursery,
         leases: Sequence[LeaseRecord] = (),
         on_room: Callable[[], None],
+        rest_s: float = IDLE_S,
     ) -> None:
         self.store = store
         self.bucket = bucket
@@ -79,7 +81,7 @@ class BucketDisk:
         self.flusher = Flusher(store, bucket, self.committed)
         self.leases = LeaseBook(store, bucket, time, new_id, leases)
         self.upkeeper = Upkeeper(
-            store, bucket, self.flusher, self.leases, time, purge_age_s, on_room
+            store, bucket, self.flusher, self.leases, time, purge_age_s, on_room, rest_s
         )
         self.nursery = nursery
         self._scope = trio.CancelScope()
@@ -92,7 +94,7 @@ class BucketDisk:
 
     def committed(self) -> None:
         """Something was put on disk."""
-        self.upkeeper.wake()
+        self.upkeeper.committed()
         self._on_room()
 
     async def run(self) -> None:

@@ -16,9 +16,14 @@ from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
 from upr_server.storage.port import Store
+from upr_server.storage.shelf import INDEX_LAG_MUTATIONS
 
 IDLE_S: Final = 0.5
 """With no commit for so long the index takes in whatever there is."""
+
+REST_S: Final = 10.0
+"""How long a bucket with nothing to do is left alone by who hears of its updates otherwise: leases
+lapse, and a wakeup may come late where the disk of the events is full."""
 
 RETRY_S: Final = 1.0
 
@@ -38,6 +43,7 @@ class Upkeeper:
         time: Seconds since 1970.
         purge_age_s: How old a tombstone must be to go.
         on_progress: Called when the index or a compaction has come further.
+        rest_s: How long to leave a bucket alone with which there is nothing to do, unless woken.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Upkeeper:
         time: Callable[[], float],
         purge_age_s: float,
         on_progress: Callable[[], None],
+        rest_s: float = IDLE_S,
     ) -> None:
         self._store = store
         self._bucket = bucket
@@ -57,6 +64,7 @@ class Upkeeper:
         self._time = time
         self._purge_age_s = purge_age_s
         self._on_progress = on_progress
+        self._rest_s = rest_s
         self._turn = trio.Lock()
         self._wakeup = trio.Event()
         self._progress = trio.Event()
@@ -70,6 +78,11 @@ class Upkeeper:
     def wake(self) -> None:
         """There may be something to do."""
         self._wakeup.set()
+
+    def committed(self) -> None:
+        """Something was put on disk. Little of it can wait until somebody wakes this, or looks."""
+        if self._unindexed() >= INDEX_LAG_MUTATIONS:
+            self.wake()
 
     def abandon(self) -> None:
         """The bucket was deleted."""
@@ -120,6 +133,7 @@ class Upkeeper:
         """Does what there is to do, for ever."""
         while True:
             more = False
+            self._wakeup = trio.Event()
             try:
                 async with self._turn:
                     more = await self._step()
@@ -142,22 +156,30 @@ class Upkeeper:
                 self._progress.set()
                 await trio.sleep_forever()
             if not more:
-                self._wakeup = trio.Event()
-                with trio.move_on_after(IDLE_S):
+                with trio.move_on_after(self._rest_s if self._is_settled() else IDLE_S):
                     await self._wakeup.wait()
 
-    async def _step(self) -> bool:
-        idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
-        short = self._bucket.quota.is_short(self._bucket.memory)
+    def _is_settled(self) -> bool:
+        """Whether there is nothing to do before something changes."""
+        partitions = self._bucket.partitions
+        behind = sum(partition.high_seq - partition.indexed for partition in partitions)
+        return behind <= self.keep and not self._full and not self._is_asked()
+
+    def _is_asked(self) -> bool:
         # A new active cannot be asked for what it does not know before that is indexed; with `keep`
         # that would else be never.
-        asked = bool(self._asked) or (
+        return bool(self._asked) or (
             self.keep > 0
             and any(
                 one.state is PartitionState.ACTIVE and not one.can_be_asked
                 for one in self._bucket.partitions
             )
         )
+
+    async def _step(self) -> bool:
+        idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
+        short = self._bucket.quota.is_short(self._bucket.memory)
+        asked = self._is_asked()
         await self._leases.forget()
         done = await self._store.upkeep(
             self._bucket.name,
@@ -178,12 +200,12 @@ class Upkeeper:
         self._on_progress()
         return done.more
 
+    def _unindexed(self) -> int:
+        return sum(
+            partition.manager.persistence.committed - partition.indexed
+            for partition in self._bucket.partitions
+        )
+
     def statistics(self) -> dict[str, object]:
         """Figures."""
-        return {
-            "unindexed_mutations": sum(
-                partition.manager.persistence.committed - partition.indexed
-                for partition in self._bucket.partitions
-            ),
-            "damaged": self._corrupted,
-        }
+        return {"unindexed_mutations": self._unindexed(), "damaged": self._corrupted}
