@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, consumer: Consumer, bell: Bell) -> None:
         self._consumer = consumer
         self._bell = bell
-        # By callback its filter, and whether it was told of anything yet.
+        # By number, who is to be told of what.
         self._callbacks: dict[int, tuple[Callback, EventFilter]] = {}
         self._numbers = 0
         self._has_callbacks = trio.Event()
