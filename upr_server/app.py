@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,9 +15,9 @@ import structlog
 import trio
 
 from upr_protocol.bucket_event import EventFilter, EventKind
-from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId
 from upr_server.config import BucketConfig, Config
+from upr_server.daemon import listening, run_until_signal
 from upr_server.engine import Bucket
 from upr_server.events import (
     EventBus,
@@ -39,10 +38,6 @@ UPKEEP_CONSUMER: Final = ".upkeep"
 UPKEEP_TIMEOUT_S: Final = 60.0
 
 log = structlog.get_logger(__name__)
-
-
-class ListenError(UprError):
-    """The address cannot be listened on."""
 
 
 def _new_history_id() -> HistoryId:
@@ -130,7 +125,9 @@ async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncI
     node = config.node or config.identity or socket.gethostname()
     membership = Membership(service, node, _new_history_id, config.undo_mutations)
     service.cluster = membership
-    async with _listeners(config) as listeners, trio.open_nursery() as nursery:
+    # An address that is not to be had is noticed before anything of a bucket is touched; who
+    # connects before it is read waits for that.
+    async with listening(config.listen) as listeners, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
             for wanted in config.buckets:
@@ -185,31 +182,6 @@ async def _watch(store: Store) -> None:
 
 
 @asynccontextmanager
-async def _listeners(config: Config) -> AsyncIterator[list[trio.SocketListener]]:
-    """What it listens on. An address that is not to be had is noticed before anything on disk is
-    touched; who connects before it is read waits for that."""
-    host, port = config.address()
-    try:
-        listeners = list(await trio.open_tcp_listeners(port, host=host))
-    except OSError as error:
-        raise ListenError(f"cannot listen on {config.listen}: {error.strerror or error}") from error
-    except UnicodeError as error:
-        # The codec for host names has opinions of its own.
-        raise ListenError(f"cannot listen on {config.listen}: {host!r} is no host name") from error
-    if port == 0 and len(listeners) > 1:
-        # A name with several addresses would take a free port for each.
-        for extra in listeners[1:]:
-            await extra.aclose()
-        del listeners[1:]
-    try:
-        yield listeners
-    finally:
-        with trio.CancelScope(shield=True):
-            for listener in listeners:
-                await listener.aclose()
-
-
-@asynccontextmanager
 async def _accepting(
     config: Config,
     service: Service,
@@ -243,21 +215,9 @@ async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
         config: What it is told.
         on_listening: Called once it listens.
     """
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            async with running_server(config) as server:
-                on_listening(server)
-                log.info("listening", host=server.host, port=server.port)
-                log.info("stopping", signal=await _next(signals))
-                nursery.start_soon(_hurry, signals, nursery.cancel_scope)
-            nursery.cancel_scope.cancel()
-    log.info("stopped")
 
+    def on_running(server: Server) -> None:
+        on_listening(server)
+        log.info("listening", host=server.host, port=server.port)
 
-async def _next(signals: AsyncIterator[int]) -> str:
-    return signal.Signals(await anext(signals)).name
-
-
-async def _hurry(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-    log.warning("stopping at once", signal=await _next(signals))
-    scope.cancel()
+    await run_until_signal(running_server(config), on_running)

@@ -15,8 +15,8 @@ import trio
 from upr_protocol.errors import UprError
 from upr_server.allocator import return_freed_memory
 from upr_server.app import Server, serve
-from upr_server.config import Config, ConfigError, load_config
-from upr_server.log import set_up_logging
+from upr_server.config import Config, load_config
+from upr_server.daemon import ConfigError, first_failure, set_up_logging
 from upr_server.storage.check import Checked, Problem
 from upr_server.storage.data_directory import default_data_dir, quiet
 from upr_server.storage.dump import DumpOptions
@@ -91,16 +91,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     try:
         trio.run(serve, config, on_listening)
     except* UprError as errors:
-        # What went wrong for several reasons at once did so for the first.
-        _say(str(_leaves(errors)[0]))
+        _say(str(first_failure(errors)))
         sys.exit(EXIT_FAILED)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in a group that are no groups, or the exception itself."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
 
 
 @main.command("config")

@@ -6,7 +6,6 @@ Each overrides the one before. It is validated once, whole, before anything is o
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -14,13 +13,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from upr_protocol.cluster import NODE_NAME
-from upr_protocol.errors import UprError
 from upr_protocol.limits import (
     IDENTITY_BYTES_MAX,
     PARTITIONS_DEFAULT,
     PARTITIONS_MAX,
     SEND_TIMEOUT_S,
 )
+from upr_server.daemon import ConfigError, load_settings, parse_listen
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
 from upr_server.storage.data_directory import default_data_dir
 
@@ -28,10 +27,6 @@ ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
-
-
-class ConfigError(UprError):
-    """The configuration says something that cannot be."""
 
 
 class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,12 +93,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: It is not `HOST:PORT`.
         """
-        host, colon, port = self.listen.rpartition(":")
-        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(
-                f"listen is {self.listen!r}; write HOST:PORT with a port from 0 to 65535"
-            )
-        return host.strip("[]") or "0.0.0.0", int(port)
+        return parse_listen(self.listen)
 
     def data_path(self) -> Path:
         """The data directory."""
@@ -170,21 +160,8 @@ def load_config(
     Raises:
         ConfigError: With the name of what is wrong, and what it should be.
     """
-    settings: dict[str, Any] = {}
-    if path is not None:
-        try:
-            settings |= tomllib.loads(path.read_text("utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    for variable, text in environment.items():
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if variable.startswith(ENVIRONMENT_PREFIX) and name not in ("buckets", "config"):
-            settings[name] = text
-    settings |= {name: value for name, value in options.items() if value is not None}
-    try:
-        # Not strict: the environment has only text.
-        config = msgspec.convert(settings, Config, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"the configuration is wrong: {error}") from error
+    config = load_settings(
+        Config, ENVIRONMENT_PREFIX, path, environment, options, only_in_file=("buckets",)
+    )
     config.check()
     return config

@@ -83,12 +83,18 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("scan", "d/i", "--prefix", "{}"), "no key"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
         (("list", "--indexer", "upr://x"), "write http://HOST:PORT"),
+        (("create", "d", "--index", "x=\udcff"), "not UTF-8"),
+        (("scan", "d/i", "--prefix", "\udcff"), "not UTF-8"),
     ],
 )
 def test_what_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in run("index", *arguments, code=2).stderr
 
 
-def test_no_indexer_there(run: Run) -> None:
-    refused = run("index", "list", "--indexer", "http://127.0.0.1:1", code=4)
-    assert "no indexer answers at http://127.0.0.1:1" in refused.stderr
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://mün..chen:1"])
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("drop", "\udcff"), ("scan", "d/i", "--from", "[" * 3000)]
+)
+def test_no_indexer_there(run: Run, url: str, arguments: tuple[str, ...]) -> None:
+    refused = run("index", *arguments, "--indexer", url, code=4)
+    assert f"no indexer answers at {url}" in refused.stderr

@@ -70,6 +70,30 @@ async def test_what_is_damaged_is_thrown_away(tmp_path: Path) -> None:
         assert await rows_of(store) == {}
 
 
+async def test_a_mark_that_cannot_be_removed_is_told_and_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    async with open_disk_store(path) as store:
+        await put(store, {b"a": b"1"})
+    async with open_disk_store(path) as store:
+        (path / "clean").unlink()
+        (path / "clean").mkdir()
+        with pytest.raises(StorageError, match="cannot be removed"):
+            await put(store, {b"a": b"2"})
+        assert await rows_of(store) == {b"a": b"1"}
+        (path / "clean").rmdir()
+        await put(store, {b"a": b"2"})
+        assert await rows_of(store) == {b"a": b"2"}
+
+
+async def test_a_stop_that_cannot_be_marked_is_a_stop(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    async with open_disk_store(path) as store:
+        await put(store, {b"a": b"1"})
+        path.rename(tmp_path / "gone")
+    async with open_disk_store(path) as store:
+        assert await rows_of(store) == {}
+
+
 async def test_a_store_that_is_closed_says_so(tmp_path: Path) -> None:
     async with open_disk_store(tmp_path / "events") as store:
         pass

@@ -18,7 +18,8 @@ from tests.indexer.kit import a_server, an_indexer, until_ready
 from upr_protocol.client import Client, IndexClient, IndexerError, Written, connect
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
-from upr_server.indexer.app import ListenError, serving
+from upr_server.daemon import ListenError
+from upr_server.indexer.app import serving
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.query import Query
 
@@ -163,9 +164,38 @@ async def test_the_description_describes_what_there_is(site: Site) -> None:
 
 async def test_an_address_that_is_taken(site: Site) -> None:
     taken = site.asking.url.removeprefix("http://")
-    with pytest.raises(ListenError, match=f"{taken} cannot be listened on"):
+    with pytest.raises(ListenError, match=f"cannot listen on {taken}"):
         async with serving(site.indexer, taken):
             raise AssertionError("it listens")
+
+
+async def test_a_scan_may_wait_longer_than_the_question_before_it(site: Site) -> None:
+    await site.ask(site.asking.status)
+    await site.ask(site.asking.scan, "d/city", timeout_s=200)
+    sock = site.asking._connection.sock
+    assert sock is not None
+    assert (sock.gettimeout() or 0) > 200
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"500 Oh"])
+@pytest.mark.parametrize("body", [b"hello", b"\xff", b"[]", b'{"error":"no"}'])
+async def test_something_else_there(status: bytes, body: bytes) -> None:
+    def ask(url: str) -> None:
+        with IndexClient(url) as client:
+            client.indexes()
+
+    async def answer(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        length = f"Content-Length: {len(body)}".encode()
+        await stream.send_all(b"HTTP/1.1 " + status + b"\r\n" + length + b"\r\n\r\n" + body)
+
+    async with trio.open_nursery() as nursery:
+        start = partial(trio.serve_tcp, answer, 0, host="127.0.0.1")
+        (listener, *_) = await nursery.start(start)
+        url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        with pytest.raises(IndexerError, match="is no indexer"):
+            await trio.to_thread.run_sync(ask, url)
+        nursery.cancel_scope.cancel()
 
 
 async def test_nobody_there() -> None:

@@ -55,6 +55,8 @@ def test_a_design_names_its_indexes() -> None:
             "indexes.a.key[0]",
             "column 1: length() takes 1 arguments, not 0",
         ),
+        ('{"indexes": {"a": {"key": ["' + "!" * 3000 + 'x"]}}}', "indexes.a.key[0]", "too deep"),
+        ('{"indexes": {"a": {"key": ["x' + "|x" * 101 + '"]}}}', "indexes.a.key[0]", "too deep"),
     ],
 )
 def test_a_mistake_has_its_place(text: str, place: str, reason: str) -> None:
@@ -103,6 +105,10 @@ def test_another_definition_is_another_index() -> None:
         (("x",), "y > `2`", '{"x": 1, "y": 2}', None),
         (("length(x)",), "", '{"x": 5}', None),
         (("length(x)",), "", '{"x": "abc"}', [3]),
+        (("x",), "contains(tags, x)", '{"x": 1, "tags": "abc"}', None),
+        (("max_by(x, &y).y",), "", '{"x": [{"y": 1}, {"y": "a"}]}', None),
+        (("x", "ceil(to_number(y))"), "", '{"x": 1, "y": "1e999"}', [1, None]),
+        (("x", "y[::0]"), "", '{"x": 1, "y": [1]}', [1, None]),
         (("document_key()", "x"), "", '{"x": 5}', ["k1", 5]),
         (("x",), "starts_with(document_key(), 'k')", '{"x": 5}', [5]),
         (("x",), "starts_with(document_key(), 'j')", '{"x": 5}', None),

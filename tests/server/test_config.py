@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from upr_server.cli import main
-from upr_server.config import BucketConfig, Config, ConfigError, load_config
+from upr_server.config import BucketConfig, Config, load_config
+from upr_server.daemon import ConfigError
 
 FILE = """
 listen = "0.0.0.0:1"

@@ -38,6 +38,8 @@ class _Asking:
         if isinstance(error, IndexerError):
             kind = MisusedError if error.code in _MISUSES else RefusedError
             raise kind(str(error)) from error
+        if isinstance(error, UnicodeEncodeError):
+            raise MisusedError(f"{error.object!r} is not UTF-8") from error
 
 
 def _indexer_option(command: Any) -> Any:
@@ -136,8 +138,8 @@ def status(name: str | None, url: str) -> None:
 
 def _json_list(place: str, text: str) -> list[Any]:
     try:
-        value = msgspec.json.decode(text.encode())
-    except msgspec.DecodeError:
+        value = msgspec.json.decode(text.encode(errors="surrogateescape"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value = text  # a word without quotes, as one writes it in a shell
     if isinstance(value, dict):
         raise click.BadParameter(f"{place}: an object is no key")

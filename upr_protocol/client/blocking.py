@@ -6,7 +6,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
 from upr_protocol.chunk import Chunk, Mutation
@@ -123,12 +122,7 @@ class BlockingClient:
         self._connected()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Literal, Self
 
 from upr_protocol.client.address import Address
@@ -125,12 +124,7 @@ class BlockingConsumer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from upr_protocol.client.outcome import Written
 from upr_protocol.errors import BrokenError, UprError
+
+T = TypeVar("T")
 
 TIMEOUT_S: Final = 10.0
 """How long a scan may wait for the index to be as fresh as asked, when nobody says."""
@@ -75,6 +76,25 @@ class _Count(msgspec.Struct, frozen=True):
     count: int
 
 
+class _Indexes(msgspec.Struct, frozen=True):
+    indexes: list[dict[str, Any]]
+
+
+class _Designs(msgspec.Struct, frozen=True):
+    mistakes: dict[str, str]
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    place: str = ""
+    retry_after_s: float = 0.0
+
+
+class _Failures(msgspec.Struct, frozen=True):
+    error: _Failure
+
+
 class IndexClient:
     """Talks to the indexer at `url`, as in `http://127.0.0.1:12080`. For one thread.
 
@@ -95,12 +115,7 @@ class IndexClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -120,31 +135,27 @@ class IndexClient:
             IndexerError: `bad_definition`, with the place of the mistake.
         """
         body = indexes if isinstance(indexes, bytes) else msgspec.json.encode(indexes)
-        self._ask("PUT", f"/v1/designs/{quote(design, safe='')}", body)
+        self._request("PUT", f"/v1/designs/{_quoted(design)}", body)
 
     def drop(self, design: str) -> None:
         """Removes a design document, and its indexes; `IndexerError` `no_index` of none."""
-        self._ask("DELETE", f"/v1/designs/{quote(design, safe='')}")
+        self._request("DELETE", f"/v1/designs/{_quoted(design)}")
 
     def indexes(self) -> list[dict[str, Any]]:
         """Every index with its status."""
-        found: list[dict[str, Any]] = self._ask("GET", "/v1/indexes")["indexes"]
-        return found
+        return _decoded(self._request("GET", "/v1/indexes"), _Indexes).indexes
 
     def mistakes(self) -> dict[str, str]:
         """By design document that cannot be used, why."""
-        found: dict[str, str] = self._ask("GET", "/v1/designs")["mistakes"]
-        return found
+        return _decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
 
     def index(self, name: str) -> dict[str, Any]:
         """The status of the index `DESIGN/INDEX`."""
-        found: dict[str, Any] = self._ask("GET", _path(name))
-        return found
+        return _decoded(self._request("GET", _path(name)), dict[str, Any])
 
     def status(self) -> dict[str, Any]:
         """How the indexer does."""
-        found: dict[str, Any] = self._ask("GET", "/v1/status")
-        return found
+        return _decoded(self._request("GET", "/v1/status"), dict[str, Any])
 
     # Scans.
 
@@ -191,7 +202,7 @@ class IndexClient:
         }
         body = msgspec.json.encode(question)
         data = self._request("POST", _path(name) + "/scan", body, timeout_s)
-        return msgspec.json.decode(data, type=IndexPage)
+        return _decoded(data, IndexPage)
 
     def scan_all(self, name: str, **options: Any) -> Iterator[IndexEntry]:
         """All entries, page by page: each is of a moment of its own, the later the fresher.
@@ -221,28 +232,30 @@ class IndexClient:
         question = _question(prefix, low, high, consistency, written, timeout_s)
         body = msgspec.json.encode(question | {"count": True})
         data = self._request("POST", _path(name) + "/scan", body, timeout_s)
-        return msgspec.json.decode(data, type=_Count).count
+        return _decoded(data, _Count).count
 
     # The connection.
 
-    def _ask(self, method: str, path: str, body: bytes = b"") -> Any:
-        data = self._request(method, path, body, TIMEOUT_S)
-        return msgspec.json.decode(data) if data else None
-
-    def _request(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
+    def _request(
+        self, method: str, path: str, body: bytes = b"", timeout_s: float = TIMEOUT_S
+    ) -> bytes:
         connection = self._connection
+        # It gives its sockets this when it makes them, and one that it has keeps what it was given.
         connection.timeout = timeout_s + SLACK_S
         reused = connection.sock is not None
+        if connection.sock is not None:
+            connection.sock.settimeout(connection.timeout)
         try:
             try:
                 return self._exchange(method, path, body)
-            except (http.client.RemoteDisconnected, ConnectionError, BrokenPipeError):
+            except ConnectionError:
                 # An indexer closes connections that were idle, perhaps while this was on its way.
                 connection.close()
                 if not reused:
                     raise
                 return self._exchange(method, path, body)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
+            # The codec for host names has opinions of its own.
             connection.close()
             raise BrokenError(f"no indexer answers at {self.url}: {error!s}") from error
 
@@ -261,7 +274,12 @@ def _path(name: str) -> str:
     design, slash, index = name.partition("/")
     if not slash or not design or not index:
         raise IndexerError("no_index", f"{name!r} names no index: write DESIGN/INDEX")
-    return f"/v1/indexes/{quote(design, safe='')}/{quote(index, safe='')}"
+    return f"/v1/indexes/{_quoted(design)}/{_quoted(index)}"
+
+
+def _quoted(name: str) -> str:
+    # What is no UTF-8 is no name; that is for the indexer to say.
+    return quote(name, safe="", errors="replace")
 
 
 def _question(
@@ -292,14 +310,16 @@ def _bound(bound: Bound | None) -> dict[str, Any] | None:
     return {"key": key, "inclusive": inclusive}
 
 
-def _failure(status: int, data: bytes) -> UprError:
+def _decoded(data: bytes, kind: type[T]) -> T:
     try:
-        fields = msgspec.json.decode(data)["error"]
-        return IndexerError(
-            fields["code"],
-            fields["message"],
-            fields.get("place", ""),
-            fields.get("retry_after_s", 0.0),
-        )
-    except (msgspec.DecodeError, KeyError, TypeError):
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IndexerError("server_failed", f"what answers there is no indexer: {error}") from error
+
+
+def _failure(status: int, data: bytes) -> IndexerError:
+    try:
+        told = msgspec.json.decode(data, type=_Failures).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return IndexerError("server_failed", f"what answers there is no indexer: HTTP {status}")
+    return IndexerError(told.code, told.message, told.place, told.retry_after_s)

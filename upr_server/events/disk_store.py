@@ -73,7 +73,7 @@ class DiskStore(EventStore):
 
     def __init__(self, environment: Environment, mark: Path) -> None:
         super().__init__()
-        self._mark = mark
+        self._mark: Path | None = mark
         self._environment = environment
         self._asked: list[_Read | _Commit] = []
         self._under_way: list[_Read | _Commit] = []
@@ -108,7 +108,7 @@ class DiskStore(EventStore):
                     self._wakeup = trio.Event()
                     await self._wakeup.wait()
                 self._under_way, self._asked = self._asked, []
-                await trio.to_thread.run_sync(_do, self._environment, self._mark, self._under_way)
+                await trio.to_thread.run_sync(self._do, self._under_way)
                 for asked in self._under_way:
                     asked.done.set()
                 self._under_way = []
@@ -118,30 +118,37 @@ class DiskStore(EventStore):
                 asked.error = StoreFailedError("the event store is closed")
                 asked.done.set()
 
+    # In the thread.
 
-# In the thread.
+    def _do(self, batch: Sequence[_Read | _Commit]) -> None:
+        reads = [asked for asked in batch if isinstance(asked, _Read)]
+        commits = [asked for asked in batch if isinstance(asked, _Commit)]
+        try:
+            if reads:
+                with self._environment.read() as reader:
+                    for asked in reads:
+                        rows = _rows(reader, asked.first, asked.end, asked.limit)
+                        asked.found = range_read(asked.first, asked.end, asked.limit, rows)
+            if commits:
+                self._remove_mark()
+                with self._environment.write() as writer:
+                    done = [_commit(writer, one.transaction) for one in commits]
+                for one, is_done in zip(commits, done, strict=True):
+                    one.is_done = is_done
+        except StorageError as error:
+            for failed in batch:
+                failed.error = error
 
-
-def _do(environment: Environment, mark: Path, batch: Sequence[_Read | _Commit]) -> None:
-    reads = [asked for asked in batch if isinstance(asked, _Read)]
-    commits = [asked for asked in batch if isinstance(asked, _Commit)]
-    try:
-        if reads:
-            with environment.read() as reader:
-                for asked in reads:
-                    rows = _rows(reader, asked.first, asked.end, asked.limit)
-                    asked.found = range_read(asked.first, asked.end, asked.limit, rows)
-        if commits:
-            if mark.exists():
-                mark.unlink()
-                sync(mark.parent)
-            with environment.write() as writer:
-                done = [_commit(writer, one.transaction) for one in commits]
-            for one, is_done in zip(commits, done, strict=True):
-                one.is_done = is_done
-    except StorageError as error:
-        for failed in batch:
-            failed.error = error
+    def _remove_mark(self) -> None:
+        if self._mark is None:
+            return
+        try:
+            self._mark.unlink(missing_ok=True)
+            sync(self._mark.parent)
+        except OSError as error:
+            # Out of descriptors, for instance.
+            raise StorageError(f"{self._mark} cannot be removed: {error}") from error
+        self._mark = None
 
 
 def _rows(reader: Reader, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
@@ -195,7 +202,10 @@ async def open_disk_store(path: Path) -> AsyncIterator[DiskStore]:
             nursery.start_soon(store.run)
             yield store
         if store.is_whole:
-            await trio.to_thread.run_sync(_mark_clean, environment, path)
+            try:
+                await trio.to_thread.run_sync(_mark_clean, environment, path)
+            except (StorageError, OSError) as error:
+                log.warning("the events are lost: consumers will begin anew", error=str(error))
     finally:
         environment.close()
 

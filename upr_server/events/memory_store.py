@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Final
 
 import trio
@@ -49,7 +50,7 @@ class MemoryStore(EventStore):
     async def _read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
         await self._pause()
         keys = self._rows.irange(first, end, inclusive=(True, False))
-        rows = [(key, self._rows[key]) for key in keys]
+        rows = [(key, self._rows[key]) for key in islice(keys, limit or None)]
         return range_read(first, end, limit, rows, self._version)
 
     async def _commit(self, transaction: Transaction) -> bool:

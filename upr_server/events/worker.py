@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, consumer: Consumer, bell: Bell) -> None:
         self._consumer = consumer
         self._bell = bell
-        # By callback its filter, and whether it was told of anything yet.
+        # By number, who is to be told of what.
         self._callbacks: dict[int, tuple[Callback, EventFilter]] = {}
         self._numbers = 0
         self._has_callbacks = trio.Event()
@@ -66,16 +66,14 @@ class Worker:
                 self._has_callbacks = trio.Event()
                 await self._has_callbacks.wait()
             rung = self._bell.next()
-            is_all = True
             try:
                 news = await self._consumer.poll()
             except (StorageError, TooManyConsumersError) as error:
                 log.warning("events cannot be read", consumer=self._consumer.name, error=str(error))
                 await trio.sleep(RETRY_S)
-            else:
-                is_all = news.is_all
-                self._tell(news)
-            if is_all:
+                continue
+            self._tell(news)
+            if news.is_all:
                 await trio.sleep(INTERVAL_S)
                 with trio.move_on_after(self._consumer.timeout_s / POLLS_A_TIMEOUT):
                     await rung.wait()

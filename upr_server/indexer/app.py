@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,16 +12,12 @@ import structlog
 import trio
 from hypercorn.trio import serve as serve_http
 
-from upr_protocol.errors import UprError
+from upr_server.daemon import listening, run_until_signal
 from upr_server.indexer.api import application
 from upr_server.indexer.config import Config
 from upr_server.indexer.indexer import Indexer, running_indexer
 
 log = structlog.get_logger(__name__)
-
-
-class ListenError(UprError):
-    """The address cannot be listened on."""
 
 
 @asynccontextmanager
@@ -33,14 +27,9 @@ async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
     Raises:
         ListenError: The address cannot be listened on.
     """
-    host, _, port = listen.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host.strip("[]"), int(port)), family=family)
-    except OSError as error:
-        raise ListenError(f"{listen} cannot be listened on: {error.strerror}") from error
     settings = hypercorn.Config()
-    settings.bind = [f"fd://{listener.detach()}"]
+    async with listening(listen) as listeners:
+        settings.bind = [f"fd://{listener.socket.detach()}" for listener in listeners]
     settings.errorlog = logging.getLogger("hypercorn.error")
     settings.graceful_timeout = 1.0
     stop = trio.Event()
@@ -60,24 +49,18 @@ async def serve(config: Config, on_listening: Callable[[str], None]) -> None:
         config: What it is told.
         on_listening: Called with `http://HOST:PORT` once it answers.
     """
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            async with (
-                running_indexer(config.settings()) as indexer,
-                serving(indexer, config.listen) as url,
-            ):
-                on_listening(url)
-                log.info("listening", url=url)
-                log.info("stopping", signal=await _next(signals))
-                nursery.start_soon(_hurry, signals, nursery.cancel_scope)
-            nursery.cancel_scope.cancel()
-    log.info("stopped")
+
+    def on_running(url: str) -> None:
+        on_listening(url)
+        log.info("listening", url=url)
+
+    await run_until_signal(_running(config), on_running)
 
 
-async def _next(signals: AsyncIterator[int]) -> str:
-    return signal.Signals(await anext(signals)).name
-
-
-async def _hurry(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-    log.warning("stopping at once", signal=await _next(signals))
-    scope.cancel()
+@asynccontextmanager
+async def _running(config: Config) -> AsyncIterator[str]:
+    async with (
+        running_indexer(config.settings()) as indexer,
+        serving(indexer, config.listen) as url,
+    ):
+        yield url

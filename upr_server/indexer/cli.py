@@ -11,9 +11,9 @@ import click
 import trio
 
 from upr_protocol.errors import UprError
+from upr_server.daemon import ConfigError, first_failure, set_up_logging
 from upr_server.indexer.app import serve
-from upr_server.indexer.config import ConfigError, load_config
-from upr_server.indexer.log import set_up_logging
+from upr_server.indexer.config import load_config
 
 EXIT_FAILED: Final = 1
 
@@ -66,13 +66,5 @@ def main(config_path: Path | None, **options: Any) -> None:
     try:
         trio.run(serve, config, lambda url: print(f"listening on {url}", flush=True))
     except* (UprError, OSError) as errors:
-        # What went wrong for several reasons at once did so for the first.
-        click.echo(f"upr-indexer: {_leaves(errors)[0]}", err=True)
+        click.echo(f"upr-indexer: {first_failure(errors)}", err=True)
         sys.exit(EXIT_FAILED)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in a group that are no groups, or the exception itself."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

@@ -6,7 +6,6 @@ Each overrides the one before. It is validated once, whole, before anything is o
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -15,7 +14,7 @@ import msgspec
 import platformdirs
 
 from upr_protocol.client import Address, AddressError, RingLimits
-from upr_protocol.errors import UprError
+from upr_server.daemon import ConfigError, load_settings, parse_listen
 from upr_server.indexer.indexer import Settings
 
 ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
@@ -26,10 +25,6 @@ POOL_SHARE: Final = 0.3
 POOL_BYTES_MIN: Final = 8 * 1024 * 1024
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class ConfigError(UprError):
-    """The configuration says something that cannot be."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,9 +69,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: A field is wrong.
         """
-        host, colon, port = self.listen.rpartition(":")
-        if not host or not colon or not port.isascii() or not port.isdigit():
-            raise ConfigError(f"listen is {self.listen!r}; write HOST:PORT")
+        parse_listen(self.listen)
         address = self.address()
         folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
@@ -105,21 +98,6 @@ def load_config(
     Raises:
         ConfigError: With the name of what is wrong, and what it should be.
     """
-    settings: dict[str, Any] = {}
-    if path is not None:
-        try:
-            settings |= tomllib.loads(path.read_text("utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    for variable, text in environment.items():
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if variable.startswith(ENVIRONMENT_PREFIX) and name != "config":
-            settings[name] = text
-    settings |= {name: value for name, value in options.items() if value is not None}
-    try:
-        # Not strict: the environment has only text.
-        config = msgspec.convert(settings, Config, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"the configuration is wrong: {error}") from error
+    config = load_settings(Config, ENVIRONMENT_PREFIX, path, environment, options)
     config.settings()
     return config

@@ -48,7 +48,9 @@ class Expressions:
         for compiled in self._compiled:
             try:
                 found.append(compiled.search(document, self._options))
-            except exceptions.JMESPathError:
+            except Exception:  # noqa: BLE001
+                # Also what is no JMESPathError: jmespath lets out what Python says of a number in
+                # a string, of strings and numbers that are compared, of infinity made an integer.
                 found.append(None)
         return found
 
@@ -60,22 +62,29 @@ def is_true(value: object) -> bool:
 
 _COUNTS_FROM: Final = 1
 
+DEPTH_MAX: Final = 100
+"""Expressions within expressions, as in `a || b || c`: each costs the interpreter's stack two calls
+or three."""
+
 
 def check(text: str) -> Any:
     """The compiled expression.
 
     Raises:
         ExpressionError: It is none, or calls a function that there is not; with the column.
+            Or it is too deep.
     """
     try:
         compiled = jmespath.compile(text)
     except exceptions.EmptyExpressionError as error:
         raise ExpressionError("the expression is empty") from error
+    except RecursionError as error:
+        raise ExpressionError("the expression is too deep") from error
     except exceptions.ParseError as error:
         raise ExpressionError(
             f"column {error.lex_position + _COUNTS_FROM}: {_reason(error)}"
         ) from error
-    for name, arguments in _calls(compiled.parsed):
+    for name, arguments in _calls(compiled.parsed, 0):
         known = _Functions.FUNCTION_TABLE.get(name)
         column = text.find(name) + _COUNTS_FROM
         if known is None:
@@ -97,10 +106,12 @@ def _reason(error: exceptions.ParseError) -> str:
     return f"unexpected {error.token_value!r}"
 
 
-def _calls(node: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def _calls(node: dict[str, Any], depth: int) -> Iterator[tuple[str, int]]:
     """The functions that are called below `node`, and with how many arguments."""
+    if depth > DEPTH_MAX:
+        raise ExpressionError(f"the expression is too deep: at most {DEPTH_MAX} within each other")
     if node["type"] == "function_expression":
         yield node["value"], len(node["children"])
     for child in node["children"]:
         if isinstance(child, dict):
-            yield from _calls(child)
+            yield from _calls(child, depth + 1)

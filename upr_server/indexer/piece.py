@@ -17,6 +17,9 @@ PIECE_OVERHEAD_BYTES: Final = 256
 """What a piece is taken to cost beside its chunks."""
 
 
+_NOT_DECODED: Final = object()
+
+
 class Row:
     """A document, or that there is none, under a number.
 
@@ -32,12 +35,12 @@ class Row:
         self.seq = seq
         self.key = key
         self.value = value
-        self._document: Any = self
+        self._document: Any = _NOT_DECODED
 
     @property
     def document(self) -> Any:
         """The value as JSON, decoded once for all indexes; `NOT_JSON` of one that is none."""
-        if self._document is self:
+        if self._document is _NOT_DECODED:
             self._document = NOT_JSON if self.value is None else decode_value(self.value)
         return self._document
 
@@ -78,6 +81,21 @@ class Piece:
                 yield Row(seq, key, value if operation == Operation.SET else None)
 
 
+@attrs.define
+class _Held:
+    """What came of a partition and is no piece yet.
+
+    Attributes:
+        mark: How far the partition is behind it.
+        chunks: Mutations.
+        nbytes: What they take.
+    """
+
+    mark: Mark
+    chunks: list[Chunk] = attrs.field(factory=list)
+    nbytes: int = 0
+
+
 class Assembler:
     """Puts a stream's chunks together to pieces: whole snapshots, or parts of large ones.
 
@@ -94,21 +112,24 @@ class Assembler:
         self._pool = pool
         self._put = put
         self._piece_bytes = piece_bytes
-        self._held: dict[PartitionId, tuple[list[Chunk], Mark]] = {}
+        self._held: dict[PartitionId, _Held] = {}
 
     def chunk(self, partition: PartitionId, chunk: Chunk, mark: Mark) -> None:
         """A chunk came, behind which the partition is at `mark`."""
         self._pool.take(chunk.nbytes)
-        chunks, _ = self._held.get(partition, ([], mark))
-        chunks.append(chunk)
-        self._held[partition] = chunks, mark
-        if sum(each.nbytes for each in chunks) >= self._piece_bytes:
+        held = self._held.get(partition)
+        if held is None:
+            held = self._held[partition] = _Held(mark)
+        held.chunks.append(chunk)
+        held.nbytes += chunk.nbytes
+        held.mark = mark
+        if held.nbytes >= self._piece_bytes:
             self.flush(partition)
 
     def move(self, partition: PartitionId, mark: Mark) -> None:
         """A partition is at `mark`: that and what came of it before is a piece."""
-        chunks, _ = self._held.pop(partition, ([], mark))
-        self.put(Piece(partition, mark, chunks, nbytes=sum(each.nbytes for each in chunks)))
+        held = self._held.pop(partition, None) or _Held(mark)
+        self.put(Piece(partition, mark, held.chunks, nbytes=held.nbytes))
 
     def holds(self, partition: PartitionId) -> bool:
         """Whether some of a partition is no piece yet."""
@@ -117,7 +138,7 @@ class Assembler:
     def flush(self, partition: PartitionId) -> None:
         """What came of a partition, if anything, is a piece, though its snapshot is not whole."""
         if partition in self._held:
-            self.move(partition, self._held[partition][1])
+            self.move(partition, self._held[partition].mark)
 
     def flush_all(self) -> None:
         """See `flush`; of every partition. So nobody waits for room that only this would make."""
@@ -131,8 +152,9 @@ class Assembler:
 
     def drop(self, partition: PartitionId) -> None:
         """What came of a partition and is no piece yet is not wanted."""
-        chunks, _ = self._held.pop(partition, ([], None))
-        self._pool.give_back(sum(each.nbytes for each in chunks))
+        held = self._held.pop(partition, None)
+        if held is not None:
+            self._pool.give_back(held.nbytes)
 
     def drop_all(self) -> None:
         """See `drop`; of every partition."""

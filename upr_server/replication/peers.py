@@ -103,18 +103,16 @@ class Peers:
                 ours = self._membership.map_of(bucket)
                 if told.node != name:
                     self._tell_once(f"{address} is {told.node}, and not {name} as the map says")
-                elif told.map is None and ours is not None:
-                    await self._remind(name, address, ours)
-                elif told.map is not None and told.map != ours:
-                    if ours is not None and told.map.revision == ours.revision:
-                        self._tell_once(
-                            f"{name} has another map of revision {ours.revision}: two commands "
-                            "were given at once; repeat the one that counts"
-                        )
-                        return None
+                elif told.map is None:
+                    if ours is not None:
+                        await self._remind(name, address, ours)
+                elif ours is None or told.map == ours or told.map.revision != ours.revision:
                     return told.map
                 else:
-                    return told.map
+                    self._tell_once(
+                        f"{name} has another map of revision {ours.revision}: two commands were "
+                        "given at once; repeat the one that counts"
+                    )
         except UprError as error:
             log.debug("a node does not tell its map", address=address, error=str(error))
         return None

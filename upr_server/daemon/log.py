@@ -10,7 +10,12 @@ import structlog
 
 
 def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
-    """Sends the log of this process, ours and the libraries', to standard error."""
+    """Sends the log of this process to standard error, and of the libraries' what is a warning.
+
+    Args:
+        level: The least severe event that is logged.
+        form: `console` for people, `json` for machines.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -38,4 +43,5 @@ def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
+    logging.getLogger("upr_server").setLevel(level.upper())

@@ -1,0 +1,56 @@
+"""The log of a daemon, and that of the libraries in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.kit.process import ROOT, environment
+
+PROGRAM = """
+import logging, structlog, sys
+from upr_server.daemon import set_up_logging
+set_up_logging(*sys.argv[1:])
+logging.getLogger("hypercorn.error").info("a library's")
+logging.getLogger("hypercorn.error").warning("a library's trouble")
+log = structlog.get_logger("upr_server.app")
+log.debug("ours, small")
+log.info("ours", port=1)
+"""
+
+
+def logged(level: str, form: str) -> list[str]:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, level, form],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("debug", ["a library's trouble", "ours, small", "ours"]),
+        ("info", ["a library's trouble", "ours"]),
+        ("warning", ["a library's trouble"]),
+        ("error", []),
+    ],
+)
+def test_libraries_say_what_is_a_warning_in_the_same_form(level: str, said: list[str]) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in logged(level, "json")]
+    assert [line["event"] for line in lines] == said
+    assert all({"level", "timestamp"} <= line.keys() for line in lines)
+
+
+def test_for_people_it_is_no_json() -> None:
+    trouble, ours = logged("info", "console")
+    assert "a library's trouble" in trouble
+    assert "port=1" in ours

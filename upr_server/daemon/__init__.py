@@ -1,0 +1,18 @@
+"""What both daemons are made with, whatever they do: settings, logs, listeners, and their ends."""
+
+from upr_server.daemon.failure import first_failure
+from upr_server.daemon.listeners import ListenError, listening, parse_listen
+from upr_server.daemon.log import set_up_logging
+from upr_server.daemon.settings import ConfigError, load_settings
+from upr_server.daemon.signals import run_until_signal
+
+__all__ = [
+    "ConfigError",
+    "ListenError",
+    "first_failure",
+    "listening",
+    "load_settings",
+    "parse_listen",
+    "run_until_signal",
+    "set_up_logging",
+]

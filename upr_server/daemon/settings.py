@@ -1,0 +1,63 @@
+"""Settings: defaults, a TOML file, the environment, the command line.
+
+Each overrides the one before. What can be set are the fields of a struct, and their types are
+checked, whole, before anything is opened.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from upr_protocol.errors import UprError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ConfigError(UprError):
+    """The configuration says something that cannot be."""
+
+
+def load_settings(
+    kind: type[S],
+    prefix: str,
+    path: Path | None,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    *,
+    only_in_file: Collection[str] = (),
+) -> S:
+    """The settings from `path` (if any), then `environment`, then `options`.
+
+    Args:
+        kind: What can be set.
+        prefix: An environment variable is a field's name in capitals behind this. The one that
+            names the file, `config`, is not looked at.
+        path: A TOML file.
+        environment: Environment variables.
+        options: By field, what the command line says; None where it says nothing.
+        only_in_file: Fields that are not looked for in the environment.
+
+    Raises:
+        ConfigError: With the name of what is wrong, and what it should be.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings |= tomllib.loads(path.read_text("utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    for variable, text in environment.items():
+        name = variable.removeprefix(prefix).lower()
+        if variable.startswith(prefix) and name != "config" and name not in only_in_file:
+            settings[name] = text
+    settings |= {name: value for name, value in options.items() if value is not None}
+    try:
+        # Not strict: the environment has only text.
+        return msgspec.convert(settings, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the configuration is wrong: {error}") from error

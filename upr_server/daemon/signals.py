@@ -1,0 +1,47 @@
+"""Running until a signal comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+import structlog
+import trio
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+
+async def run_until_signal(
+    running: AbstractAsyncContextManager[T], on_running: Callable[[T], None]
+) -> None:
+    """Stays in a context until SIGINT or SIGTERM comes, and leaves it then; one that comes while it
+    is being entered is heard when it is. A second signal cancels it, wherever it is.
+
+    Args:
+        running: What runs.
+        on_running: Called with what the context gives, once it is entered.
+    """
+    stop = trio.Event()
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_listen, signals, stop, nursery.cancel_scope)
+            async with running as entered:
+                on_running(entered)
+                await stop.wait()
+            nursery.cancel_scope.cancel()
+    log.info("stopped")
+
+
+async def _listen(signals: AsyncIterator[int], stop: trio.Event, scope: trio.CancelScope) -> None:
+    log.info("stopping", signal=await _next(signals))
+    stop.set()
+    log.warning("stopping at once", signal=await _next(signals))
+    scope.cancel()
+
+
+async def _next(signals: AsyncIterator[int]) -> str:
+    return signal.Signals(await anext(signals)).name
