@@ -261,12 +261,13 @@ async def put_back(store: EventStore, consumer: str, events: Sequence[BucketEven
         if not await transaction.read(*keys.one(keys.registration_key(consumer))):
             raise UnknownConsumerError(consumer)
         since: Mapping[bytes, bytes] = dict(await transaction.read(*keys.queue_range(consumer)))
+        places = [keys.place_of(consumer, key) for key in since]
+        incarnations = {place.bucket: place.incarnation for place in places}
         for event in events:
-            key = keys.counter_key(consumer, event.bucket, event.incarnation)
-            first, end = keys.bucket_range(consumer, event.bucket)
-            if any(first <= other < end and not other.startswith(key) for other in since):
+            if incarnations.get(event.bucket, event.incarnation) != event.incarnation:
                 # Another bucket of that name was made since, which tells of the end of this one.
                 continue
+            key = keys.counter_key(consumer, event.bucket, event.incarnation)
             (later,) = NUMBER.unpack(since.get(key, NUMBER.pack(0)))
             earlier = counter.pack(event.fate, event.updates)
             transaction.put(key, NUMBER.pack(counter.merged(earlier, later)))
