@@ -1,0 +1,108 @@
+"""The oracle: who writes at random, and what every scan at `now` must be then."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from tests.indexer.kit import by_brute_force, define, name_of, scan, until_ready
+from tests.indexer.test_keys import compare
+from tests.kit.process import eventually
+from upr_protocol.client import Client
+from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.indexer import Indexer
+
+KEYS = [f"k{number}" for number in range(40)]
+DEFINITIONS = [
+    IndexDefinition(("a",)),
+    IndexDefinition(("a", "b")),
+    IndexDefinition(("b", "document_key()"), "a"),
+    IndexDefinition(("c[0]",), "b != a"),
+    IndexDefinition(("c",)),
+]
+VALUES = [None, True, False, 0, 1, 1.5, -2, 2**53 + 1, "", "x", "xy", "é", [1], [1, "x"], {"q": 1}]
+
+
+class Oracle:
+    """Documents and definitions at random, and a scan by brute force.
+
+    Attributes:
+        rng: The chance.
+        client: Who writes.
+        indexer: Who is asked.
+        defined: The indexes that there should be, by design document.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.client: Client
+        self.indexer: Indexer
+        self.defined: dict[str, IndexDefinition] = {}
+
+    # Who writes.
+
+    def _document(self) -> str:
+        choice = self.rng.choice
+        if self.rng.random() < 0.1:
+            return choice(["", "no json", "7", "[]", '"x"'])
+        fields: dict[str, Any] = {}
+        for name in "abc":
+            if self.rng.random() < 0.8:
+                fields[name] = choice(VALUES)
+        if self.rng.random() < 0.3:
+            fields["c"] = [choice(VALUES), choice(VALUES)]
+        return json.dumps(fields)
+
+    async def write(self, count: int) -> None:
+        for _ in range(count):
+            key = self.rng.choice(KEYS)
+            if self.rng.random() < 0.25:
+                if await self.client.get(key) is not None:
+                    await self.client.delete(key)
+            else:
+                await self.client.set(key, self._document())
+
+    async def redefine(self) -> None:
+        name = self.rng.choice("xyz")
+        definition = self.rng.choice(DEFINITIONS)
+        self.defined[name] = definition
+        await define(self.client, name, {"i": definition})
+
+    # What must hold.
+
+    async def contents(self) -> dict[bytes, bytes]:
+        items = await self.client.get_many(KEYS)
+        return {item.key: bytes(item.value) for item in items if item is not None}
+
+    async def read_designs(self) -> None:
+        """A server that crashed may have lost some."""
+        found = {}
+        for name in "xyz":
+            item = await self.client.get(f"_design/{name}")
+            if item is not None:
+                fields = json.loads(item.value)["indexes"]["i"]
+                found[name] = IndexDefinition(tuple(fields["key"]), fields["filter"])
+        self.defined = found
+
+    def _is_current(self) -> bool:
+        names = set(self.indexer.names())
+        return names == {name_of(f"{name}/i") for name in self.defined} and all(
+            self.indexer.find(name_of(f"{name}/i")).definition == definition
+            for name, definition in self.defined.items()
+        )
+
+    async def check(self) -> None:
+        await eventually(self._is_current, "the indexes are those that are defined", 20)
+        await until_ready(self.indexer, *(f"{name}/i" for name in self.defined))
+        contents = await self.contents()
+        for name, definition in self.defined.items():
+            wanted = by_brute_force(definition, contents)
+            found = await scan(self.indexer, f"{name}/i", timeout_s=20)
+            assert found == wanted
+            if wanted:
+                middle = self.rng.choice(wanted)[0][:1]
+                down = await scan(self.indexer, f"{name}/i", prefix=middle, descending=True)
+                some = [entry for entry in wanted if compare(entry[0][0], middle[0]) == 0]
+                assert down == some[::-1]
+            self.indexer.find(name_of(f"{name}/i")).file.check_invariants()

@@ -1,0 +1,103 @@
+"""At `now`, every scan is a scan by brute force of what the active nodes have: replicas that take
+over, with and without what was written last, and indexers that crash beside them.
+`UPR_INDEXER_ROUNDS` says how many runs; each names its seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import pytest
+import trio
+
+from tests.indexer.kit import an_indexer
+from tests.indexer.oracle import Oracle
+from tests.kit.cluster import BUCKET, TestCluster, cluster
+from upr_protocol.client import connect
+from upr_protocol.errors import UprError
+
+ROUNDS: Final = int(os.environ.get("UPR_INDEXER_ROUNDS", "4"))
+STEPS: Final = 5
+PARTITIONS: Final = 4
+
+
+def url_of(nodes: TestCluster) -> str:
+    """All nodes of the bucket."""
+    return f"upr://{','.join(node.address for node in nodes.nodes.values())}/{BUCKET}"
+
+
+class World(Oracle):
+    """Three nodes, of which one is lost at a time, and an indexer that crashes.
+
+    Attributes:
+        rollbacks: How many times a partition of an indexer's went back.
+    """
+
+    def __init__(self, seed: int, nodes: TestCluster, data_dir: Path) -> None:
+        super().__init__(seed)
+        self.nodes = nodes
+        self.rollbacks = 0
+        self._data_dir = data_dir
+        self._ring = self.rng.choice([5, 50, 1000])
+
+    @asynccontextmanager
+    async def indexing(self) -> AsyncIterator[None]:
+        """An indexer. Left by an exception, or by `crash`, it saves nothing."""
+        with trio.CancelScope() as self._scope:
+            async with an_indexer(url_of(self.nodes), self._data_dir, ring=self._ring) as indexer:
+                self.indexer = indexer
+                yield
+                self.rollbacks += indexer.stream.rollbacks
+                if self.rng.random() < 0.5:
+                    self._scope.cancel()
+                    await trio.lowlevel.checkpoint()
+
+    async def lose_a_node(self) -> None:
+        """One goes down in the midst of writes; another is active in its place, and it comes back
+        as a replica."""
+        victim = self.rng.choice(sorted({one.active for one in self.nodes.map.partitions}))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_what_can_be, 10)
+            for _ in range(self.rng.randrange(60)):
+                await trio.lowlevel.checkpoint()
+            await self.nodes.nodes[victim].kill()
+            await self.nodes.fail_over(victim, self.rng)
+        await self.nodes.start(victim)
+        await self.nodes.share(self.nodes.map.partitions)
+        await patiently(self.read_designs)
+
+    async def _write_what_can_be(self, count: int) -> None:
+        for _ in range(count):
+            # Whether it was done the answer would say, and that may be lost.
+            with suppress(UprError):
+                await self.write(1)
+
+
+async def patiently(ask: Callable[[], Awaitable[None]]) -> None:
+    """Asks again where the connection to a node that is gone breaks."""
+    with trio.fail_after(20):
+        while True:
+            try:
+                return await ask()
+            except UprError:
+                await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("seed", range(ROUNDS))
+async def test_at_now_it_is_what_the_active_nodes_have(seed: int, tmp_path: Path) -> None:
+    async with cluster(partitions=PARTITIONS) as nodes, connect(url_of(nodes)) as client:
+        world = World(seed, nodes, tmp_path)
+        world.client = client
+        await world.redefine()
+        for _ in range(STEPS):
+            async with world.indexing():
+                await world.write(world.rng.randrange(40))
+                if world.rng.random() < 0.7:
+                    await world.lose_a_node()
+                await world.write(world.rng.randrange(20))
+                await world.check()
+            if world.rng.random() < 0.5:
+                await world.lose_a_node()
