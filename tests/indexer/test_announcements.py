@@ -115,6 +115,16 @@ async def test_an_index_is_dropped_though_the_stream_stands_still(
         assert indexer.names() == []
 
 
+async def test_an_index_that_is_about_to_go_is_let_go_of_at_the_end(tmp_path: Path) -> None:
+    async with a_town(tmp_path) as (_, client, indexer):
+        index = indexer.find(name_of("d/city"))
+        # Somebody reads it still.
+        index.scans += 1
+        await client.delete("_design/d")
+        await eventually(lambda: not indexer.names(), "it is dropped")
+    assert index.file._is_closed
+
+
 async def test_what_changes_often_ends_as_it_was_written_last(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
 

@@ -156,6 +156,8 @@ class Indexer:
             address, consumer_name(settings.data_dir), self._catalog, self._overlay
         )
         self._indexes: dict[IndexName, Index] = {}
+        # Those that are open, also of indexes that are about to go.
+        self._files: set[IndexFile] = set()
         self._mistakes: dict[str, str] = {}
         self._builders: dict[Builder, trio.CancelScope] = {}
         self._changed = Bell()
@@ -186,8 +188,8 @@ class Indexer:
     def close(self) -> None:
         """Lets go of the files."""
         self._catalog.file.close()
-        for index in self._indexes.values():
-            index.file.close()
+        for file in self._files:
+            file.close()
 
     @property
     def _folder(self) -> Path:
@@ -221,6 +223,7 @@ class Indexer:
     async def _make(self, name: IndexName, definition: IndexDefinition) -> Index:
         bucket = self._settings.address.bucket
         file = await self._work(partial(IndexFile, self._path(name, definition), bucket))
+        self._files.add(file)
         index = self._indexes[name] = Index(name, definition, file, Extractor(definition))
         return index
 
@@ -322,6 +325,7 @@ class Indexer:
         await self._changed.until(lambda: not index.scans)
         # Behind the batch that may still be under way.
         await self._work(index.file.destroy)
+        self._files.remove(index.file)
 
     def _moved(self, piece: Piece) -> None:
         for builder in self._builders:
