@@ -22,8 +22,10 @@ from tests.indexer.kit import (
     scan,
     until_ready,
 )
+from tests.indexer.test_oracle import World
 from tests.kit.process import eventually
 from upr_protocol.client import Client, connect, follow_events
+from upr_protocol.ids import Durability
 from upr_server.app import Server
 from upr_server.events import EventBus
 from upr_server.indexer import announcements
@@ -148,6 +150,27 @@ async def test_what_changes_often_ends_as_it_was_written_last(tmp_path: Path) ->
         assert is_now(CITY)
         assert indexer.mistakes == {}
         assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+
+
+async def test_a_definition_that_the_server_loses_is_taken_back(tmp_path: Path) -> None:
+    world = World(0, tmp_path)
+    async with world.running():
+        text = '{"indexes": {"city": {"key": ["city"]}}}'
+        await world.client.set("_design/d", text, durability=Durability.PERSISTED)
+        await until_ready(world.indexer, "d/city")
+        async with standing_still(world.indexer):
+            world.hold_commits()
+            await define(world.client, "e", {"n": NUMBER})
+            await world.client.delete("_design/d")
+            await eventually(lambda: world.indexer.names() == [name_of("e/n")], "it was told")
+            await world.crash("server")
+            await world.start_server()
+        await eventually(
+            lambda: world.indexer.names() == [name_of("d/city")], "it is as the server has it"
+        )
+        await until_ready(world.indexer, "d/city")
+        assert not world.indexer._overlay.texts
+        assert await scan(world.indexer, "d/city", timeout_s=20) == []
 
 
 async def redefine(client: Client, indexer: Indexer) -> None:
