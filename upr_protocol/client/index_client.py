@@ -233,6 +233,9 @@ class IndexClient:
         connection = self._connection
         connection.timeout = timeout_s + SLACK_S
         reused = connection.sock is not None
+        if reused:
+            # It has the patience of the question that it was made for.
+            connection.sock.settimeout(connection.timeout)
         try:
             try:
                 return self._exchange(method, path, body)
