@@ -57,7 +57,7 @@ SHARE: Final = 0.02
 WATCH_S: Final = 0.02
 
 BY_N: Final = IndexDefinition(("n",))
-BY_COST: Final = IndexDefinition(("x" + "[?@ > `1`]" * 10 + " | length(@)",))
+BY_COST: Final = IndexDefinition((" | ".join(["x", *["[?@ > `1`]"] * 30, "length(@)"]),))
 TAIL: Final = json.dumps({"x": list(range(100, 400)), "y": "y" * VALUE_BYTES})[1:]
 
 
