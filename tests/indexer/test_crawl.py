@@ -1,6 +1,6 @@
 """An indexer process that crawls, while far more is written than its pool holds.
 
-Its pool is filled behind an index whose expression takes some 20 ms a document. Then it is let run
+Its pool is filled behind an index whose expression takes some 17 ms a document. Then it is let run
 for 2 % of the time, as on a machine that has other things to do. Its memory must be bounded, and
 the server's; another consumer must not notice; and in the end, at full speed and without that
 index, it must catch up.
@@ -48,9 +48,10 @@ INDEXER_BYTES: Final = POOL_BYTES + WINDOW_BYTES_DEFAULT + 48 * MIB
 """What may come on top of the idle indexer: beside the pool and the window there are the batch at
 work, its documents as JSON, the ring buffer, and what `malloc` does not give back."""
 
-QUOTA_BYTES: Final = 64 * MIB
-SERVER_BYTES: Final = 2 * (QUOTA_BYTES + QUOTA_BYTES // 4)
-"""What may come on top of the empty server, for two buckets: as with any consumer that is slow."""
+QUOTA_BYTES: Final = 128 * MIB
+SERVER_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4 + 2 * WINDOW_BYTES_DEFAULT
+"""What may come on top of the empty server: as with any consumer that is slow, and what is on its
+way to the two."""
 
 PERIOD_S: Final = 0.1
 SHARE: Final = 0.02
@@ -87,24 +88,32 @@ class Watch:
         return self.peak_bytes - self.start_bytes
 
 
-async def follow(url: str, first: int) -> float:
-    """Writes documents; gives how long it took until another consumer had all of them."""
-    wanted = {b"%d" % number for number in range(first, first + COUNT)}
+class Other:
+    """Another consumer, which follows all the time."""
 
-    async def write() -> None:
+    def __init__(self) -> None:
+        self._wanted: set[bytes] = set()
+        self._done = trio.Event()
+
+    async def run(self, url: str, task_status: trio.TaskStatus[None]) -> None:
+        async with consume(url) as consumer:
+            task_status.started()
+            async for event in consumer:
+                if isinstance(event, ChunkReceived):
+                    self._wanted.difference_update(event.chunk.keys())
+                if not self._wanted:
+                    self._done.set()
+
+    async def follow(self, url: str, first: int) -> float:
+        """Writes documents; gives how long it took until it had all of them."""
+        self._wanted = {b"%d" % number for number in range(first, first + COUNT)}
+        self._done = trio.Event()
+        began = trio.current_time()
         async with publisher(url) as writer:
             for number in range(first, first + COUNT):
                 await writer.set(b"%d" % number, document(number))
-
-    began = trio.current_time()
-    async with trio.open_nursery() as nursery, consume(url) as consumer:
-        nursery.start_soon(write)
-        async for event in consumer:
-            if isinstance(event, ChunkReceived):
-                wanted.difference_update(event.chunk.keys())
-            if not wanted:
-                break
-    return trio.current_time() - began
+        await self._done.wait()
+        return trio.current_time() - began
 
 
 @asynccontextmanager
@@ -139,17 +148,26 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.sleep(WATCH_S)
 
 
+@asynccontextmanager
+async def a_town() -> AsyncIterator[tuple[ServerProcess, str]]:
+    """A server with a bucket, and the bucket's URL."""
+    async with server_process("--quota-bytes", str(QUOTA_BYTES)) as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket("b", PARTITIONS)
+        yield server, server.url("b")
+
+
 @pytest.mark.timeout(600)
 async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
-    async with (
-        server_process("--quota-bytes", str(QUOTA_BYTES)) as server,
-        connect(server.url()) as client,
-    ):
-        await client.create_bucket("alone", PARTITIONS)
-        await client.create_bucket("b", PARTITIONS)
+    async with a_town() as (server, url), trio.open_nursery() as nursery:
+        other = Other()
+        await nursery.start(other.run, url)
+        alone_s = await other.follow(url, 0)
+        nursery.cancel_scope.cancel()
+    async with a_town() as (server, url):
         options = ("--pool-bytes", str(POOL_BYTES))
         with (
-            indexer_process(server.url("b"), tmp_path, *options) as indexer,
+            indexer_process(url, tmp_path, *options) as indexer,
             IndexClient(indexer.url) as asking,
         ):
             for name, definition in (("d", BY_N), ("costly", BY_COST)):
@@ -159,11 +177,12 @@ async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
             async with trio.open_nursery() as nursery:
                 for watch in watches:
                     nursery.start_soon(watch.run)
-                alone_s = await follow(server.url("alone"), 0)
-                costly_s = await follow(server.url("b"), 0)
+                other = Other()
+                await nursery.start(other.run, url)
+                costly_s = await other.follow(url, 0)
                 await until(lambda: asking.status()["pool_used"] >= POOL_BYTES * STREAM_SHARE)
                 async with crawling(indexer.process):
-                    crawling_s = await follow(server.url("b"), COUNT)
+                    crawling_s = await other.follow(url, COUNT)
                 status = await ask(asking.status)
                 full_bytes = watches[1].more_bytes
                 began = trio.current_time()
