@@ -95,9 +95,8 @@ class Other:
         self._wanted: set[bytes] = set()
         self._done = trio.Event()
 
-    async def run(self, url: str, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, url: str) -> None:
         async with consume(url) as consumer:
-            task_status.started()
             async for event in consumer:
                 if isinstance(event, ChunkReceived):
                     self._wanted.difference_update(event.chunk.keys())
@@ -161,7 +160,7 @@ async def a_town() -> AsyncIterator[tuple[ServerProcess, str]]:
 async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
     async with a_town() as (server, url), trio.open_nursery() as nursery:
         other = Other()
-        await nursery.start(other.run, url)
+        nursery.start_soon(other.run, url)
         alone_s = await other.follow(url, 0)
         nursery.cancel_scope.cancel()
     async with a_town() as (server, url):
@@ -178,7 +177,7 @@ async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
                 for watch in watches:
                     nursery.start_soon(watch.run)
                 other = Other()
-                await nursery.start(other.run, url)
+                nursery.start_soon(other.run, url)
                 costly_s = await other.follow(url, 0)
                 await until(lambda: asking.status()["pool_used"] >= POOL_BYTES * STREAM_SHARE)
                 async with crawling(indexer.process):
