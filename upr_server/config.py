@@ -161,7 +161,7 @@ def load_config(
         ConfigError: With the name of what is wrong, and what it should be.
     """
     config = load_settings(
-        Config, ENVIRONMENT_PREFIX, path, environment, options, only_in_file=("buckets",)
+        Config, ENVIRONMENT_PREFIX, path, environment, options, ignored=("buckets",)
     )
     config.check()
     return config

@@ -28,12 +28,17 @@ POOL_BYTES = 64 * 1024 * 1024
 
 @asynccontextmanager
 async def a_server(
-    store: SimulatedStore | None = None, *, partitions: int = PARTITIONS, port: int = 0
+    store: SimulatedStore | None = None,
+    *,
+    partitions: int = PARTITIONS,
+    port: int = 0,
+    events: bool = True,
 ) -> AsyncIterator[Server]:
     config = Config(
         listen=f"127.0.0.1:{port}",
         buckets=(BucketConfig(BUCKET, partitions),),
         shutdown_deadline_s=0.1,
+        events=events,
     )
     async with running_server(config, store or SimulatedStore()) as server:
         yield server

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tests.kit.process import ROOT, environment
+from tests.kit.process import ROOT, environment, status_of
 
 UPR_INDEXER: Final = (sys.executable, "-c", "from upr_server.indexer.command import main; main()")
 DEADLINE_S: Final = 60
@@ -31,6 +31,11 @@ class IndexerProcess:
         assert prefix == "listening on", line
         self.process = process
         self.url = url
+
+    @property
+    def anonymous_bytes(self) -> int:
+        """Memory in use now, without mapped files."""
+        return status_of(self.process.pid, "RssAnon")
 
     def kill(self) -> None:
         """Ends it as a crash would."""

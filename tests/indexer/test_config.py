@@ -1,45 +1,200 @@
-"""What an indexer can be told, and what is refused."""
+"""The indexer's configuration: where it comes from, what overrides what, what is refused."""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
+from click.testing import CliRunner, Result
 
+from tests.indexer.processes import UPR_INDEXER
+from tests.kit.process import run
 from upr_server.daemon import ConfigError
-from upr_server.indexer.config import load_config
+from upr_server.indexer.cli import main
+from upr_server.indexer.config import Config, load_config
 
-BUCKET = {"bucket": "upr://h:1/b"}
+URL: Final = "upr://127.0.0.1:12000/planes"
+FILE: Final = f"""
+bucket = "{URL}"
+listen = "0.0.0.0:1"
+pool_bytes = 9000000
+queues = 3
+"""
+
+
+def load(**options: Any) -> Config:
+    return load_config(None, {}, {"bucket": URL, **options})
+
+
+def test_defaults() -> None:
+    assert load() == Config(URL)
+    settings = load().settings()
+    assert settings.address.bucket == "planes"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert settings.pool_bytes == pytest.approx(0.3 * memory, rel=0.01)
+    assert settings.rings == 8
+    assert settings.ring_limits.entries == 200_000
 
 
 def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "indexer.toml"
-    path.write_text('bucket = "upr://h:1/b"\nqueues = 2\nlisten = "h:1"')
-    environment = {"UPR_INDEXER_QUEUES": "3", "UPR_INDEXER_CONFIG": "x", "UPR_SERVER_QUEUES": "4"}
-    config = load_config(path, environment, {"listen": "h:2", "data_dir": None})
-    assert (config.queues, config.listen, config.data_dir) == (3, "h:2", "")
-    assert config.settings().address.bucket == "b"
+    path.write_text(FILE)
+    config = load_config(path, {}, {})
+    assert (config.listen, config.pool_bytes, config.queues) == ("0.0.0.0:1", 9_000_000, 3)
+    environment = {"UPR_INDEXER_LISTEN": "h:2", "UPR_SERVER_LISTEN": "h:7", "OTHER": "x"}
+    config = load_config(path, environment, {})
+    assert (config.listen, config.pool_bytes) == ("h:2", 9_000_000)
+    options = {"listen": "h:3", "pool_bytes": None, "bucket": "upr://h/other"}
+    config = load_config(path, environment, options)
+    assert (config.listen, config.pool_bytes) == ("h:3", 9_000_000)
+    assert config.settings().address.bucket == "other"
 
 
-def test_a_bucket_has_a_folder_of_its_own() -> None:
-    settings = load_config(None, {}, BUCKET).settings()
-    assert settings.data_dir.name == "b"
-    settings = load_config(None, {}, {**BUCKET, "data_dir": "/d"}).settings()
-    assert settings.data_dir == Path("/d")
+def test_text_from_the_environment_is_converted() -> None:
+    environment = {
+        "UPR_INDEXER_BUCKET": URL,
+        "UPR_INDEXER_POOL_BYTES": "9000000",
+        "UPR_INDEXER_QUEUES": "2",
+        "UPR_INDEXER_UNDO_MUTATIONS": "7",
+        "UPR_INDEXER_DATA_DIR": "/somewhere",
+        # These name the file, and where `upr index` finds the indexer: no settings.
+        "UPR_INDEXER_CONFIG": "/nowhere.toml",
+        "UPR_INDEXER_URL": "http://127.0.0.1:12080",
+    }
+    settings = load_config(None, environment, {}).settings()
+    assert (settings.pool_bytes, settings.rings) == (9_000_000, 2)
+    assert settings.ring_limits.entries == 7
+    assert settings.data_dir == Path("/somewhere")
+
+
+def test_each_bucket_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert load().settings().data_dir == Path("/data/upr-indexer/planes")
+    other = load(bucket="upr://127.0.0.1:12000/other").settings()
+    assert other.data_dir == Path("/data/upr-indexer/other")
+
+
+def test_several_nodes_may_be_named() -> None:
+    address = load(bucket="upr://a:1,b:2/planes").address()
+    assert [(node.host, node.port) for node in address.each()] == [("a", 1), ("b", 2)]
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"bucket": ""}, "bucket is ''"),
-        ({"bucket": "upr://h:1"}, "bucket is"),
-        ({"listen": "nowhere"}, "HOST:PORT"),
-        ({"listen": "h:99999"}, "HOST:PORT"),
-        ({"pool_bytes": 1}, "pool_bytes is 1"),
-        ({"queues": 0}, "queues"),
+        ({"bucket": ""}, "bucket is ''.* upr://"),
+        ({"bucket": "planes"}, "bucket is 'planes'.* upr://"),
+        ({"bucket": "upr://h:1"}, "the bucket is missing"),
+        ({"listen": "nowhere"}, "listen is 'nowhere'; write HOST:PORT"),
+        ({"listen": "h:99999"}, "listen is 'h:99999'; write HOST:PORT"),
+        ({"listen": "h:\u0662"}, "HOST:PORT"),
+        ({"listen": "h:-1"}, "HOST:PORT"),
+        ({"pool_bytes": "8388607"}, "pool_bytes is 8388607; at least 8388608"),
+        ({"pool_bytes": "-1"}, "pool_bytes"),
+        ({"pool_bytes": "many"}, "pool_bytes"),
+        ({"queues": "0"}, "queues"),
+        ({"undo_mutations": "0"}, "undo_mutations"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"log_format": "xml"}, "log_format"),
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(settings: dict[str, object], said: str) -> None:
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_config(None, {}, {**BUCKET, **settings})
+        load(**settings)
+    environment = {f"UPR_INDEXER_{name.upper()}": text for name, text in settings.items()}
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {"UPR_INDEXER_BUCKET": URL, **environment}, {})
+
+
+@pytest.mark.parametrize("text", ["listen = ", "\xff", "queues = 'three'", "colour = 'red'"])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "indexer.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        load_config(path, {}, {"bucket": URL})
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_config(tmp_path / "none.toml", {}, {"bucket": URL})
+
+
+# The command.
+
+
+def command(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), env=environment, prog_name="upr-indexer")
+
+
+def test_help_names_every_setting() -> None:
+    for option in ("--help", "-h"):
+        result = command(option)
+        assert result.exit_code == 0
+        # The bucket is the argument.
+        for name in Config.__struct_fields__[1:]:
+            assert f"--{name.replace('_', '-')}" in result.output
+        assert "Usage: upr-indexer [OPTIONS] URL" in result.output
+        assert "upr://HOST:PORT/BUCKET" in result.output
+        assert f"[default: {Config().listen}]" in result.output
+
+
+def test_the_version() -> None:
+    result = command("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"upr-indexer, version \S+\n", result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "bucket is ''"),
+        (["planes"], "bucket is 'planes'"),
+        ([URL, "more"], "unexpected extra argument (more)"),
+        ([URL, "--listen", "nowhere"], "listen is 'nowhere'; write HOST:PORT"),
+        ([URL, "--pool-bytes", "5"], "pool_bytes is 5; at least 8388608"),
+        ([URL, "--pool-bytes", "many"], "'many' is not a valid integer"),
+        ([URL, "--queues", "0"], "queues"),
+        ([URL, "--undo-mutations", "-1"], "undo_mutations"),
+        ([URL, "--log-level", "loud"], "log_level"),
+        ([URL, "--log-format", "xml"], "log_format"),
+        ([URL, "--config", "/no/such.toml"], "/no/such.toml cannot be read"),
+        ([URL, "--colour", "red"], "No such option"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(arguments: list[str], said: str) -> None:
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Try 'upr-indexer --help' for help." in result.output
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "indexer.toml"
+    path.write_text("queues = 0")
+    result = command(URL, UPR_INDEXER_CONFIG=str(path))
+    assert result.exit_code == 2
+    assert "queues" in result.output
+
+
+async def test_what_fails_at_the_start_is_a_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ("--listen", listen, "--data-dir", str(tmp_path / "data"))
+        finished = await run((*UPR_INDEXER, "upr://127.0.0.1:1/planes", *options))
+    assert finished.code == 1
+    assert finished.out == ""
+    last = finished.err.splitlines()[-1]
+    assert last.startswith(f"upr-indexer: cannot listen on {listen}: Address already in use")
+
+    (tmp_path / "file").write_text("")
+    options = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "file"))
+    finished = await run((*UPR_INDEXER, "upr://127.0.0.1:1/planes", *options))
+    assert finished.code == 1
+    assert finished.err.splitlines()[-1].startswith("upr-indexer: ")
+    assert str(tmp_path / "file") in finished.err
+    assert "Traceback" not in finished.err

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.indexer.kit import an_indexer, by_brute_force, define, scan, until_ready
 from tests.indexer.test_oracle import World
 from tests.kit.fleet import running_fleet
+from tests.kit.process import eventually
 from upr_protocol.client import Written as Answered
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import Durability
@@ -79,6 +81,36 @@ async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None
         wanted = by_brute_force(BY_A, await world.contents())
         assert len(wanted) == 40
         assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
+
+
+async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> None:
+    world = World(0, tmp_path)
+    # The ring buffer does not reach back: partitions begin again, that of the design document too.
+    world.ring = 1
+    with structlog.testing.capture_logs() as logs:
+        async with world.running():
+            await define(world.client, "x", {"i": BY_A})
+            await until_ready(world.indexer, "x/i")
+            await world.client.set("k0", '{"a": 0}', durability=Durability.PERSISTED)
+            for number in range(3):
+                world.hold_commits()
+                for change in range(40):
+                    await world.client.set(f"k{change}", f'{{"a": {number}}}')
+                    await world.client.set(f"_design/{change}", "lost")
+                await scan(world.indexer, "x/i")
+                await world.crash("server")
+                await world.start_server()
+                await world.write(10)
+                wanted = by_brute_force(BY_A, await world.contents())
+                assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
+            assert any(line["event"] == "going back" and not line["to"] for line in logs)
+            # What is not defined any more is known so again.
+            await world.client.delete("_design/x")
+            await eventually(lambda: not world.indexer.names(), "it is dropped", 20)
+    assert [line["event"] for line in logs if line["event"] in ("building", "dropping")] == [
+        "building",
+        "dropping",
+    ]
 
 
 async def test_a_failover_between_servers(tmp_path: Path) -> None:

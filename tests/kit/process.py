@@ -111,13 +111,13 @@ class ServerProcess:
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def _status(self, field: str) -> int:
-        return _status_of(self.process.pid, field)
+        return status_of(self.process.pid, field)
 
     @property
     def anonymous_bytes(self) -> int:
         """Memory in use now by it and its processes for the disk, without mapped files."""
         pids = (self.process.pid, *children_of(self.process.pid))
-        return sum(_status_of(pid, "RssAnon") for pid in pids)
+        return sum(status_of(pid, "RssAnon") for pid in pids)
 
     @property
     def descriptors(self) -> int:
@@ -208,7 +208,8 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-def _status_of(pid: int, field: str) -> int:
+def status_of(pid: int, field: str) -> int:
+    """A field of a process's status that counts memory, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024

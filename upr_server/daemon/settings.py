@@ -29,7 +29,7 @@ def load_settings(
     environment: Mapping[str, str],
     options: Mapping[str, Any],
     *,
-    only_in_file: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> S:
     """The settings from `path` (if any), then `environment`, then `options`.
 
@@ -40,7 +40,7 @@ def load_settings(
         path: A TOML file.
         environment: Environment variables.
         options: By field, what the command line says; None where it says nothing.
-        only_in_file: Fields that are not looked for in the environment.
+        ignored: Names that are not looked for in the environment.
 
     Raises:
         ConfigError: With the name of what is wrong, and what it should be.
@@ -53,7 +53,7 @@ def load_settings(
             raise ConfigError(f"{path} cannot be read: {error}") from error
     for variable, text in environment.items():
         name = variable.removeprefix(prefix).lower()
-        if variable.startswith(prefix) and name != "config" and name not in only_in_file:
+        if variable.startswith(prefix) and name != "config" and name not in ignored:
             settings[name] = text
     settings |= {name: value for name, value in options.items() if value is not None}
     try:

@@ -1,27 +1,15 @@
-"""How the indexer hears of design documents."""
+"""The design documents that the stream has brought."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import trio
 
-from upr_server.indexer.bell import Bell
-from upr_server.indexer.definition import DESIGN_PREFIX
+from upr_server.indexer.definition import DESIGN_PREFIX, design_name
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.piece import Row
 from upr_server.indexer.pipeline import Member
-
-
-class Definitions(Protocol):
-    """Tells which design documents there are, and that they have changed."""
-
-    async def current(self) -> Mapping[str, bytes]:
-        """The design documents, by name."""
-
-    async def changed(self) -> None:
-        """Waits until they may differ from what `current` gave last."""
 
 
 class Catalog:
@@ -32,12 +20,12 @@ class Catalog:
 
     Args:
         file: Where they are kept.
+        on_change: Called when they have changed.
     """
 
-    def __init__(self, file: IndexFile) -> None:
+    def __init__(self, file: IndexFile, on_change: Callable[[], None]) -> None:
         self.file = file
-        self._bell = Bell()
-        self._version = self._told = 0
+        self._on_change = on_change
 
     def member(self) -> Member:
         """It, for the running indexes' pipeline."""
@@ -49,17 +37,7 @@ class Catalog:
             return None
         return row.key, row.value
 
-    def _on_change(self) -> None:
-        self._version += 1
-        self._bell.ring()
-
     async def current(self) -> Mapping[str, bytes]:
-        """See `Definitions`."""
-        self._told = self._version
+        """The design documents, by name."""
         found = await trio.to_thread.run_sync(self.file.payloads)
-        cut = len(DESIGN_PREFIX)
-        return {key[cut:].decode(errors="replace"): text for key, text in found.items()}
-
-    async def changed(self) -> None:
-        """See `Definitions`."""
-        await self._bell.until(lambda: self._version != self._told)
+        return {design_name(key): text for key, text in found.items()}

@@ -98,6 +98,7 @@ def load_config(
     Raises:
         ConfigError: With the name of what is wrong, and what it should be.
     """
-    config = load_settings(Config, ENVIRONMENT_PREFIX, path, environment, options)
+    # `UPR_INDEXER_URL` tells `upr index` where the indexer is.
+    config = load_settings(Config, ENVIRONMENT_PREFIX, path, environment, options, ignored=("url",))
     config.settings()
     return config

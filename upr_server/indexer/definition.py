@@ -92,6 +92,11 @@ def design_key(name: str) -> bytes:
     return key
 
 
+def design_name(key: bytes) -> str:
+    """The name of the design document at `key`; what is not UTF-8 in it is replaced."""
+    return key.removeprefix(DESIGN_PREFIX).decode(errors="replace")
+
+
 def parse_design(name: str, text: bytes) -> Design:
     """The design document that `text` is.
 

@@ -17,9 +17,10 @@ import trio
 from upr_protocol.client import Address, RingLimits, connect
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability
+from upr_server.indexer.announcements import Announcements, consumer_name
 from upr_server.indexer.bell import Bell
 from upr_server.indexer.builder import Builder
-from upr_server.indexer.catalog import Catalog, Definitions
+from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.definition import (
     Design,
     IndexDefinition,
@@ -31,6 +32,7 @@ from upr_server.indexer.definition import (
 from upr_server.indexer.extractor import Extractor
 from upr_server.indexer.freshness import Barriers, has_all
 from upr_server.indexer.index_file import IndexFile, IndexFileError, NotSettledError
+from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.piece import Piece, Row
 from upr_server.indexer.pipeline import Member, Pipeline, Work, worker_thread
 from upr_server.indexer.pool import Pool
@@ -41,6 +43,8 @@ from upr_server.indexer.stream import Stream
 log = structlog.get_logger(__name__)
 
 RINGS_DEFAULT: Final = 8
+
+_NEVER: Final = -1
 
 
 class NoIndexError(UprError):
@@ -129,15 +133,15 @@ class Indexer:
         barriers: The barriers that scans wait for.
     """
 
-    def __init__(self, settings: Settings, work: Work, definitions: Definitions | None) -> None:
+    def __init__(self, settings: Settings, work: Work) -> None:
         self._settings = settings
         self._work = work
         address = settings.address
         self.pool = Pool(settings.pool_bytes)
-        catalog = Catalog(IndexFile(settings.data_dir / "catalog", address.bucket))
-        self._catalog = catalog
-        self._definitions = definitions or catalog
-        self.pipeline = Pipeline(self.pool, work, [catalog.member()], settings.rings)
+        self._catalog = Catalog(
+            IndexFile(settings.data_dir / "catalog", address.bucket), self._redefined
+        )
+        self.pipeline = Pipeline(self.pool, work, [self._catalog.member()], settings.rings)
         self.stream = Stream(
             address,
             self.pipeline,
@@ -147,10 +151,21 @@ class Indexer:
             self._moved,
         )
         self.barriers = Barriers(self.stream.barrier, self.pipeline)
+        self._overlay = Overlay(self.barriers.wait, self._redefined)
+        self._announcements = Announcements(
+            address, consumer_name(settings.data_dir), self._catalog, self._overlay
+        )
         self._indexes: dict[IndexName, Index] = {}
+        # Those that are open, also of indexes that are about to go.
+        self._files: set[IndexFile] = set()
         self._mistakes: dict[str, str] = {}
         self._builders: dict[Builder, trio.CancelScope] = {}
         self._changed = Bell()
+        self._is_redefined = False
+        self._is_confirming = False
+        self._is_swept = False
+        # The stream's rollbacks when the catalog was known to be whole; see `_reconcile`.
+        self._whole_at = _NEVER
 
     # Which indexes there are.
 
@@ -166,13 +181,15 @@ class Indexer:
             nursery.start_soon(self.barriers.run)
             await self._open()
             nursery.start_soon(self._keep_definitions, nursery)
+            nursery.start_soon(self._overlay.run)
+            nursery.start_soon(self._announcements.run)
             nursery.start_soon(self.stream.run)
 
     def close(self) -> None:
         """Lets go of the files."""
         self._catalog.file.close()
-        for index in self._indexes.values():
-            index.file.close()
+        for file in self._files:
+            file.close()
 
     @property
     def _folder(self) -> Path:
@@ -180,7 +197,7 @@ class Indexer:
 
     async def _open(self) -> None:
         """Opens the indexes that were there."""
-        for name, definition in self._wanted(await self._definitions.current()).items():
+        for name, definition in self._wanted(await self._catalog.current()).items():
             if self._path(name, definition).exists():
                 index = await self._make(name, definition)
                 if index.file.joined:
@@ -206,26 +223,34 @@ class Indexer:
     async def _make(self, name: IndexName, definition: IndexDefinition) -> Index:
         bucket = self._settings.address.bucket
         file = await self._work(partial(IndexFile, self._path(name, definition), bucket))
+        self._files.add(file)
         index = self._indexes[name] = Index(name, definition, file, Extractor(definition))
         return index
 
+    def _redefined(self) -> None:
+        self._is_redefined = True
+        self._changed.ring()
+
     async def _keep_definitions(self, nursery: trio.Nursery) -> None:
         """Makes and drops indexes as design documents come and go."""
-        await self._reconcile(nursery)
-        await self.barriers.wait()
-        await self._sweep(await self._reconcile(nursery))
         while True:
-            await self._definitions.changed()
+            self._is_redefined = False
             await self._reconcile(nursery)
+            await self._changed.until(lambda: self._is_redefined)
 
-    async def _reconcile(self, nursery: trio.Nursery) -> dict[IndexName, IndexDefinition]:
-        wanted = self._wanted(await self._definitions.current())
-        if self._unwanted(wanted):
-            # A partition that begins again has no design documents for a while, either.
-            await self.barriers.wait()
-            wanted = self._wanted(await self._definitions.current())
+    async def _reconcile(self, nursery: trio.Nursery) -> None:
+        told = self._overlay.texts
+        texts = {**await self._catalog.current(), **told}
+        # A partition that begins again has no design documents for a while: what is not in the
+        # catalog then may be defined all the same. What was told by the server itself is not.
+        is_whole = self._whole_at == self.stream.rollbacks
+        wanted = self._wanted({name: text for name, text in texts.items() if text is not None})
         for index in self._unwanted(wanted):
-            await self._drop(index)
+            if is_whole or index.name.design in told:
+                await self._drop(index)
+        if not is_whole and not self._is_confirming:
+            self._is_confirming = True
+            nursery.start_soon(self._confirm)
         for name, definition in wanted.items():
             if name not in self._indexes:
                 log.info("building", index=str(name))
@@ -250,19 +275,29 @@ class Indexer:
             )
             self._builders[builder] = trio.CancelScope()
             nursery.start_soon(self._build, builder)
+        if is_whole and not self._is_swept:
+            self._is_swept = True
+            await self._sweep()
         self._changed.ring()
-        return wanted
+
+    async def _confirm(self) -> None:
+        """When a barrier is back the catalog is whole, unless something has been undone since."""
+        rollbacks = self.stream.rollbacks
+        await self.barriers.wait()
+        self._whole_at = rollbacks
+        self._is_confirming = False
+        self._redefined()
 
     def _unwanted(self, wanted: Mapping[IndexName, IndexDefinition]) -> list[Index]:
         return [
             index for index in self._indexes.values() if wanted.get(index.name) != index.definition
         ]
 
-    async def _sweep(self, wanted: Mapping[IndexName, IndexDefinition]) -> None:
+    async def _sweep(self) -> None:
         """Removes what a crash has left of indexes that nobody wants."""
-        kept = {fingerprint(name, definition) for name, definition in wanted.items()}
+        kept = {index.file.path for index in self._indexes.values()}
         for path in await self._work(partial(_listed, self._folder)):
-            if path.name not in kept:
+            if path not in kept:
                 await self._work(partial(_remove, path))
 
     async def _build(self, builder: Builder) -> None:
@@ -285,9 +320,12 @@ class Indexer:
                     scope.cancel()
         for member in [each for each in self.pipeline.members if each.file is index.file]:
             self.pipeline.members.remove(member)
+        # Scans that wait for a batch need not wait for one to come.
+        self.pipeline.applied.ring()
         await self._changed.until(lambda: not index.scans)
         # Behind the batch that may still be under way.
         await self._work(index.file.destroy)
+        self._files.remove(index.file)
 
     def _moved(self, piece: Piece) -> None:
         for builder in self._builders:
@@ -417,30 +455,32 @@ class Indexer:
         range_ = query.range(part_count)
         at_least = query.at_least()
         with self.pool.scan():
-            with trio.move_on_after(query.timeout_s) as scope, self._read(index):
+            with trio.move_on_after(query.timeout_s) as scope:
                 if not index.file.joined:
                     raise BuildingError(name)
                 if query.consistency == "now":
+                    # The index may go meanwhile: a stream that stands still brings no barrier.
                     await self.barriers.wait()
-                await self._wait(index, partial(has_all, index.file, at_least))
-                while index.is_wanted:
-                    heard = _Heard(self.pipeline)
-                    settled = query.consistency != "any"
-                    with suppress(NotSettledError):
-                        if query.count:
-                            count = partial(index.file.count, range_, settled=settled)
-                            return Answer(count=await trio.to_thread.run_sync(count))
-                        look = partial(
-                            index.file.scan,
-                            range_,
-                            query.limit,
-                            settled=settled,
-                            with_timestamps=query.timestamps,
-                        )
-                        found = await trio.to_thread.run_sync(look)
-                        has_all(index.file, at_least)
-                        return answer(found, part_count)
-                    await self._wait(index, heard)
+                with self._read(index):
+                    await self._wait(index, partial(has_all, index.file, at_least))
+                    while index.is_wanted:
+                        heard = _Heard(self.pipeline)
+                        settled = query.consistency != "any"
+                        with suppress(NotSettledError):
+                            if query.count:
+                                count = partial(index.file.count, range_, settled=settled)
+                                return Answer(count=await trio.to_thread.run_sync(count))
+                            look = partial(
+                                index.file.scan,
+                                range_,
+                                query.limit,
+                                settled=settled,
+                                with_timestamps=query.timestamps,
+                            )
+                            found = await trio.to_thread.run_sync(look)
+                            has_all(index.file, at_least)
+                            return answer(found, part_count)
+                        await self._wait(index, heard)
                 raise NoIndexError(f"the index {name} was dropped")
             assert scope.cancelled_caught
             raise NotFreshError(
@@ -490,7 +530,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @asynccontextmanager
 async def running_indexer(
-    settings: Settings, *, work: Work | None = None, definitions: Definitions | None = None
+    settings: Settings, *, work: Work | None = None
 ) -> AsyncIterator[Indexer]:
     """An indexer that runs for as long as the context.
 
@@ -499,14 +539,13 @@ async def running_indexer(
     Args:
         settings: How it works.
         work: Where indexes are written; by default a worker thread.
-        definitions: What tells of design documents; by default the stream that it reads anyway.
 
     Raises:
         IndexFileError: The data directory cannot be used.
         UprError: The server refused.
     """
     with _locked(settings.data_dir):
-        indexer = Indexer(settings, work or worker_thread(), definitions)
+        indexer = Indexer(settings, work or worker_thread())
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(indexer.run)

@@ -1,0 +1,230 @@
+"""Design documents that the event bus tells of, while the stream stands still."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import trio
+
+from tests.indexer.kit import (
+    a_server,
+    an_indexer,
+    by_brute_force,
+    define,
+    name_of,
+    scan,
+    until_ready,
+)
+from tests.indexer.test_oracle import World
+from tests.kit.process import eventually
+from upr_protocol.client import Client, connect, follow_events
+from upr_protocol.ids import Durability
+from upr_server.app import Server
+from upr_server.events import EventBus
+from upr_server.indexer import announcements
+from upr_server.indexer.announcements import consumer_name
+from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.indexer import Indexer, NoIndexError
+from upr_server.indexer.query import Written
+from upr_server.net.requests import CONSUMER_NAME
+
+CITY = IndexDefinition(("city",))
+NUMBER = IndexDefinition(("n",))
+CONTENTS = {b"k%d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(50)}
+
+
+@asynccontextmanager
+async def a_town(data_dir: Path, **options: Any) -> AsyncIterator[tuple[Server, Client, Indexer]]:
+    """An indexer with an index `d/city` that hears the bus, if there is one."""
+    async with (
+        a_server(**options) as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), data_dir) as indexer,
+    ):
+        for key, value in CONTENTS.items():
+            await client.set(key, value)
+        await define(client, "d", {"city": CITY})
+        await until_ready(indexer, "d/city")
+        bus = server.service.events
+        if isinstance(bus, EventBus):
+            await eventually(lambda: bus.statistics()["asking"] == 1, "it listens")
+        yield server, client, indexer
+
+
+@asynccontextmanager
+async def standing_still(indexer: Indexer) -> AsyncIterator[None]:
+    """The indexes' stream takes nothing, not even a barrier."""
+    indexer.stream.hold()
+    try:
+        yield
+    finally:
+        indexer.stream.release()
+
+
+def entries_of(indexer: Indexer, name: str) -> int:
+    return indexer.find(name_of(name)).file.entry_count()
+
+
+async def test_an_index_is_begun_though_the_stream_stands_still(tmp_path: Path) -> None:
+    async with a_town(tmp_path) as (_, client, indexer):
+        async with standing_still(indexer):
+            await define(client, "e", {"n": NUMBER})
+            await eventually(lambda: name_of("e/n") in indexer.names(), "it is begun")
+            # As far as it can be without the stream, too.
+            await eventually(lambda: entries_of(indexer, "e/n") == len(CONTENTS), "it is built")
+            assert "e" not in await indexer._catalog.current()
+        await until_ready(indexer, "e/n")
+        await eventually(lambda: not indexer._overlay.texts, "the catalog has it")
+        assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
+        assert indexer.names() == [name_of("d/city"), name_of("e/n")]
+
+
+@pytest.mark.parametrize("consistency", ["now", "at_least"])
+async def test_an_index_is_dropped_though_the_stream_stands_still(
+    tmp_path: Path, consistency: str
+) -> None:
+    async with a_town(tmp_path) as (_, client, indexer):
+        answer = await client.set("k", "{}")
+        written = (Written(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
+        ended = trio.Event()
+
+        async def ask() -> None:
+            with pytest.raises(NoIndexError):
+                await scan(
+                    indexer, "d/city", consistency=consistency, written=written, timeout_s=60
+                )
+            ended.set()
+
+        async with trio.open_nursery() as nursery, standing_still(indexer):
+            # The drop does not wait for scans that wait for what does not come.
+            nursery.start_soon(ask)
+            await client.delete("_design/d")
+            await eventually(lambda: not indexer.names(), "it is dropped")
+            await eventually(
+                lambda: not list((tmp_path / "indexes").iterdir()), "its room is given back"
+            )
+            assert "d" in await indexer._catalog.current()
+            if consistency == "at_least":
+                await ended.wait()
+        await eventually(lambda: not indexer._overlay.texts, "the catalog has it")
+        assert indexer.names() == []
+
+
+async def test_an_index_that_is_about_to_go_is_let_go_of_at_the_end(tmp_path: Path) -> None:
+    async with a_town(tmp_path) as (_, client, indexer):
+        index = indexer.find(name_of("d/city"))
+        # Somebody reads it still.
+        index.scans += 1
+        await client.delete("_design/d")
+        await eventually(lambda: not indexer.names(), "it is dropped")
+    assert index.file._is_closed
+
+
+async def test_what_changes_often_ends_as_it_was_written_last(tmp_path: Path) -> None:
+    async with a_town(tmp_path) as (_, client, indexer):
+
+        def is_now(definition: IndexDefinition) -> bool:
+            name = name_of("d/city")
+            return name in indexer.names() and indexer.find(name).definition == definition
+
+        async with standing_still(indexer):
+            await client.delete("_design/d")
+            await define(client, "d", {"city": NUMBER})
+            await eventually(lambda: is_now(NUMBER), "it is another index")
+            await client.set("_design/d", "{}")
+            await eventually(lambda: not indexer.names(), "a mistake has no indexes")
+            assert "indexes" in indexer.mistakes["d"]
+            for _ in range(5):
+                await client.delete("_design/d")
+                await define(client, "d", {"city": CITY})
+            await eventually(lambda: is_now(CITY), "it is defined again")
+        await until_ready(indexer, "d/city")
+        await eventually(lambda: not indexer._overlay.texts, "the catalog has it")
+        assert is_now(CITY)
+        assert indexer.mistakes == {}
+        assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+
+
+async def test_a_definition_that_the_server_loses_is_taken_back(tmp_path: Path) -> None:
+    world = World(0, tmp_path)
+    async with world.running():
+        text = '{"indexes": {"city": {"key": ["city"]}}}'
+        await world.client.set("_design/d", text, durability=Durability.PERSISTED)
+        await until_ready(world.indexer, "d/city")
+        async with standing_still(world.indexer):
+            world.hold_commits()
+            await define(world.client, "e", {"n": NUMBER})
+            await world.client.delete("_design/d")
+            await eventually(lambda: world.indexer.names() == [name_of("e/n")], "it was told")
+            await world.crash("server")
+            await world.start_server()
+        await eventually(
+            lambda: world.indexer.names() == [name_of("d/city")], "it is as the server has it"
+        )
+        await until_ready(world.indexer, "d/city")
+        assert not world.indexer._overlay.texts
+        assert await scan(world.indexer, "d/city", timeout_s=20) == []
+
+
+async def redefine(client: Client, indexer: Indexer) -> None:
+    """An index comes and another goes, by way of the stream."""
+    await define(client, "e", {"n": NUMBER})
+    await client.delete("_design/d")
+    await eventually(lambda: indexer.names() == [name_of("e/n")], "the stream brings it")
+    await until_ready(indexer, "e/n")
+    assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
+
+
+async def test_without_an_event_bus_the_stream_brings_it(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with a_town(tmp_path, events=False) as (_, client, indexer):
+            await redefine(client, indexer)
+    said = [line["error"] for line in logs if "the event bus is not heard" in line["event"]]
+    assert len(said) == 1
+    assert "events is false" in said[0]
+
+
+async def test_another_of_its_name_ends_the_listening_and_nothing_else(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with a_town(tmp_path) as (server, client, indexer):
+            async with follow_events(server.url(), consumer=consumer_name(tmp_path)):
+                await eventually(
+                    lambda: any("the event bus is not heard" in line["event"] for line in logs),
+                    "it has given up",
+                )
+            await redefine(client, indexer)
+
+
+async def test_what_cannot_be_read_the_stream_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dial(address: object) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(announcements, "READ_PATIENCE_S", 0.05)
+    monkeypatch.setattr(announcements, "connect", partial(connect, dial=dial))
+    with structlog.testing.capture_logs() as logs:
+        async with a_town(tmp_path) as (_, client, indexer):
+            await redefine(client, indexer)
+            await eventually(
+                lambda: any("what is announced" in line["event"] for line in logs), "it is said"
+            )
+
+
+def test_the_name_is_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    name = consumer_name(tmp_path)
+    assert re.fullmatch(r"indexer-[0-9a-f]{12}", name)
+    assert CONSUMER_NAME.fullmatch(name)
+    assert consumer_name(tmp_path / "link") == name
+    assert consumer_name(tmp_path / "other") != name
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert consumer_name(tmp_path) != name

@@ -1,0 +1,84 @@
+"""What lies over the catalog, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import trio
+import trio.testing
+
+from upr_server.indexer.overlay import Overlay
+
+
+class Passage:
+    """Barriers that are back when the test says so."""
+
+    def __init__(self) -> None:
+        self._waiting: list[trio.Event] = []
+        self.asked = 0
+
+    async def __call__(self) -> None:
+        self.asked += 1
+        event = trio.Event()
+        self._waiting.append(event)
+        await event.wait()
+
+    async def let_pass(self) -> None:
+        """All that are on their way are back, and what follows of it is done."""
+        for event in self._waiting:
+            event.set()
+        self._waiting.clear()
+        await trio.testing.wait_all_tasks_blocked()
+
+
+@asynccontextmanager
+async def running(
+    passed: Callable[[], Awaitable[object]], on_change: Callable[[], None] = lambda: None
+) -> AsyncIterator[Overlay]:
+    overlay = Overlay(passed, on_change)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(overlay.run)
+        yield overlay
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_entry_stays_until_a_barrier_has_passed_that_was_sent_after_it() -> None:
+    passage = Passage()
+    changes: list[dict[str, bytes | None]] = []
+    async with running(passage, lambda: changes.append(overlay.texts)) as overlay:
+        assert overlay.texts == {}
+        overlay.put("a", b"1")
+        await trio.testing.wait_all_tasks_blocked()
+        # This one comes too late for the barrier that is on its way.
+        overlay.put("b", None)
+        await passage.let_pass()
+        assert overlay.texts == {"b": None}
+        await passage.let_pass()
+        assert overlay.texts == {}
+        assert passage.asked == 2
+    assert changes == [{"a": b"1"}, {"a": b"1", "b": None}, {"b": None}, {}]
+
+
+async def test_what_is_told_again_waits_for_a_barrier_of_its_own() -> None:
+    passage = Passage()
+    async with running(passage) as overlay:
+        overlay.put("a", b"1")
+        await trio.testing.wait_all_tasks_blocked()
+        # Also where it says the same: in between it may have said something else.
+        overlay.put("a", None)
+        overlay.put("a", b"1")
+        await passage.let_pass()
+        assert overlay.texts == {"a": b"1"}
+        await passage.let_pass()
+        assert overlay.texts == {}
+
+
+async def test_it_does_not_grow_while_no_barrier_passes() -> None:
+    passage = Passage()
+    async with running(passage) as overlay:
+        for number in range(100):
+            overlay.put("a", b"%d" % number)
+            await trio.testing.wait_all_tasks_blocked()
+        assert overlay.texts == {"a": b"99"}
+        assert passage.asked == 1
