@@ -346,6 +346,35 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
         assert model.partition.manager.cursor_count == 1
 
 
+async def test_one_that_nobody_takes_from_leaves_room_for_others(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    reads: list[int] = []
+
+    def delay(call: AnyCall) -> float:
+        if isinstance(call, Read):
+            reads.append(call.bytes_max)
+        return 0.0
+
+    async with a_partition(SimulatedStore(delay=delay)) as (service, model):
+        for turn in range(100):
+            model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(20)))
+            await model.persist()
+        model.forget()
+        budget = int(service.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
+        assert budget < 100 * 20 * 10_000 / 2, "else it is about nothing"
+        idle, other = Reader(model), Reader(model)
+        assert idle.step() is None
+        await trio.sleep(1)
+        largest = max(reads)
+        reads.clear()
+        while other.ends != [2000]:
+            await other.read(1)
+        assert min(reads[:-1]) >= largest / 4
+        idle.close()
+        other.close()
+
+
 @pytest.mark.parametrize("seed", range(60))
 async def test_readers_see_what_the_model_says_whatever_happens(
     autojump_clock: trio.testing.MockClock, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -204,9 +204,11 @@ class Backfill:
             self._on_disk()
 
     async def _wait_for_room(self) -> None:
-        """Until it may read ahead, or holds nothing."""
+        """Until it may read ahead, or holds nothing. No more than what is left for all: one from
+        which nobody takes has half of the budget at most, and others go on in large pieces."""
         while (self._queue or self.unsent_bytes) and (
-            self._queue_bytes >= QUEUE_BYTES or self._budget_left() < PIECE_BYTES
+            self._queue_bytes >= QUEUE_BYTES
+            or self._budget_left() < max(PIECE_BYTES, self._queue_bytes + self.unsent_bytes)
         ):
             self._taken = trio.Event()
             await self._taken.wait()
