@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import trio
 import trio.testing
@@ -10,6 +12,7 @@ from tests.server.test_bucket_disk import batch
 from upr_protocol.client import connect
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
+from upr_server.engine import Bucket
 from upr_server.storage.calls import AnyCall, UpkeepStep
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 from upr_server.storage.upkeeper import REST_S
@@ -69,3 +72,25 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
             await trio.sleep(REST_S / 2)
             assert looks.count("updated") in range(12, 16)
             assert looks.count("idle") in range(9, 12)
+
+
+async def test_the_memory_of_a_deleted_bucket_is_free_soon(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    gc.disable()  # it would be found by chance
+    try:
+        async with running_server(Config(listen="127.0.0.1:0"), SimulatedStore()) as server:
+            await server.service.create_bucket("short-lived", 2, 64 * MIB)
+            server.service.bucket("short-lived").partitions[1].mutate(batch(0, 100), now=0.0)
+            await trio.sleep(3.0)
+            assert "short-lived" in names_of_buckets()
+            await server.service.delete_bucket("short-lived")
+            await trio.sleep(3.0)
+            assert "short-lived" not in names_of_buckets()
+    finally:
+        gc.enable()
+
+
+def names_of_buckets() -> list[str]:
+    """All that are in memory."""
+    return [found.name for found in gc.get_objects() if isinstance(found, Bucket)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -119,6 +120,8 @@ class Service:
         self._collapsible: dict[Bucket, None] = {}
         self._collapse_wanted = trio.Event()
         self._short: dict[Bucket, None] = {}
+        # A bucket was deleted.
+        self._has_garbage = False
         self._relief_wanted = trio.Event()
         self._started_at = trio.current_time()
 
@@ -343,6 +346,7 @@ class Service:
             with trio.CancelScope(shield=True):
                 await self.disks.pop(bucket).abandon()
                 await self.store.delete(name)
+                self._has_garbage = True
 
     def line(self, disk: BucketDisk, partition: Partition) -> Line:
         """The line before a partition."""
@@ -368,11 +372,13 @@ class Service:
             if not self._collapsible:
                 self._collapse_wanted = trio.Event()
                 await self._collapse_wanted.wait()
-            bucket = next(iter(self._collapsible))
-            if not bucket.collapse_step(COLLAPSE_MUTATIONS):
-                del self._collapsible[bucket]
+            self._collapse_some(next(iter(self._collapsible)))
             self._pay_credit()
             await trio.lowlevel.checkpoint()
+
+    def _collapse_some(self, bucket: Bucket) -> None:
+        if not bucket.collapse_step(COLLAPSE_MUTATIONS):
+            del self._collapsible[bucket]
 
     def _is_collapsible(self, bucket: Bucket) -> None:
         self._collapsible[bucket] = None
@@ -393,17 +399,20 @@ class Service:
             self._relief_wanted = trio.Event()
             with trio.move_on_after(RELIEF_RETRY_S if self._short else math.inf):
                 await self._relief_wanted.wait()
-            for bucket in list(self._short):
-                relief = Relief.FREE
-                while relief not in (Relief.NOTHING, Relief.REFUSE_CREDIT):
-                    relief = bucket.relieve(COLLAPSE_MUTATIONS)
-                    self._pay_credit()
-                    await trio.lowlevel.checkpoint()
-                if relief is Relief.NOTHING:
-                    self._short.pop(bucket, None)
-                elif bucket in self.disks:
-                    self.disks[bucket].upkeeper.wake()
+            await self._free_some()
             self._pay_credit()
+
+    async def _free_some(self) -> None:
+        for bucket in list(self._short):
+            relief = Relief.FREE
+            while relief not in (Relief.NOTHING, Relief.REFUSE_CREDIT):
+                relief = bucket.relieve(COLLAPSE_MUTATIONS)
+                self._pay_credit()
+                await trio.lowlevel.checkpoint()
+            if relief is Relief.NOTHING:
+                self._short.pop(bucket, None)
+            elif bucket in self.disks:
+                self.disks[bucket].upkeeper.wake()
 
     def _pay_credit(self) -> None:
         waiting, self._waiting_for_room = self._waiting_for_room, set()
@@ -414,28 +423,35 @@ class Service:
         """Turns expired items into deletions, for ever."""
         while True:
             await trio.sleep(EXPIRY_INTERVAL_S)
-            now = self.time()
-            for bucket in self.buckets:
-                for partition in bucket.partitions:
-                    due = partition.next_expiry()
-                    while due is not None and due <= now:
-                        partition.expire(now)
-                        due = partition.next_expiry()
-                        await trio.lowlevel.checkpoint()
-            for disk in list(self.disks.values()):
-                try:
-                    await disk.expire(now)
-                except CorruptionError as error:
-                    log.error("a damaged record", bucket=disk.bucket.name, error=str(error))
-                except StorageError:
-                    # The bucket was deleted meanwhile, or the store fails, and all of it ends.
-                    pass
-                if disk.bucket.relief() is not Relief.NOTHING:
-                    self.relieve(disk.bucket)
-            for bucket in self.buckets:
-                for partition in bucket.partitions:
-                    partition.replicas.give_up(trio.current_time())
+            await self._expire(self.time())
             self._pay_credit()
+            if self._has_garbage:
+                # A bucket's parts know one another, and it is much in few objects: left alone,
+                # Python might not look for it for hours.
+                self._has_garbage = False
+                gc.collect()
+
+    async def _expire(self, now: float) -> None:
+        for bucket in self.buckets:
+            for partition in bucket.partitions:
+                due = partition.next_expiry()
+                while due is not None and due <= now:
+                    partition.expire(now)
+                    due = partition.next_expiry()
+                    await trio.lowlevel.checkpoint()
+        for disk in list(self.disks.values()):
+            try:
+                await disk.expire(now)
+            except CorruptionError as error:
+                log.error("a damaged record", bucket=disk.bucket.name, error=str(error))
+            except StorageError:
+                # The bucket was deleted meanwhile, or the store fails, and all of it ends.
+                pass
+            if disk.bucket.relief() is not Relief.NOTHING:
+                self.relieve(disk.bucket)
+        for bucket in self.buckets:
+            for partition in bucket.partitions:
+                partition.replicas.give_up(trio.current_time())
 
     def statistics(self, bucket: str = "") -> dict[str, object]:
         """The server's figures, or one bucket's; sizes in bytes, times in seconds.
