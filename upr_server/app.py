@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import structlog
@@ -31,7 +30,7 @@ from upr_server.net import Service
 from upr_server.replication import Membership, Peers
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.port import Store
-from upr_server.storage.process_store import open_store
+from upr_server.storage.process_store import ProcessStore, open_store
 from upr_server.storage.upkeeper import IDLE_S, REST_S
 
 UPKEEP_CONSUMER: Final = ".upkeep"
@@ -83,11 +82,11 @@ async def running_server(config: Config, store: Store | None = None) -> AsyncIte
     async with AsyncExitStack() as stack:
         events: EventStore = MemoryStore()
         if store is None:
-            store = await stack.enter_async_context(
+            store = disk = await stack.enter_async_context(
                 open_store(config.data_path(), bytes_max=config.disk_bytes_max)
             )
             if config.events:
-                events = await _event_store(config.data_path(), stack)
+                events = await _event_store(disk, stack)
         bus = None
         if config.events:
             bus = await stack.enter_async_context(
@@ -96,10 +95,10 @@ async def running_server(config: Config, store: Store | None = None) -> AsyncIte
         yield await stack.enter_async_context(_serving(config, store, bus))
 
 
-async def _event_store(path: Path, stack: AsyncExitStack) -> EventStore:
+async def _event_store(disk: ProcessStore, stack: AsyncExitStack) -> EventStore:
     try:
-        return await stack.enter_async_context(open_disk_store(path / "events"))
-    except (StorageError, OSError) as error:
+        return await stack.enter_async_context(open_disk_store(disk.ledger))
+    except StorageError as error:
         # On a full disk, for instance. Nobody's data depends on it.
         log.warning("events are kept in memory only", error=str(error))
         return MemoryStore()

@@ -10,15 +10,8 @@ from typing import Final
 import pytest
 import trio
 
-from upr_server.events.store import (
-    NUMBER,
-    Atomic,
-    EventStore,
-    Operate,
-    Row,
-    Transaction,
-    operate,
-)
+from upr_server.events.store import EventStore, Transaction
+from upr_server.storage.ledger import NUMBER, Atomic, Operate, Row, operate
 
 ALL: Final = (b"\1", b"\xff")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
 from tests.events.conformance import Conformance, put, rows_of
 from upr_server.events import EventStore, MemoryStore, open_disk_store
+from upr_server.events.disk_store import DiskStore
 from upr_server.events.store import (
     ATTEMPTS_MAX,
     ConflictError,
@@ -17,7 +20,29 @@ from upr_server.events.store import (
     Transaction,
     range_read,
 )
+from upr_server.storage.calls import pack, unpack
 from upr_server.storage.errors import StorageError
+from upr_server.storage.ledger import Ledger, LedgerCall
+from upr_server.storage.process_store import open_store
+
+
+@asynccontextmanager
+async def on_disk(path: Path) -> AsyncIterator[DiskStore]:
+    """A store in a ledger of this process."""
+    ledger = Ledger(path)
+
+    async def ask(call: LedgerCall) -> Any:
+        # As it goes through a pipe.
+        sent, _ = pack(call)
+        await trio.lowlevel.checkpoint()
+        answer, _ = pack(ledger.answer(unpack(sent, LedgerCall, ())))
+        return unpack(answer, call.answer_type, ())
+
+    try:
+        async with open_disk_store(ask) as store:
+            yield store
+    finally:
+        ledger.close()
 
 
 class TestMemoryStore(Conformance):
@@ -29,15 +54,15 @@ class TestMemoryStore(Conformance):
 class TestDiskStore(Conformance):
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[EventStore]:
-        async with open_disk_store(tmp_path / "events") as store:
+        async with on_disk(tmp_path / "events") as store:
             yield store
 
 
 async def test_after_a_clean_stop_everything_is_there(tmp_path: Path) -> None:
-    async with open_disk_store(tmp_path / "events") as store:
+    async with on_disk(tmp_path / "events") as store:
         await put(store, {b"a": b"1"})
     for _ in range(2):
-        async with open_disk_store(tmp_path / "events") as store:
+        async with on_disk(tmp_path / "events") as store:
             assert await rows_of(store) == {b"a": b"1"}
             await put(store, {b"a": b"1"})
             assert not (tmp_path / "events" / "clean").exists()
@@ -45,39 +70,39 @@ async def test_after_a_clean_stop_everything_is_there(tmp_path: Path) -> None:
 
 async def test_after_anything_else_nothing_is(tmp_path: Path) -> None:
     with suppress(KeyError):
-        async with open_disk_store(tmp_path / "events") as store:
+        async with on_disk(tmp_path / "events") as store:
             await put(store, {b"a": b"1"})
             raise KeyError
-    async with open_disk_store(tmp_path / "events") as store:
+    async with on_disk(tmp_path / "events") as store:
         assert await rows_of(store) == {}
         await put(store, {b"a": b"1"})
         store.is_whole = False
-    async with open_disk_store(tmp_path / "events") as store:
+    async with on_disk(tmp_path / "events") as store:
         assert await rows_of(store) == {}
 
 
 async def test_what_is_damaged_is_thrown_away(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         await put(store, {b"key": b"a value that is easily found"})
     data = (path / "data.mdb").read_bytes()
     assert b"easily found" in data
     (path / "data.mdb").write_bytes(data.replace(b"easily found", b"rarely found"))
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         assert await rows_of(store) == {}
     (path / "data.mdb").write_bytes(b"no environment")
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         assert await rows_of(store) == {}
 
 
 async def test_a_mark_that_cannot_be_removed_is_told_and_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         await put(store, {b"a": b"1"})
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         (path / "clean").unlink()
         (path / "clean").mkdir()
-        with pytest.raises(StorageError, match="cannot be removed"):
+        with pytest.raises(StorageError, match="cannot be used"):
             await put(store, {b"a": b"2"})
         assert await rows_of(store) == {b"a": b"1"}
         (path / "clean").rmdir()
@@ -87,15 +112,26 @@ async def test_a_mark_that_cannot_be_removed_is_told_and_tried_again(tmp_path: P
 
 async def test_a_stop_that_cannot_be_marked_is_a_stop(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         await put(store, {b"a": b"1"})
         path.rename(tmp_path / "gone")
-    async with open_disk_store(path) as store:
+    async with on_disk(path) as store:
         assert await rows_of(store) == {}
 
 
+async def test_in_the_process_that_reads(tmp_path: Path) -> None:
+    for expected in ({}, {b"a": b"1"}):
+        async with (
+            open_store(tmp_path / "data") as disk,
+            open_disk_store(disk.ledger) as store,
+        ):
+            assert await rows_of(store) == expected
+            await put(store, {b"a": b"1"})
+    assert (tmp_path / "data" / "events" / "clean").exists()
+
+
 async def test_a_store_that_is_closed_says_so(tmp_path: Path) -> None:
-    async with open_disk_store(tmp_path / "events") as store:
+    async with on_disk(tmp_path / "events") as store:
         pass
     with pytest.raises(StorageError, match="closed"):
         await rows_of(store)

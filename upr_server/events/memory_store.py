@@ -14,16 +14,8 @@ from typing import Final
 import trio
 from sortedcontainers import SortedDict
 
-from upr_server.events.store import (
-    Change,
-    Clear,
-    EventStore,
-    Put,
-    RangeRead,
-    Transaction,
-    operate,
-    range_read,
-)
+from upr_server.events.store import EventStore, RangeRead, Transaction, range_read
+from upr_server.storage.ledger import Change, Clear, Put, operate
 
 COMMITS_KEPT: Final = 256
 """A transaction that began so many commits ago is taken to have met a conflict."""

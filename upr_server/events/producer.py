@@ -21,7 +21,7 @@ FLUSH_S: Final = 0.025
 batch."""
 FLUSH_S_MAX: Final = 0.25
 """How long at the most; a transaction takes long beside a busy loop, or with many buckets."""
-PAUSES: Final = 10
+PAUSES: Final = 50
 """So many times as long as the last flush took: ingest and polls have the rest."""
 
 RETRY_S: Final = 1.0

@@ -15,7 +15,8 @@ from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.limits import CONSUMERS_MAX, EVENT_KEYS_MAX
 from upr_server.events import counter, keys
 from upr_server.events.errors import TooManyConsumersError, UnknownConsumerError
-from upr_server.events.store import NUMBER, EventStore, Transaction
+from upr_server.events.store import EventStore, Transaction
+from upr_server.storage.ledger import NUMBER
 
 
 @attrs.define

@@ -22,67 +22,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from enum import Enum, unique
-from struct import Struct
 from typing import Final, TypeVar
 
 import attrs
 import trio
 
 from upr_server.storage.errors import StorageError
+from upr_server.storage.ledger import Atomic, Change, Clear, Operate, Put, Row
 
 T = TypeVar("T")
-
-Row = tuple[bytes, bytes]
-"""A key and its value."""
-
-NUMBER: Final = Struct("<Q")
 
 ATTEMPTS_MAX: Final = 1000
 """So often in a row nobody loses to those who write every 25 ms; who does has met a fault."""
 
-_NUMBER_END: Final = 1 << 64
-
 
 class ConflictError(StorageError):
     """A transaction met conflicts only."""
-
-
-@unique
-class Atomic(Enum):
-    """An operation on a number."""
-
-    MINIMUM = "minimum"
-    MAXIMUM = "maximum"
-    ADD = "add"
-
-
-@attrs.frozen
-class Put:
-    """A key gets a value."""
-
-    key: bytes
-    value: bytes
-
-
-@attrs.frozen
-class Clear:
-    """The keys from `first` on, and below `end`, go."""
-
-    first: bytes
-    end: bytes
-
-
-@attrs.frozen
-class Operate:
-    """A number changes."""
-
-    key: bytes
-    atomic: Atomic
-    operand: int
-
-
-Change = Put | Clear | Operate
 
 
 @attrs.frozen
@@ -100,21 +55,6 @@ class RangeRead:
     end: bytes
     rows: tuple[Row, ...]
     version: int = 0
-
-
-def operate(before: bytes | None, operation: Operate) -> bytes:
-    """The number that an atomic operation leaves where `before` stood; None for nothing."""
-    operand = operation.operand
-    if before is None:
-        return NUMBER.pack(operand)
-    (value,) = NUMBER.unpack(before)
-    if operation.atomic is Atomic.MINIMUM:
-        value = min(value, operand)
-    elif operation.atomic is Atomic.MAXIMUM:
-        value = max(value, operand)
-    else:
-        value = (value + operand) % _NUMBER_END
-    return NUMBER.pack(value)
 
 
 def range_read(

@@ -23,6 +23,7 @@ from upr_protocol.client.write import write_all
 from upr_server.storage.calls import READS, AnyCall, Failure, Forget, pack, unpack
 from upr_server.storage.data_directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
+from upr_server.storage.ledger import LedgerCall
 from upr_server.storage.store import CallingStore
 from upr_server.storage.worker import HEAD, LENGTH_BYTES, head_of, parse_lengths
 
@@ -39,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 @attrs.define
 class _Waiting:
-    call: AnyCall
+    call: AnyCall | LedgerCall
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
     failure: Failure | None = None
@@ -57,7 +58,7 @@ class _Worker:
         self._wakeup = trio.Event()
         self.is_gone = False
 
-    async def call(self, call: AnyCall) -> Any:
+    async def call(self, call: AnyCall | LedgerCall) -> Any:
         """Has `call` answered. On cancellation it is carried out nevertheless."""
         if self.is_gone:
             raise StoreFailedError("the store is closed")
@@ -138,6 +139,14 @@ class ProcessStore(CallingStore):
             return None
         worker = self._reader if isinstance(call, READS) else self._writer
         return await worker.call(call)
+
+    async def ledger(self, call: LedgerCall) -> Any:
+        """Has the node's ledger answer: in the process that reads, which has the most time.
+
+        Raises:
+            StorageError: It could not be done.
+        """
+        return await self._reader.call(call)
 
     async def watch(self, worker: _Worker) -> None:
         """Serves one process's pipe until it ends, and says so."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -21,6 +21,7 @@ from typing import Any, Final
 from upr_protocol.chunk import Buffer
 from upr_server.storage.calls import AnyCall, Failure, pack, unpack
 from upr_server.storage.data_directory import DataRoom
+from upr_server.storage.ledger import LEDGER_CALLS, Ledger, LedgerCall
 from upr_server.storage.library import Library
 
 HEAD: Final = Struct("<II?")
@@ -51,18 +52,23 @@ def main(arguments: Sequence[str]) -> None:
         # Ctrl-C reaches the whole group; when it is time to go, the server closes the pipe.
         signal.signal(ignored, signal.SIG_IGN)
     room = DataRoom(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
-    library = Library(room)
+    library, ledger = Library(room), Ledger(Path(path) / "events")
+
+    def answer(call: AnyCall | LedgerCall) -> Any:
+        return ledger.answer(call) if isinstance(call, LEDGER_CALLS) else library.answer(call)
+
     with socket.socket(fileno=int(descriptor)) as pipe:
         try:
             while True:
-                _serve(pipe, library)
+                _serve(pipe, answer)
         except (EOFError, ConnectionError):
             pass
         finally:
+            ledger.close()
             library.close()
 
 
-def _serve(pipe: socket.socket, library: Library) -> None:
+def _serve(pipe: socket.socket, answer_to: Callable[[AnyCall | LedgerCall], Any]) -> None:
     length, count, _ = HEAD.unpack(_receive(pipe, HEAD.size))
     lengths = parse_lengths(_receive(pipe, LENGTH_BYTES * count))
     message = _receive(pipe, length)
@@ -70,8 +76,7 @@ def _serve(pipe: socket.socket, library: Library) -> None:
     answer: Any
     failed = False
     try:
-        call = unpack(message, AnyCall, buffers)
-        answer = library.answer(call)
+        answer = answer_to(unpack(message, AnyCall | LedgerCall, buffers))
     except Exception as error:  # noqa: BLE001  # whatever it is, the server hears of it
         answer, failed = Failure.of(error), True
     packed, out = pack(answer)
