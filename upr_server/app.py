@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Final
 
@@ -19,18 +19,17 @@ from upr_server.config import BucketConfig, Config
 from upr_server.daemon import listening, run_until_signal
 from upr_server.engine import Bucket
 from upr_server.events import (
+    DiskStore,
     EventBus,
     EventStore,
     MemoryStore,
     News,
-    open_bus,
-    open_disk_store,
 )
 from upr_server.net import Service
 from upr_server.replication import Membership, Peers
-from upr_server.storage.errors import StorageError, StoreFailedError
+from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.port import Store
-from upr_server.storage.process_store import ProcessStore, open_store
+from upr_server.storage.process_store import open_store
 from upr_server.storage.upkeeper import IDLE_S, REST_S
 
 UPKEEP_CONSUMER: Final = ".upkeep"
@@ -85,23 +84,11 @@ async def running_server(config: Config, store: Store | None = None) -> AsyncIte
             store = disk = await stack.enter_async_context(
                 open_store(config.data_path(), bytes_max=config.disk_bytes_max)
             )
-            if config.events:
-                events = await _event_store(disk, stack)
+            events = DiskStore(disk.ledger)
         bus = None
         if config.events:
-            bus = await stack.enter_async_context(
-                open_bus(events, time=time.time, new_id=_new_history_id)
-            )
+            bus = EventBus(events, time=time.time, new_id=_new_history_id)
         yield await stack.enter_async_context(_serving(config, store, bus))
-
-
-async def _event_store(disk: ProcessStore, stack: AsyncExitStack) -> EventStore:
-    try:
-        return await stack.enter_async_context(open_disk_store(disk.ledger))
-    except StorageError as error:
-        # On a full disk, for instance. Nobody's data depends on it.
-        log.warning("events are kept in memory only", error=str(error))
-        return MemoryStore()
 
 
 @asynccontextmanager
@@ -136,16 +123,20 @@ async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncI
                     await service.create_bucket(wanted.name, wanted.partitions, quota_bytes)
                 else:
                     _adapt(found, wanted)
-            with _upkeep_told(service, bus):
-                async with _accepting(config, service, membership, listeners) as server:
-                    yield server
+            # Not before the disk was found to be in order: a start that fails changes nothing.
+            async with (
+                _told(service, bus),
+                _accepting(config, service, membership, listeners) as server,
+            ):
+                yield server
         # Everything is on disk.
         nursery.cancel_scope.cancel()
 
 
-@contextmanager
-def _upkeep_told(service: Service, bus: EventBus | None) -> Iterator[None]:
-    """Has buckets indexed and compacted that the bus says were updated; they rest otherwise."""
+@asynccontextmanager
+async def _told(service: Service, bus: EventBus | None) -> AsyncIterator[None]:
+    """Has the bus tell, the server's own upkeep among others: it indexes and compacts the buckets
+    that were updated, which rest otherwise."""
     if bus is None:
         yield
         return
@@ -157,8 +148,9 @@ def _upkeep_told(service: Service, bus: EventBus | None) -> Iterator[None]:
                 disk.upkeeper.wake()
 
     updates = EventFilter(EventKind.UPDATED)
-    with bus.worker(UPKEEP_CONSUMER, UPKEEP_TIMEOUT_S).calling(look, updates):
-        yield
+    async with bus.running():
+        with bus.worker(UPKEEP_CONSUMER, UPKEEP_TIMEOUT_S).calling(look, updates):
+            yield
 
 
 def _adapt(found: Bucket, wanted: BucketConfig) -> None:

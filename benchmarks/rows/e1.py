@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from upr_protocol.chunk import plain_chunk
 from upr_protocol.client import follow_events
 from upr_protocol.ids import HistoryId
 from upr_server.engine import Buckets
-from upr_server.events import open_bus, open_disk_store
+from upr_server.events import DiskStore, EventBus
 from upr_server.events.consumer import Consumer
 from upr_server.storage.process_store import open_store
 
@@ -187,11 +187,10 @@ def _slow_consumer(runs: int, say: Callable[[str], None]) -> Figure:
 async def _run(path: Path) -> _Told:
     ids = count(1)
     told = _Told()
-    async with (
-        open_store(path) as disk,
-        open_disk_store(disk.ledger) as store,
-        open_bus(store, time=time.time, new_id=lambda: next(ids)) as bus,
-    ):
+    async with open_store(path) as disk, AsyncExitStack() as stack:
+        store = DiskStore(disk.ledger)
+        bus = EventBus(store, time=time.time, new_id=lambda: next(ids))
+        await stack.enter_async_context(bus.running())
         buckets = Buckets(lambda: HistoryId(next(ids)), listener=bus.producer)
         for number in range(BUCKETS):
             buckets.create(f"bucket-{number}", 1, incarnation=next(ids))

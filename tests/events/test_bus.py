@@ -13,7 +13,7 @@ from tests.engine.helpers import put, request, send
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter, EventKind
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Buckets
-from upr_server.events import EventBus, MemoryStore, open_bus, queues
+from upr_server.events import EventBus, MemoryStore, queues
 from upr_server.events.bell import Bell
 from upr_server.events.consumer import Consumer, News
 from upr_server.events.producer import FLUSH_S
@@ -32,11 +32,11 @@ class CountingStore(MemoryStore):
     is_full = False
     commits = 0
 
-    async def _commit(self, transaction: Transaction) -> bool:
+    async def commit(self, transaction: Transaction) -> bool:
         if self.is_full:
             raise DiskFullError("full")
         self.commits += 1
-        return await super()._commit(transaction)
+        return await super().commit(transaction)
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def store() -> CountingStore:
 @pytest.fixture
 async def bus(store: CountingStore, autojump_clock: MockClock) -> AsyncIterator[EventBus]:
     ids = count(1)
-    async with open_bus(store, time=trio.current_time, new_id=lambda: next(ids)) as bus:
+    bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
+    async with bus.running():
         yield bus
 
 
@@ -189,7 +190,8 @@ async def test_a_stop_that_cannot_write_leaves_a_store_that_is_not_whole(
 ) -> None:
     store = CountingStore()
     ids = count(1)
-    async with open_bus(store, time=trio.current_time, new_id=lambda: next(ids)) as bus:
+    bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
+    async with bus.running():
         buckets = Buckets(lambda: HistoryId(next(ids)), listener=bus.producer)
         await Consumer(store, "c", 10.0, trio.current_time).poll()
         buckets.create("b", 1)

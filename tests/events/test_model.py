@@ -44,10 +44,10 @@ class FillingStore(MemoryStore):
 
     is_full = False
 
-    async def _commit(self, transaction: Transaction) -> bool:
+    async def commit(self, transaction: Transaction) -> bool:
         if self.is_full:
             raise DiskFullError("full")
-        return await super()._commit(transaction)
+        return await super().commit(transaction)
 
 
 class Listener:

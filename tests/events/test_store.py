@@ -11,8 +11,7 @@ import pytest
 import trio
 
 from tests.events.conformance import Conformance, put, rows_of
-from upr_server.events import EventStore, MemoryStore, open_disk_store
-from upr_server.events.disk_store import DiskStore
+from upr_server.events import DiskStore, EventStore, MemoryStore
 from upr_server.events.store import (
     ATTEMPTS_MAX,
     ConflictError,
@@ -21,7 +20,7 @@ from upr_server.events.store import (
     range_read,
 )
 from upr_server.storage.calls import pack, unpack
-from upr_server.storage.errors import StorageError
+from upr_server.storage.errors import DiskFullError, StorageError
 from upr_server.storage.ledger import Ledger, LedgerCall
 from upr_server.storage.process_store import open_store
 
@@ -39,7 +38,8 @@ async def on_disk(path: Path) -> AsyncIterator[DiskStore]:
         return unpack(answer, call.answer_type, ())
 
     try:
-        async with open_disk_store(ask) as store:
+        store = DiskStore(ask)
+        async with store.opened():
             yield store
     finally:
         ledger.close()
@@ -121,13 +121,23 @@ async def test_a_stop_that_cannot_be_marked_is_a_stop(tmp_path: Path) -> None:
 
 async def test_in_the_process_that_reads(tmp_path: Path) -> None:
     for expected in ({}, {b"a": b"1"}):
-        async with (
-            open_store(tmp_path / "data") as disk,
-            open_disk_store(disk.ledger) as store,
-        ):
-            assert await rows_of(store) == expected
-            await put(store, {b"a": b"1"})
+        async with open_store(tmp_path / "data") as disk:
+            store = DiskStore(disk.ledger)
+            async with store.opened():
+                assert await rows_of(store) == expected
+                await put(store, {b"a": b"1"})
     assert (tmp_path / "data" / "events" / "clean").exists()
+
+
+async def test_where_there_is_no_ledger_it_is_in_memory() -> None:
+    async def ask(_call: LedgerCall) -> None:
+        await trio.lowlevel.checkpoint()
+        raise DiskFullError("the disk is full")
+
+    store = DiskStore(ask)
+    async with store.opened():
+        await put(store, {b"a": b"1"})
+        assert await rows_of(store) == {b"a": b"1"}
 
 
 async def test_a_store_that_is_closed_says_so(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ there is one number, which atomic operations change (`counter`), in a store that
 whole cluster (`store`). See docs/adr/0012-the-event-bus.md.
 """
 
-from upr_server.events.bus import EventBus, open_bus
+from upr_server.events.bus import EventBus
 from upr_server.events.consumer import News
-from upr_server.events.disk_store import open_disk_store
+from upr_server.events.disk_store import DiskStore
 from upr_server.events.memory_store import MemoryStore
 from upr_server.events.store import EventStore
 
-__all__ = ["EventBus", "EventStore", "MemoryStore", "News", "open_bus", "open_disk_store"]
+__all__ = ["DiskStore", "EventBus", "EventStore", "MemoryStore", "News"]

@@ -30,7 +30,8 @@ log = structlog.get_logger(__name__)
 
 
 class EventBus:
-    """See the module. `open_bus` makes one.
+    """See the module. Whom the engine tells is there from the beginning, and gathers; all else is
+    while it is `running`.
 
     Args:
         store: Where the queues are.
@@ -85,12 +86,23 @@ class EventBus:
             self._nursery.start_soon(worker.run)
         return worker
 
-    async def run(self) -> None:
-        """Tells, and looks after the dead, for ever."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            nursery.start_soon(self.producer.run)
-            nursery.start_soon(self._bury)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Consumers are told for as long as the context. Left without an exception, everything that
+        was told is in the store.
+
+        Raises:
+            StorageError: The store cannot be used.
+        """
+        async with self._store.opened():
+            # Nobody could report while this node was not there.
+            await queues.revive(self._store, self._time())
+            async with background() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self.producer.run)
+                nursery.start_soon(self._bury)
+                yield
+            await self._close()
 
     async def _bury(self) -> None:
         while True:
@@ -107,8 +119,7 @@ class EventBus:
                 log.warning("the health of consumers cannot be read", error=str(error))
             await trio.sleep(pause_s)
 
-    async def close(self) -> None:
-        """Brings everything to the store: nothing more is told, and nobody asks any more."""
+    async def _close(self) -> None:
         try:
             await self.producer.flush()
             await self._feeds.put_back()
@@ -124,23 +135,3 @@ class EventBus:
             **self._feeds.statistics(),
             "consumers_cleared": self._cleared,
         }
-
-
-@asynccontextmanager
-async def open_bus(
-    store: EventStore, *, time: Callable[[], float], new_id: Callable[[], int]
-) -> AsyncIterator[EventBus]:
-    """The bus over a store, for as long as the context. Left without an exception, everything that
-    was told is in the store.
-
-    Raises:
-        StorageError: The store cannot be used.
-    """
-    # Nobody could report while this node was not there.
-    await queues.revive(store, time())
-    bus = EventBus(store, time=time, new_id=new_id)
-    async with background() as nursery:
-        nursery.start_soon(bus.run)
-        await trio.lowlevel.checkpoint()
-        yield bus
-    await bus.close()

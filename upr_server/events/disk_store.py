@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from upr_server.events.memory_store import MemoryStore
 from upr_server.events.store import EventStore, RangeRead, Transaction, range_read
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.ledger import (
@@ -31,51 +32,57 @@ Ask = Callable[[LedgerCall], Awaitable[Any]]
 
 
 class DiskStore(EventStore):
-    """See the module.
+    """See the module. Where the ledger cannot be had, as on a full disk, it is in memory: nobody's
+    data depends on it.
 
     Args:
-        ask: Asks the ledger, which is open.
+        ask: Asks the ledger.
     """
 
     def __init__(self, ask: Ask) -> None:
         super().__init__()
         self._ask = ask
-        self._is_closed = False
+        self._instead: MemoryStore | None = None
+        self._is_open = False
 
-    async def _read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """See `EventStore`. What was there is there again if the context was left without an
+        exception the last time; else the store is empty."""
+        try:
+            await self._ask(OpenLedger())
+        except StorageError as error:
+            log.warning("events are kept in memory only", error=str(error))
+            self._instead = MemoryStore()
+        self._is_open = True
+        try:
+            yield
+            if self.is_whole and self._instead is None:
+                await self._finish()
+        finally:
+            self._is_open = False
+
+    async def _finish(self) -> None:
+        try:
+            await self._ask(FinishLedger())
+        except StorageError as error:
+            log.warning("the events are lost: consumers will begin anew", error=str(error))
+
+    async def read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
+        """See `EventStore`."""
+        if self._instead is not None:
+            return await self._instead.read(first, end, limit)
         rows = await self._answer(ReadLedger(first, end, limit))
         return range_read(first, end, limit, rows)
 
-    async def _commit(self, transaction: Transaction) -> bool:
+    async def commit(self, transaction: Transaction) -> bool:
+        """See `EventStore`."""
+        if self._instead is not None:
+            return await self._instead.commit(transaction)
         reads = [(read.first, read.end, read.rows) for read in transaction.reads]
         return bool(await self._answer(CommitLedger(reads, transaction.changes)))
 
     async def _answer(self, call: LedgerCall) -> Any:
-        if self._is_closed:
+        if not self._is_open:
             raise StoreFailedError("the event store is closed")
         return await self._ask(call)
-
-    def close(self) -> None:
-        """Asks no more."""
-        self._is_closed = True
-
-
-@asynccontextmanager
-async def open_disk_store(ask: Ask) -> AsyncIterator[DiskStore]:
-    """The store in a ledger, for as long as the context. What was there is there again if the
-    context was left without an exception the last time; else the store is empty.
-
-    Raises:
-        StorageError: It cannot be used.
-    """
-    await ask(OpenLedger())
-    store = DiskStore(ask)
-    try:
-        yield store
-        if store.is_whole:
-            try:
-                await ask(FinishLedger())
-            except StorageError as error:
-                log.warning("the events are lost: consumers will begin anew", error=str(error))
-    finally:
-        store.close()

@@ -39,13 +39,15 @@ class MemoryStore(EventStore):
     def __len__(self) -> int:
         return len(self._rows)
 
-    async def _read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
+    async def read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
+        """See `EventStore`."""
         await self._pause()
         keys = self._rows.irange(first, end, inclusive=(True, False))
         rows = [(key, self._rows[key]) for key in islice(keys, limit or None)]
         return range_read(first, end, limit, rows, self._version)
 
-    async def _commit(self, transaction: Transaction) -> bool:
+    async def commit(self, transaction: Transaction) -> bool:
+        """See `EventStore`."""
         await self._pause()
         if any(self._has_changed(read) for read in transaction.reads):
             return False

@@ -21,7 +21,8 @@ says what such a store must pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 import attrs
@@ -134,6 +135,16 @@ class EventStore(ABC):
     def __init__(self) -> None:
         self.is_whole = True
 
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """It can be used for as long as the context.
+
+        Raises:
+            StorageError: It cannot.
+        """
+        await trio.lowlevel.checkpoint()
+        yield
+
     async def transact(self, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """Runs `body` until it meets no conflict; gives what it gave last.
 
@@ -144,17 +155,17 @@ class EventStore(ABC):
             ConflictError: There were conflicts every time.
         """
         for _ in range(ATTEMPTS_MAX):
-            transaction = Transaction(self._read)
+            transaction = Transaction(self.read)
             result = await body(transaction)
-            if not transaction.changes or await self._commit(transaction):
+            if not transaction.changes or await self.commit(transaction):
                 return result
             await trio.lowlevel.checkpoint()
         raise ConflictError(f"a transaction met {ATTEMPTS_MAX} conflicts in a row")
 
     @abstractmethod
-    async def _read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
+    async def read(self, first: bytes, end: bytes, limit: int) -> RangeRead:
         """Reads the newest commit; `limit` rows at most, or all when it is 0."""
 
     @abstractmethod
-    async def _commit(self, transaction: Transaction) -> bool:
+    async def commit(self, transaction: Transaction) -> bool:
         """Does the changes, all or none: none when a range does not hold what was read."""
