@@ -249,7 +249,6 @@ class Undoer:
     to, and looks whether it had to go back so far."""
 
     url: str
-    undone: int = 0
     consumer: Consumer | None = None
     _sent: dict[PartitionId, list[Mutation]] = attrs.field(factory=dict)
     _ends: dict[PartitionId, list[tuple[SeqNo, HistoryId]]] = attrs.field(factory=dict)
@@ -286,7 +285,6 @@ class Undoer:
         common = [end for end, branch in ends if event.log.holds(branch, end)]
         assert to == max(common, default=0), (to, common[-3:], ends[-3:], event)
         ends[:] = [one for one in ends if one[0] <= to]
-        self.undone += sum(mutation.seq > to for mutation in sent)
         sent[:] = [mutation for mutation in sent if mutation.seq <= to]
 
     @property
@@ -367,9 +365,9 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
             assert int(held["a"].get(key, b"0")) >= value, (key, value, held["a"].get(key))
         for key, text in held["a"].items():
             assert int(text) <= ledger.sent[key], "nobody sent it"
+        # Whether the one who died had anything that no other has is chance: what was sent arrives
+        # although its sender is dead. tests/server/test_replication.py sees to it.
         assert ledger.acknowledged
-        # What only the one who died had is seldom anything, and in many rounds it is.
-        assert undoer.undone or ROUNDS < 50
 
 
 async def caught_up(one: Cluster) -> None:
