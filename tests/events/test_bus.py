@@ -52,6 +52,18 @@ async def bus(store: CountingStore, autojump_clock: MockClock) -> AsyncIterator[
         yield bus
 
 
+async def test_it_runs_though_its_store_is_full(autojump_clock: MockClock) -> None:
+    ids, store = count(1), CountingStore()
+    bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
+    async with bus.running():
+        await Consumer(store, "c", 30.0, trio.current_time).poll()
+    store.is_full = True
+    async with bus.running():
+        await trio.sleep(10)
+        store.is_full = False
+        assert not (await Consumer(store, "c", 30.0, trio.current_time).poll()).everything
+
+
 @pytest.fixture
 def buckets(bus: EventBus) -> Buckets:
     ids = count(1)

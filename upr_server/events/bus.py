@@ -92,17 +92,24 @@ class EventBus:
         was told is in the store.
 
         Raises:
-            StorageError: The store cannot be used.
+            StorageError: The store cannot be opened.
         """
         async with self._store.opened():
-            # Nobody could report while this node was not there.
-            await queues.revive(self._store, self._time())
+            await self._revive()
             async with background() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(self.producer.run)
                 nursery.start_soon(self._bury)
                 yield
             await self._close()
+
+    async def _revive(self) -> None:
+        """Nobody could report while this node was not there."""
+        try:
+            await queues.revive(self._store, self._time())
+        except StorageError as error:
+            # On a full disk, for instance: the server starts nevertheless.
+            log.warning("consumers of events may be cleared early", error=str(error))
 
     async def _bury(self) -> None:
         while True:

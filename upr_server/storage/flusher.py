@@ -158,11 +158,12 @@ class Flusher:
     async def _keep_pace(self) -> None:
         """Lets the index come nearer, if it is far behind and moves."""
         await trio.lowlevel.checkpoint()
-        while self._index_moves and not self._stopping and self._unindexed() > UNINDEXED_MAX:
+        while self._index_moves and not self._stopping and self.unindexed() > UNINDEXED_MAX:
             self._indexed = trio.Event()
             await self._indexed.wait()
 
-    def _unindexed(self) -> int:
+    def unindexed(self) -> int:
+        """How many mutations are on disk that the index has not taken in. O(partitions)."""
         return sum(
             partition.manager.persistence.committed - partition.indexed
             for partition in self._bucket.partitions

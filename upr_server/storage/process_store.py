@@ -25,7 +25,7 @@ from upr_server.storage.data_directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.ledger import LedgerCall
 from upr_server.storage.store import CallingStore
-from upr_server.storage.worker import HEAD, LENGTH_BYTES, head_of, parse_lengths
+from upr_server.storage.worker import HEAD, LENGTH_BYTES, WorkerCall, head_of, parse_lengths
 
 LOCK_TIMEOUT_S: Final = 5.0
 """How long to wait for the directory: the processes of a server that was killed end in a moment."""
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 @attrs.define
 class _Waiting:
-    call: AnyCall | LedgerCall
+    call: WorkerCall
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
     failure: Failure | None = None
@@ -58,7 +58,7 @@ class _Worker:
         self._wakeup = trio.Event()
         self.is_gone = False
 
-    async def call(self, call: AnyCall | LedgerCall) -> Any:
+    async def call(self, call: WorkerCall) -> Any:
         """Has `call` answered. On cancellation it is carried out nevertheless."""
         if self.is_gone:
             raise StoreFailedError("the store is closed")

@@ -81,7 +81,7 @@ class Upkeeper:
 
     def committed(self) -> None:
         """Something was put on disk. Little of it can wait until somebody wakes this, or looks."""
-        if self._unindexed() >= INDEX_LAG_MUTATIONS:
+        if self._flusher.unindexed() >= INDEX_LAG_MUTATIONS:
             self.wake()
 
     def abandon(self) -> None:
@@ -200,12 +200,6 @@ class Upkeeper:
         self._on_progress()
         return done.more
 
-    def _unindexed(self) -> int:
-        return sum(
-            partition.manager.persistence.committed - partition.indexed
-            for partition in self._bucket.partitions
-        )
-
     def statistics(self) -> dict[str, object]:
         """Figures."""
-        return {"unindexed_mutations": self._unindexed(), "damaged": self._corrupted}
+        return {"unindexed_mutations": self._flusher.unindexed(), "damaged": self._corrupted}

@@ -24,6 +24,9 @@ from upr_server.storage.data_directory import DataRoom
 from upr_server.storage.ledger import LEDGER_CALLS, Ledger, LedgerCall
 from upr_server.storage.library import Library
 
+WorkerCall = AnyCall | LedgerCall
+"""What a process is asked."""
+
 HEAD: Final = Struct("<II?")
 """Length of the message, count of buffers, whether it is a failure; then the buffers' lengths, the
 message, the buffers."""
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     room = DataRoom(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
     library, ledger = Library(room), Ledger(Path(path) / "events")
 
-    def answer(call: AnyCall | LedgerCall) -> Any:
+    def answer(call: WorkerCall) -> Any:
         return ledger.answer(call) if isinstance(call, LEDGER_CALLS) else library.answer(call)
 
     with socket.socket(fileno=int(descriptor)) as pipe:
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
             library.close()
 
 
-def _serve(pipe: socket.socket, answer_to: Callable[[AnyCall | LedgerCall], Any]) -> None:
+def _serve(pipe: socket.socket, answer_to: Callable[[WorkerCall], Any]) -> None:
     length, count, _ = HEAD.unpack(_receive(pipe, HEAD.size))
     lengths = parse_lengths(_receive(pipe, LENGTH_BYTES * count))
     message = _receive(pipe, length)
@@ -76,7 +79,7 @@ def _serve(pipe: socket.socket, answer_to: Callable[[AnyCall | LedgerCall], Any]
     answer: Any
     failed = False
     try:
-        answer = answer_to(unpack(message, AnyCall | LedgerCall, buffers))
+        answer = answer_to(unpack(message, WorkerCall, buffers))
     except Exception as error:  # noqa: BLE001  # whatever it is, the server hears of it
         answer, failed = Failure.of(error), True
     packed, out = pack(answer)
