@@ -18,6 +18,7 @@ from upr_protocol.client.address import Address
 from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.options import Options
 from upr_protocol.client.outcome import status_of
+from upr_protocol.client.read import new_scratch, read_now
 from upr_protocol.client.write import BUFFERS_MAX, unsent
 from upr_protocol.errors import (
     BrokenError,
@@ -40,7 +41,6 @@ BLOCKING_IDLE_INTERVAL_S: Final = 300
 """A program that blocks says nothing while it is busy with something else: the server takes it for
 dead only after twice this."""
 
-_RECEIVE_BYTES: Final = 256 * 1024
 _GOODBYE_S: Final = 2.0
 
 
@@ -98,6 +98,7 @@ class BlockingLink:
         except OSError as error:
             raise BrokenError(f"cannot connect to {address}: {error}") from error
         self.socket.setblocking(False)
+        self._scratch = new_scratch()
         self._writing: Sequence[Buffer] = ()
         self._written_at = self.clock()
         self._silent_s = 0.0
@@ -204,12 +205,11 @@ class BlockingLink:
 
     def _read(self) -> None:
         try:
-            data = self.socket.recv(_RECEIVE_BYTES)
+            count = read_now(self.socket.fileno(), self.session, self._scratch, self.clock())
         except BlockingIOError:
             return
-        if not data:
+        if not count:
             self._fail(BrokenError("the server closed the connection"))
-        self.session.receive(data, self.clock())
         for message in self.session.events():
             if isinstance(message, Error):
                 self._fail(ServerError(status_of(message.status), message.sentence))

@@ -15,7 +15,8 @@ from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.options import Options
 from upr_protocol.client.outbox import OUTGOING_BYTES_MAX
 from upr_protocol.client.outcome import status_of
-from upr_protocol.client.write import write_all
+from upr_protocol.client.read import new_scratch, read_some
+from upr_protocol.client.write import write_all, write_now
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -29,9 +30,6 @@ from upr_protocol.wire import Close, Error, Message
 
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
 """Makes a connection to an address; raises OSError when there is none to be had."""
-
-_RECEIVE_BYTES: Final = 256 * 1024
-"""What is read at a time: Python gives the memory that was not filled back at once."""
 
 _GOODBYE_S: Final = 2.0
 """How long a peer that does not read may hold up our leaving."""
@@ -137,13 +135,12 @@ class Link:
     async def read(self) -> None:
         """Reads until the link is over."""
         session, stream = self.session, self._stream
+        scratch = new_scratch()
         try:
             while self.failure is None:
-                data = await stream.receive_some(_RECEIVE_BYTES)
-                if not data:
+                if not await read_some(stream, session, scratch):
                     self.fail(BrokenError("the server closed the connection"))
                     return
-                session.receive(bytes(data), trio.current_time())
                 for message in session.events():
                     self._take(message)
                 if session.outgoing_bytes:
@@ -176,7 +173,8 @@ class Link:
             while (buffers := session.take(trio.current_time())) or self.failure is None:
                 if buffers:
                     self._handler.writable()
-                    await write_all(self._stream, buffers)
+                    if rest := write_now(self._stream, buffers):
+                        await write_all(self._stream, rest)
                 else:
                     self._wake = trio.Event()
                     await self._wake.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -31,11 +32,11 @@ async def write_all(
     Raises:
         trio.TooSlowError: The peer took not one byte for `timeout_s`.
         trio.BrokenResourceError: The connection is gone.
+        trio.ClosedResourceError: It was closed here.
     """
-    if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
-        buffers = (b"".join(buffers),)
     if isinstance(stream, trio.SocketStream):
-        await _write_socket(stream, buffers, timeout_s)
+        await trio.lowlevel.checkpoint()
+        await _write_rest(stream, write_now(stream, buffers), timeout_s)
         return
     data = memoryview(b"".join(buffers))
     for at in range(0, len(data), _PIECE_BYTES):
@@ -43,18 +44,46 @@ async def write_all(
             await stream.send_all(data[at : at + _PIECE_BYTES])
 
 
-async def _write_socket(
+def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Writes what a socket takes at once; from any other stream everything comes back.
+
+    Returns:
+        What is left, for `write_all`.
+
+    Raises:
+        trio.BrokenResourceError: The connection is gone.
+        trio.ClosedResourceError: It was closed here.
+    """
+    if not isinstance(stream, trio.SocketStream):
+        return buffers
+    if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
+        buffers = (b"".join(buffers),)
+    descriptor = stream.socket.fileno()
+    if descriptor < 0:
+        raise trio.ClosedResourceError("the connection was closed here")
+    while buffers:
+        some = buffers[:BUFFERS_MAX]
+        try:
+            sent = os.writev(descriptor, some)
+        except BlockingIOError:
+            break
+        except OSError as error:
+            raise trio.BrokenResourceError(str(error)) from error
+        if sent == sum(map(len, some)):
+            buffers = buffers[BUFFERS_MAX:]
+        else:
+            # The socket has taken all that it can now: it would only say so.
+            return unsent(buffers, sent)
+    return buffers
+
+
+async def _write_rest(
     stream: trio.SocketStream, buffers: Sequence[Buffer], timeout_s: float
 ) -> None:
-    for at in range(0, len(buffers), BUFFERS_MAX):
-        rest = list(buffers[at : at + BUFFERS_MAX])
-        while rest:
-            with trio.fail_after(timeout_s):
-                try:
-                    sent = await stream.socket.sendmsg(rest)
-                except OSError as error:
-                    raise trio.BrokenResourceError(str(error)) from error
-            rest = unsent(rest, sent)
+    while buffers:
+        with trio.fail_after(timeout_s):
+            await trio.lowlevel.wait_writable(stream.socket)
+        buffers = write_now(stream, buffers)
 
 
 def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:

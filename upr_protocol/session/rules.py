@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
+
 from upr_protocol.errors import ProtocolError, Status
 from upr_protocol.limits import (
     COOKIE_BYTES_MAX,
@@ -22,7 +24,9 @@ from upr_protocol.limits import (
     WINDOW_BYTES_MIN,
 )
 from upr_protocol.session.keepalive import KeepAlive
+from upr_protocol.session.states import STREAM_INPUTS
 from upr_protocol.wire import (
+    MESSAGES,
     VERSION,
     Ack,
     Barrier,
@@ -233,3 +237,42 @@ EFFECTS: Final[Mapping[type[Message], Callable[[Session, Any, int], None]]] = {
     BarrierReply: _close_barrier,
 }
 """What a message that may be said does to the session, on either side."""
+
+
+@attrs.frozen
+class Rule:
+    """All that the funnel needs to know of one kind of message, found in one look.
+
+    Attributes:
+        check: See `CHECKS`.
+        effect: See `EFFECTS`.
+        is_request: Whether it is answered.
+        is_answer: Whether it answers a request.
+        ends_request: Whether it may end one.
+        is_of_stream: Whether it concerns one partition's stream.
+    """
+
+    check: Callable[[Session, Any], None] | None
+    effect: Callable[[Session, Any, int], None] | None
+    is_request: bool
+    is_answer: bool
+    ends_request: bool
+    is_of_stream: bool
+
+
+_ANSWERS: Final = frozenset(
+    {answer for kind in MESSAGES.values() for answer in kind.answers} | {Refusal}
+)
+
+RULES: Final[Mapping[type[Message], Rule]] = {
+    kind: Rule(
+        CHECKS.get(kind),
+        EFFECTS.get(kind),
+        is_request=bool(kind.answers),
+        is_answer=kind in _ANSWERS,
+        # A stream's opaque is in use for as long as the stream.
+        ends_request=kind is StreamEnd or (kind in _ANSWERS and kind is not PartitionLog),
+        is_of_stream=kind is StreamReply or kind in STREAM_INPUTS,
+    )
+    for kind in MESSAGES.values()
+}

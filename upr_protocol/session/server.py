@@ -77,7 +77,7 @@ class ServerSession(Session):
         Raises:
             LocalProtocolError: It must not be said by this side, or not now. Nothing was queued.
         """
-        if isinstance(message, SNAPSHOT_MESSAGES) and message.partition != self._cycle.current:
+        if type(message) in SNAPSHOT_MESSAGES and message.partition != self._cycle.current:
             raise LocalProtocolError(
                 f"{type(message).__name__} for partition {message.partition}, while the turn is "
                 f"{self._cycle.current}'s",
@@ -115,7 +115,7 @@ class ServerSession(Session):
             if turn is None:
                 self._return_barriers(self._barrier_queue.all())
                 return None
-            self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+            self._return_due()
             if not isinstance(turn, CycleCompleted):
                 return turn
             self.send(Completed(turn.cycle))
@@ -136,7 +136,7 @@ class ServerSession(Session):
                 Status.OUT_OF_TURN,
             )
         self._cycle.finish()
-        self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+        self._return_due()
 
     @property
     def snapshot_ends(self) -> tuple[tuple[PartitionId, SeqNo], ...]:
@@ -147,6 +147,10 @@ class ServerSession(Session):
             for record in self.streams.values()
             if record.state in (StreamState.BETWEEN, StreamState.INSIDE)
         )
+
+    def _return_due(self) -> None:
+        if self._barrier_queue:
+            self._return_barriers(self._barrier_queue.due(self._cycle.reached))
 
     def _return_barriers(self, cookies: list[bytes]) -> None:
         if cookies:
@@ -173,7 +177,7 @@ class ServerSession(Session):
     def _leave(self, partition: PartitionId) -> None:
         self._cycle.remove(partition)
         if self.state is SessionState.STREAMING:
-            self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+            self._return_due()
 
     def _greet(self, hello: Hello) -> None:
         self.send(

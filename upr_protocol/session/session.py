@@ -25,8 +25,8 @@ from upr_protocol.limits import (
 )
 from upr_protocol.session.flow import Allowance
 from upr_protocol.session.keepalive import KeepAlive
-from upr_protocol.session.rules import CHECKS, EFFECTS
-from upr_protocol.session.states import SESSION, SessionState, StreamState, stream_input
+from upr_protocol.session.rules import RULES
+from upr_protocol.session.states import SESSION, SessionState, StreamState
 from upr_protocol.session.stream import StreamRecord, out_of_turn
 from upr_protocol.wire import (
     HEADER_BYTES,
@@ -44,22 +44,18 @@ from upr_protocol.wire import (
     PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
-    PartitionLog,
     PartitionStart,
     Refusal,
     Sender,
     Stream,
-    StreamEnd,
     StreamReply,
     decode,
 )
 
-SNAPSHOT_MESSAGES: Final = (PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd)
-"""What a snapshot consists of; of a stream that was closed, it is dropped."""
-
-_ANSWERS: Final = frozenset(
-    {answer for kind in MESSAGES.values() for answer in kind.answers} | {Refusal}
+SNAPSHOT_MESSAGES: Final = frozenset(
+    {PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd}
 )
+"""What a snapshot consists of; of a stream that was closed, it is dropped."""
 
 _OUT_OF_TURN: Final = Status.OUT_OF_TURN
 
@@ -124,10 +120,10 @@ class Session:
         """
         kind = type(message)
         try:
-            if not message.sender & self.role:
+            if not kind.sender & self.role:
                 raise ProtocolError(f"{kind.__name__} is the other side's to say", _OUT_OF_TURN)
             frame = _written(message)
-            length = sum(map(len, frame))
+            length = len(frame[0]) if len(frame) == 1 else sum(map(len, frame))
             self._check_length(kind, length - HEADER_BYTES, self.role)
             self._process(message, length)
         except ProtocolError as error:
@@ -146,12 +142,17 @@ class Session:
 
     # Inwards.
 
-    def receive(self, data: bytes, now: float) -> None:
-        """Takes in bytes from the peer. Go through all of `events` before calling it again."""
+    def room(self) -> memoryview:
+        """Where the next bytes from the peer may be put: where they will stay. Often empty."""
+        return self._frames.room()
+
+    def receive(self, data: bytes, now: float, filled: int = 0) -> None:
+        """Takes in bytes from the peer: `filled` that were put into `room`, and `data` behind them.
+        Go through all of `events` before calling it again."""
         self.now = now
         if self.state is not SessionState.CLOSED:
             self.keep_alive.received(now)
-            self._frames.receive(data)
+            self._frames.receive(data, filled)
 
     def events(self) -> Iterator[Message]:
         """The messages that are complete, in order. The session's state is the one after the
@@ -248,52 +249,42 @@ class Session:
         changed nothing."""
         kind = type(message)
         state = self._next_state(kind)
-        check = CHECKS.get(kind)
-        if check is not None:
-            check(self, message)
-        self._match(message)
-        if stream_input(message) is not None:
+        rule = RULES[kind]
+        if rule.check is not None:
+            rule.check(self, message)
+        if rule.is_request:
+            self._check_request(message)
+        elif rule.is_answer:
+            self._check_answer(message)
+        if rule.is_of_stream:
             self._follow(message)
-        effect = EFFECTS.get(kind)
-        if effect is not None:
-            effect(self, message, frame_bytes)
-        self._settle(message)
+        if rule.effect is not None:
+            rule.effect(self, message, frame_bytes)
+        if rule.is_request:
+            self._requests[message.opaque] = kind
+        elif rule.ends_request and not (kind is StreamReply and message.status == Status.OK):
+            del self._requests[message.opaque]
         self.state = state
 
-    def _match(self, message: Message) -> None:
-        """Checks that a request's opaque is free, and that an answer has a request."""
-        if message.answers:
-            if message.opaque in self._requests:
-                raise ProtocolError(
-                    f"opaque {message.opaque} is still in use", Status.OPAQUE_IN_USE
-                )
-            if len(self._requests) >= self.agreed.requests_open_max:
-                raise ProtocolError(
-                    f"{len(self._requests)} requests are open already", Status.TOO_MANY
-                )
-            if isinstance(message, Open) and self._requests:
-                # Its refusal could not be told from another's.
-                raise ProtocolError("Open while other requests are open", _OUT_OF_TURN)
-        elif type(message) in _ANSWERS:
-            request = self._requests.get(message.opaque)
-            # What refuses a stream is StreamReply, which says more.
-            refused = isinstance(message, Refusal) and request is not Stream
-            if request is None or not (refused or type(message) in request.answers):
-                raise ProtocolError(
-                    f"{type(message).__name__} with opaque {message.opaque} answers nothing"
-                )
+    def _check_request(self, message: Message) -> None:
+        """Checks that a request's opaque is free."""
+        if message.opaque in self._requests:
+            raise ProtocolError(f"opaque {message.opaque} is still in use", Status.OPAQUE_IN_USE)
+        if len(self._requests) >= self.agreed.requests_open_max:
+            raise ProtocolError(f"{len(self._requests)} requests are open already", Status.TOO_MANY)
+        if isinstance(message, Open) and self._requests:
+            # Its refusal could not be told from another's.
+            raise ProtocolError("Open while other requests are open", _OUT_OF_TURN)
 
-    def _settle(self, message: Message) -> None:
-        """Keeps the table of open requests. A stream's opaque is in use for as long as the
-        stream."""
-        if message.answers:
-            self._requests[message.opaque] = type(message)
-        elif isinstance(message, StreamEnd) or (
-            type(message) in _ANSWERS
-            and not isinstance(message, PartitionLog)
-            and not (isinstance(message, StreamReply) and message.status == Status.OK)
-        ):
-            del self._requests[message.opaque]
+    def _check_answer(self, message: Message) -> None:
+        """Checks that an answer has a request."""
+        request = self._requests.get(message.opaque)
+        # What refuses a stream is StreamReply, which says more.
+        refused = isinstance(message, Refusal) and request is not Stream
+        if request is None or not (refused or type(message) in request.answers):
+            raise ProtocolError(
+                f"{type(message).__name__} with opaque {message.opaque} answers nothing"
+            )
 
     def _follow(self, message: Message) -> None:
         partition = message.partition
@@ -313,7 +304,7 @@ class Session:
 
     def _dropped(self, message: Message) -> bool:
         """Whether `message` is part of a stream that was closed, of no interest any more."""
-        if not isinstance(message, SNAPSHOT_MESSAGES):
+        if type(message) not in SNAPSHOT_MESSAGES:
             return False
         record = self.streams.get(message.partition)
         return record is not None and record.state is StreamState.CLOSING

@@ -82,6 +82,9 @@ from upr_protocol.wire import (
 class SessionState(Enum):
     """How far a connection has come, as one side sees it."""
 
+    # That of `Enum` is a function in Python, and these are looked up for every message.
+    __hash__ = object.__hash__
+
     GREETING = "nothing was said; the client says `Hello`"
     GREETED = "the client said `Hello`; the server answers"
     READY = "acquainted; the client may manage buckets, or open one"
@@ -192,6 +195,9 @@ SESSION: Final[Mapping[SessionState, Mapping[type[Message], SessionState]]] = {
 class StreamState(Enum):
     """The state of one partition's stream in one connection."""
 
+    # That of `Enum` is a function in Python, and these are looked up for every message.
+    __hash__ = object.__hash__
+
     ABSENT = "there is no stream of this partition"
     REQUESTED = "the client asked; the server decides"
     BETWEEN = "no snapshot is under way"
@@ -202,6 +208,9 @@ class StreamState(Enum):
 @unique
 class StreamInput(Enum):
     """What can happen to a stream."""
+
+    # That of `Enum` is a function in Python, and these are looked up for every message.
+    __hash__ = object.__hash__
 
     REQUEST = "`Stream`"
     ACCEPT = "`StreamReply` with status OK"
@@ -244,7 +253,7 @@ STREAM: Final[Mapping[StreamState, Mapping[StreamInput, StreamState]]] = {
 }
 """For each state of a stream, what may happen and where it leads."""
 
-_STREAM_INPUTS: Final[dict[type[Message], StreamInput]] = {
+STREAM_INPUTS: Final[dict[type[Message], StreamInput]] = {
     Stream: StreamInput.REQUEST,
     PartitionStart: StreamInput.START,
     PartitionChunk: StreamInput.CHUNK,
@@ -259,4 +268,4 @@ def stream_input(message: Message) -> StreamInput | None:
     """What `message` is to its partition's stream; None when it concerns no stream."""
     if isinstance(message, StreamReply):
         return StreamInput.ACCEPT if message.status == Status.OK else StreamInput.REFUSE
-    return _STREAM_INPUTS.get(type(message))
+    return STREAM_INPUTS.get(type(message))

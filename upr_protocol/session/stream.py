@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
 from upr_protocol.errors import ProtocolError, Status
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session.states import STREAM, StreamInput, StreamState, stream_input
@@ -66,15 +69,9 @@ class StreamRecord:
                 f"{type(message).__name__} for partition {self.partition} has opaque "
                 f"{message.opaque}, its stream {self.opaque}"
             )
-        if isinstance(message, PartitionChunk):
-            self._chunk(message)
-        elif isinstance(message, PartitionStart):
-            self._start(message)
-        elif isinstance(message, PartitionEnd):
-            self._finish(message)
-        elif given is StreamInput.ACCEPT:
-            assert isinstance(message, StreamReply)
-            self._accept(message)
+        take = self._TAKES.get(given)
+        if take is not None:
+            take(self, message)
         self.state = state
 
     def _accept(self, message: StreamReply) -> None:
@@ -116,6 +113,13 @@ class StreamRecord:
                 f"end at {self.end}, and what came ends at {self.seq}"
             )
         self.complete = message.end
+
+    _TAKES: ClassVar[Mapping[StreamInput, Callable[[StreamRecord, Any], None]]] = {
+        StreamInput.ACCEPT: _accept,
+        StreamInput.START: _start,
+        StreamInput.CHUNK: _chunk,
+        StreamInput.END: _finish,
+    }
 
 
 def out_of_turn(message: Message, state: StreamState) -> ProtocolError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import chain
+from struct import Struct
 from typing import Any, Final
 
 import construct as cs
@@ -71,22 +73,36 @@ _POSITION: Final = cs.Struct(
 )
 
 
-def _decode_position(parsed: Any, _: Any) -> Position:
+def _position_of(
+    last_complete: int,
+    highest_received: int,
+    partial_history: int,
+    partial_start: int,
+    partial_end: int,
+    log: FailoverLog,
+) -> Position:
     partial = None
-    if parsed.partial_history:
+    if partial_history:
         partial = PartialSnapshot(
-            HistoryId(parsed.partial_history),
-            SeqNo(parsed.partial_start),
-            SeqNo(parsed.partial_end),
+            HistoryId(partial_history), SeqNo(partial_start), SeqNo(partial_end)
         )
-        if not parsed.partial_start <= parsed.highest_received <= parsed.partial_end:
+        if not partial_start <= highest_received <= partial_end:
             raise ValueError("the highest number received is outside the partial snapshot")
-    elif parsed.highest_received != parsed.last_complete:
+    elif highest_received != last_complete:
         raise ValueError("more was received than is complete, yet no partial snapshot is named")
-    if parsed.highest_received < parsed.last_complete:
+    if highest_received < last_complete:
         raise ValueError("less was received than is complete")
-    return Position(
-        parsed.log, SeqNo(parsed.last_complete), SeqNo(parsed.highest_received), partial
+    return Position(log, SeqNo(last_complete), SeqNo(highest_received), partial)
+
+
+def _decode_position(parsed: Any, _: Any) -> Position:
+    return _position_of(
+        parsed.last_complete,
+        parsed.highest_received,
+        parsed.partial_history,
+        parsed.partial_start,
+        parsed.partial_end,
+        parsed.log,
     )
 
 
@@ -104,3 +120,52 @@ def _encode_position(position: Position, _: Any) -> dict[str, Any]:
 
 POSITION: Final = cs.ExprAdapter(_POSITION, _decode_position, _encode_position)
 """What a client has of a partition."""
+
+
+# The same in `struct` code, for messages of which there is one for each partition.
+
+_COUNT: Final = Struct("<H")
+_POSITION_HEAD: Final = Struct("<QQQQQ")
+
+
+def pack_text(data: str) -> bytes:
+    """As `text` writes it."""
+    encoded = data.encode()
+    return _COUNT.pack(len(encoded)) + encoded
+
+
+def unpack_text(body: bytes, at: int) -> tuple[str, int]:
+    """The text at `at`, and where it ends; raises `struct.error` or `ValueError`."""
+    (length,) = _COUNT.unpack_from(body, at)
+    end = at + 2 + length
+    if len(body) < end:
+        raise ValueError(f"{end - len(body)} bytes are missing")
+    return body[at + 2 : end].decode(), end
+
+
+def pack_log(log: FailoverLog) -> bytes:
+    """As `LOG` writes it."""
+    pairs = log.pairs()
+    return Struct("<H" + "QQ" * len(pairs)).pack(len(pairs), *chain.from_iterable(pairs))
+
+
+def unpack_log(body: bytes, at: int) -> tuple[FailoverLog, int]:
+    """The failover log at `at`, and where it ends; raises `struct.error` or `ValueError`."""
+    (count,) = _COUNT.unpack_from(body, at)
+    numbers = Struct("<" + "QQ" * min(count, FAILOVER_ENTRIES_MAX + 1)).unpack_from(body, at + 2)
+    pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    return _decode_log(pairs, None), at + 2 + 16 * count
+
+
+def pack_position(position: Position) -> bytes:
+    """As `POSITION` writes it."""
+    return _POSITION_HEAD.pack(*list(_encode_position(position, None).values())[:5]) + pack_log(
+        position.log
+    )
+
+
+def unpack_position(body: bytes, at: int) -> tuple[Position, int]:
+    """The position at `at`, and where it ends; raises `struct.error` or `ValueError`."""
+    complete, received, history_id, start, finish = _POSITION_HEAD.unpack_from(body, at)
+    log, end = unpack_log(body, at + _POSITION_HEAD.size)
+    return _position_of(complete, received, history_id, start, finish, log), end

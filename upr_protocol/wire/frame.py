@@ -73,7 +73,7 @@ def unpack_header(data: Buffer) -> Header:
     )
     if magic != MAGIC:
         raise RemoteProtocolError("these bytes are no UPR frame", Status.BAD_MAGIC)
-    if crc32c(memoryview(data)[:_CHECKED_BYTES]) != header_crc:
+    if crc32c(data[:_CHECKED_BYTES]) != header_crc:
         raise RemoteProtocolError("a frame header's CRC32C is wrong", Status.BAD_CHECKSUM)
     if version != VERSION:
         raise RemoteProtocolError(
@@ -89,6 +89,16 @@ def padding(length: int) -> bytes:
     return _PADDING[-length & 7]
 
 
+ROOM_BYTES: Final = 64 * 1024
+"""A body that is under way has this much room, or twice what has come of it, or as much as the
+largest body that has come whole: a header that lies about its length costs next to no memory."""
+
+TRUSTED_BYTES_MAX: Final = 1024 * 1024
+"""As large a body as that, and no larger, is trusted to come whole because another one has."""
+
+_NO_ROOM: Final = memoryview(bytearray())
+
+
 class FrameBuffer:
     """Cuts a stream of bytes into frames.
 
@@ -96,25 +106,29 @@ class FrameBuffer:
     body is kept, and raises to refuse it. Time is linear in the bytes received, however they are
     split; memory is at most one body and what `receive` was given last.
 
+    A body that does not arrive in one piece may be received right where it will stay: see `room`.
+
     Args:
         admit: Called with each header; raises `RemoteProtocolError` to refuse the frame.
     """
 
-    __slots__ = ("_admit", "_at", "_body", "_data", "_header")
+    __slots__ = ("_admit", "_at", "_body", "_data", "_have", "_header", "_largest")
 
     def __init__(self, admit: Callable[[Header], None]) -> None:
         self._admit = admit
         self._data = b""
         self._at = 0
         self._header: Header | None = None
-        # A body that did not arrive in one piece. It becomes the frame's body itself, so that its
-        # bytes are copied once.
+        # A body that did not arrive in one piece, of which so many bytes are there. It becomes the
+        # frame's body itself.
         self._body: bytearray | None = None
+        self._have = 0
+        self._largest = ROOM_BYTES
 
     @property
     def buffered(self) -> int:
         """Bytes held."""
-        return len(self._data) - self._at + (len(self._body) if self._body is not None else 0)
+        return len(self._data) - self._at + self._have
 
     @property
     def under_way(self) -> int:
@@ -126,21 +140,42 @@ class FrameBuffer:
         """Whether a frame has begun and not ended."""
         return self._header is not None or self.buffered > 0
 
-    def receive(self, data: bytes) -> None:
-        """Takes in what arrived. Call `next` until it returns None before calling this again."""
-        body = self._body
-        if body is not None:
-            assert self._header is not None
-            missing = self._header.length - len(body)
-            if len(data) <= missing:
-                body += data
-                return
-            body += memoryview(data)[:missing]
-            self._data, self._at = data, missing
-        elif self._at < len(self._data):
-            self._data, self._at = self._data[self._at :] + data, 0
-        else:
-            self._data, self._at = data, 0
+    def room(self) -> memoryview:
+        """Where the next bytes may be put: in the body that is under way. Empty when there is none.
+
+        Say to `receive` how many were put there.
+        """
+        header, body, have = self._header, self._body, self._have
+        if header is None:
+            return _NO_ROOM
+        if body is None or have == len(body):
+            rest: Buffer = self._data[self._at :] if body is None else body
+            self._have = have = len(rest)
+            size = min(header.length, max(self._largest, 2 * have))
+            # Not made longer in its place: somebody may still hold a view upon it.
+            self._body = body = bytearray(size)
+            body[:have] = rest
+            self._data, self._at = b"", 0
+        return memoryview(body)[have:]
+
+    def receive(self, data: bytes, filled: int = 0) -> None:
+        """Takes in what arrived: `filled` bytes that were put into `room`, and `data` behind them.
+        Call `next` until it returns None before calling this again."""
+        header = self._header
+        if header is None:
+            self._data = self._data[self._at :] + data if self._at < len(self._data) else data
+            self._at = 0
+            return
+        self._have += filled
+        at, length = 0, header.length
+        while at < len(data) and (self._body is None or self._have < length):
+            room = self.room()
+            count = min(len(room), len(data) - at)
+            room[:count] = data[at : at + count]
+            self._have += count
+            at += count
+        if self._body is not None:
+            self._data, self._at = data, at
 
     def next(self) -> tuple[Header, Buffer] | None:
         """The next frame, or None when more bytes are needed.
@@ -152,24 +187,24 @@ class FrameBuffer:
         if header is None:
             if len(self._data) - self._at < HEADER_BYTES:
                 return None
-            header = unpack_header(memoryview(self._data)[self._at : self._at + HEADER_BYTES])
+            header = unpack_header(self._data[self._at : self._at + HEADER_BYTES])
             self._admit(header)
             self._header = header
             self._at += HEADER_BYTES
         length = header.length
         body: Buffer
         if self._body is not None:
-            if len(self._body) < length:
+            if self._have < length:
                 return None
-            body, self._body = self._body, None
+            body, self._body, self._have = self._body, None, 0
         elif len(self._data) - self._at >= length:
             body = self._data[self._at : self._at + length]
             self._at += length
         else:
-            self._body = bytearray(memoryview(self._data)[self._at :])
-            self._data, self._at = b"", 0
             return None
         if crc32c(body) != header.body_crc:
             raise RemoteProtocolError("a frame body's CRC32C is wrong", Status.BAD_CHECKSUM)
         self._header = None
+        if length > self._largest:
+            self._largest = min(length, TRUSTED_BYTES_MAX)
         return header, body

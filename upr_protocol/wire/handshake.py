@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from struct import Struct
+from struct import error as StructError
+from typing import Any, ClassVar, Final, Self
 
 import construct as cs
 
+from upr_protocol.chunk import Buffer
+from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, Position
-from upr_protocol.ids import SEQ_MAX, PartitionState, SeqNo
-from upr_protocol.wire.columns import LOG, POSITION, member, text, tuple_of
-from upr_protocol.wire.message import Message, Sender
+from upr_protocol.ids import SEQ_MAX, PartitionId, PartitionState, SeqNo
+from upr_protocol.wire.columns import (
+    LOG,
+    POSITION,
+    member,
+    pack_log,
+    pack_position,
+    pack_text,
+    text,
+    tuple_of,
+    unpack_log,
+    unpack_position,
+    unpack_text,
+)
+from upr_protocol.wire.message import Message, Sender, check_end
+
+_U64: Final = Struct("<Q")
+_STREAM: Final = Struct("<BQQ?")
 
 
 class Hello(Message, frozen=True):
@@ -150,6 +169,25 @@ class StreamReply(Message, frozen=True):
     log: FailoverLog
     map_revision: int = 0
 
+    def body(self) -> tuple[Buffer, ...]:
+        head = _U64.pack(self.seq) + pack_text(self.reason)
+        return (head + _U64.pack(self.map_revision) + pack_log(self.log),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            (seq,) = _U64.unpack_from(data)
+            reason, at = unpack_text(data, _U64.size)
+            (map_revision,) = _U64.unpack_from(data, at)
+            log, end = unpack_log(data, at + _U64.size)
+            check_end(data, end)
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"StreamReply cannot be read: {error}") from error
+        return cls(
+            seq, reason, log, map_revision, partition=partition, opaque=opaque, status=status
+        )
+
 
 class Stream(Message, frozen=True):
     """Asks for one partition's changes behind what the client has.
@@ -181,6 +219,31 @@ class Stream(Message, frozen=True):
     end_seq: SeqNo = SEQ_MAX
     lease_id: int = 0
     with_answers: bool = False
+
+    def body(self) -> tuple[Buffer, ...]:
+        head = _STREAM.pack(self.state, self.end_seq, self.lease_id, self.with_answers)
+        return (head + pack_position(self.position),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            state, end_seq, lease_id, with_answers = _STREAM.unpack_from(data)
+            position, end = unpack_position(data, _STREAM.size)
+            check_end(data, end)
+            state = PartitionState(state)
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"Stream cannot be read: {error}") from error
+        return cls(
+            state,
+            position,
+            end_seq,
+            lease_id,
+            with_answers,
+            partition=partition,
+            opaque=opaque,
+            status=status,
+        )
 
 
 class Go(Message, frozen=True):

@@ -18,6 +18,9 @@ from upr_protocol.wire.frame import pack_header, padding
 
 _U64: Final = Struct("<Q")
 
+SMALL_BYTES: Final = 1024
+"""A body up to this is sent in one piece with its header: a copy costs less than another piece."""
+
 BODY_BYTES_MAX_DEFAULT: Final = 4 * 1024
 """Enough for every message that holds no list."""
 
@@ -79,6 +82,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     def frame(self) -> list[Buffer]:
         """The whole frame, as pieces to be sent one behind the other."""
         pieces = self.body()
+        if len(pieces) == 1 and len(pieces[0]) <= SMALL_BYTES:
+            body = bytes(pieces[0]) + padding(len(pieces[0]))
+            crc, length = crc32c(body), len(body)
+            return [
+                pack_header(self.opcode, self.status, self.partition, self.opaque, length, crc)
+                + body
+            ]
         crc = length = 0
         for piece in pieces:
             crc = crc32c(piece, crc)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import trio
 
-from upr_protocol.client.write import write_all
+from upr_protocol.client.read import SCRATCH_BYTES, read_some
+from upr_protocol.client.write import write_all, write_now
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
@@ -33,10 +34,6 @@ from upr_server.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from upr_server.net.service import Service
-
-RECEIVE_BYTES: Final = 256 * 1024
-"""The most that is taken from the socket at a time: it bounds how long one peer's requests hold the
-loop to about a millisecond."""
 
 REPLIES_BYTES_MAX: Final = 1024 * 1024
 """Answers that may wait for a peer to take them. Above it the next request waits, until the peer
@@ -65,6 +62,9 @@ _CREDIT_FRACTION: Final = 4
 
 SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
+
+YIELD_BYTES: Final = 64 * 1024
+"""Who sends so much at a time lets others have their turn before there is more."""
 
 PARTING_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
@@ -156,7 +156,7 @@ class Connection:
         while bytes lie in it unread is reset, and the reset may overtake what was written."""
         with trio.move_on_after(PARTING_S):
             await self._stream.send_eof()
-            while await self._stream.receive_some(RECEIVE_BYTES):
+            while await self._stream.receive_some(SCRATCH_BYTES):
                 pass
 
     def wake(self) -> None:
@@ -167,21 +167,19 @@ class Connection:
 
     async def _read(self, scope: trio.CancelScope) -> None:
         session = self.session
-        receive = self._stream.receive_some
         while True:
-            with trio.move_on_at(self._frame_deadline) as patience:
-                data = await receive(RECEIVE_BYTES)
-            if patience.cancelled_caught:
+            try:
+                count = await self._read_some()
+            except trio.TooSlowError:
                 session.fail(Status.TOO_SLOW, f"{session.under_way} bytes take too long to arrive")
                 self.wake()
                 return
-            if not data:
+            if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
                 scope.cancel()
                 return
-            self._bytes_in += len(data)
-            now = trio.current_time()
-            session.receive(bytes(data), now)
+            self._bytes_in += count
+            now = session.now
             try:
                 for message in session.events():
                     # Whatever frame was under way has ended.
@@ -206,6 +204,13 @@ class Connection:
                 return
             if session.under_way > LARGE_FRAME_BYTES and not self._held:
                 await self._hold(session.under_way)
+
+    async def _read_some(self) -> int:
+        read = partial(read_some, self._stream, self.session, self.service.scratch)
+        if self._frame_deadline == math.inf:
+            return await read()
+        with trio.fail_at(self._frame_deadline):
+            return await read()
 
     async def _hold(self, length: int) -> None:
         """Takes room for a large frame whose header has come, before more of it is read."""
@@ -366,9 +371,14 @@ class Connection:
             if not outgoing and session.state is SessionState.CLOSED:
                 return
             if outgoing:
-                await write_all(self._stream, outgoing, self.service.send_timeout_s)
-                self._bytes_out += sum(map(len, outgoing))
-                del outgoing
+                length = sum(map(len, outgoing))
+                rest = write_now(self._stream, outgoing)
+                if rest:
+                    await write_all(self._stream, rest, self.service.send_timeout_s)
+                elif length >= YIELD_BYTES:
+                    await trio.lowlevel.checkpoint()
+                self._bytes_out += length
+                del outgoing, rest
                 self.streamer.sent()
                 self._replies_being_written = 0
                 self._relieve()

@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 import trio
 
+from upr_protocol.client.read import new_scratch
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
@@ -100,6 +101,7 @@ class Service:
         self.buckets = Buckets(new_history_id, self._is_collapsible, listener)
         self.connections: set[Connection] = set()
         self.frame_budget = FrameBudget()
+        self.scratch = new_scratch()
         self.credit_shares = CreditShares()
         self.send_timeout_s = send_timeout_s
         self.replication_timeout_s = replication_timeout_s
