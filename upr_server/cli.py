@@ -16,7 +16,12 @@ from upr_protocol.errors import UprError
 from upr_server.allocator import return_freed_memory
 from upr_server.app import Server, serve
 from upr_server.config import Config, load_config
-from upr_server.daemon import ConfigError, first_failure, set_up_logging
+from upr_server.daemon import (
+    ConfigError,
+    first_failure,
+    rare_collections,
+    set_up_logging,
+)
 from upr_server.storage.check import Checked, Problem
 from upr_server.storage.data_directory import default_data_dir, quiet
 from upr_server.storage.dump import DumpOptions
@@ -83,6 +88,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     set_up_logging(config.log_level, config.log_format)
 
     return_freed_memory()
+    rare_collections()
 
     def on_listening(server: Server) -> None:
         host = f"[{server.host}]" if ":" in server.host else server.host

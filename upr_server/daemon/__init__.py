@@ -1,5 +1,6 @@
 """What both daemons are made with, whatever they do: settings, logs, listeners, and their ends."""
 
+from upr_server.daemon.collector import rare_collections
 from upr_server.daemon.failure import first_failure
 from upr_server.daemon.listeners import ListenError, listening, parse_listen
 from upr_server.daemon.log import set_up_logging
@@ -13,6 +14,7 @@ __all__ = [
     "listening",
     "load_settings",
     "parse_listen",
+    "rare_collections",
     "run_until_signal",
     "set_up_logging",
 ]

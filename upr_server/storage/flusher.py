@@ -40,7 +40,13 @@ RETRY_S: Final = 1.0
 """How long to wait before trying again on a full disk."""
 
 STEP_BYTES: Final = 1024 * 1024
-"""What is encoded before others have their turn."""
+"""What is encoded before others have their turn, a millisecond or so."""
+
+SNAPSHOT_BYTES: Final = 16 * 1024
+"""What closing and encoding a snapshot of one mutation comes to, in the same coin."""
+
+STEP_PARTITIONS: Final = 8
+"""Partitions whose commits are told before others have their turn."""
 
 log = structlog.get_logger(__name__)
 
@@ -190,7 +196,7 @@ class Flusher:
                     continue
                 chunks.append(item)
                 total += item.nbytes
-                unyielded += item.nbytes
+                unyielded += item.nbytes + SNAPSHOT_BYTES
                 if unyielded > STEP_BYTES:
                     unyielded = 0
                     await trio.lowlevel.checkpoint()
@@ -251,12 +257,14 @@ class Flusher:
         self._last_commit_s = self.last_commit_at - began
         self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
         self._commits += 1
-        for write in writes:
+        for at, write in enumerate(writes, 1):
             self._committed_bytes += sum(chunk.nbytes for chunk in write.chunks)
             self._committed_mutations += sum(chunk.count for chunk in write.chunks)
             partition = self._bucket.partitions[write.partition]
             partition.manager.persistence.commit(write.record.high)
             self._answer(partition)
+            if at % STEP_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
         self._on_commit()
 
     def statistics(self) -> dict[str, object]:
