@@ -94,6 +94,9 @@ fewer a partition has, the more that is. Points that are equal are one server.""
 HISTORY: Final = tuple(Point(f"{n} M", n * 1_000_000) for n in (1, 5, 10, 20))
 """Mutations that a server has taken in before the clock starts."""
 
+RUNS_MAX: Final = 3
+"""More would take long, and the processor time of one run is much like that of another."""
+
 HISTORIES_MAX: Final = 2
 """Servers of which each makes all of the history; half a minute each, or so."""
 
@@ -179,7 +182,8 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     alike: dict[str, Axis] = {}
     for name, points in AXES.items():
         beside = {other: more for other, (axis, more) in ALIKE.items() if axis == name}
-        ran = _measure_points(name, dict.fromkeys(sum(beside.values(), points)), runs, say)
+        servers = dict.fromkeys(sum(beside.values(), points))
+        ran = _measure_points(name, servers, min(runs, RUNS_MAX), say)
         axes[name] = {point: ran[point] for point in points}
         for other, more in beside.items():
             alike[other] = {point: ran[point] for point in more}
