@@ -340,8 +340,8 @@ def _soak(path: Path, lines: Sequence[Line]) -> Path | None:
         ):
             top.plot(at, [sample[role] for sample in samples], style, color=colour, label=role)
         top.set_title("Anonymous memory, MiB")
-        top.set_ylim(0, 1.35 * max(sample["server"] for sample in samples))
-        top.legend(loc="upper right", ncols=3)
+        top.set_ylim(0, 1.1 * max(sample["server"] for sample in samples))
+        top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
         middles = [number + 0.5 for number in range(len(minutes))]
         for name, marker, colour in (
             ("p99.9", "^", PURPLE),
@@ -362,6 +362,6 @@ def _soak(path: Path, lines: Sequence[Line]) -> Path | None:
         bottom.yaxis.set_minor_formatter(NullFormatter())
         bottom.set_xlim(0, len(minutes))
         bottom.set_xlabel("minutes")
-        bottom.margins(y=0.25)
-        bottom.legend(loc="upper right", ncols=3)
+        bottom.margins(y=0.1)
+        bottom.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
     return path

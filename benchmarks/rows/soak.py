@@ -37,7 +37,8 @@ WANTED: Final = 0.4
 SHARES: Final = (WANTED, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
 """Tried one after the other until one is kept up with."""
 
-TRY_S: Final = 20.0
+TRY_S: Final = 60.0
+"""Long enough to fall behind: a rate that was kept up with for 20 s was not for three minutes."""
 
 LATE_MAX_S: Final = 1.0
 """A rate is kept up with if in the run's second half 99 of 100 chunks were nowhere later."""
