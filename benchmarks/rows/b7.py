@@ -17,7 +17,6 @@ import attrs
 from benchmarks.kit.figures import Figure, Spread, significant
 from benchmarks.kit.processes import UprServer, Worker, pause_s
 from benchmarks.kit.processor import resident_bytes
-from benchmarks.kit.upkeep import statistics
 from benchmarks.kit.work import (
     CHUNK_MUTATIONS,
     KEYS,
@@ -25,6 +24,7 @@ from benchmarks.kit.work import (
     PREPARED_MUTATIONS,
     distinct_share,
 )
+from upr_protocol.client import BlockingClient
 
 CONNECTIONS: Final = 4
 WARM_UP: Final = 1_000_000
@@ -170,8 +170,10 @@ class _Stand:
 
     def _look(self) -> None:
         """Waits until all is on disk. Looks seldom: the server is being timed."""
-        while (flusher := statistics(self.server)["flusher"])["lag_mutations"]:
-            pause_s(0.2)
+        bucket = self.server.BUCKET
+        with BlockingClient(self.server.url) as client:
+            while (flusher := client.stats(bucket)["flusher"])["lag_mutations"]:
+                pause_s(0.2)
         self._written = flusher["commits"] * flusher["mutations_per_commit"]
 
 
