@@ -51,7 +51,7 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 		$(BIN)/flake8-async --enable ASYNC,ASYNC912,ASYNC913
 	$(BIN)/python docs/generate_protocol.py --check docs/protocol.md
 
-bench: $(INSTALLED_BENCH) ## measure against the peers (ROW=B1 for one row)
+bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
 
 docs: $(INSTALLED) ## write docs/protocol.md anew from the code's declarations

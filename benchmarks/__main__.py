@@ -13,9 +13,12 @@ from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.figures import RUNS_DEFAULT, Figure
 from benchmarks.kit.machine import ROOT
 from benchmarks.kit.processor import Disturbance
-from benchmarks.kit.results import write_results
+from benchmarks.kit.results import now, write_results
 
-ROWS: Final = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9", "E1", "R1", "S1", "S2", "S3")
+ROWS: Final = (
+    *("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9"),
+    *("E1", "R1", "S1", "S2", "S3", "SOAK"),
+)
 """Each is a module of `benchmarks.rows`. B1s is measured with B1."""
 
 
@@ -37,16 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no row {', '.join(unknown)}: there are {', '.join(ROWS)}")
     if options.runs < 1:
         parser.error("--runs is at least 1")
+    run = now()
     figures: list[Figure] = []
     failures: list[str] = []
     for name in dict.fromkeys(names):
         try:
-            figures += _measure(name, options.runs)
+            figures += _measure(name, options.runs, run)
         except CannotMeasureError as error:
             failures.append(f"{name} could not be measured: {error}")
             print(failures[-1], file=sys.stderr, flush=True)
     if figures:
         print("\n" + table(figures))
+        print("\n" + verdict(figures))
     return 1 if failures else 0
 
 
@@ -56,14 +61,14 @@ def _row(name: str) -> str:
     return "B1" if name == "B1S" else name
 
 
-def _measure(name: str, runs: int) -> list[Figure]:
+def _measure(name: str, runs: int, run: str) -> list[Figure]:
     measure: Callable[[int, Callable[[str], None]], list[Figure]] = import_module(
         f"benchmarks.rows.{name.lower()}"
     ).measure
     disturbance, begun = Disturbance(), time.monotonic()
     figures = measure(runs, _say)
     others = disturbance.share()
-    path = write_results(name, figures, others)
+    path = write_results(name, figures, others, run)
     _say(
         f"  took {time.monotonic() - begun:.0f} s, while others used {others:.0%} of the machine; "
         f"written to {path.relative_to(ROOT)}"
@@ -95,6 +100,20 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
+    )
+
+
+def verdict(figures: Sequence[Figure]) -> str:
+    """Which lines reach their first bar, and which do not."""
+    reached = [figure.row for figure in figures if figure.is_reached]
+    missed = [
+        f"{figure.row} ({figure.ratio:.2g} of {figure.first_bar:g})"
+        for figure in figures
+        if figure.is_reached is False
+    ]
+    return (
+        f"{len(reached)} reach their first bar: {', '.join(reached) or 'none'}\n"
+        f"{len(missed)} do not: {', '.join(missed) or 'none'}"
     )
 
 

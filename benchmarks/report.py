@@ -1,4 +1,5 @@
-"""`python -m benchmarks.report`: writes the tables of docs/performance.md, from results/*.json."""
+"""`python -m benchmarks.report`: from results/*.json writes the tables of docs/performance.md, and
+draws its plots."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, Final
 
 from benchmarks.kit.machine import ROOT
 from benchmarks.kit.results import read_results
+from benchmarks.plots import draw
 
 PAGE: Final = ROOT / "docs" / "performance.md"
 BEGIN: Final = "<!-- begin: python -m benchmarks.report -->"
@@ -19,7 +21,7 @@ _ROLES: Final = ("server", "writer", "reader")
 
 
 def main() -> int:
-    """Replaces what stands between the marks."""
+    """Replaces what stands between the marks, and the plots."""
     lines = read_results()
     if not lines:
         print("no results: run `make bench` first", file=sys.stderr)
@@ -29,11 +31,21 @@ def main() -> int:
     if not begin or not end:
         print(f"{PAGE} has no marks {BEGIN} and {END}", file=sys.stderr)
         return 1
+    plots = {path.stem: f"![{path.stem}](plots/{path.name})" for path in draw(lines)}
     parts = [
         _results(lines),
+        plots.get("ratios"),
         _processor(lines),
+        _streaming(lines),
+        _fan_out(lines),
+        plots.get("fan-out"),
         _latency(lines),
+        plots.get("latency"),
         _axes(lines),
+        plots.get("flatness"),
+        plots.get("written"),
+        _soak(lines),
+        plots.get("soak"),
         _starts(lines),
         _life(lines),
         _provenance(lines),
@@ -58,13 +70,20 @@ def _results(lines: Sequence[Line]) -> str:
             f"**{_ratio(line['ratio'])}**",
             "–".join(map(_ratio, line["ratio_range"])),
             _bar(line["first_bar"]),
+            _sign(line),
             _bar(line["aim"]),
             line["peer_name"],
         )
         for line in lines
     ]
-    head = ("row", "ours", "peer", "ratio", "of single runs", "first bar", "aim", "against")
-    return _table(head, rows)
+    head = ("row", "ours", "peer", "ratio", "of single runs", "first bar", "", "aim", "against")
+    return "\n".join((_table(head, rows), "", "✓: the first bar is reached; ✗: it is not."))
+
+
+def _sign(line: Line) -> str:
+    if line["first_bar"] is None:
+        return "–"
+    return "✓" if line["ratio"] >= line["first_bar"] else "✗"
 
 
 def _ratio(ratio: float) -> str:
@@ -84,6 +103,8 @@ def _quantity(number: float, unit: str) -> str:
         return f"{number:.2f} s"
     if unit == "µs" and number >= 1_000:
         return f"{number / 1e3:,.1f} ms"
+    if unit == "MiB":
+        return f"{number:,.1f} MiB"
     return f"{number:,.0f} {unit.replace('server ns/mutation', 'ns')}"
 
 
@@ -112,10 +133,11 @@ def _is_beside(line: Line) -> bool:
     return " " in line["row"]
 
 
-def _range(spread: Mapping[str, float] | None) -> str:
+def _range(spread: Mapping[str, float] | None, scale: float = 1, digits: int = 0) -> str:
     if spread is None:
         return "–"
-    return f"{spread['median']:,.0f} ({spread['min']:,.0f}–{spread['max']:,.0f})"
+    median, low, high = (f"{scale * spread[of]:,.{digits}f}" for of in ("median", "min", "max"))
+    return f"{median} ({low}–{high})"
 
 
 def _latency(lines: Sequence[Line]) -> str:
@@ -128,25 +150,105 @@ def _latency(lines: Sequence[Line]) -> str:
     return _table(("B6, µs", "p50", "p99", "p99.9"), rows) if rows else ""
 
 
-def _axes(lines: Sequence[Line]) -> str:
-    rows = []
-    for line in lines:
-        for name, axis in line["details"].get("axes", {}).items():
-            points = axis["points"].items()
-            rows.append(
-                (
-                    name,
-                    f"{axis['flatness']:.2f}",
-                    f"{axis['flatness_wall']:.2f}",
-                    ", ".join(
-                        f"{label}: {point['server_ns_per_mutation']['median']:.0f}"
-                        for label, point in points
-                    ),
-                    ", ".join(f"{point['server_resident_mib']:,}" for _, point in points),
-                )
-            )
-    head = ("B7's axes", "flatness", "by the clock", "server ns a mutation", "resident MiB")
+def _streaming(lines: Sequence[Line]) -> str:
+    rows = [
+        (line["row"], *_sent(line["details"]))
+        for line in lines
+        if "server_ns_per_byte" in line["details"] and not _is_beside(line)
+    ]
+    head = ("the server's processor time for what it sends", "ns a byte", "µs a chunk")
     return _table(head, rows) if rows else ""
+
+
+def _fan_out(lines: Sequence[Line]) -> str:
+    rows = [
+        (count, *_sent(details), _range(details["bytes_per_s"], 1e-9, 2))
+        for line in lines
+        for count, details in line["details"].get("by_consumers", {}).items()
+    ]
+    head = ("B4, consumers at once", "server, ns a byte", "server, µs a chunk", "GB/s together")
+    return _table(head, rows) if rows else ""
+
+
+def _sent(details: Mapping[str, Any]) -> tuple[str, str]:
+    return _range(details["server_ns_per_byte"], 1, 2), _range(details["server_us_per_chunk"])
+
+
+def _axes(lines: Sequence[Line]) -> str:
+    rows = [
+        (
+            f"{name}: {label}",
+            _percent(point["distinct_in_a_chunk"]),
+            _percent(point["written_share"]["median"]),
+            _range(point["server_ns_per_mutation"]),
+            _range(point["server_ns_until_acknowledged"]),
+            f"{point['server_resident_mib']:,}",
+        )
+        for line in lines
+        for name, axis in line["details"].get("axes", {}).items()
+        for label, point in axis["points"].items()
+    ]
+    head = (
+        "B7",
+        "distinct in a chunk",
+        "written to disk",
+        "server, ns a mutation",
+        "of it until acknowledged",
+        "resident MiB",
+    )
+    flatness = [
+        (name, f"{axis['flatness']:.2f}", f"{axis['flatness_until_acknowledged']:.2f}")
+        for line in lines
+        for name, axis in line["details"].get("axes", {}).items()
+    ]
+    if not rows:
+        return ""
+    flat = _table(("B7's axes", "flatness", "until acknowledged"), flatness)
+    return "\n\n".join((_table(head, rows), flat))
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _soak(lines: Sequence[Line]) -> str:
+    """The long run by minutes, and the rates that were tried."""
+    details = next((line["details"] for line in lines if line["row"] == "SOAK"), None)
+    if details is None:
+        return ""
+    percentiles = ("p50_ms", "p99_ms", "p99.9_ms")
+    sizes = ("server_mib", "writer_mib", "reader_mib")
+    minutes = [
+        (
+            str(number + 1),
+            *(f"{minute[name]:,.0f}" for name in percentiles),
+            *(f"{minute[name]:,.1f}" for name in sizes),
+        )
+        for number, minute in enumerate(details["minutes"])
+    ]
+    tries = [
+        (
+            f"{tried['share_of_b1']:.0%}",
+            f"{tried['asked_per_s'] / 1e6:.3f}",
+            f"{tried['reached_per_s'] / 1e6:.3f}",
+            *(f"{tried['latency'][name]:,.0f}" for name in percentiles),
+            f"{tried['last_s_latency']['p50_ms']:,.0f}",
+            "yes" if tried["keeps_up"] else "no",
+        )
+        for tried in details["tries"]
+    ]
+    late = ("p50, ms", "p99, ms", "p99.9, ms")
+    memory = ("server, MiB", "writer, MiB", "reader, MiB")
+    head = ("of B1's rate", "M/s due", "M/s reached", *late, "p50 of the last second, ms")
+    return "\n".join(
+        (
+            _table(("SOAK, minute", *late, *memory), minutes),
+            "",
+            _table((*head, "keeps up"), tries),
+            "",
+            "The last of these is the long run.",
+        )
+    )
 
 
 def _starts(lines: Sequence[Line]) -> str:
@@ -233,9 +335,25 @@ def _provenance(lines: Sequence[Line]) -> str:
         for line in lines
         if not _is_beside(line)
     }
+    begun: dict[str, set[str]] = {}
+    for line in lines:
+        if line["row"].startswith("B"):
+            begun.setdefault(line.get("run", ""), set()).add(line["row"].partition(" ")[0])
     machines = sorted({_machine(line["machine"]) for line in lines})
     head = ("row", "measured", "commit", "runs", "of the machine used by others meanwhile")
-    return "\n".join((_table(head, sorted(rows)), "", *machines))
+    return "\n".join((_table(head, sorted(rows)), "", _runs(begun), "", *machines))
+
+
+def _runs(begun: Mapping[str, set[str]]) -> str:
+    """Whether all rows B stem from one run of the command."""
+    if len(begun) == 1 and "" not in begun:
+        (run,) = begun
+        return f"All rows B were measured by one `make bench`, begun at {run}."
+    each = (
+        f"{', '.join(sorted(rows))} ({f'begun at {run}' if run else 'begun nobody knows when'})"
+        for run, rows in sorted(begun.items())
+    )
+    return f"Not all rows B were measured by one `make bench`: {'; '.join(each)}."
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from benchmarks.kit.commands import Commands
 ROLES: Final[Mapping[str, str]] = {
     "publish": "benchmarks.clients.publisher",
     "consume": "benchmarks.clients.consumer",
+    "live-consume": "benchmarks.clients.live_consumer",
     "idle": "benchmarks.clients.idle",
     "paced-publish": "benchmarks.clients.paced_publisher",
     "stall": "benchmarks.clients.stalled",

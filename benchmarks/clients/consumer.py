@@ -20,20 +20,31 @@ from upr_protocol.client import ChunkReceived, consume
 from upr_protocol.wire import HEADER_BYTES
 
 
-class _Touch:
-    """What one pass over the stream has seen."""
+class Touch:
+    """What one pass over the stream has seen.
+
+    Attributes:
+        chunks: Chunks.
+        mutations: Mutations in them.
+        nbytes: Bytes of their frames.
+        offsets: The sum of all offsets.
+        checksum: Of all keys and all values.
+    """
 
     def __init__(self) -> None:
+        self.chunks = 0
         self.mutations = 0
         self.nbytes = 0
         self.offsets = 0
         self.checksum = 0
 
     def chunk(self, chunk: Chunk) -> None:
+        """Touches every key and value."""
         keys = np.frombuffer(chunk.key_offsets, dtype=np.int32)
         values = np.frombuffer(chunk.value_offsets, dtype=np.int32)
         self.offsets += int(keys.sum(dtype=np.int64)) + int(values.sum(dtype=np.int64))
         self.checksum ^= crc32c(chunk.key_bytes) ^ crc32c(chunk.value_bytes)
+        self.chunks += 1
         self.mutations += len(keys) - 1
         self.nbytes += HEADER_BYTES + chunk.nbytes
 
@@ -43,7 +54,7 @@ async def _stream(url: str) -> dict[str, Any]:
 
     The clock runs from when it is connected; asking for the streams is part of it.
     """
-    touch = _Touch()
+    touch = Touch()
     async with consume(url, end="now", identity="bench:consumer") as consumer:
         begun, used = time.monotonic(), time.process_time()
         async for event in consumer:
@@ -55,6 +66,7 @@ async def _stream(url: str) -> dict[str, Any]:
         "ended": ended,
         "seconds": ended - begun,
         "processor_s": time.process_time() - used,
+        "chunks": touch.chunks,
         "mutations": touch.mutations,
         "bytes": touch.nbytes,
         "offsets": touch.offsets,

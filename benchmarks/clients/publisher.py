@@ -8,30 +8,50 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import trio
 
 from benchmarks.kit.commands import Commands
+from benchmarks.kit.stamps import stamped
 from benchmarks.kit.work import PREPARED_MUTATIONS, Batch, distinct_batches, drawn_batches
 from upr_protocol.client import Publisher, publisher
 from upr_protocol.ids import Durability
 
 
-async def _publish(target: Publisher, batches: Iterable[Batch], interval_s: float = 0.0) -> None:
-    """Publishes `batches`, one every `interval_s`, and waits for every answer."""
-    due = trio.current_time()
+async def _publish(target: Publisher, batches: Iterable[Batch]) -> None:
+    """Publishes `batches` and waits for every answer."""
     for partition, chunk in batches:
-        if interval_s:
-            await trio.sleep_until(due)
-            due += interval_s
         await target.publish(partition, chunk)
+    await target.flush()
+
+
+async def _publish_paced(
+    target: Publisher, batches: Iterable[Batch], due_ns: int, interval_ns: int, *, stamp: bool
+) -> None:
+    """The same, the first of `batches` at `due_ns` and one every `interval_ns` from then on.
+
+    Who is late does not wait. With `stamp` the time at which it was due stands in each value.
+    """
+    for partition, chunk in batches:
+        await trio.sleep(max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+        await target.publish(partition, stamped(chunk, due_ns) if stamp else chunk)
+        due_ns += interval_ns
     await target.flush()
 
 
 def _work(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: arguments[name] for name in ("seed", "keys", "partitions", "chunk_mutations")}
+
+
+def _prepared(arguments: dict[str, Any]) -> list[Batch]:
+    if not arguments.get("prepare", True):
+        return []
+    mutations = arguments.get("prepared", PREPARED_MUTATIONS)
+    in_rounds = arguments.get("in_rounds", False)
+    return list(drawn_batches(mutations, in_rounds=in_rounds, **_work(arguments)))
 
 
 class _Targets:
@@ -55,24 +75,29 @@ class _Targets:
         await _publish(self._publishers[0], drawn_batches(mutations, **_work(arguments)))
 
     async def publish(
-        self, batches: list[Batch], first: int, each: int, interval_s: float = 0.0
+        self, batches: list[Batch], first: int, each: int, interval_ns: int, *, stamp: bool
     ) -> None:
         """Publishes `each` batches a connection, round and round from `first`; each connection
-        begins elsewhere, so that they do not go hand in hand."""
-        count = len(self._publishers)
+        begins elsewhere, so that they do not go hand in hand. One every `interval_ns` of them all,
+        or as fast as it goes."""
+        count, begun_ns = len(self._publishers), time.monotonic_ns()
         async with trio.open_nursery() as nursery:
             for index, target in enumerate(self._publishers):
                 start = (first + index * len(batches) // count) % len(batches)
                 some = islice(cycle(batches), start, start + each)
-                nursery.start_soon(_publish, target, some, interval_s)
+                if interval_ns:
+                    due_ns = begun_ns + index * interval_ns
+                    every_ns = count * interval_ns
+                    paced = partial(_publish_paced, stamp=stamp)
+                    nursery.start_soon(paced, target, some, due_ns, every_ns)
+                else:
+                    nursery.start_soon(_publish, target, some)
 
 
 async def _serve(commands: Commands) -> None:
     arguments = commands.arguments
     connections: int = arguments["connections"]
-    batches: list[Batch] = []
-    if arguments.get("prepare", True):
-        batches = list(drawn_batches(PREPARED_MUTATIONS, **_work(arguments)))
+    batches = _prepared(arguments)
     durability = Durability[arguments.get("durability", "MEMORY")]
     async with AsyncExitStack() as stack:
         publishers = [
@@ -94,10 +119,12 @@ async def _serve(commands: Commands) -> None:
             else:
                 each = -(-command["mutations"] // (arguments["chunk_mutations"] * connections))
                 rate = command.get("rate", 0.0)
-                interval_s = arguments["chunk_mutations"] * connections / rate if rate else 0.0
-                await targets.publish(batches, sent, each, interval_s)
+                interval_ns = round(arguments["chunk_mutations"] / rate * 1e9) if rate else 0
+                stamp = command.get("stamp", False)
+                await targets.publish(batches, sent, each, interval_ns, stamp=stamp)
                 sent += each
             commands.answer(
+                begun=begun,
                 seconds=time.monotonic() - begun,
                 processor_s=time.process_time() - used,
                 mutations=targets.answered - before,
@@ -106,6 +133,6 @@ async def _serve(commands: Commands) -> None:
 
 def serve(commands: Commands) -> None:
     """`fill` publishes every key once; `draw` that many, in chunks that are made on the way;
-    `mutations` that many, in prepared chunks, at `rate` a second if that is given. The answer comes
-    when all are acknowledged."""
+    `mutations` that many, in prepared chunks, at `rate` a second if that is given, and then with
+    `stamp` stamped. The answer comes when all are acknowledged."""
     trio.run(_serve, commands)

@@ -115,6 +115,11 @@ class Figure:
             **rest,
         )
 
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the first bar is reached; None where there is none."""
+        return None if self.first_bar is None else self.ratio >= self.first_bar
+
     def to_json(self) -> dict[str, Any]:
         """The line as the results file holds it, but for the machine and the commit."""
         return {

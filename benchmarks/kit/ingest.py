@@ -36,6 +36,11 @@ class Published:
     seconds: float
     mutations: int
 
+    @property
+    def server_ns(self) -> float:
+        """Processor time of the server, nanoseconds a mutation."""
+        return self.processor_s["server"] / self.mutations * 1e9
+
 
 def publishers(server: UprServer, chunk_mutations: int, durability: str = "MEMORY") -> Worker:
     """A client with its connections, and its chunks built once it has answered."""

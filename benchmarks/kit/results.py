@@ -14,18 +14,25 @@ from benchmarks.kit.machine import ROOT, commit, load_average, machine_facts
 RESULTS: Final = ROOT / "benchmarks" / "results"
 
 
-def write_results(name: str, figures: Sequence[Figure], others: float) -> Path:
+def now() -> str:
+    """The time, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_results(name: str, figures: Sequence[Figure], others: float, run: str) -> Path:
     """Writes the lines of row `name` to its file.
 
     Args:
         name: The row.
         figures: Its lines.
         others: The share of the machine that others used while it was measured.
+        run: When the command was begun that measured this row, and others with it.
     """
     common = {
         "commit": commit(),
         "machine": machine_facts(),
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "run": run,
+        "measured_at": now(),
         "others_share": round(others, 3),
         "load_after": round(load_average(), 2),
     }

@@ -52,19 +52,21 @@ class Consumers:
         for worker in self._workers:
             worker.answer()
 
-    def stream(self, mutations: int | None) -> Ran:
-        """All of them stream the bucket from its beginning, at once.
+    def stream(self, mutations: int | None, count: int | None = None) -> Ran:
+        """They stream the bucket from its beginning, at once.
 
         Args:
             mutations: How many there are; None when nobody knows.
+            count: How many of the consumers; by default all.
 
         Raises:
             CannotMeasureError: One did not see as many mutations as there are.
         """
         self._server.lap()
-        for worker in self._workers:
+        workers = self._workers[:count]
+        for worker in workers:
             worker.tell({})
-        answers = [worker.answer() for worker in self._workers]
+        answers = [worker.answer() for worker in workers]
         for answer in answers:
             if mutations is not None and answer["mutations"] != mutations:
                 raise CannotMeasureError(
@@ -73,6 +75,7 @@ class Consumers:
         return {
             **together(answers),
             "mutations": sum(answer["mutations"] for answer in answers),
+            "chunks": sum(answer["chunks"] for answer in answers),
             "bytes": sum(answer["bytes"] for answer in answers),
             "bytes_each": answers[0]["bytes"],
             "processor_s": {
@@ -126,6 +129,20 @@ def rates(runs: Sequence[Ran], what: str = "mutations") -> Spread:
     return Spread.of([rate(ran, what) for ran in runs])
 
 
+def server_cost(ran: Ran) -> str:
+    """The server's processor time, by byte and by chunk, as a row says it."""
+    return (
+        f"{_server(ran, 'bytes') * 1e9:.2f} ns of the server's processor a byte, "
+        f"{_server(ran, 'chunks') * 1e6:.0f} µs a chunk"
+    )
+
+
+def _server(ran: Ran, what: str) -> float:
+    """Seconds of the server's processor time for each of `what` that it sent."""
+    found: float = ran["processor_s"]["server"] / ran[what]
+    return found
+
+
 def processor_details(runs: Sequence[Ran]) -> dict[str, Any]:
     """Processor time of all processes."""
     return {
@@ -141,5 +158,7 @@ def processor_details(runs: Sequence[Ran]) -> dict[str, Any]:
             )
             for role in runs[0]["processor_s"]
         },
+        "server_ns_per_byte": Spread.of([_server(run, "bytes") * 1e9 for run in runs]).to_json(),
+        "server_us_per_chunk": Spread.of([_server(run, "chunks") * 1e6 for run in runs]).to_json(),
         "bytes_per_run": runs[0]["bytes"],
     }

@@ -37,11 +37,22 @@ def values(draw: random.Random, count: int) -> list[bytes]:
 
 
 def drawn_batches(
-    mutations: int, *, seed: int, keys: int, partitions: int, chunk_mutations: int
+    mutations: int,
+    *,
+    seed: int,
+    keys: int,
+    partitions: int,
+    chunk_mutations: int,
+    in_rounds: bool = False,
 ) -> Iterator[Batch]:
-    """Full chunks of `mutations` in all, or a few more, their keys drawn uniformly."""
+    """Full chunks of `mutations` in all, or a few more.
+
+    Their keys are drawn uniformly, or `in_rounds`: each once, in any order, and then all of them
+    again. A chunk then has no key twice, but for those few in which one round ends.
+    """
     draw = random.Random(seed)
-    chunks = _chunks(_drawn(draw, keys), draw, partitions, chunk_mutations, rest=False)
+    numbers = _rounds(draw, keys) if in_rounds else _drawn(draw, keys)
+    chunks = _chunks(numbers, draw, partitions, chunk_mutations, rest=False)
     return islice(chunks, -(-mutations // chunk_mutations))
 
 
@@ -55,6 +66,17 @@ def distinct_batches(
 def _drawn(draw: random.Random, keys: int) -> Iterator[int]:
     while True:
         yield from draw.choices(range(keys), k=_DRAWN_AT_ONCE)
+
+
+def _rounds(draw: random.Random, keys: int) -> Iterator[int]:
+    while True:
+        yield from draw.sample(range(keys), keys)
+
+
+def distinct_share(keys: int, partitions: int, chunk_mutations: int) -> float:
+    """How much of a chunk is left when each key stays once, its keys drawn uniformly; 0 to 1."""
+    each = keys / partitions
+    return each * (1 - (1 - 1 / each) ** chunk_mutations) / chunk_mutations
 
 
 def _chunks(

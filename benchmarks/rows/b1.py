@@ -48,8 +48,9 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
                     xadd(redis, connections=CONNECTIONS, pipeline=pipeline, count=REDIS_COUNT)
                 )
             say(
-                f"  run {number + 1}: {b1[-1].rate:,.0f} mutations/s, "
-                f"{b1s[-1].rate:,.0f} in small chunks; XADD "
+                f"  run {number + 1}: {b1[-1].rate:,.0f} mutations/s "
+                f"({b1[-1].server_ns:,.0f} ns of the server's processor each), "
+                f"{b1s[-1].rate:,.0f} in small chunks ({b1s[-1].server_ns:,.0f} ns); XADD "
                 + ", ".join(f"{a[-1].rate:,.0f} (-P {p})" for p, a in peers.items())
             )
     return [

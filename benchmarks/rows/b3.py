@@ -16,6 +16,7 @@ from benchmarks.kit.streaming import (
     processor_details,
     rate,
     rates,
+    server_cost,
 )
 from benchmarks.kit.upkeep import rest
 from benchmarks.kit.work import PARTITIONS
@@ -52,8 +53,8 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             for ahead, answer in read.items():
                 peers[ahead].append(answer)
             say(
-                f"  run {number + 1}: {rate(ran):,.0f} mutations/s, {rate(ran, 'bytes'):,.0f} B/s; "
-                f"socket {rate(plain, 'bytes'):,.0f} B/s; XRANGE "
+                f"  run {number + 1}: {rate(ran):,.0f} mutations/s, {rate(ran, 'bytes'):,.0f} B/s "
+                f"({server_cost(ran)}); socket {rate(plain, 'bytes'):,.0f} B/s; XRANGE "
                 + ", ".join(f"{rate(r):,.0f} ({a} ahead)" for a, r in read.items())
             )
     return _figures(ours, sockets, peers)

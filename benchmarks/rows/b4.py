@@ -16,11 +16,16 @@ from benchmarks.kit.streaming import (
     processor_details,
     rate,
     rates,
+    server_cost,
 )
 from benchmarks.kit.upkeep import rest
 from benchmarks.kit.work import PARTITIONS
 
-CONSUMERS: Final = 8
+COUNTS: Final = (1, 2, 4, 8)
+"""Consumers at once; the row's figure is of the most of them."""
+
+CONSUMERS: Final = COUNTS[-1]
+
 MUTATIONS: Final = 1_000_000
 """Distinct keys, as in B3."""
 
@@ -32,24 +37,29 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         server = stack.enter_context(UprServer(partitions=PARTITIONS))
         fill(server, MUTATIONS)
         rest(server)
-        one, eight = Consumers(server, 1, stack), Consumers(server, CONSUMERS, stack)
-        socket = Sockets(CONSUMERS, stack)
-        ours: list[Ran] = []
-        alone: list[Ran] = []
+        consumers, socket = Consumers(server, CONSUMERS, stack), Sockets(CONSUMERS, stack)
+        by_count: dict[int, list[Ran]] = {count: [] for count in COUNTS}
         sockets: list[Ran] = []
         for number in range(-1, runs):  # run -1 warms up and is not kept
-            ran, single = eight.stream(MUTATIONS), one.stream(MUTATIONS)
-            plain = socket.move(ran["bytes_each"])
+            ran = {count: consumers.stream(MUTATIONS, count) for count in COUNTS}
+            plain = socket.move(ran[CONSUMERS]["bytes_each"])
             if number < 0:
                 continue
-            ours.append(ran)
-            alone.append(single)
+            for count, one in ran.items():
+                by_count[count].append(one)
             sockets.append(plain)
-            say(
-                f"  run {number + 1}: {rate(ran, 'bytes'):,.0f} B/s; one consumer "
-                f"{rate(single, 'bytes'):,.0f} B/s; sockets {rate(plain, 'bytes'):,.0f} B/s"
-            )
+            say(f"  run {number + 1}: sockets {rate(plain, 'bytes'):,.0f} B/s")
+            for count, one in ran.items():
+                say(f"    {count} at once: {rate(one, 'bytes'):,.0f} B/s, {server_cost(one)}")
+    ours, alone = by_count[CONSUMERS], by_count[1]
     details = processor_details(ours)
+    fan_out = {
+        str(count): {
+            **processor_details(several),
+            "bytes_per_s": rates(several, "bytes").to_json(),
+        }
+        for count, several in by_count.items()
+    }
     return [
         Figure.more_is_better(
             row="B4",
@@ -60,7 +70,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             peer_name="this server with one consumer (B3), in the same runs",
             first_bar=1.0,
             aim=1.0,
-            details={**details, "one_consumer": processor_details(alone)},
+            details={**details, "by_consumers": fan_out},
         ),
         Figure.more_is_better(
             row="B4 bytes",

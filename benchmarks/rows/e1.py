@@ -85,7 +85,7 @@ def _ingest(runs: int, say: Callable[[str], None]) -> Figure:
             f"  run {number + 1}: mutations/s "
             + ", ".join(f"{ran[name][-1].rate:,.0f} with {name}" for name in names)
             + "; ns of the server's processor a mutation "
-            + ", ".join(f"{_server_ns(ran[name][-1]):,.0f}" for name in names)
+            + ", ".join(f"{ran[name][-1].server_ns:,.0f}" for name in names)
         )
     return Figure.more_is_better(
         row="E1",
@@ -99,9 +99,7 @@ def _ingest(runs: int, say: Callable[[str], None]) -> Figure:
         details={
             name.replace(" ", "_"): {
                 "mutations_per_s": Spread.of([one.rate for one in published]).to_json(),
-                "server_ns_per_mutation": Spread.of(
-                    [_server_ns(one) for one in published]
-                ).to_json(),
+                "server_ns_per_mutation": Spread.of([one.server_ns for one in published]).to_json(),
             }
             for name, published in ran.items()
         },
@@ -124,10 +122,6 @@ def _round(names: Sequence[str]) -> dict[str, Published]:
         return {
             name: publish(server, client, MUTATIONS) for name, (server, client) in sides.items()
         }
-
-
-def _server_ns(ran: Published) -> float:
-    return ran.processor_s["server"] / ran.mutations * 1e9
 
 
 # E1b.
