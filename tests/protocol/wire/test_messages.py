@@ -174,8 +174,8 @@ def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
     whole = b"".join(map(bytes, frame))
     assert unpack_header(whole[:HEADER_BYTES]).length == len(whole) - HEADER_BYTES
     assert whole[HEADER_BYTES:] == padded_body_of(message)
-    # A small one is one piece. Of others each piece starts aligned, so that a chunk in it is aligned
-    # where it arrives.
+    # A small one is one piece. Of others each starts aligned, so that a chunk is aligned where it
+    # arrives.
     assert len(frame) == 1 or all(len(piece) % 8 == 0 for piece in frame[:-2])
 
 
