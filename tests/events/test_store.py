@@ -19,7 +19,7 @@ from upr_server.events.store import (
     Transaction,
     range_read,
 )
-from upr_server.storage.calls import pack, unpack
+from upr_server.storage.calls import Unpacker, pack
 from upr_server.storage.errors import DiskFullError, StorageError
 from upr_server.storage.ledger import Ledger, LedgerCall
 from upr_server.storage.process_store import open_store
@@ -28,14 +28,14 @@ from upr_server.storage.process_store import open_store
 @asynccontextmanager
 async def on_disk(path: Path) -> AsyncIterator[DiskStore]:
     """A store in a ledger of this process."""
-    ledger = Ledger(path)
+    ledger, unpacker = Ledger(path), Unpacker()
 
     async def ask(call: LedgerCall) -> Any:
         # As it goes through a pipe.
         sent, _ = pack(call)
         await trio.lowlevel.checkpoint()
-        answer, _ = pack(ledger.answer(unpack(sent, LedgerCall, ())))
-        return unpack(answer, call.answer_type, ())
+        answer, _ = pack(ledger.answer(unpacker.unpack(sent, LedgerCall, ())))
+        return unpacker.unpack(answer, call.answer_type, ())
 
     try:
         store = DiskStore(ask)

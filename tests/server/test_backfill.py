@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 from typing import Final
 
@@ -24,6 +25,8 @@ from upr_server.storage import shelf
 from upr_server.storage.backfill import BUDGET_SHARE, PIECE_BYTES
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import AnyCall, Find, Read
+from upr_server.storage.port import Store
+from upr_server.storage.process_store import open_store
 from upr_server.storage.simulated_store import SimulatedStore
 from upr_server.storage.stream_reader import StreamReader
 
@@ -90,7 +93,7 @@ class Model:
 
 @asynccontextmanager
 async def a_partition(
-    store: SimulatedStore | None = None,
+    store: Store | None = None,
 ) -> AsyncIterator[tuple[Service, Model]]:
     async with serving(store or SimulatedStore(), 1) as service:
         bucket = service.bucket(BUCKET)
@@ -199,6 +202,33 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
             other.close()
         assert model.disk.memory.backfills == 0
         assert model.disk.leases.ranges() == []
+
+
+async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path) -> None:
+    """On real disks: chunks lie in slots for as long as they are on their way, and no longer."""
+    async with open_store(tmp_path, bytes_max=1 << 30) as store, a_partition(store) as (_, model):
+        slots = store._reader.slots
+        if slots is None:
+            pytest.skip("no memory without a name")
+        free = len(slots)
+        for turn in range(6):
+            model.write(*items(turn * 20, 20, size=50_000))
+            await model.persist()
+        model.forget()
+        reader = Reader(model)
+        await reader.read(items=2)
+        assert len(slots) < free
+        await reader.read()
+        assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [120])
+        assert len(slots) == free
+        # One that is given up, with much read ahead.
+        other = Reader(model)
+        await other.read(items=2)
+        assert len(slots) < free
+        other.close()
+        # Whatever was being read meanwhile has come when this has.
+        await Reader(model).read()
+        assert len(slots) == free
 
 
 async def test_one_that_is_dropped_while_it_reads_the_disk_reads_it_again(

@@ -42,6 +42,7 @@ from upr_server.storage import flusher
 from upr_server.storage.calls import AnyCall, Commit, Finish, UpkeepStep
 from upr_server.storage.errors import DiskFullError, StoreFailedError
 from upr_server.storage.flusher import RETRY_S
+from upr_server.storage.port import Store
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 
@@ -57,7 +58,7 @@ _ids = count(1)
 
 
 @asynccontextmanager
-async def serving(store: SimulatedStore, partitions: int = 2) -> AsyncIterator[Service]:
+async def serving(store: Store, partitions: int = 2) -> AsyncIterator[Service]:
     """A service with a bucket on `store`; the bucket is made, or found."""
     service = Service(
         store,

@@ -35,9 +35,10 @@ from upr_server.storage.errors import (
 )
 from upr_server.storage.lmdb_store import MAP_BYTES_DEFAULT, LmdbEnvironment
 from upr_server.storage.port import Store
-from upr_server.storage.process_store import ProcessStore, open_store
+from upr_server.storage.process_store import SLOT_READ_BYTES_MIN, ProcessStore, open_store
 from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.slots import SLOT_BYTES, SLOTS, Slots
 
 PARTITIONS: Final = 4
 BUCKET: Final = BucketRecord("planes", PARTITIONS, 1 << 20)
@@ -321,6 +322,110 @@ def test_a_large_disk_has_addresses_for_many_buckets(
     too_large = DataRoom(tmp_path, bytes_max=1 << 60)
     with pytest.raises(DataDirectoryError, match="set disk_bytes_max to less"):
         too_large.open("b00")
+
+
+# Memory that is shared with the process that reads.
+
+
+@pytest.fixture
+async def reading(tmp_path: Path) -> AsyncIterator[tuple[ProcessStore, Slots]]:
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        await create(store)
+        if store._reader.slots is None:
+            pytest.skip("no memory without a name")
+        yield store, store._reader.slots
+
+
+async def read_whole(store: Store, through: int) -> list[Chunk]:
+    return await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(through), PLENTY)
+
+
+async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
+    reading: tuple[ProcessStore, Slots],
+) -> None:
+    store, slots = reading
+    write = PartitionWrite(0, record_of(3), [one_row(seq) for seq in (1, 2, 3)])
+    await store.commit(BUCKET.name, [write])
+    # A small read goes through the pipe.
+    small = await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(3), SLOT_READ_BYTES_MIN - 1)
+    assert (small, len(slots)) == (list(write.chunks), SLOTS)
+    found = await read_whole(store, 3)
+    assert (found, len(slots)) == (list(write.chunks), SLOTS - 1)
+    values = found.pop().value_bytes
+    found.clear()
+    assert (bytes(values), len(slots)) == (bytes(write.chunks[-1].value_bytes), SLOTS - 1)
+    del values
+    assert len(slots) == SLOTS
+
+
+async def test_what_finds_no_room_in_a_slot_goes_through_the_pipe(
+    reading: tuple[ProcessStore, Slots],
+) -> None:
+    store, slots = reading
+    sizes = (SLOT_BYTES // 2, SLOT_BYTES, 10, SLOT_BYTES // 2, 10)
+    large = [
+        chunk_of([row(Operation.SET, b"k", seq, seq, size=size)], seq - 1, seq)
+        for seq, size in enumerate(sizes, 1)
+    ]
+    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(5), large)])
+    found = await read_whole(store, 5)
+    assert (found, len(slots)) == (large, SLOTS - 1)
+    for chunk in found:
+        chunk.check(chunk.crc)
+
+
+async def test_with_every_slot_lent_chunks_go_through_the_pipe(
+    reading: tuple[ProcessStore, Slots],
+) -> None:
+    store, slots = reading
+    expected = [one_row(1)]
+    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)])
+    kept = [await read_whole(store, 1) for _ in range(SLOTS + 3)]
+    assert len(slots) == 0
+    assert all(found == expected for found in kept)
+    kept.clear()
+    assert len(slots) == SLOTS
+
+
+async def test_a_caller_that_is_cancelled_gives_its_slot_back_when_the_answer_has_come(
+    reading: tuple[ProcessStore, Slots],
+) -> None:
+    store, slots = reading
+    expected = [one_row(1)]
+    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)])
+    os.kill(store._reader.process.pid, signal.SIGSTOP)
+    for _ in range(3):
+        with trio.move_on_after(0.01):
+            await read_whole(store, 1)
+    assert len(slots) == SLOTS - 3, "the process may still write to them"
+    os.kill(store._reader.process.pid, signal.SIGCONT)
+    found = await read_whole(store, 1)
+    assert (found, len(slots)) == (expected, SLOTS - 1)
+
+
+async def test_chunks_outlive_the_process_that_read_them(
+    reading: tuple[ProcessStore, Slots],
+) -> None:
+    store, _ = reading
+    expected = [one_row(1)]
+    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)])
+    kept = await read_whole(store, 1)
+    os.kill(store._reader.process.pid, signal.SIGKILL)
+    with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
+        await read_whole(store, 1)
+    assert kept == expected
+
+
+async def test_a_system_without_such_memory_reads_through_the_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_store, "make_shared_memory", lambda: None)
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        await create(store)
+        write = some_write(0, 0)
+        await store.commit(BUCKET.name, [write])
+        assert store._reader.slots is None
+        assert await read_whole(store, 3) == list(write.chunks)
 
 
 # Processes.

@@ -171,18 +171,24 @@ class Backfill:
         self._put(SnapshotStart(self._start, end, SnapshotKind.DISK, may_repeat=True))
         after = self._start
         while after < end:
-            chunks = await self._chunks(after, end)
+            after = await self._read_chunks(after, end)
             if self._is_closed:
                 return
+            await self._wait_for_room()
+        self.is_done = True
+        self._put(SnapshotEnd(end))
+
+    async def _read_chunks(self, after: SeqNo, end: SeqNo) -> SeqNo:
+        """Puts some into the queue, and keeps none of them; gives up to where."""
+        disk = self._disk
+        chunks = await self._chunks(after, end)
+        if not self._is_closed:
             for chunk in chunks:
                 self._queue_bytes += chunk.nbytes
                 disk.memory.backfills += chunk.nbytes
                 disk.backfill_bytes += chunk.nbytes
                 self._put(chunk)
-                after = chunk.end
-            await self._wait_for_room()
-        self.is_done = True
-        self._put(SnapshotEnd(end))
+        return chunks[-1].end
 
     async def _chunks(self, after: SeqNo, end: SeqNo) -> list[Chunk]:
         """As much as the budget allows, which is taken from it meanwhile: many read at once."""

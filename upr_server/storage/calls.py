@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -259,11 +258,25 @@ def pack(value: object) -> tuple[bytes, list[Buffer]]:
     return msgspec.msgpack.encode(value, enc_hook=chunk), buffers
 
 
-def unpack(data: Buffer, kind: Any, buffers: Sequence[Buffer]) -> Any:
-    """The reverse of `pack`; chunks refer to `buffers`."""
-    rest = deque(buffers)
+class Unpacker:
+    """The reverse of `pack`. To be used by one thread. It keeps the decoder of each type, as making
+    one costs more than a hundred small messages."""
 
-    def chunk(_kind: type, given: tuple[int, int]) -> Chunk:
-        return Chunk(rest.popleft(), given[1])
+    def __init__(self) -> None:
+        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+        self._buffers: Iterator[Buffer] = iter(())
 
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=chunk)
+    def unpack(self, data: Buffer, kind: Any, buffers: Iterable[Buffer]) -> Any:
+        """The value; its chunks refer to `buffers`."""
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._chunk)
+            self._decoders[kind] = decoder
+        self._buffers = iter(buffers)
+        try:
+            return decoder.decode(data)
+        finally:
+            self._buffers = iter(())
+
+    def _chunk(self, _kind: type, given: tuple[int, int]) -> Chunk:
+        return Chunk(next(self._buffers), given[1])

@@ -8,7 +8,7 @@ the front of a snapshot there too, behind that end; it counts when the rest has 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, cast
 
 import msgspec
@@ -347,6 +347,7 @@ class ChunkLog:
         bytes_max: int,
         mutations_max: int = 1 << 62,
         in_pieces: bool = False,
+        copied: Callable[[Chunk], Chunk] = Chunk.copied,
     ) -> list[Chunk]:
         """Chunks of (`after`, `through`], in memory of their own, in one short transaction.
 
@@ -358,6 +359,8 @@ class ChunkLog:
             mutations_max: The same in mutations.
             in_pieces: Whether of a first chunk that is larger only the front may be read, at least
                 one mutation.
+            copied: Copies a chunk that the transaction sees, while what it was checked by is in
+                the processor's cache.
 
         Returns:
             Chunks that begin at `after` and touch, at least one; the last ends at `through` or
@@ -376,8 +379,8 @@ class ChunkLog:
                     break
                 piece = chunk.slice(SeqNo(after), SeqNo(through))
                 if in_pieces and not chunks and piece.nbytes > bytes_max:
-                    return [_front(piece, bytes_max)]
-                chunks.append(chunk.copied() if piece is chunk else piece)
+                    return [copied(_front(piece, bytes_max))]
+                chunks.append(copied(piece))
                 after = chunk.end
                 bytes_max -= chunk.nbytes
                 mutations_max -= chunk.count
@@ -471,5 +474,5 @@ def _front(chunk: Chunk, bytes_max: int) -> Chunk:
 
     count = max(1, bisect_right(range(chunk.count + 1), bytes_max, key=nbytes) - 1)
     if count >= chunk.count:
-        return chunk.copied()
+        return chunk
     return chunk.rows(0, count, chunk.start, SeqNo(chunk.seqs[count - 1]))

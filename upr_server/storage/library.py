@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
+from upr_protocol.chunk import Chunk
 from upr_server.storage.calls import (
     AnyCall,
     Begin,
@@ -56,10 +57,12 @@ class Library:
 
     Args:
         room: Where the maps are.
+        copied: Copies a chunk that was read to where its reader takes it from.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, copied: Callable[[Chunk], Chunk] = Chunk.copied) -> None:
         self._room = room
+        self._copied = copied
         self._shelves: dict[str, Shelf] = {}
 
     def answer(self, call: AnyCall) -> Any:
@@ -143,7 +146,12 @@ class Library:
     def _read(self, call: Read) -> object:
         log = self._shelf(call.bucket).log
         return log.read(
-            call.partition, call.after, call.through, bytes_max=call.bytes_max, in_pieces=True
+            call.partition,
+            call.after,
+            call.through,
+            bytes_max=call.bytes_max,
+            in_pieces=True,
+            copied=self._copied,
         )
 
     def _measure(self, call: Measure) -> object:

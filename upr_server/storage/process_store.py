@@ -20,12 +20,21 @@ import trio
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.client.write import write_all
-from upr_server.storage.calls import READS, AnyCall, Failure, Forget, pack, unpack
+from upr_server.storage.calls import READS, AnyCall, Failure, Forget, Read, Unpacker, pack
 from upr_server.storage.data_directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.ledger import LedgerCall
+from upr_server.storage.slots import NO_SLOT, Slot, Slots, make_shared_memory
 from upr_server.storage.store import CallingStore
-from upr_server.storage.worker import HEAD, LENGTH_BYTES, WorkerCall, head_of, parse_lengths
+from upr_server.storage.worker import (
+    HEAD,
+    NO_DESCRIPTOR,
+    RECORD_BYTES,
+    Request,
+    WorkerCall,
+    head_of,
+    parse_records,
+)
 
 LOCK_TIMEOUT_S: Final = 5.0
 """How long to wait for the directory: the processes of a server that was killed end in a moment."""
@@ -35,12 +44,22 @@ _LOCK_POLL_S: Final = 0.05
 STOP_TIMEOUT_S: Final = 30.0
 """How long a process may take to finish what it is at, before it is killed."""
 
+SLOT_READ_BYTES_MIN: Final = 64 * 1024
+"""A read of less goes through the pipe: it would keep a slot from those who need it more."""
+
+TRIM_S: Final = 1.0
+"""Memory that is shared with the reader and was not in use for so long is given back."""
+
+_RECEIVE_BYTES: Final = 64 * 1024
+"""What is taken from a pipe at once: mostly, all of an answer that has no chunks beside it."""
+
 log = structlog.get_logger(__name__)
 
 
 @attrs.define
 class _Waiting:
     call: WorkerCall
+    slot: Slot | None
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
     failure: Failure | None = None
@@ -49,10 +68,16 @@ class _Waiting:
 class _Worker:
     """One process, and the calls that it has not answered yet, in their order."""
 
-    def __init__(self, process: trio.Process, pipe: trio.SocketStream, role: str) -> None:
+    def __init__(
+        self, process: trio.Process, pipe: trio.SocketStream, role: str, slots: Slots | None
+    ) -> None:
         self.process = process
         self.role = role
+        self.slots = slots
         self._pipe = pipe
+        self._unpacker = Unpacker()
+        self._received = bytearray()
+        """Came with what was wanted before."""
         self._to_send: deque[_Waiting] = deque()
         self._sent: deque[_Waiting] = deque()
         self._wakeup = trio.Event()
@@ -62,7 +87,14 @@ class _Worker:
         """Has `call` answered. On cancellation it is carried out nevertheless."""
         if self.is_gone:
             raise StoreFailedError("the store is closed")
-        waiting = _Waiting(call)
+        slot = None
+        if (
+            self.slots is not None
+            and isinstance(call, Read)
+            and call.bytes_max >= SLOT_READ_BYTES_MIN
+        ):
+            slot = self.slots.lend()
+        waiting = _Waiting(call, slot)
         self._to_send.append(waiting)
         self._wakeup.set()
         await waiting.done.wait()
@@ -78,33 +110,57 @@ class _Worker:
                 await self._wakeup.wait()
             waiting = self._to_send.popleft()
             self._sent.append(waiting)
-            message, buffers = pack(waiting.call)
-            parts: list[Buffer] = [head_of(message, buffers) + message, *buffers]
+            number = NO_SLOT if waiting.slot is None else waiting.slot.number
+            message, buffers = pack(Request(waiting.call, number))
+            # Else this would hold the answer until the next call.
+            del waiting
+            head = head_of(message, buffers, [False] * len(buffers))
+            parts: list[Buffer] = [head + message, *buffers]
             await write_all(self._pipe, parts, float("inf"))
 
     async def receive(self) -> None:
         """Takes answers, until the process ends."""
         while True:
-            length, count, failed = HEAD.unpack(await self._exactly(HEAD.size))
-            lengths = parse_lengths(await self._exactly(LENGTH_BYTES * count))
-            message = await self._exactly(length)
-            buffers = [await self._exactly(length) for length in lengths]
-            waiting = self._sent.popleft()
-            if failed:
-                waiting.failure = unpack(message, Failure, ())
+            await self._receive()
+
+    async def _receive(self) -> None:
+        length, count, failed = HEAD.unpack(await self._exactly(HEAD.size))
+        records = parse_records(await self._exactly(RECORD_BYTES * count))
+        message = await self._exactly(length)
+        slot, at = self._sent[0].slot, 0
+        buffers: list[Buffer] = []
+        for length, is_in_slot in records:
+            if is_in_slot:
+                assert slot is not None, "the process was lent none"
+                buffers.append(slot.view[at : at + length])
+                at += length
             else:
-                waiting.answer = unpack(message, waiting.call.answer_type, buffers)
-            waiting.done.set()
+                buffers.append(await self._exactly(length))
+        waiting = self._sent.popleft()
+        waiting.slot = None
+        if failed:
+            waiting.failure = self._unpacker.unpack(message, Failure, ())
+        else:
+            waiting.answer = self._unpacker.unpack(message, waiting.call.answer_type, buffers)
+        waiting.done.set()
 
     async def _exactly(self, length: int) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
-        at = 0
-        while at < length:
-            got = await self._pipe.socket.recv_into(view[at:])
+        while len(self._received) < length <= _RECEIVE_BYTES:
+            got = await self._pipe.socket.recv(_RECEIVE_BYTES)
             if not got:
                 raise EOFError
-            at += got
+            self._received += got
+        data = self._received[:length]
+        del self._received[:length]
+        at = len(data)
+        if at < length:
+            data += bytes(length - at)
+            with memoryview(data) as view:
+                while at < length:
+                    count = await self._pipe.socket.recv_into(view[at:])
+                    if not count:
+                        raise EOFError
+                    at += count
         return data
 
     def fail(self, sentence: str) -> None:
@@ -191,8 +247,10 @@ async def open_store(path: Path, *, bytes_max: int = 0) -> AsyncIterator[Process
     try:
         async with trio.open_nursery() as nursery:
             writer = await _start(path, "writer", bytes_max, descriptor)
-            reader = await _start(path, "reader", bytes_max, descriptor)
+            reader = await _start_reader(path, bytes_max, descriptor)
             store = ProcessStore(writer, reader)
+            if reader.slots is not None:
+                nursery.start_soon(_trim, reader.slots)
             nursery.start_soon(store.watch, writer)
             nursery.start_soon(store.watch, reader)
             try:
@@ -226,18 +284,38 @@ async def _locked(path: Path) -> int:
     )
 
 
-async def _start(path: Path, role: str, bytes_max: int, descriptor: int) -> _Worker:
+async def _trim(slots: Slots) -> None:
+    """Gives memory back that is not in use, for ever."""
+    while True:
+        await trio.sleep(TRIM_S)
+        slots.trim()
+
+
+async def _start_reader(path: Path, bytes_max: int, descriptor: int) -> _Worker:
+    shared = make_shared_memory()
+    if shared is None:
+        return await _start(path, "reader", bytes_max, descriptor)
+    try:
+        return await _start(path, "reader", bytes_max, descriptor, shared)
+    finally:
+        os.close(shared)
+
+
+async def _start(
+    path: Path, role: str, bytes_max: int, descriptor: int, shared: int = NO_DESCRIPTOR
+) -> _Worker:
+    slots = None if shared == NO_DESCRIPTOR else Slots(shared)
     ours, theirs = socket.socketpair()
     with theirs:
-        command = ("-c", _MAIN, str(theirs.fileno()), str(path), role, str(bytes_max))
+        command = ("-c", _MAIN, str(theirs.fileno()), str(path), role, str(bytes_max), str(shared))
         process = await trio.lowlevel.open_process(
             (sys.executable, *command),
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), descriptor),
+            pass_fds=(theirs.fileno(), descriptor, *([] if slots is None else [shared])),
         )
     ours.setblocking(False)
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-    return _Worker(process, stream, role)
+    return _Worker(process, stream, role, slots)
 
 
 _MAIN: Final = "import sys; from upr_server.storage.worker import main; main(sys.argv[1:])"

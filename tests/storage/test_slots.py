@@ -1,0 +1,177 @@
+"""The memory that is shared with the process that reads, against a model that copies everything."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Final
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.storage.log_model import chunk_of, row
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import Operation
+from upr_server.storage.slots import NO_SLOT, Slots, SlotWriter, make_shared_memory
+
+COUNT: Final = 4
+SLOT_BYTES: Final = mmap.PAGESIZE
+
+pytestmark = pytest.mark.skipif(make_shared_memory() is None, reason="no memory without a name")
+
+
+def a_chunk(seq: int, size: int) -> Chunk:
+    return chunk_of([row(Operation.SET, b"key", seq, seq, size=size)], seq - 1, seq)
+
+
+def memory() -> int:
+    found = make_shared_memory()
+    assert found is not None
+    return found
+
+
+@contextmanager
+def both_ends() -> Iterator[tuple[Slots, SlotWriter, int]]:
+    """Both ends of the same memory, and its descriptor."""
+    descriptor = memory()
+    slots = Slots(descriptor, COUNT, SLOT_BYTES)
+    yield slots, SlotWriter(os.dup(descriptor), SLOT_BYTES), descriptor
+    os.close(descriptor)
+
+
+def resident_bytes(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """Reads come and are answered, chunks are kept and dropped, in any order; each is always what
+    it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both = both_ends()
+        self._slots, self._writer, self._descriptor = self._both.__enter__()
+        self._seq = 0
+        self._answers: list[list[tuple[Chunk, bytes]]] = []
+        """What is kept of each answer that a slot was lent for: chunks, and what they are."""
+        self._beside: list[tuple[Chunk, bytes]] = []
+
+    @rule(sizes=st.lists(st.integers(1, SLOT_BYTES), max_size=6))
+    def read(self, sizes: list[int]) -> None:
+        slot = self._slots.lend()
+        assert (slot is None) == (len(self._answers) == COUNT)
+        self._writer.begin(NO_SLOT if slot is None else slot.number)
+        written = []
+        for size in sizes:
+            self._seq += 1
+            written.append(self._writer.put(a_chunk(self._seq, size)))
+        buffers = [chunk.encode() for chunk in written]
+        kept, at = [], 0
+        for chunk, is_there in zip(written, self._writer.places(list(buffers)), strict=True):
+            if is_there:
+                assert slot is not None
+                seen = Chunk(slot.view[at : at + chunk.nbytes], chunk.crc)
+                at += chunk.nbytes
+                kept.append((seen, bytes(chunk)))
+            else:
+                self._beside.append((chunk, bytes(chunk)))
+        if slot is not None and kept:
+            self._answers.append(kept)
+
+    @precondition(lambda self: self._answers)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        kept = data.draw(st.sampled_from(self._answers))
+        del kept[data.draw(st.integers(0, len(kept) - 1))]
+        if not kept:
+            # By place: answers of equal chunks are not the same.
+            self._answers = [one for one in self._answers if one]
+
+    @rule()
+    def trim(self) -> None:
+        self._slots.trim()
+
+    @invariant()
+    def each_is_what_it_was(self) -> None:
+        for kept in (*self._answers, self._beside):
+            for chunk, expected in kept:
+                assert bytes(chunk) == expected
+                chunk.check(chunk.crc)
+
+    @invariant()
+    def the_rest_is_free(self) -> None:
+        assert len(self._slots) == COUNT - len(self._answers)
+
+    def teardown(self) -> None:
+        self._both.__exit__(None, None, None)
+
+
+test_slots = SlotsMachine.TestCase
+
+
+def test_a_column_of_a_chunk_keeps_its_slot() -> None:
+    with both_ends() as (slots, writer, _):
+        slot = slots.lend()
+        assert slot is not None
+        writer.begin(slot.number)
+        nbytes = writer.put(a_chunk(1, 100)).nbytes
+        chunk = Chunk(slot.view[:nbytes])
+        del slot
+        values = chunk.value_bytes
+        expected = bytes(values)
+        del chunk
+        assert len(slots) == COUNT - 1
+        with pytest.raises(TypeError, match="read-only"):
+            values[0] = 0
+        assert bytes(values) == expected
+        del values
+        assert len(slots) == COUNT
+
+
+def test_memory_that_is_not_in_use_is_given_back() -> None:
+    with both_ends() as (slots, writer, descriptor):
+        assert resident_bytes(descriptor) == 0
+        lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
+        for number in (one.number for one in lent):
+            writer.begin(number)
+            writer.put(a_chunk(1, 1000))
+        assert resident_bytes(descriptor) == 3 * SLOT_BYTES
+        kept = bytes(lent[0].view)
+        del lent[1:]
+        slots.trim()
+        assert resident_bytes(descriptor) == 3 * SLOT_BYTES, "it was in use a moment ago"
+        # The last that was given back is the next to be lent; the other is left alone.
+        slots.lend()
+        slots.trim()
+        assert resident_bytes(descriptor) == 2 * SLOT_BYTES
+        slots.trim()
+        assert resident_bytes(descriptor) == SLOT_BYTES
+        assert bytes(lent[0].view) == kept
+
+
+def test_views_outlive_both_ends() -> None:
+    draw = Random(1)
+    with both_ends() as (slots, writer, _):
+        slot = slots.lend()
+        assert slot is not None
+        writer.begin(slot.number)
+        chunk = a_chunk(1, draw.randrange(1000))
+        writer.put(chunk)
+        view = slot.view[: chunk.nbytes]
+        del slot, slots, writer
+    assert bytes(view) == bytes(chunk)
+
+
+def test_what_was_put_must_be_in_the_answer() -> None:
+    with both_ends() as (slots, writer, _):
+        slot = slots.lend()
+        assert slot is not None
+        writer.begin(slot.number)
+        writer.put(a_chunk(1, 10))
+        second = writer.put(a_chunk(2, 10))
+        with pytest.raises(AssertionError, match="not in the answer"):
+            writer.places([second.encode()])
