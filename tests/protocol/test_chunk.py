@@ -613,6 +613,49 @@ def test_a_counter_delta_of_another_length_is_none(length: int) -> None:
         CounterDelta.decode(bytes(length))
 
 
+# --- keys and values of one length ----------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 12))
+def test_keys_of_one_length_are_cut_like_others(
+    key_length: int, count: int, value_length: int
+) -> None:
+    keys = [
+        number.to_bytes(2, "little").rjust(key_length, b"k")[-key_length:]
+        for number in range(count)
+    ]
+    chunk = plain_chunk(keys, [bytes(value_length)] * count)
+    assert chunk.keys() == keys
+    if key_length <= KEY_BYTES_MAX:
+        assert chunk.check_published() == keys
+    else:
+        with pytest.raises(ChunkError, match="250"):
+            chunk.check_published()
+
+
+@given(st.integers(1, 9), st.integers(2, 9), st.data())
+def test_an_offset_that_is_wrong_among_keys_of_one_length_is_noticed(
+    length: int, count: int, data: st.DataObject
+) -> None:
+    encoded = bytearray(bytes(plain_chunk([b"k" * length] * count, [b"v" * length] * count)))
+    columns = Columns(bytes(encoded))
+    name = data.draw(st.sampled_from(["key offsets", "value offsets"]))
+    at = columns.at[name] + 4 * data.draw(st.integers(0, count))
+    (right,) = struct.unpack_from("<i", encoded, at)
+    wrong = data.draw(st.integers(-2, length * count + 2).filter(lambda offset: offset != right))
+    struct.pack_into("<i", encoded, at, wrong)
+    chunk = Chunk(bytes(encoded))
+    offsets = Columns(bytes(encoded))
+    is_right = columns.slice_is_right(
+        offsets.key_offsets, offsets.key_length, 1, KEY_BYTES_MAX
+    ) and columns.slice_is_right(offsets.value_offsets, offsets.value_length, 0, VALUE_BYTES_MAX)
+    if is_right:
+        chunk.check_published()
+    else:
+        with pytest.raises(ChunkError):
+            chunk.check_published()
+
+
 # --- the builder ----------------------------------------------------------------------------------
 
 
