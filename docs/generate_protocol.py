@@ -69,6 +69,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
+    PartitionSnapshot,
     PartitionStart,
     Refusal,
     ReplicaAck,
@@ -90,6 +91,7 @@ ABOUT_A_PARTITION: Final[frozenset[type[Message]]] = frozenset(
         StreamEnd,
         PartitionStart,
         PartitionChunk,
+        PartitionSnapshot,
         PartitionAnswers,
         PartitionEnd,
         Mutate,
@@ -104,7 +106,15 @@ ABOUT_A_PARTITION: Final[frozenset[type[Message]]] = frozenset(
 """Messages whose header names a partition."""
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(
-    {CloseStream, StreamEnd, PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd}
+    {
+        CloseStream,
+        StreamEnd,
+        PartitionStart,
+        PartitionChunk,
+        PartitionSnapshot,
+        PartitionAnswers,
+        PartitionEnd,
+    }
 )
 """Messages that carry the opaque of the `Stream` that opened theirs."""
 

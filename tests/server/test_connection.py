@@ -54,6 +54,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
+    PartitionSnapshot,
     PartitionStart,
     Refusal,
     Seqnos,
@@ -306,9 +307,42 @@ async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
         await peer.say(Barrier(b"idle"))
         assert (await peer.hear(BarrierReply)).ends == ((0, 3),)
         await peer.mutate(sets(b"c"))
-        assert (await peer.hear(PartitionEnd)).end == 4
+        whole = (await peer.hear(PartitionSnapshot)).chunk
+        assert (whole.start, whole.end) == (3, 4)
+        assert [(mutation.key, mutation.seq) for mutation in whole] == [(b"c", 4)]
+        await peer.say(Barrier(b"idle"))
+        assert (await peer.hear(BarrierReply)).ends == ((0, 4),)
         await peer.say(CloseStream(partition=P0, opaque=peer.session.streams[P0].opaque))
         assert (await peer.hear(StreamEnd)).status == Status.STREAM_CLOSED
+
+
+async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> None:
+    service = make_service()
+    async with connected(service) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"a"))
+        await peer.ask()
+        await peer.say(Go())
+
+        async def snapshot() -> list[str]:
+            """The next snapshot's messages."""
+            heard: list[str] = []
+            while not heard or heard[-1] not in ("PartitionEnd", "PartitionSnapshot"):
+                heard.append(type(await peer.hear(Message)).__name__)
+            return [name for name in heard if name.startswith("Partition")]
+
+        async def change(key: bytes) -> None:
+            await peer.say(Mutate(sets(key), partition=P0, opaque=peer.opaque()))
+
+        assert await snapshot() == ["PartitionStart", "PartitionChunk", "PartitionEnd"]
+        await change(b"b")
+        assert await snapshot() == ["PartitionSnapshot"]
+        service.bucket("b").partitions[P0].purge_seq = SeqNo(1)
+        await change(b"c")
+        assert (await peer.hear(PartitionStart)).purge_seq == 1
+        assert await snapshot() == ["PartitionChunk", "PartitionEnd"]
+        await change(b"d")
+        assert await snapshot() == ["PartitionSnapshot"]
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
@@ -405,8 +439,8 @@ async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
             await trio.testing.wait_all_tasks_blocked()
         peer.session.acknowledge(24 + chunk.chunk.nbytes)
         await peer.say()
-        assert (await peer.hear(PartitionStart)).end == 4
-        assert (await peer.hear(PartitionChunk)).chunk.count == 1
+        chunk = await peer.hear(PartitionSnapshot)
+        assert (chunk.chunk.count, chunk.chunk.end) == (1, 4)
 
 
 async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_closed() -> None:
@@ -426,10 +460,11 @@ async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_clos
         for number in range(6):
             # Each is a snapshot of its own, because the fast one comes to read it.
             await publisher.mutate(sets(b"k%d" % number, value=bytes(70_000)))
-            chunk = (await fast.hear(PartitionChunk)).chunk
-            assert chunk.count == 1
-            fast.session.acknowledge(24 + chunk.nbytes)
-            await fast.hear(PartitionEnd)
+            got = await fast.hear(PartitionChunk)
+            assert got.chunk.count == 1
+            fast.session.acknowledge(24 + got.chunk.nbytes)
+            if not isinstance(got, PartitionSnapshot):
+                await fast.hear(PartitionEnd)
         await slow.say(Barrier(b"all"))
         seen = set()
         while True:

@@ -48,6 +48,7 @@ from upr_protocol.wire import (
     PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     PartitionStart,
     ReplicaAck,
     Stream,
@@ -275,6 +276,8 @@ class Follower:
 
     def take(self, message: Message) -> Iterable[Delivery]:
         """Takes in a message of the server; an answer to something else is left alone."""
+        if isinstance(message, PartitionSnapshot):
+            return self._whole(message)
         if isinstance(message, PartitionChunk):
             return (self._chunk(message),)
         if isinstance(message, PartitionStart):
@@ -324,11 +327,36 @@ class Follower:
             )
         )
 
+    def _whole(self, message: PartitionSnapshot) -> Iterable[Delivery]:
+        partition, chunk = message.partition, message.chunk
+        begun = self._snapshots[partition]
+        position = self._course.state.position(partition)
+        inside = resume.received(position, begun.history_id, chunk.end, chunk.end)
+        moved = self._move(partition, inside)
+        start = SnapshotStart(
+            partition,
+            begun.history_id,
+            chunk.start,
+            chunk.end,
+            SnapshotKind.MEMORY,
+            False,
+            begun.purge_seq,
+        )
+        return (
+            Delivery(start),
+            Delivery(
+                ChunkReceived(partition, chunk), moved, HEADER_BYTES + chunk.nbytes, self.connection
+            ),
+            self._end_at(partition, chunk.end),
+        )
+
     def _end(self, message: PartitionEnd) -> Delivery:
-        partition = message.partition
-        position = resume.completed(self._course.state.position(partition), message.end)
+        return self._end_at(message.partition, message.end)
+
+    def _end_at(self, partition: PartitionId, end: SeqNo) -> Delivery:
+        position = resume.completed(self._course.state.position(partition), end)
         return Delivery(
-            SnapshotEnd(partition, message.end),
+            SnapshotEnd(partition, end),
             self._move(partition, position),
             weight=Weight.COMPLETE,
         )

@@ -21,6 +21,7 @@ from upr_protocol.wire import (
     Hello,
     HelloReply,
     Message,
+    PartitionSnapshot,
     PartitionStart,
     Sender,
     StreamEnd,
@@ -161,7 +162,7 @@ class ServerSession(Session):
     # Hooks.
 
     def _sent(self, message: Message) -> None:
-        if isinstance(message, PartitionStart):
+        if isinstance(message, PartitionStart | PartitionSnapshot):
             self._cycle.begin()
         elif isinstance(message, StreamEnd):
             self._leave(message.partition)

@@ -44,6 +44,7 @@ from upr_protocol.wire import (
     PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     PartitionStart,
     Refusal,
     Sender,
@@ -53,7 +54,7 @@ from upr_protocol.wire import (
 )
 
 SNAPSHOT_MESSAGES: Final = frozenset(
-    {PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd}
+    {PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd, PartitionSnapshot}
 )
 """What a snapshot consists of; of a stream that was closed, it is dropped."""
 

@@ -64,6 +64,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
+    PartitionSnapshot,
     PartitionStart,
     Refusal,
     ReplicaAck,
@@ -178,6 +179,7 @@ SESSION: Final[Mapping[SessionState, Mapping[type[Message], SessionState]]] = {
         *_DATA,
         PartitionStart,
         PartitionChunk,
+        PartitionSnapshot,
         PartitionAnswers,
         PartitionEnd,
         Completed,
@@ -217,6 +219,7 @@ class StreamInput(Enum):
     REFUSE = "`StreamReply` with another status"
     START = "`PartitionStart`"
     CHUNK = "`PartitionChunk`"
+    WHOLE = "`PartitionSnapshot`"
     ANSWERS = "`PartitionAnswers`"
     END = "`PartitionEnd`"
     CLOSE = "`CloseStream`"
@@ -231,6 +234,7 @@ STREAM: Final[Mapping[StreamState, Mapping[StreamInput, StreamState]]] = {
     },
     StreamState.BETWEEN: {
         StreamInput.START: StreamState.INSIDE,
+        StreamInput.WHOLE: StreamState.BETWEEN,
         StreamInput.CLOSE: StreamState.CLOSING,
         StreamInput.ENDED: StreamState.ABSENT,
     },
@@ -246,6 +250,7 @@ STREAM: Final[Mapping[StreamState, Mapping[StreamInput, StreamState]]] = {
     StreamState.CLOSING: {
         StreamInput.START: StreamState.CLOSING,
         StreamInput.CHUNK: StreamState.CLOSING,
+        StreamInput.WHOLE: StreamState.CLOSING,
         StreamInput.ANSWERS: StreamState.CLOSING,
         StreamInput.END: StreamState.CLOSING,
         StreamInput.ENDED: StreamState.ABSENT,
@@ -257,6 +262,7 @@ STREAM_INPUTS: Final[dict[type[Message], StreamInput]] = {
     Stream: StreamInput.REQUEST,
     PartitionStart: StreamInput.START,
     PartitionChunk: StreamInput.CHUNK,
+    PartitionSnapshot: StreamInput.WHOLE,
     PartitionAnswers: StreamInput.ANSWERS,
     PartitionEnd: StreamInput.END,
     CloseStream: StreamInput.CLOSE,

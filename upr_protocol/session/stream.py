@@ -12,6 +12,7 @@ from upr_protocol.wire import (
     Message,
     PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     PartitionStart,
     Stream,
     StreamReply,
@@ -106,6 +107,19 @@ class StreamRecord:
             )
         self.seq = chunk.end
 
+    def _whole(self, message: PartitionSnapshot) -> None:
+        chunk = message.chunk
+        if not self.history_id:
+            raise ProtocolError(
+                f"a whole snapshot in partition {self.partition} before one that names its history"
+            )
+        if chunk.start != self.seq or chunk.end < self.end:
+            raise ProtocolError(
+                f"a whole snapshot of ({chunk.start}, {chunk.end}] in partition {self.partition}, "
+                f"which stands at {self.seq} and must come to {self.end}"
+            )
+        self.seq = self.end = self.complete = chunk.end
+
     def _finish(self, message: PartitionEnd) -> None:
         if not message.end == self.end == self.seq:
             raise ProtocolError(
@@ -118,6 +132,7 @@ class StreamRecord:
         StreamInput.ACCEPT: _accept,
         StreamInput.START: _start,
         StreamInput.CHUNK: _chunk,
+        StreamInput.WHOLE: _whole,
         StreamInput.END: _finish,
     }
 

@@ -56,6 +56,7 @@ from upr_protocol.wire.streaming import (
     Noop,
     PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     PartitionStart,
     StreamEnd,
 )
@@ -74,6 +75,7 @@ MESSAGES: Final[dict[int, type[Message]]] = {
         Go,
         PartitionStart,
         PartitionChunk,
+        PartitionSnapshot,
         PartitionAnswers,
         PartitionEnd,
         Completed,
@@ -168,6 +170,7 @@ __all__ = [
     "PartitionChunk",
     "PartitionEnd",
     "PartitionLog",
+    "PartitionSnapshot",
     "PartitionStart",
     "Refusal",
     "ReplicaAck",

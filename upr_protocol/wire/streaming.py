@@ -104,7 +104,15 @@ class PartitionChunk(Message, frozen=True):
         try:
             return cls(Chunk(body), partition=partition, opaque=opaque, status=status)
         except ChunkError as error:
-            raise RemoteProtocolError(f"PartitionChunk cannot be read: {error}") from error
+            raise RemoteProtocolError(f"{cls.__name__} cannot be read: {error}") from error
+
+
+class PartitionSnapshot(PartitionChunk, frozen=True):
+    """A whole snapshot in one frame, from memory and without repeats: the chunk covers all of it.
+    The history it belongs to and the purge number are those that the stream's last `PartitionStart`
+    named; there was one."""
+
+    opcode: ClassVar[int] = 0x8D
 
 
 class PartitionEnd(OneNumber, frozen=True):

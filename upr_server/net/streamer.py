@@ -10,18 +10,20 @@ import attrs
 from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Retry, RollBack, Start, decide_start
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
     PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     PartitionStart,
     Stream,
     StreamEnd,
     StreamReply,
 )
-from upr_server.engine import Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
 from upr_server.storage.backfill import StreamBrokenError
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.pinned_reader import PinnedReader
@@ -50,6 +52,8 @@ class _Stream:
     snapshot_end: SeqNo = SeqNo(0)
     turn_end: SeqNo = SeqNo(0)
     """What the turn that it has must reach."""
+    told: tuple[HistoryId, SeqNo] | None = None
+    """The history and the purge number that its last `PartitionStart` named."""
 
     @property
     def only_end_is_missing(self) -> bool:
@@ -239,44 +243,78 @@ class Streamer:
 
     def _advance(self, stream: _Stream) -> bool:
         """Puts the next item into the session; False when it has yet to be read from disk."""
-        session, partition = self._session, stream.partition
         try:
             item = stream.reader.next()
         except StreamBrokenError as error:
-            self.end(partition.id, error.status)
+            self.end(stream.partition.id, error.status)
             return True
+        return self._put(stream, item)
+
+    def _put(self, stream: _Stream, item: CursorItem | None) -> bool:
+        session, partition = self._session, stream.partition
         if stream.reader.reads_disk:
             self._disk_streams[stream] = None
         if isinstance(item, Chunk):
             session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
         elif isinstance(item, SnapshotStart):
-            stream.snapshot_end = item.end
-            session.send(
-                PartitionStart(
-                    partition.failover_log.current,
-                    item.start,
-                    item.end,
-                    partition.purge_seq,
-                    item.kind,
-                    item.may_repeat,
-                    partition=partition.id,
-                    opaque=stream.opaque,
-                )
-            )
+            return self._begin(stream, item)
         elif isinstance(item, SnapshotEnd):
             if stream.answers_from is not None:
                 self._send_answers(stream, stream.answers_from, item.end)
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
-            if item.end >= stream.end_seq:
-                self.end(partition.id, Status.END_REACHED)
-            elif item.end >= stream.turn_end:
-                # Snapshots that other cursors closed are behind it: the turn led to the newest.
-                self._end_turn(stream)
+            self._has_ended(stream, item.end)
         elif stream.reader.waits_for_disk:
             return False
         else:
             self._end_turn(stream)
         return True
+
+    def _begin(self, stream: _Stream, start: SnapshotStart) -> bool:
+        """Puts the start of a snapshot into the session, or all of it where it is one chunk."""
+        session, partition = self._session, stream.partition
+        stream.snapshot_end = start.end
+        told = (partition.failover_log.current, partition.purge_seq)
+        first: CursorItem | None = None
+        if stream.told == told and self._may_go_whole(stream, start):
+            # What is in memory has a chunk behind its start.
+            first = stream.reader.next()
+            if isinstance(first, Chunk) and first.end == start.end:
+                end = stream.reader.next()
+                assert isinstance(end, SnapshotEnd), "nothing comes behind a snapshot's last chunk"
+                session.send(PartitionSnapshot(first, partition=partition.id, opaque=stream.opaque))
+                self._has_ended(stream, end.end)
+                return True
+        stream.told = told
+        session.send(
+            PartitionStart(
+                told[0],
+                start.start,
+                start.end,
+                told[1],
+                start.kind,
+                start.may_repeat,
+                partition=partition.id,
+                opaque=stream.opaque,
+            )
+        )
+        return first is None or self._put(stream, first)
+
+    def _may_go_whole(self, stream: _Stream, start: SnapshotStart) -> bool:
+        """Whether a snapshot that begins may come in one frame: none is under way in its stream."""
+        return (
+            start.kind is SnapshotKind.MEMORY
+            and not start.may_repeat
+            and stream.answers_from is None
+            and self._session.window.open
+            and self._session.streams[stream.partition.id].state is StreamState.BETWEEN
+        )
+
+    def _has_ended(self, stream: _Stream, end: SeqNo) -> None:
+        if end >= stream.end_seq:
+            self.end(stream.partition.id, Status.END_REACHED)
+        elif end >= stream.turn_end:
+            # Snapshots that other cursors closed are behind it: the turn led to the newest.
+            self._end_turn(stream)
 
     def _send_answers(self, stream: _Stream, start: SeqNo, end: SeqNo) -> None:
         """Sends what publishers were answered, of the snapshot that is about to end."""

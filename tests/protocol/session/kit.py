@@ -62,6 +62,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
+    PartitionSnapshot,
     PartitionStart,
     Refusal,
     ReplicaAck,
@@ -140,6 +141,14 @@ def chunk(partition: int, opaque: int, after: int, end: int, value: bytes = b"v"
     )
 
 
+def snapshot(
+    partition: int, opaque: int, after: int, end: int, value: bytes = b"v"
+) -> PartitionSnapshot:
+    return PartitionSnapshot(
+        stored(after, end, value), partition=PartitionId(partition), opaque=opaque
+    )
+
+
 def end(partition: int, opaque: int, at: int) -> PartitionEnd:
     return PartitionEnd(SeqNo(at), partition=PartitionId(partition), opaque=opaque)
 
@@ -207,6 +216,7 @@ SAMPLES: Final[dict[type[Message], Message]] = {
         Go(),
         start(3, OPAQUE, 0, 10),
         chunk(3, OPAQUE, 0, 10),
+        snapshot(3, OPAQUE, 10, 20),
         PartitionAnswers(((bytes(16), 1, 10, b"answer"),), **_ABOUT),
         end(3, OPAQUE, 10),
         Completed(1),
@@ -325,7 +335,7 @@ class Pair:
         """Sends and delivers; a turn of this server is one snapshot long."""
         for message in messages:
             self.server.send(message)
-            if isinstance(message, PartitionEnd):
+            if isinstance(message, PartitionEnd | PartitionSnapshot):
                 self.server.end_turn()
         return self.to_client()
 
@@ -386,10 +396,13 @@ class Pair:
             self.accept(PARTITION, OPAQUE)
             if kind not in {CloseStream, StreamEnd}:
                 self.turn(PARTITION)
-            if kind in {PartitionChunk, PartitionAnswers, PartitionEnd, Ack}:
+            if kind in {PartitionChunk, PartitionSnapshot, PartitionAnswers, PartitionEnd, Ack}:
                 self.server_says(start(PARTITION, OPAQUE, 0, 10))
-            if kind in {PartitionEnd, Ack}:
+            if kind in {PartitionSnapshot, PartitionEnd, Ack}:
                 self.server_says(chunk(PARTITION, OPAQUE, 0, 10))
+            if kind is PartitionSnapshot:
+                self.server_says(end(PARTITION, OPAQUE, 10))
+                self.turn(PARTITION)
         elif kind is BarrierReply:
             self.client_says(Barrier(b"cookie"))
 
@@ -398,6 +411,7 @@ OF_A_STREAM: Final = frozenset(
     {
         PartitionStart,
         PartitionChunk,
+        PartitionSnapshot,
         PartitionAnswers,
         PartitionEnd,
         CloseStream,

@@ -17,6 +17,7 @@ from tests.protocol.session.kit import (
     end,
     portrait,
     published,
+    snapshot,
     start,
     stream,
     stream_end,
@@ -46,6 +47,7 @@ from upr_protocol.wire import (
     Opened,
     PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     PartitionStart,
     Refusal,
     Stream,
@@ -153,6 +155,14 @@ class Conversation(RuleBasedStateMachine):
             self.in_cycle = partition
             assert message.start == received
             self.has[partition] = (complete, received, message.end)
+        elif isinstance(message, PartitionSnapshot):
+            complete, received, until = self.has[partition]
+            assert partition >= self.in_cycle
+            self.in_cycle = partition
+            assert message.chunk.start == received
+            assert message.chunk.end >= until
+            self.has[partition] = (message.chunk.end, message.chunk.end, message.chunk.end)
+            self.to_acknowledge.append(HEADER_BYTES + message.chunk.nbytes)
         elif isinstance(message, PartitionChunk):
             complete, received, until = self.has[partition]
             assert message.chunk.start == received
@@ -266,12 +276,14 @@ class Conversation(RuleBasedStateMachine):
                 self.turn = None
             self.server.send(stream_end(partition, record.opaque, Status.STATE_CHANGED))
 
-    @rule(steps=st.integers(1, 4), length=st.integers(1, 3), drop=st.booleans())
-    def send_some(self, steps: int, length: int, drop: bool) -> None:
+    @rule(
+        steps=st.integers(1, 4), length=st.integers(1, 3), drop=st.booleans(), whole=st.booleans()
+    )
+    def send_some(self, steps: int, length: int, drop: bool, whole: bool) -> None:
         for _ in range(steps):
-            self.send_something(length, drop=drop)
+            self.send_something(length, drop=drop, whole=whole)
 
-    def send_something(self, length: int = 1, *, drop: bool = False) -> bool:
+    def send_something(self, length: int = 1, *, drop: bool = False, whole: bool = False) -> bool:
         """Goes on with the turn, in snapshots of `length` or more: others closed them there."""
         server = self.server
         if self.turn is None:
@@ -286,6 +298,10 @@ class Conversation(RuleBasedStateMachine):
         if record.state is StreamState.BETWEEN and seq >= self.turn_end:
             self.turn = None
             server.end_turn()
+        elif record.state is StreamState.BETWEEN and record.history_id and whole:
+            if not server.window.open:
+                return False
+            server.send(snapshot(partition, opaque, seq, until, VALUE))
         elif record.state is StreamState.BETWEEN or (drop and seq < record.end):
             server.send(start(partition, opaque, seq, until))
         elif seq == record.end:

@@ -80,6 +80,7 @@ server LeaseReply   .        .       .       .       OPEN      STREAMING
 
 server PartitionStart .      .       .       .       .         STREAMING
 server PartitionChunk .      .       .       .       .         STREAMING
+server PartitionSnapshot .   .       .       .       .         STREAMING
 server PartitionAnswers .    .       .       .       .         STREAMING
 server PartitionEnd .        .       .       .       .         STREAMING
 server Completed    .        .       .       .       .         STREAMING
@@ -129,7 +130,7 @@ def test_the_table_covers_every_message_and_state() -> None:
         (kind, state) for kind in MESSAGES.values() for state in STATES
     }
     assert set(SAMPLES) == set(MESSAGES.values())
-    assert len(EVERY) == 2 * 47 * 6
+    assert len(EVERY) == 2 * 48 * 6
 
 
 def test_who_sends_what_is_declared_as_the_table_says() -> None:

@@ -16,6 +16,7 @@ from tests.protocol.session.kit import (
     encoded,
     end,
     portrait,
+    snapshot,
     start,
     stored,
     stream,
@@ -51,6 +52,7 @@ server accepts       .          BETWEEN    .         .         .
 server refuses       .          ABSENT     .         .         .
 server PartitionStart .         .          INSIDE    INSIDE    [CLOSING]
 server PartitionChunk .         .          .         INSIDE    [CLOSING]
+server PartitionSnapshot .      .          BETWEEN   .         [CLOSING]
 server PartitionAnswers .       .          .         INSIDE    [CLOSING]
 server PartitionEnd  .          .          .         BETWEEN   [CLOSING]
 client CloseStream   .          .          CLOSING   CLOSING   .
@@ -65,6 +67,7 @@ INPUTS: Final[dict[str, Message]] = {
     "refuses": stream_reply(3, 9, status=Status.ROLLBACK),
     "PartitionStart": start(3, 9, 10, 12),
     "PartitionChunk": PartitionChunk(stored(10, 10), partition=PartitionId(3), opaque=9),
+    "PartitionSnapshot": snapshot(3, 9, 10, 12),
     "PartitionAnswers": PartitionAnswers(
         ((bytes(16), 1, 10, b"answer"),), partition=PartitionId(3), opaque=9
     ),
@@ -118,7 +121,7 @@ def _state_of(session: Session) -> str:
 
 
 def test_the_table_covers_every_state_and_input() -> None:
-    assert len(EVERY) == 5 * 9
+    assert len(EVERY) == 5 * 10
 
 
 @pytest.mark.parametrize(("who", "given", "state", "cell"), EVERY)
@@ -184,6 +187,9 @@ WRONG: Final = {
     "a start before where the stream stands": ("BETWEEN", start(3, 9, 9, 20)),
     "a start that ends before it begins": ("BETWEEN", start(3, 9, 10, 9)),
     "a start for another stream of the partition": ("BETWEEN", start(3, 8, 10, 20)),
+    "a whole snapshot that leaves something out": ("BETWEEN", snapshot(3, 9, 11, 20)),
+    "a whole snapshot that repeats something": ("BETWEEN", snapshot(3, 9, 9, 20)),
+    "a whole snapshot for another stream": ("BETWEEN", snapshot(3, 8, 10, 20)),
     "a chunk that leaves something out": ("INSIDE", chunk(3, 9, 11, 15)),
     "a chunk that repeats something": ("INSIDE", chunk(3, 9, 9, 15)),
     "a chunk beyond the end": ("INSIDE", chunk(3, 9, 10, 21)),
@@ -227,6 +233,38 @@ def test_nothing_is_left_out_or_repeated(state: str, message: Message) -> None:
     after = portrait(pair.client)
     for same in ("streams", "window", "requests"):
         assert after[same] == before[same]
+
+
+def test_a_whole_snapshot_is_a_start_a_chunk_and_an_end() -> None:
+    long, short = _stand("BETWEEN"), _stand("BETWEEN")
+    long.server_says(start(3, 9, 10, 20), chunk(3, 9, 10, 20), end(3, 9, 20))
+    short.server_says(snapshot(3, 9, 10, 20))
+    assert portrait(long.server) == portrait(short.server)
+    assert portrait(long.client) == portrait(short.client)
+    short.client.acknowledge(HEADER_BYTES + snapshot(3, 9, 10, 20).chunk.nbytes)
+
+
+def _refused_on_both_sides(pair: Pair, message: Message) -> None:
+    with pytest.raises(LocalProtocolError):
+        pair.server.send(message)
+    pair.client.receive(encoded(message), 0.0)
+    assert_refused(pair.client, Status.MALFORMED)
+
+
+def test_a_whole_snapshot_needs_one_before_it_that_names_its_history() -> None:
+    pair = Pair.at(SessionState.STREAMING)
+    pair.accept(3, 9)
+    pair.turn(3)
+    _refused_on_both_sides(pair, snapshot(3, 9, 0, 10))
+
+
+def test_a_whole_snapshot_does_not_end_before_what_must_be_finished() -> None:
+    pair = _stand("SOME")
+    pair.server_says(stream_end(3, 9, Status.STATE_CHANGED))
+    pair.client_says(stream(3, 9, _position(10, 15, begin=10, until=20)))
+    pair.server_says(stream_reply(3, 9, 15))
+    pair.turn(3)
+    _refused_on_both_sides(pair, snapshot(3, 9, 15, 19))
 
 
 def test_a_snapshot_whose_cursor_was_dropped_is_replaced() -> None:

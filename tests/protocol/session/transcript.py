@@ -75,6 +75,7 @@ NAMES: Final[dict[str, Any]] = {
     "StreamReply": kit.stream_reply,
     "PartitionStart": kit.start,
     "PartitionChunk": kit.chunk,
+    "PartitionSnapshot": kit.snapshot,
     "PartitionEnd": kit.end,
     "CloseStream": kit.close_stream,
     "StreamEnd": kit.stream_end,
