@@ -147,9 +147,14 @@ def make_service(connections_max: int = 10, store: SimulatedStore | None = None)
     )
 
 
+StreamPair = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
+
+
 @asynccontextmanager
-async def connected(service: Service, **options: int) -> AsyncIterator[Peer]:
-    ours, theirs = trio.testing.memory_stream_pair()
+async def connected(
+    service: Service, streams: StreamPair | None = None, **options: int
+) -> AsyncIterator[Peer]:
+    ours, theirs = streams or trio.testing.memory_stream_pair()
     async with AsyncExitStack() as stack:
         if not service.disks:
             await stack.enter_async_context(service.recovered())
@@ -290,6 +295,24 @@ async def test_partitions_that_are_not_there_are_said_to_be_not_ours() -> None:
         assert (await peer.hear(StreamReply)).status == Status.NOT_MY_PARTITION
         await peer.say(Stream(PartitionState.REPLICA, Position(), partition=P0, opaque=3))
         assert (await peer.hear(StreamReply)).status == Status.WRONG_STATE
+
+
+async def test_what_a_socket_does_not_take_at_once_goes_before_what_is_said_next() -> None:
+    """An answer is longer than a socket takes, and the next question comes in that very moment: the
+    loop may let either go on first."""
+    ends = [trio.SocketStream(end) for end in trio.socket.socketpair()]
+    async with connected(make_service(), (ends[0], ends[1])) as peer:
+        await peer.open()
+        values = {key: key * 1_000_000 for key in (b"a", b"b")}
+        for key, value in values.items():
+            await peer.mutate(sets(key, value=value))
+        for number in range(200):
+            for key in values:
+                await peer.say(Get((key,), partition=P0, opaque=peer.opaque()))
+                for _ in range(number % 4):
+                    await trio.lowlevel.checkpoint()
+            for value in values.values():
+                assert (await peer.hear(GetReply)).chunk.values() == [value]
 
 
 async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
 
+from upr_protocol.chunk import Buffer
 from upr_protocol.client.read import SCRATCH_BYTES, read_some
 from upr_protocol.client.write import write_all, write_now
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
@@ -66,6 +67,9 @@ SLICE_S: Final = 0.001
 YIELD_BYTES: Final = 64 * 1024
 """Who sends so much at a time lets others have their turn before there is more."""
 
+BUSY_S: Final = 0.25
+"""How often silence is looked at while something is being written."""
+
 PARTING_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
 
@@ -79,7 +83,8 @@ class Connection:
     """Drives one session over one stream until either side ends it.
 
     A reader takes bytes in and answers requests at once; a writer sends what the session holds and
-    then streams. Neither ever waits for the other, but for `REPLIES_BYTES_MAX`.
+    then streams, and has nothing to do where the socket took the answers at once. Neither ever
+    waits for the other, but for `REPLIES_BYTES_MAX`. A third task minds the time.
 
     Attributes:
         session: The session.
@@ -105,6 +110,11 @@ class Connection:
         self._errands: deque[tuple[Message, Callable[[], Awaitable[None]]]] = deque()
         self._stream = stream
         self._wakeup = trio.Event()
+        self._greeted = trio.Event()
+        self._is_idle = False
+        """Whether the writer waits for something to write."""
+        self._rest: Sequence[Buffer] = ()
+        """What the socket has not taken yet."""
         self._relieved = trio.Event()
         """Set, and then replaced, when the peer took answers or a request left its line."""
         self._opened_at = trio.current_time()
@@ -143,6 +153,7 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(self._read, nursery.cancel_scope)
+                nursery.start_soon(self._keep_time)
                 await self._write()
                 nursery.cancel_scope.cancel()
         finally:
@@ -168,9 +179,8 @@ class Connection:
     async def _read(self, scope: trio.CancelScope) -> None:
         session = self.session
         while True:
-            try:
-                count = await self._read_some()
-            except trio.TooSlowError:
+            count = await self._read_some()
+            if count is None:
                 session.fail(Status.TOO_SLOW, f"{session.under_way} bytes take too long to arrive")
                 self.wake()
                 return
@@ -199,18 +209,32 @@ class Connection:
                     status=error.status.name,
                     error=str(error),
                 )
-            self.wake()
+            self._answer()
             if session.state is SessionState.CLOSED:
                 return
             if session.under_way > LARGE_FRAME_BYTES and not self._held:
                 await self._hold(session.under_way)
 
-    async def _read_some(self) -> int:
-        read = partial(read_some, self._stream, self.session, self.service.scratch)
+    async def _read_some(self) -> int | None:
+        """How many bytes came; None when a large frame takes too long."""
+        scratch = self.service.scratch
         if self._frame_deadline == math.inf:
-            return await read()
-        with trio.fail_at(self._frame_deadline):
-            return await read()
+            return await read_some(self._stream, self.session, scratch)
+        with trio.move_on_at(self._frame_deadline):
+            return await read_some(self._stream, self.session, scratch)
+        return None
+
+    def _answer(self) -> None:
+        """Has what requests have led to written: at once, where that is all there is to write."""
+        session = self.session
+        # Woken, the writer is idle for a moment still: what was left for it must go first.
+        if self._is_idle and not self._rest and session.state is SessionState.OPEN:
+            self._send()
+            if not self._rest:
+                return
+        elif not self._greeted.is_set() and session.state is not SessionState.GREETING:
+            self._greeted.set()
+        self.wake()
 
     async def _hold(self, length: int) -> None:
         """Takes room for a large frame whose header has come, before more of it is read."""
@@ -357,48 +381,78 @@ class Connection:
     # Writing.
 
     async def _write(self) -> None:
-        session = self.session
         while True:
             self._wakeup = trio.Event()
-            # What the streamer adds is bounded by itself, and holds up no request.
-            self._replies_being_written = session.outgoing_bytes
-            try:
-                self.streamer.step()
-            except Exception:
-                log.exception("a stream failed", peer=self.peer)
-                session.fail(Status.INTERNAL, "the stream met a fault")
-            outgoing = session.take(trio.current_time())
-            if not outgoing and session.state is SessionState.CLOSED:
+            await self._flush()
+            if self.session.state is SessionState.CLOSED:
                 return
-            if outgoing:
-                length = sum(map(len, outgoing))
-                rest = write_now(self._stream, outgoing)
-                if rest:
-                    await write_all(self._stream, rest, self.service.send_timeout_s)
-                elif length >= YIELD_BYTES:
-                    await trio.lowlevel.checkpoint()
-                self._bytes_out += length
-                del outgoing, rest
-                self.streamer.sent()
-                self._replies_being_written = 0
-                self._relieve()
-            else:
-                await self._wait()
-
-    async def _wait(self) -> None:
-        """Waits until there is something to send, or time to say or do something about silence."""
-        session = self.session
-        if session.state in (SessionState.GREETING, SessionState.GREETED):
-            deadline = self._opened_at + HANDSHAKE_TIMEOUT_S
-        else:
-            deadline = session.keep_alive.next_check()
-        with trio.move_on_at(deadline) as scope:
+            self._is_idle = True
             await self._wakeup.wait()
-        if not scope.cancelled_caught:
-            return
-        if session.state in (SessionState.GREETING, SessionState.GREETED):
+            self._is_idle = False
+
+    async def _flush(self) -> None:
+        """Writes until there is nothing to write now."""
+        length = len(self._rest) or self._send()
+        while length:
+            if self._rest:
+                await write_all(self._stream, self._rest, self.service.send_timeout_s)
+                self._has_sent()
+            elif length >= YIELD_BYTES:
+                await trio.lowlevel.checkpoint()
+            length = self._send()
+
+    def _send(self) -> int:
+        """Gives the socket what there is to send; what it does not take at once is left in `_rest`.
+
+        Returns:
+            How many bytes there were.
+        """
+        session = self.session
+        # What the streamer adds is bounded by itself, and holds up no request.
+        self._replies_being_written = session.outgoing_bytes
+        try:
+            self.streamer.step()
+        except Exception:
+            log.exception("a stream failed", peer=self.peer)
+            session.fail(Status.INTERNAL, "the stream met a fault")
+        outgoing = session.take(trio.current_time())
+        if not outgoing:
+            return 0
+        length = sum(map(len, outgoing))
+        self._bytes_out += length
+        self._rest = write_now(self._stream, outgoing)
+        if not self._rest:
+            self._has_sent()
+        return length
+
+    def _has_sent(self) -> None:
+        self._rest = ()
+        self.streamer.sent()
+        self._replies_being_written = 0
+        self._relieve()
+
+    # Silence.
+
+    async def _keep_time(self) -> None:
+        """Says or does something about silence when it is time, until the conversation is over."""
+        session = self.session
+        with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
+            await self._greeted.wait()
+        if not self._greeted.is_set():
             session.fail(Status.IDLE, f"no Hello within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
-            return
+            self.wake()
+        while session.state is not SessionState.CLOSED:
+            # Whatever was said or heard meanwhile has moved it on.
+            await trio.sleep_until(session.keep_alive.next_check())
+            if not self._is_idle:
+                # How long a peer may take nothing is the writer's to say.
+                await trio.sleep(BUSY_S)
+            elif trio.current_time() >= session.keep_alive.next_check():
+                await self._look_at_silence()
+                self.wake()
+
+    async def _look_at_silence(self) -> None:
+        session = self.session
         now = trio.current_time()
         if self._deaf:
             session.keep_alive.received(now)
