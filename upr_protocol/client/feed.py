@@ -14,6 +14,7 @@ from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.session.session import SNAPSHOT_MESSAGES
 from upr_protocol.wire import MapReply, Message, ReplicaAck, StreamReply
 
 
@@ -72,7 +73,9 @@ class Feed:
             self.patience.progress()
         elif isinstance(message, StreamReply) and not message.status:
             self._fleet.works(message.partition)
-        self._look()
+        if type(message) not in SNAPSHOT_MESSAGES:
+            # Of those there are many, and nothing but deliveries comes of them.
+            self._look()
 
     def _look(self) -> None:
         """Sees to what the follower came to."""

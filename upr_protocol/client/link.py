@@ -112,7 +112,8 @@ class Link:
 
     def poke(self) -> None:
         """Has what was queued written."""
-        self._wake.set()
+        if self.session.outgoing_bytes:
+            self._wake.set()
 
     @property
     def crowded(self) -> bool:
