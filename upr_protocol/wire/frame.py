@@ -149,12 +149,13 @@ class FrameBuffer:
         if header is None:
             return _NO_ROOM
         if body is None or have == len(body):
-            rest: Buffer = self._data[self._at :] if body is None else body
+            rest: Buffer = memoryview(self._data)[self._at :] if body is None else body
             self._have = have = len(rest)
             size = min(header.length, max(self._largest, 2 * have))
             # Not made longer in its place: somebody may still hold a view upon it.
             self._body = body = bytearray(size)
-            body[:have] = rest
+            # Put into the bytearray itself it would be copied twice.
+            memoryview(body)[:have] = rest
             self._data, self._at = b"", 0
         return memoryview(body)[have:]
 
