@@ -40,6 +40,9 @@ from upr_protocol.wire import ReplicaAck
 Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None
 """Where a consumer begins and what it keeps: a state to begin with, a file's path, a store."""
 
+_TURN_S: Final = 0.001
+"""For so long events that wait may be handed on without giving way to other tasks."""
+
 _LAST_SAVE_S: Final = 10.0
 """How long the save on leaving may take."""
 
@@ -108,6 +111,7 @@ class Consumer:
         self._iterating = False
         self._barriers = Barriers(feeds)
         self._saves = 0
+        self._turn_ends_at = 0.0
 
     @property
     def partition_count(self) -> int:
@@ -133,12 +137,11 @@ class Consumer:
         try:
             self._ledger.finish()
             while True:
-                await self._save_when_due()
+                await self._give_way()
                 await self._go_back()
                 delivery = self._feeds.mailbox.get_nowait()
                 if delivery is None:
-                    with trio.move_on_at(self._save_at()):
-                        await self._feeds.mailbox.wait()
+                    await self._wait()
                     continue
                 event = delivery.event
                 if isinstance(event, RollBackAsked):
@@ -251,11 +254,20 @@ class Consumer:
     def _save_at(self) -> float:
         return float("inf") if self._store is None else self._ledger.plan.due_at
 
-    async def _save_when_due(self) -> None:
-        if self._save_at() <= trio.current_time():
+    async def _give_way(self) -> None:
+        """To the save, when it is due; and to other tasks, when it is time."""
+        now = trio.current_time()
+        if self._save_at() <= now:
             await self.save()
-        else:
+        if self._turn_ends_at <= now:
             await trio.lowlevel.checkpoint()
+            self._turn_ends_at = trio.current_time() + _TURN_S
+
+    async def _wait(self) -> None:
+        """Until there is an event, or a save is due."""
+        with trio.move_on_at(self._save_at()):
+            await self._feeds.mailbox.wait()
+        self._turn_ends_at = trio.current_time() + _TURN_S
 
     # Behind the scenes.
 
