@@ -49,6 +49,20 @@ async def read_some(stream: trio.abc.ReceiveStream, session: Session, scratch: m
             raise trio.BrokenResourceError(str(error)) from error
 
 
+def read_rest(stream: trio.abc.ReceiveStream, session: Session, scratch: memoryview) -> int:
+    """Like `read_some` without waiting, for the rest of a body that is under way.
+
+    Returns:
+        How many bytes came; 0 when there are none just now, whatever the reason.
+    """
+    if not (session.under_way and isinstance(stream, trio.SocketStream)):
+        return 0
+    try:
+        return read_now(stream.socket.fileno(), session, scratch, trio.current_time())
+    except OSError:
+        return 0  # `read_some` will say so, if it is more than that
+
+
 def read_now(descriptor: int, session: Session, scratch: memoryview, now: float) -> int:
     """Gives the session what a socket has; see `read_some`.
 
