@@ -137,8 +137,11 @@ class Consumer:
         try:
             self._ledger.finish()
             while True:
-                await self._give_way()
-                await self._go_back()
+                now = trio.current_time()
+                if now >= self._turn_ends_at or now >= self._save_at():
+                    await self._give_way(now)
+                if self._to_undo is not None:
+                    await self._go_back(self._to_undo)
                 delivery = self._feeds.mailbox.get_nowait()
                 if delivery is None:
                     await self._wait()
@@ -161,14 +164,12 @@ class Consumer:
     def _is_awaited(self, event: Event) -> bool:
         return isinstance(event, BarrierReached) and self._barriers.returned(event)
 
-    async def _go_back(self) -> None:
+    async def _go_back(self, asked: RollBackAsked) -> None:
         """Has undone what the server asked for; cancelled, it is for the next call."""
-        asked = self._to_undo
-        if asked is not None:
-            assert self._undo is not None
-            to = await self._undo(asked.partition, asked.ceiling, asked.reason)
-            self._to_undo = None
-            self._feeds.rolled_back(asked.partition, to)
+        assert self._undo is not None
+        to = await self._undo(asked.partition, asked.ceiling, asked.reason)
+        self._to_undo = None
+        self._feeds.rolled_back(asked.partition, to)
 
     # Replicas.
 
@@ -254,14 +255,12 @@ class Consumer:
     def _save_at(self) -> float:
         return float("inf") if self._store is None else self._ledger.plan.due_at
 
-    async def _give_way(self) -> None:
-        """To the save, when it is due; and to other tasks, when it is time."""
-        now = trio.current_time()
+    async def _give_way(self, now: float) -> None:
+        """To the save, when it is due, and to other tasks."""
         if self._save_at() <= now:
             await self.save()
-        if self._turn_ends_at <= now:
-            await trio.lowlevel.checkpoint()
-            self._turn_ends_at = trio.current_time() + _TURN_S
+        await trio.lowlevel.checkpoint()
+        self._turn_ends_at = trio.current_time() + _TURN_S
 
     async def _wait(self) -> None:
         """Until there is an event, or a save is due."""

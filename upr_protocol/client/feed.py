@@ -71,11 +71,11 @@ class Feed:
             self._mailbox.put(delivery)
         if isinstance(message, PROGRESS):
             self.patience.progress()
-        elif isinstance(message, StreamReply) and not message.status:
+        if type(message) in SNAPSHOT_MESSAGES:
+            return  # there are many, and nothing else comes of them
+        if isinstance(message, StreamReply) and not message.status:
             self._fleet.works(message.partition)
-        if type(message) not in SNAPSHOT_MESSAGES:
-            # Of those there are many, and nothing but deliveries comes of them.
-            self._look()
+        self._look()
 
     def _look(self) -> None:
         """Sees to what the follower came to."""
