@@ -13,6 +13,9 @@ SCRATCH_BYTES: Final = 64 * 1024
 """What is read beside the rest of a body that is under way. It bounds how long one peer's small
 requests hold the loop, to about a millisecond."""
 
+_BEHIND_BYTES: Final = 4 * 1024
+"""What is read behind a large rest of a body: the small messages that follow it."""
+
 
 def new_scratch() -> memoryview:
     """A buffer for `read_some`. All who read in one loop may share it."""
@@ -71,6 +74,9 @@ def read_now(descriptor: int, session: Session, scratch: memoryview, now: float)
         OSError: The connection is gone.
     """
     room = session.room()
+    if len(room) >= len(scratch):
+        # What follows the body would have to be copied; the next read puts it where it will stay.
+        scratch = scratch[:_BEHIND_BYTES]
     count = os.readv(descriptor, (room, scratch) if room else (scratch,))
     filled = min(count, len(room))
     session.receive(bytes(scratch[: count - filled]), now, filled)
