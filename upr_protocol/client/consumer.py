@@ -90,7 +90,8 @@ class Consumer:
 
     When the connection is lost the events just go on after a while, inside a snapshot too; and so
     when partitions move to other nodes.
-    Cancelled while it waits for an event, the iterator loses none.
+    Cancelled while it waits for an event, the iterator loses none. Events that have come already
+    are handed on without waiting; other tasks get their turn once a millisecond.
     """
 
     def __init__(
@@ -136,24 +137,12 @@ class Consumer:
         self._iterating = True
         try:
             self._ledger.finish()
-            while True:
-                now = trio.current_time()
-                if now >= self._turn_ends_at or now >= self._save_at():
-                    await self._give_way(now)
-                if self._to_undo is not None:
-                    await self._go_back(self._to_undo)
-                delivery = self._feeds.mailbox.get_nowait()
-                if delivery is None:
-                    await self._wait()
-                    continue
-                event = delivery.event
-                if isinstance(event, RollBackAsked):
-                    self._to_undo = event
-                elif event is None or self._is_awaited(event):
-                    self._ledger.deal_with(delivery)
-                else:
-                    self._ledger.hand_on(delivery, event)
-                    return event
+            now = trio.current_time()
+            if now >= self._turn_ends_at or now >= self._save_at():
+                await self._give_way(now)
+            while (event := self._take()) is None:
+                await self._wait()
+            return event
         except _EndOfStreamsError:
             pass
         finally:
@@ -161,8 +150,37 @@ class Consumer:
         await self.save()
         raise StopAsyncIteration
 
+    def _take(self) -> Event | None:
+        """Takes one delivery; its event, when that is for the application. Otherwise `_wait`."""
+        if self._to_undo is not None:
+            return None
+        delivery = self._feeds.mailbox.get_nowait()
+        if delivery is None:
+            return None
+        event = delivery.event
+        if isinstance(event, RollBackAsked):
+            self._to_undo = event
+            return None
+        if event is None or self._is_awaited(event):
+            self._ledger.deal_with(delivery)
+            return None
+        self._ledger.hand_on(delivery, event)
+        return event
+
     def _is_awaited(self, event: Event) -> bool:
         return isinstance(event, BarrierReached) and self._barriers.returned(event)
+
+    async def _wait(self) -> None:
+        """Does what must be done before the next delivery, and waits until there is one, or until a
+        save is due."""
+        if self._save_at() <= trio.current_time():
+            await self.save()
+        if self._to_undo is not None:
+            await self._go_back(self._to_undo)
+        if not len(self._feeds.mailbox):
+            with trio.move_on_at(self._save_at()):
+                await self._feeds.mailbox.wait()
+            self._turn_ends_at = trio.current_time() + _TURN_S
 
     async def _go_back(self, asked: RollBackAsked) -> None:
         """Has undone what the server asked for; cancelled, it is for the next call."""
@@ -260,12 +278,6 @@ class Consumer:
         if self._save_at() <= now:
             await self.save()
         await trio.lowlevel.checkpoint()
-        self._turn_ends_at = trio.current_time() + _TURN_S
-
-    async def _wait(self) -> None:
-        """Until there is an event, or a save is due."""
-        with trio.move_on_at(self._save_at()):
-            await self._feeds.mailbox.wait()
         self._turn_ends_at = trio.current_time() + _TURN_S
 
     # Behind the scenes.
