@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 import attrs
+import msgspec
 
 from upr_protocol.ids import SEQ_MAX, HistoryId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX
@@ -100,8 +101,7 @@ class FailoverLog:
         return FailoverLog(tuple(entry for entry in self.entries if entry.seq <= seq))
 
 
-@attrs.frozen
-class PartialSnapshot:
+class PartialSnapshot(msgspec.Struct, frozen=True):
     """The snapshot that a client was cut in: (start, end] of `history_id`."""
 
     history_id: HistoryId
@@ -109,8 +109,7 @@ class PartialSnapshot:
     end: SeqNo
 
 
-@attrs.frozen
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """How far a client has come in one partition.
 
     Attributes:
@@ -199,7 +198,7 @@ def decide_start(
     if client.highest_received == client.last_complete:
         # Of a snapshot of which nothing came there is nothing to complete. Its end may be one that
         # this server never reaches, as another history announced it.
-        client = attrs.evolve(client, partial=None)
+        client = msgspec.structs.replace(client, partial=None)
     found = _ceiling(server, server_high, client)
     if isinstance(found, Retry):
         return found

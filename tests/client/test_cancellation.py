@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from tests.kit.cancellation import cancelled_at_each_step
@@ -66,3 +67,24 @@ async def test_a_consumer(net: FakeNet, server: FakeServer, autojump_clock: Mock
 
     assert await cancelled_at_each_step(work, look) > 10
     assert {key for some in items.values() for key in some} == {b"%d" % n for n in range(20)}
+
+
+async def test_a_consumer_of_much_that_waits_gives_way(
+    net: FakeNet, server: FakeServer, mock_clock: MockClock
+) -> None:
+    for number in range(100):
+        server.put(b"%d" % number, b"v")
+    async with consume(URL, dial=net.dial) as consumer:
+        await consumer.__anext__()
+        await trio.testing.wait_all_tasks_blocked()
+        mock_clock.jump(1.0)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await consumer.__anext__()
+        assert scope.cancelled_caught
+        # Within the turn nobody is waited for.
+        await consumer.__anext__()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await consumer.__anext__()
+        assert not scope.cancelled_caught

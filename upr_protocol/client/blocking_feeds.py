@@ -17,6 +17,7 @@ from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
+from upr_protocol.session.session import SNAPSHOT_MESSAGES
 from upr_protocol.wire import StreamReply
 
 
@@ -174,7 +175,8 @@ class BlockingFeeds:
                 self._patience.progress()
             elif isinstance(message, StreamReply) and not message.status:
                 self._homeless_since.pop(message.partition, None)
-            self._look(follower)
+            if type(message) not in SNAPSHOT_MESSAGES:
+                self._look(follower)
         if link.failure is not None:
             raise link.failure
 

@@ -40,6 +40,9 @@ from upr_protocol.wire import ReplicaAck
 Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None
 """Where a consumer begins and what it keeps: a state to begin with, a file's path, a store."""
 
+_TURN_S: Final = 0.001
+"""For so long events that wait may be handed on without giving way to other tasks."""
+
 _LAST_SAVE_S: Final = 10.0
 """How long the save on leaving may take."""
 
@@ -87,7 +90,8 @@ class Consumer:
 
     When the connection is lost the events just go on after a while, inside a snapshot too; and so
     when partitions move to other nodes.
-    Cancelled while it waits for an event, the iterator loses none.
+    Cancelled while it waits for an event, the iterator loses none. Events that have come already
+    are handed on without waiting; other tasks get their turn once a millisecond.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Consumer:
         self._iterating = False
         self._barriers = Barriers(feeds)
         self._saves = 0
+        self._turn_ends_at = 0.0
 
     @property
     def partition_count(self) -> int:
@@ -132,22 +137,12 @@ class Consumer:
         self._iterating = True
         try:
             self._ledger.finish()
-            while True:
-                await self._save_when_due()
-                await self._go_back()
-                delivery = self._feeds.mailbox.get_nowait()
-                if delivery is None:
-                    with trio.move_on_at(self._save_at()):
-                        await self._feeds.mailbox.wait()
-                    continue
-                event = delivery.event
-                if isinstance(event, RollBackAsked):
-                    self._to_undo = event
-                elif event is None or self._is_awaited(event):
-                    self._ledger.deal_with(delivery)
-                else:
-                    self._ledger.hand_on(delivery, event)
-                    return event
+            now = trio.current_time()
+            if now >= self._turn_ends_at or now >= self._save_at():
+                await self._give_way(now)
+            while (event := self._take()) is None:
+                await self._wait()
+            return event
         except _EndOfStreamsError:
             pass
         finally:
@@ -155,17 +150,44 @@ class Consumer:
         await self.save()
         raise StopAsyncIteration
 
+    def _take(self) -> Event | None:
+        """Takes one delivery; its event, when that is for the application. Otherwise `_wait`."""
+        if self._to_undo is not None:
+            return None
+        delivery = self._feeds.mailbox.get_nowait()
+        if delivery is None:
+            return None
+        event = delivery.event
+        if isinstance(event, RollBackAsked):
+            self._to_undo = event
+            return None
+        if event is None or self._is_awaited(event):
+            self._ledger.deal_with(delivery)
+            return None
+        self._ledger.hand_on(delivery, event)
+        return event
+
     def _is_awaited(self, event: Event) -> bool:
         return isinstance(event, BarrierReached) and self._barriers.returned(event)
 
-    async def _go_back(self) -> None:
+    async def _wait(self) -> None:
+        """Does what must be done before the next delivery, and waits until there is one, or until a
+        save is due."""
+        if self._save_at() <= trio.current_time():
+            await self.save()
+        if self._to_undo is not None:
+            await self._go_back(self._to_undo)
+        if not len(self._feeds.mailbox):
+            with trio.move_on_at(self._save_at()):
+                await self._feeds.mailbox.wait()
+            self._turn_ends_at = trio.current_time() + _TURN_S
+
+    async def _go_back(self, asked: RollBackAsked) -> None:
         """Has undone what the server asked for; cancelled, it is for the next call."""
-        asked = self._to_undo
-        if asked is not None:
-            assert self._undo is not None
-            to = await self._undo(asked.partition, asked.ceiling, asked.reason)
-            self._to_undo = None
-            self._feeds.rolled_back(asked.partition, to)
+        assert self._undo is not None
+        to = await self._undo(asked.partition, asked.ceiling, asked.reason)
+        self._to_undo = None
+        self._feeds.rolled_back(asked.partition, to)
 
     # Replicas.
 
@@ -251,11 +273,12 @@ class Consumer:
     def _save_at(self) -> float:
         return float("inf") if self._store is None else self._ledger.plan.due_at
 
-    async def _save_when_due(self) -> None:
-        if self._save_at() <= trio.current_time():
+    async def _give_way(self, now: float) -> None:
+        """To the save, when it is due, and to other tasks."""
+        if self._save_at() <= now:
             await self.save()
-        else:
-            await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        self._turn_ends_at = trio.current_time() + _TURN_S
 
     # Behind the scenes.
 

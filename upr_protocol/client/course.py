@@ -20,7 +20,7 @@ class Course:
         wishes: What the consumer asked for.
         state: How far everything that came goes; the application may have dealt with less.
         wanted: The partitions to stream; None before the bucket was seen.
-        finished: Those whose streams ended for good.
+        finished: Those of them whose streams ended for good.
         rounds: The barriers on their way.
         accepted: Those that some node once accepted.
         undoing: Rollbacks that the application was asked for. Meanwhile nothing of them is asked
@@ -47,7 +47,7 @@ class Course:
     @property
     def done(self) -> bool:
         """Whether every stream ended for good."""
-        return self.wanted is not None and self.finished.issuperset(self.wanted)
+        return self.wanted is not None and len(self.finished) == len(self.wanted)
 
     @property
     def left(self) -> set[PartitionId]:

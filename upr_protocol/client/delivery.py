@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, unique
+from enum import IntEnum, unique
 
 import msgspec
 
@@ -12,7 +12,7 @@ from upr_protocol.ids import PartitionId, SeqNo
 
 
 @unique
-class Weight(Enum):
+class Weight(IntEnum):
     """How soon a delivery, once dealt with, is worth writing down."""
 
     LIGHT = 0

@@ -14,6 +14,7 @@ from upr_protocol.client.mailbox import Mailbox
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.session.session import SNAPSHOT_MESSAGES
 from upr_protocol.wire import MapReply, Message, ReplicaAck, StreamReply
 
 
@@ -70,7 +71,9 @@ class Feed:
             self._mailbox.put(delivery)
         if isinstance(message, PROGRESS):
             self.patience.progress()
-        elif isinstance(message, StreamReply) and not message.status:
+        if type(message) in SNAPSHOT_MESSAGES:
+            return  # there are many, and nothing else comes of them
+        if isinstance(message, StreamReply) and not message.status:
             self._fleet.works(message.partition)
         self._look()
 

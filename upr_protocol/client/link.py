@@ -15,7 +15,7 @@ from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.options import Options
 from upr_protocol.client.outbox import OUTGOING_BYTES_MAX
 from upr_protocol.client.outcome import status_of
-from upr_protocol.client.read import new_scratch, read_some
+from upr_protocol.client.read import new_scratch, read_rest, read_some
 from upr_protocol.client.write import write_all, write_now
 from upr_protocol.errors import (
     BrokenError,
@@ -30,6 +30,9 @@ from upr_protocol.wire import Close, Error, Message
 
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
 """Makes a connection to an address; raises OSError when there is none to be had."""
+
+_TURN_BYTES: Final = 512 * 1024
+"""So much is read at a time without giving way to other tasks, where it is there already."""
 
 _GOODBYE_S: Final = 2.0
 """How long a peer that does not read may hold up our leaving."""
@@ -112,7 +115,8 @@ class Link:
 
     def poke(self) -> None:
         """Has what was queued written."""
-        self._wake.set()
+        if self.session.outgoing_bytes:
+            self._wake.set()
 
     @property
     def crowded(self) -> bool:
@@ -138,13 +142,17 @@ class Link:
         scratch = new_scratch()
         try:
             while self.failure is None:
-                if not await read_some(stream, session, scratch):
+                count = await read_some(stream, session, scratch)
+                if not count:
                     self.fail(BrokenError("the server closed the connection"))
                     return
-                for message in session.events():
-                    self._take(message)
-                if session.outgoing_bytes:
-                    self._wake.set()
+                left = _TURN_BYTES
+                while count:
+                    for message in session.events():
+                        self._take(message)
+                    left -= count
+                    count = read_rest(stream, session, scratch) if left > 0 else 0
+                self.poke()
                 self._breathing = True
                 await self._handler.breathe()
                 self._breathing = False

@@ -13,6 +13,9 @@ SCRATCH_BYTES: Final = 64 * 1024
 """What is read beside the rest of a body that is under way. It bounds how long one peer's small
 requests hold the loop, to about a millisecond."""
 
+_BEHIND_BYTES: Final = 4 * 1024
+"""What is read behind a large rest of a body: the small messages that follow it."""
+
 
 def new_scratch() -> memoryview:
     """A buffer for `read_some`. All who read in one loop may share it."""
@@ -49,6 +52,20 @@ async def read_some(stream: trio.abc.ReceiveStream, session: Session, scratch: m
             raise trio.BrokenResourceError(str(error)) from error
 
 
+def read_rest(stream: trio.abc.ReceiveStream, session: Session, scratch: memoryview) -> int:
+    """Like `read_some` without waiting, for the rest of a body that is under way.
+
+    Returns:
+        How many bytes came; 0 when there are none just now, whatever the reason.
+    """
+    if not (session.under_way and isinstance(stream, trio.SocketStream)):
+        return 0
+    try:
+        return read_now(stream.socket.fileno(), session, scratch, trio.current_time())
+    except OSError:
+        return 0  # `read_some` will say so, if it is more than that
+
+
 def read_now(descriptor: int, session: Session, scratch: memoryview, now: float) -> int:
     """Gives the session what a socket has; see `read_some`.
 
@@ -57,6 +74,9 @@ def read_now(descriptor: int, session: Session, scratch: memoryview, now: float)
         OSError: The connection is gone.
     """
     room = session.room()
+    if len(room) >= len(scratch):
+        # What follows the body would have to be copied; the next read puts it where it will stay.
+        scratch = scratch[:_BEHIND_BYTES]
     count = os.readv(descriptor, (room, scratch) if room else (scratch,))
     filled = min(count, len(room))
     session.receive(bytes(scratch[: count - filled]), now, filled)

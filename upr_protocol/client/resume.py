@@ -39,7 +39,7 @@ def accepted(position: Position, log: FailoverLog) -> Position:
     partial = position.partial
     if partial is not None and position.highest_received == partial.end:
         return Position(log, partial.end, partial.end, None)
-    return attrs.evolve(position, log=log)
+    return msgspec.structs.replace(position, log=log)
 
 
 def received(position: Position, history_id: HistoryId, end: SeqNo, through: SeqNo) -> Position:

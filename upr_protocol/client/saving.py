@@ -57,10 +57,11 @@ class SavePlan:
 
     def dealt_with(self, delivery: Delivery) -> None:
         """The application has dealt with `delivery`."""
-        if delivery.position is not None or delivery.weight is not Weight.LIGHT:
+        weight = delivery.weight
+        if delivery.position is not None or weight is not Weight.LIGHT:
             self._nbytes += delivery.nbytes
-            if self._weight is None or delivery.weight.value > self._weight.value:
-                self._weight = delivery.weight
+            if self._weight is None or weight > self._weight:
+                self._weight = weight
 
     @property
     def due_at(self) -> float:

@@ -40,6 +40,7 @@ class ClientSession(Session):
         self._window_bytes = window_bytes
         self._unacknowledged = 0
         self._next_opaque = 1
+        self._frames.reuse_memory()
         self.send(Hello(identity, (VERSION,), 0, window_bytes, idle_interval_s))
 
     def new_opaque(self) -> int:

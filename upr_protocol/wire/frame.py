@@ -16,6 +16,7 @@ from crc32c import crc32c
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import RemoteProtocolError, Status
+from upr_protocol.wire.blocks import BLOCKS, Blocks
 
 MAGIC: Final = 0x5055
 """`UP`, read as a little-endian u16."""
@@ -112,7 +113,7 @@ class FrameBuffer:
         admit: Called with each header; raises `RemoteProtocolError` to refuse the frame.
     """
 
-    __slots__ = ("_admit", "_at", "_body", "_data", "_have", "_header", "_largest")
+    __slots__ = ("_admit", "_at", "_blocks", "_body", "_data", "_have", "_header", "_largest")
 
     def __init__(self, admit: Callable[[Header], None]) -> None:
         self._admit = admit
@@ -121,9 +122,14 @@ class FrameBuffer:
         self._header: Header | None = None
         # A body that did not arrive in one piece, of which so many bytes are there. It becomes the
         # frame's body itself.
-        self._body: bytearray | None = None
+        self._body: Buffer | None = None
         self._have = 0
         self._largest = ROOM_BYTES
+        self._blocks = Blocks(0)
+
+    def reuse_memory(self) -> None:
+        """Bodies are forgotten soon: the memory of a few is kept, 1 MiB, and used for the next."""
+        self._blocks = Blocks(BLOCKS)
 
     @property
     def buffered(self) -> int:
@@ -149,12 +155,13 @@ class FrameBuffer:
         if header is None:
             return _NO_ROOM
         if body is None or have == len(body):
-            rest: Buffer = self._data[self._at :] if body is None else body
+            rest: Buffer = memoryview(self._data)[self._at :] if body is None else body
             self._have = have = len(rest)
             size = min(header.length, max(self._largest, 2 * have))
             # Not made longer in its place: somebody may still hold a view upon it.
-            self._body = body = bytearray(size)
-            body[:have] = rest
+            self._body = body = self._blocks.take(size)
+            # Put into a bytearray itself it would be copied twice.
+            memoryview(body)[:have] = rest
             self._data, self._at = b"", 0
         return memoryview(body)[have:]
 
