@@ -33,6 +33,8 @@ CHUNK_BYTES: Final = 256 * 1024
 CHUNK_MUTATIONS: Final = 4096
 """And not longer than this, about, which bounds the steps of the next collapse."""
 
+_NOT: Final = bytes((1,)) + bytes(255)
+
 _START: Final = attrgetter("start")
 
 
@@ -83,7 +85,7 @@ class Collapse:
         self._seen: set[bytes] = set()
         # Results, newest first; and what is yet to be put together to the next one.
         self._chunks: list[Chunk] = []
-        self._group: list[tuple[Chunk, list[bool] | None]] = []
+        self._group: list[tuple[Chunk, bytes | None]] = []
         self._group_count = 0
         self._group_bytes = 0
 
@@ -107,11 +109,12 @@ class Collapse:
         """Takes in the next older chunk. O(its mutations)."""
         seen = self._seen
         keys = chunk.keys()
-        keep: list[bool] | None = None
+        keep: bytes | None = None
         count, nbytes = chunk.count, chunk.nbytes
-        if not seen.isdisjoint(keys):
-            keep = [key not in seen for key in keys]
-            count = keep.count(True)
+        superseded = bytes(map(seen.__contains__, keys))
+        if 1 in superseded:
+            keep = superseded.translate(_NOT)
+            count = keep.count(1)
             nbytes = nbytes * count // chunk.count
         if not is_oldest:
             seen.update(keys)
