@@ -38,31 +38,37 @@ _NOT: Final = bytes((1,)) + bytes(255)
 _START: Final = attrgetter("start")
 
 
-def run_to_collapse(places: Sequence[Place], place: Place) -> list[Place] | None:
+def run_to_collapse(
+    places: Sequence[Place], place: Place, *, shortest: bool = False
+) -> list[Place] | None:
     """The run around `place` that should be collapsed, or None. O(log places + run).
 
     Args:
         places: All places, oldest first; the last one holds the open snapshot.
         place: Where something changed.
+        shortest: Whether it will do to know that there is one: as little of it is looked at as
+            shows that, which matters as long as the disk is behind with very many.
     """
-    last = bisect_left(places, place.start, key=_START)
     closed = len(places) - 1
-    if last >= closed or places[last] is not place or place.inside:
+    if place.inside or not closed:
         return None
+    last = closed - 1
+    if places[last] is not place:
+        last = bisect_left(places, place.start, key=_START)
+        if last >= closed or places[last] is not place:
+            return None
     while last + 1 < closed and places[last + 1].is_free:
         last += 1
-    first, newer_bytes, total = last, 0, 0
+    first, newer_bytes, total, is_enough = last, 0, 0, False
     for at in range(last, -1, -1):
         size = places[at].snapshot.nbytes
         if places[at].inside or (at < last and size > 2 * total):
             break
         first, newer_bytes, total = at, total, total + size
-        if places[at].at_front:
+        is_enough = last - first >= COLLAPSE_SNAPSHOTS_MIN - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
+        if places[at].at_front or (shortest and is_enough):
             break
-    count = last - first + 1
-    if count >= COLLAPSE_SNAPSHOTS_MIN or (count > 1 and newer_bytes >= COLLAPSE_BYTES_MIN):
-        return list(places[first : last + 1])
-    return None
+    return list(places[first : last + 1]) if is_enough else None
 
 
 class Collapse:

@@ -222,7 +222,8 @@ class DocumentList:
         arrays, window = self._arrays, self.window
         if not window:
             return
-        at = bisect_left(arrays, window.base, key=_FIRST)
+        all_of_them = arrays and arrays[0].skip is None
+        at = 0 if all_of_them else bisect_left(arrays, window.base, key=_FIRST)
         while at < len(arrays) and arrays[at].first < below:
             array = arrays[at]
             array.settle(window)
