@@ -51,6 +51,7 @@ if sys.byteorder != "little":
 
 _HEAD: Final = Struct("<IIIIQQ")
 _DELTA: Final = Struct("<QQ?7x")
+_TWO_NUMBERS: Final = Struct("<QQ")
 _TWO_OFFSETS: Final = Struct("<ii")
 _COLUMNS_OF_ONE: Final = Struct(f"<{_HEAD.size}xQQI4xI4x16xB")
 _SET: Final = bytes((Operation.SET,))
@@ -499,16 +500,12 @@ class Chunk:
         """
         count = self.count
         at = CHUNK_HEAD_BYTES + 16 * count
-        return Chunk(
-            b"".join(
-                (
-                    _HEAD.pack(count, self.key_length, self.value_length, 0, start, end),
-                    array("Q", range(first_seq, first_seq + count)).tobytes(),
-                    array("Q", range(first_cas, first_cas + count)).tobytes(),
-                    self._view[at:],
-                )
-            )
-        )
+        head = _HEAD.pack(count, self.key_length, self.value_length, 0, start, end)
+        if count == 1:
+            return Chunk(b"".join((head, _TWO_NUMBERS.pack(first_seq, first_cas), self._view[at:])))
+        seqs = array("Q", range(first_seq, first_seq + count))
+        cas = array("Q", range(first_cas, first_cas + count))
+        return Chunk(b"".join((head, seqs, cas, self._view[at:])))
 
     def slice(self, after: SeqNo, through: SeqNo) -> Chunk:
         """The mutations in (`after`, `through`], covering just that range.

@@ -59,15 +59,16 @@ def run_to_collapse(
             return None
     while last + 1 < closed and places[last + 1].is_free:
         last += 1
-    first, newer_bytes, total, is_enough = last, 0, 0, False
-    for at in range(last, -1, -1):
-        size = places[at].snapshot.nbytes
-        if places[at].inside or (at < last and size > 2 * total):
+    first, newer_bytes = last, 0
+    total = places[last].snapshot.nbytes
+    is_enough = False
+    while first and not places[first].at_front and not (shortest and is_enough):
+        older = places[first - 1]
+        size = older.snapshot.nbytes
+        if older.inside or size > 2 * total:
             break
-        first, newer_bytes, total = at, total, total + size
+        first, newer_bytes, total = first - 1, total, total + size
         is_enough = last - first >= COLLAPSE_SNAPSHOTS_MIN - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
-        if places[at].at_front or (shortest and is_enough):
-            break
     return list(places[first : last + 1]) if is_enough else None
 
 

@@ -222,8 +222,7 @@ class DocumentList:
         arrays, window = self._arrays, self.window
         if not window:
             return
-        all_of_them = arrays and arrays[0].skip is None
-        at = 0 if all_of_them else bisect_left(arrays, window.base, key=_FIRST)
+        at = bisect_left(arrays, window.base, key=_FIRST)
         while at < len(arrays) and arrays[at].first < below:
             array = arrays[at]
             array.settle(window)
@@ -369,9 +368,17 @@ class DocumentList:
         return array.mutation(array.index(number))
 
     def close(self) -> list[DocumentArray]:
-        """All arrays, with flags of their own; the list is done with. O(arrays)."""
-        self.settle()
-        return self._arrays
+        """The arrays with anything live, with flags of their own; the list is done with.
+        O(arrays)."""
+        live: list[DocumentArray] = []
+        for array in self._arrays:
+            if array.skip is None:
+                array.settle(self.window)
+            if array.live:
+                live.append(array)
+            else:
+                self._memory.arrays -= array.nbytes
+        return live
 
     @property
     def nbytes(self) -> int:
