@@ -753,7 +753,11 @@ class ChunkBuilder:
         # Some of the runs are empty.
         runs = list(zip([0, *[index + 1 for index in gone]], [*gone, chunk.count], strict=True))
         kept = chunk.count - len(gone)
-        self.operations += bytes(compress(chunk.operations.tobytes(), wanted))
+        operations = chunk.operations.tobytes()
+        if operations.count(operations[0]) == chunk.count:
+            self.operations += operations[:kept]
+        else:
+            self.operations += bytes(compress(operations, wanted))
         for column, source in ((self.seqs, seqs), (self.cas, cas)):
             if isinstance(source, memoryview):
                 column.frombytes(b"".join([source[low:high] for low, high in runs]))
