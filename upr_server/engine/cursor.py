@@ -207,7 +207,7 @@ class Cursor:
 
     def _begin(self) -> SnapshotStart | None:
         manager, place = self._manager, self.place
-        if not self.has_next:
+        if place.snapshot is manager.open and manager.open.high <= self.seq:
             manager.wait(self)
             return None
         if self.at_front:

@@ -430,14 +430,14 @@ def has_large_value(chunk: Chunk) -> bool:
     return max(lengths) > LARGE_VALUE_BYTES
 
 
-def _pieces(chunk: Chunk) -> Iterator[Chunk]:
+def _pieces(chunk: Chunk) -> list[Chunk]:
     """`chunk` in pieces within the limits, none of which holds much more memory than its own."""
     count, nbytes = chunk.count, chunk.nbytes
     if count <= PUBLISHED_MUTATIONS_MAX and nbytes <= PUBLISHED_BYTES_MAX:
         held = memoryview(chunk.encode().obj).nbytes
-        yield chunk if held < 2 * nbytes else Chunk(bytes(chunk))
-        return
+        return [chunk if held < 2 * nbytes else chunk.copied()]
     parts = max(-(-count // PUBLISHED_MUTATIONS_MAX), -(-nbytes // PUBLISHED_BYTES_MAX))
     step = -(-count // parts)
-    for low in range(0, count, step):
-        yield chunk.rows(low, min(low + step, count), SeqNo(0), SeqNo(0))
+    return [
+        chunk.rows(low, min(low + step, count), SeqNo(0), SeqNo(0)) for low in range(0, count, step)
+    ]
