@@ -24,7 +24,6 @@ publisher expects (0 for anything), and the value of an increment or decrement i
 
 from __future__ import annotations
 
-import re
 import sys
 from array import array
 from bisect import bisect_right
@@ -39,7 +38,7 @@ import msgspec
 from crc32c import crc32c
 
 from upr_protocol.errors import ChunkError
-from upr_protocol.ids import ALL_OPERATIONS, STORED_OPERATIONS, Cas, Operation, SeqNo
+from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, Operation, SeqNo
 from upr_protocol.limits import CHUNK_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -52,8 +51,12 @@ if sys.byteorder != "little":
 
 _HEAD: Final = Struct("<IIIIQQ")
 _DELTA: Final = Struct("<QQ?7x")
+_TWO_NUMBERS: Final = Struct("<QQ")
+_TWO_OFFSETS: Final = Struct("<ii")
+_COLUMNS_OF_ONE: Final = Struct(f"<{_HEAD.size}xQQI4xI4x16xB")
 _SET: Final = bytes((Operation.SET,))
 _PADDING: Final = tuple(bytes(n) for n in range(8))
+_FALSE: Final = bytes((1,)) + bytes(255)
 
 CHUNK_HEAD_BYTES: Final = _HEAD.size
 
@@ -62,17 +65,21 @@ _EVEN_MAX: Final = 4096
 
 
 @lru_cache(maxsize=64)
-def _even_offsets(length: int, count: int) -> bytes:
-    return array("i", range(0, length * count + 1, length)).tobytes()
+def _multiples(length: int) -> bytes:
+    return array("i", range(0, length * _EVEN_MAX + 1, length)).tobytes()
+
+
+def _even_offsets(at: int, length: int, count: int) -> bytes:
+    """Where strings of one length end that stand behind `at` bytes."""
+    first, rest = divmod(at, length)
+    if rest or first + count > _EVEN_MAX:
+        return array("i", range(at + length, at + length * count + 1, length)).tobytes()
+    return _multiples(length)[4 * first + 4 : 4 * (first + count) + 4]
 
 
 @lru_cache(maxsize=16)
 def _cutter(length: int, count: int) -> Callable[[Buffer], tuple[bytes, ...]]:
     return Struct(f"{length}s" * count).unpack
-
-
-_RUNS: Final = re.compile(rb"[^\0]+").finditer
-"""Finds runs of neighbours that are wanted."""
 
 
 def _padded(length: int) -> int:
@@ -273,7 +280,7 @@ class Chunk:
         data = self.key_bytes.tobytes()
         length = self._one_length(self._key_offsets_at, self.key_length)
         if length:
-            return list(_cutter(length, self.count)(data))
+            return [data] if self.count == 1 else list(_cutter(length, self.count)(data))
         return [data[a:b] for a, b in pairwise(self.key_offsets.tolist())]
 
     def values(self) -> list[bytes]:
@@ -303,6 +310,11 @@ class Chunk:
             self.expiries[index],
         )
 
+    def single(self) -> tuple[int, Buffer, Buffer, int, int, int, int]:
+        """The mutation of a chunk of one, as `ChunkBuilder.append` takes it. O(1), no copy."""
+        seq, cas, expiry, flags, operation = _COLUMNS_OF_ONE.unpack_from(self._view)
+        return operation, self.key_bytes, self.value_bytes, seq, cas, flags, expiry
+
     def __iter__(self) -> Iterator[Mutation]:
         """The mutations as rows, in order; an operation that is none raises `ValueError`."""
         return map(
@@ -325,7 +337,17 @@ class Chunk:
         Such a chunk cannot fail, in whole or in part. O(count), at memory speed.
         """
         count = self.count
-        return self.operations.tobytes() == _SET * count and self.cas.tobytes() == bytes(8 * count)
+        cas_at = CHUNK_HEAD_BYTES + 8 * count
+        return self.operations.tobytes() == _SET * count and self._is_zero(cas_at, 8 * count)
+
+    @property
+    def may_expire(self) -> bool:
+        """Whether any mutation has an expiry time. O(count), at memory speed."""
+        count = self.count
+        return not self._is_zero(CHUNK_HEAD_BYTES + 16 * count, 4 * count)
+
+    def _is_zero(self, at: int, nbytes: int) -> bool:
+        return self._view[at : at + nbytes].tobytes() == bytes(nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -372,13 +394,26 @@ class Chunk:
         It is found at memory speed, and then the offsets are in order too.
         """
         count = self.count
+        if count == 1:
+            return total if _TWO_OFFSETS.unpack_from(self._view, offsets_at) == (0, total) else 0
         if not 0 < count <= _EVEN_MAX:
             return 0
         length, rest = divmod(total, count)
         if rest or not 0 < length <= _EVEN_MAX:
             return 0
-        offsets = self._view[offsets_at : offsets_at + 4 * count + 4].tobytes()
-        return length if offsets == _even_offsets(length, count) else 0
+        if _TWO_OFFSETS.unpack_from(self._view, offsets_at) != (0, length):
+            return 0
+        offsets = self._view[offsets_at + 4 : offsets_at + 4 * count + 4].tobytes()
+        return length if offsets == _even_offsets(0, length, count) else 0
+
+    def one_lengths(self) -> tuple[int, int]:
+        """The length that all keys have, and that of all values; 0 where that is not so, or not
+        known. At memory speed."""
+        values_at = self._key_offsets_at + ((4 * self.count + 11) & ~7)
+        return (
+            self._one_length(self._key_offsets_at, self.key_length),
+            self._one_length(values_at, self.value_length),
+        )
 
     def checked_keys(self) -> list[bytes]:
         """Every key, after checking that offsets and lengths are in order. O(count).
@@ -386,12 +421,12 @@ class Chunk:
         Raises:
             ChunkError: Key offsets fall or leave the key bytes, or a key is empty or too long.
         """
+        data = self.key_bytes.tobytes()
         length = self._one_length(self._key_offsets_at, self.key_length)
         if 0 < length <= KEY_BYTES_MAX:
-            return list(_cutter(length, self.count)(self.key_bytes))
+            return [data] if self.count == 1 else list(_cutter(length, self.count)(data))
         # Read without a sign, a negative offset lies beyond the end. Then with the first offset 0
         # and the last the length, any offset out of order or out of range makes some slice empty.
-        data = self.key_bytes.tobytes()
         at = self._key_offsets_at
         offsets = self._view[at : at + 4 * self.count + 4].cast("I").tolist()
         if offsets[0] != 0 or offsets[-1] != len(data):
@@ -426,9 +461,9 @@ class Chunk:
         keys = self.checked_keys()
         self._check_values()
         operations = self.operations.tobytes()
-        if operations.translate(None, ALL_OPERATIONS) or Operation.EXPIRE in operations:
+        if operations.translate(None, PUBLISHED_OPERATIONS):
             raise ChunkError("an operation in the chunk is none that a publisher may send")
-        if self.start or self.end or self.seqs.tobytes() != bytes(8 * self.count):
+        if self.start or self.end or not self._is_zero(CHUNK_HEAD_BYTES, 8 * self.count):
             raise ChunkError("a published chunk has no sequence numbers")
         return keys
 
@@ -465,16 +500,12 @@ class Chunk:
         """
         count = self.count
         at = CHUNK_HEAD_BYTES + 16 * count
-        return Chunk(
-            b"".join(
-                (
-                    _HEAD.pack(count, self.key_length, self.value_length, 0, start, end),
-                    array("Q", range(first_seq, first_seq + count)).tobytes(),
-                    array("Q", range(first_cas, first_cas + count)).tobytes(),
-                    self._view[at:],
-                )
-            )
-        )
+        head = _HEAD.pack(count, self.key_length, self.value_length, 0, start, end)
+        if count == 1:
+            return Chunk(b"".join((head, _TWO_NUMBERS.pack(first_seq, first_cas), self._view[at:])))
+        seqs = array("Q", range(first_seq, first_seq + count))
+        cas = array("Q", range(first_cas, first_cas + count))
+        return Chunk(b"".join((head, seqs, cas, self._view[at:])))
 
     def slice(self, after: SeqNo, through: SeqNo) -> Chunk:
         """The mutations in (`after`, `through`], covering just that range.
@@ -610,7 +641,7 @@ class ChunkBuilder:
     def append(
         self,
         op: int,
-        key: bytes,
+        key: Buffer,
         value: Buffer = b"",
         seq: int = 0,
         cas: int = 0,
@@ -639,7 +670,14 @@ class ChunkBuilder:
 
     def extend(self, chunk: Chunk, keep: Sequence[int] | None = None) -> None:
         """Adds the mutations of `chunk`; with `keep`, those at whose index it is true."""
-        self.extend_numbered(chunk, chunk.seqs.tolist(), chunk.cas.tolist(), keep)
+        if keep is not None:
+            self.extend_numbered(chunk, chunk.seqs, chunk.cas, keep)
+        elif chunk.count == 1:
+            self.append(*chunk.single())
+        else:
+            self.seqs.frombytes(chunk.seqs.tobytes())
+            self.cas.frombytes(chunk.cas.tobytes())
+            self._extend_unnumbered(chunk)
 
     def extend_numbered(
         self,
@@ -650,19 +688,13 @@ class ChunkBuilder:
     ) -> None:
         """`extend`, with numbers and CAS values given beside the chunk's own."""
         if keep is None:
-            self.seqs.fromlist(list(seqs))
-            self.cas.fromlist(list(cas))
-            self.expiries.frombytes(chunk.expiries.tobytes())
-            self.flags.frombytes(chunk.flags.tobytes())
-            self.operations += chunk.operations
-            at = len(self.key_bytes)
-            self.key_offsets.fromlist([at + offset for offset in chunk.key_offsets[1:].tolist()])
-            at = len(self.value_bytes)
-            self.value_offsets.fromlist(
-                [at + offset for offset in chunk.value_offsets[1:].tolist()]
-            )
-            self.key_bytes += chunk.key_bytes
-            self.value_bytes += chunk.value_bytes
+            if chunk.count == 1:
+                op, key, value, _, _, flags, expiry = chunk.single()
+                self.append(op, key, value, seqs[0], cas[0], flags, expiry)
+            else:
+                self.seqs.fromlist(list(seqs))
+                self.cas.fromlist(list(cas))
+                self._extend_unnumbered(chunk)
             return
         wanted = bytes(keep)
         kept = len(wanted) - wanted.count(0)
@@ -680,6 +712,19 @@ class ChunkBuilder:
         else:
             self._extend_many(chunk, seqs, cas, wanted)
 
+    def _extend_unnumbered(self, chunk: Chunk) -> None:
+        """Adds all columns of `chunk` but the numbers and CAS values."""
+        self.expiries.frombytes(chunk.expiries.tobytes())
+        self.flags.frombytes(chunk.flags.tobytes())
+        self.operations += chunk.operations
+        for target, offsets, data, bounds, length in self._strings(chunk):
+            at = len(target)
+            if length:
+                offsets.frombytes(_even_offsets(at, length, chunk.count))
+            else:
+                offsets.fromlist([at + offset for offset in bounds[1:].tolist()])
+            target += data
+
     def _extend_few(
         self, chunk: Chunk, seqs: Sequence[int], cas: Sequence[int], wanted: bytes
     ) -> None:
@@ -689,7 +734,7 @@ class ChunkBuilder:
         self.seqs.extend(pick(seqs))
         self.cas.extend(pick(cas))
         self.operations += bytes(pick(chunk.operations.tobytes()))
-        for target, offsets, data, source in self._strings(chunk):
+        for target, offsets, data, source, _ in self._strings(chunk):
             # Slicing bytes is a third of the price of slicing a view, but first copies everything.
             few = 4 * len(indexes) < chunk.count
             whole = data if few else data.tobytes()
@@ -702,25 +747,44 @@ class ChunkBuilder:
     def _extend_many(
         self, chunk: Chunk, seqs: Sequence[int], cas: Sequence[int], wanted: bytes
     ) -> None:
-        """Goes through every column, and copies runs of neighbours at once."""
-        self.seqs.fromlist(list(compress(seqs, wanted)))
-        self.cas.fromlist(list(compress(cas, wanted)))
-        self.operations += bytes(compress(chunk.operations.tobytes(), wanted))
-        runs = [run.span() for run in _RUNS(wanted)]
-        for target, offsets, data, source in self._strings(chunk):
-            bounds = source.tolist()
-            lengths = compress(map(sub, bounds[1:], bounds), wanted)
-            offsets.pop()
-            offsets.fromlist(list(accumulate(lengths, initial=len(target))))
-            target += b"".join([data[bounds[low] : bounds[high]] for low, high in runs])
+        """Copies runs of neighbours at once: of most columns that costs what goes, not what is
+        kept."""
+        gone = list(compress(range(chunk.count), wanted.translate(_FALSE)))
+        # Some of the runs are empty.
+        runs = list(zip([0, *[index + 1 for index in gone]], [*gone, chunk.count], strict=True))
+        kept = chunk.count - len(gone)
+        operations = chunk.operations.tobytes()
+        if operations.count(operations[0]) == chunk.count:
+            self.operations += operations[:kept]
+        else:
+            self.operations += bytes(compress(operations, wanted))
+        for column, source in ((self.seqs, seqs), (self.cas, cas)):
+            if isinstance(source, memoryview):
+                column.frombytes(b"".join([source[low:high] for low, high in runs]))
+            else:
+                column.fromlist(list(compress(source, wanted)))
+        for target, offsets, data, bounds, length in self._strings(chunk):
+            at = len(target)
+            if length:
+                offsets.frombytes(_even_offsets(at, length, kept))
+                target += b"".join([data[length * low : length * high] for low, high in runs])
+            else:
+                places = bounds.tolist()
+                lengths = compress(map(sub, places[1:], places), wanted)
+                offsets.pop()
+                offsets.fromlist(list(accumulate(lengths, initial=at)))
+                target += b"".join([data[places[low] : places[high]] for low, high in runs])
 
     def _strings(
         self, chunk: Chunk
-    ) -> tuple[tuple[bytearray, array[int], memoryview, memoryview], ...]:
-        """Ours and the chunk's: bytes, offsets, bytes, offsets; of keys and of values."""
+    ) -> tuple[tuple[bytearray, array[int], memoryview, memoryview, int], ...]:
+        """Our bytes and offsets, the chunk's bytes and offsets, and the length that all of the
+        chunk's have, if it is found: of keys and of values."""
+        keys, values = chunk.key_offsets, chunk.value_offsets
+        key_length, value_length = chunk.one_lengths()
         return (
-            (self.key_bytes, self.key_offsets, chunk.key_bytes, chunk.key_offsets),
-            (self.value_bytes, self.value_offsets, chunk.value_bytes, chunk.value_offsets),
+            (self.key_bytes, self.key_offsets, chunk.key_bytes, keys, key_length),
+            (self.value_bytes, self.value_offsets, chunk.value_bytes, values, value_length),
         )
 
     def build(self, start: SeqNo | None = None, end: SeqNo | None = None) -> Chunk:

@@ -70,8 +70,8 @@ class Operation(IntEnum):
 STORED_OPERATIONS: Final = bytes((Operation.SET, Operation.DELETE, Operation.EXPIRE))
 """The operations a stored or streamed chunk may hold."""
 
-ALL_OPERATIONS: Final = bytes(Operation)
-"""The operations a published chunk may hold (`EXPIRE` excepted: only a server expires)."""
+PUBLISHED_OPERATIONS: Final = bytes(set(Operation) - {Operation.EXPIRE})
+"""The operations a published chunk may hold: only a server expires."""
 
 
 @unique

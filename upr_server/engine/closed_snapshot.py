@@ -11,7 +11,12 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine.documents import DocumentArray
 from upr_server.engine.memory import Memory
-from upr_server.engine.segment import Segment, segments_of
+from upr_server.engine.segment import (
+    SEGMENT_BYTES,
+    SEGMENT_COUNTERS_MAX,
+    Segment,
+    segments_of,
+)
 
 _START: Final = attrgetter("start")
 _END: Final = attrgetter("end")
@@ -48,7 +53,9 @@ class ClosedSnapshot:
         memory: Memory,
     ) -> ClosedSnapshot:
         """From what an open snapshot held; see `segments_of`."""
-        nbytes = counter_bytes + sum(array.live_bytes for array in arrays)
+        nbytes = counter_bytes + sum([array.live_bytes for array in arrays])
+        if nbytes <= SEGMENT_BYTES and len(counters) < SEGMENT_COUNTERS_MAX:
+            return cls([Segment(start, end, memory, arrays, counters)], nbytes)
         return cls(list(segments_of(start, end, arrays, counters, memory)), nbytes)
 
     @classmethod
@@ -67,7 +74,7 @@ class ClosedSnapshot:
 
     def index(self, after: int) -> int:
         """The first segment with numbers above `after`. O(log segments)."""
-        return bisect_right(self._segments, after, key=_END)
+        return 0 if after == self.start else bisect_right(self._segments, after, key=_END)
 
     def find(self, number: int) -> Mutation:
         """The mutation with this number. O(log mutations).

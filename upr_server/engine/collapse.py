@@ -33,34 +33,43 @@ CHUNK_BYTES: Final = 256 * 1024
 CHUNK_MUTATIONS: Final = 4096
 """And not longer than this, about, which bounds the steps of the next collapse."""
 
+_NOT: Final = bytes((1,)) + bytes(255)
+
 _START: Final = attrgetter("start")
 
 
-def run_to_collapse(places: Sequence[Place], place: Place) -> list[Place] | None:
+def run_to_collapse(
+    places: Sequence[Place], place: Place, *, shortest: bool = False
+) -> list[Place] | None:
     """The run around `place` that should be collapsed, or None. O(log places + run).
 
     Args:
         places: All places, oldest first; the last one holds the open snapshot.
         place: Where something changed.
+        shortest: Whether it will do to know that there is one: as little of it is looked at as
+            shows that, which matters as long as the disk is behind with very many.
     """
-    last = bisect_left(places, place.start, key=_START)
     closed = len(places) - 1
-    if last >= closed or places[last] is not place or place.inside:
+    if place.inside or not closed:
         return None
+    last = closed - 1
+    if places[last] is not place:
+        last = bisect_left(places, place.start, key=_START)
+        if last >= closed or places[last] is not place:
+            return None
     while last + 1 < closed and places[last + 1].is_free:
         last += 1
-    first, newer_bytes, total = last, 0, 0
-    for at in range(last, -1, -1):
-        size = places[at].snapshot.nbytes
-        if places[at].inside or (at < last and size > 2 * total):
+    first, newer_bytes = last, 0
+    total = places[last].snapshot.nbytes
+    is_enough = False
+    while first and not places[first].at_front and not (shortest and is_enough):
+        older = places[first - 1]
+        size = older.snapshot.nbytes
+        if older.inside or size > 2 * total:
             break
-        first, newer_bytes, total = at, total, total + size
-        if places[at].at_front:
-            break
-    count = last - first + 1
-    if count >= COLLAPSE_SNAPSHOTS_MIN or (count > 1 and newer_bytes >= COLLAPSE_BYTES_MIN):
-        return list(places[first : last + 1])
-    return None
+        first, newer_bytes, total = first - 1, total, total + size
+        is_enough = last - first >= COLLAPSE_SNAPSHOTS_MIN - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
+    return list(places[first : last + 1]) if is_enough else None
 
 
 class Collapse:
@@ -83,7 +92,7 @@ class Collapse:
         self._seen: set[bytes] = set()
         # Results, newest first; and what is yet to be put together to the next one.
         self._chunks: list[Chunk] = []
-        self._group: list[tuple[Chunk, list[bool] | None]] = []
+        self._group: list[tuple[Chunk, bytes | None]] = []
         self._group_count = 0
         self._group_bytes = 0
 
@@ -107,11 +116,12 @@ class Collapse:
         """Takes in the next older chunk. O(its mutations)."""
         seen = self._seen
         keys = chunk.keys()
-        keep: list[bool] | None = None
+        keep: bytes | None = None
         count, nbytes = chunk.count, chunk.nbytes
-        if not seen.isdisjoint(keys):
-            keep = [key not in seen for key in keys]
-            count = keep.count(True)
+        superseded = bytes(map(seen.__contains__, keys))
+        if 1 in superseded:
+            keep = superseded.translate(_NOT)
+            count = keep.count(1)
             nbytes = nbytes * count // chunk.count
         if not is_oldest:
             seen.update(keys)

@@ -65,15 +65,17 @@ class Place:
         snapshot: The snapshot.
         at_front: Cursors that have read nothing of it.
         inside: Cursors that began to read it, or will from a number inside it.
+        behind: The place behind it; None for that of the open snapshot.
     """
 
-    __slots__ = ("at_front", "inside", "snapshot", "start")
+    __slots__ = ("at_front", "behind", "inside", "snapshot", "start")
 
     def __init__(self, snapshot: OpenSnapshot) -> None:
         self.start = snapshot.start
         self.snapshot: OpenSnapshot | ClosedSnapshot = snapshot
         self.at_front = 0
         self.inside = 0
+        self.behind: Place | None = None
 
     @property
     def end(self) -> SeqNo:
@@ -85,6 +87,12 @@ class Place:
     def is_free(self) -> bool:
         """Whether nobody stands here."""
         return not self.at_front and not self.inside
+
+
+def _behind(place: Place) -> Place:
+    """The place behind that of a closed snapshot."""
+    assert place.behind is not None, "a closed snapshot is not the last"
+    return place.behind
 
 
 class Cursor:
@@ -187,7 +195,7 @@ class Cursor:
             if self.seq == self._end:
                 return self._finish()
             # The announced snapshot is made of several.
-            self.place = self._manager.behind(self.place)
+            self.place = _behind(self.place)
             snapshot = self._manager.close(self.place)
             self._index = 0
         chunk = snapshot.chunk(self._index)
@@ -199,7 +207,7 @@ class Cursor:
 
     def _begin(self) -> SnapshotStart | None:
         manager, place = self._manager, self.place
-        if not self.has_next:
+        if place.snapshot is manager.open and manager.open.high <= self.seq:
             manager.wait(self)
             return None
         if self.at_front:
@@ -209,7 +217,7 @@ class Cursor:
         snapshot = manager.close(place)
         self._index = snapshot.index(self.seq)
         while snapshot.end < self._end_at_least:
-            place = manager.behind(place)
+            place = _behind(place)
             snapshot = manager.close(place)
             self._hold(place)
         self._end_at_least = SeqNo(0)
@@ -219,7 +227,7 @@ class Cursor:
 
     def _finish(self) -> SnapshotEnd:
         self._reading = False
-        self.place = self._manager.behind(self.place)
+        self.place = _behind(self.place)
         self.place.at_front += 1
         self.at_front = True
         self._read_whole()

@@ -368,9 +368,17 @@ class DocumentList:
         return array.mutation(array.index(number))
 
     def close(self) -> list[DocumentArray]:
-        """All arrays, with flags of their own; the list is done with. O(arrays)."""
-        self.settle()
-        return self._arrays
+        """The arrays with anything live, with flags of their own; the list is done with.
+        O(arrays)."""
+        live: list[DocumentArray] = []
+        for array in self._arrays:
+            if array.skip is None:
+                array.settle(self.window)
+            if array.live:
+                live.append(array)
+            else:
+                self._memory.arrays -= array.nbytes
+        return live
 
     @property
     def nbytes(self) -> int:
@@ -422,14 +430,14 @@ def has_large_value(chunk: Chunk) -> bool:
     return max(lengths) > LARGE_VALUE_BYTES
 
 
-def _pieces(chunk: Chunk) -> Iterator[Chunk]:
+def _pieces(chunk: Chunk) -> list[Chunk]:
     """`chunk` in pieces within the limits, none of which holds much more memory than its own."""
     count, nbytes = chunk.count, chunk.nbytes
     if count <= PUBLISHED_MUTATIONS_MAX and nbytes <= PUBLISHED_BYTES_MAX:
         held = memoryview(chunk.encode().obj).nbytes
-        yield chunk if held < 2 * nbytes else Chunk(bytes(chunk))
-        return
+        return [chunk if held < 2 * nbytes else chunk.copied()]
     parts = max(-(-count // PUBLISHED_MUTATIONS_MAX), -(-nbytes // PUBLISHED_BYTES_MAX))
     step = -(-count // parts)
-    for low in range(0, count, step):
-        yield chunk.rows(low, min(low + step, count), SeqNo(0), SeqNo(0))
+    return [
+        chunk.rows(low, min(low + step, count), SeqNo(0), SeqNo(0)) for low in range(0, count, step)
+    ]

@@ -66,6 +66,8 @@ class DocumentArray(ABC):
     @property
     def live_bytes(self) -> int:
         """The bytes of what is not skipped, as if all mutations were of one size."""
+        if self.live == self.count:
+            return self.nbytes
         return self.nbytes * self.live // self.count
 
     @abstractmethod

@@ -109,15 +109,14 @@ class HashTable:
                 deleted.append(-previous)
             else:
                 new.append(key)
-        fresh = elsewhere + len(new)
-        if deleted:
-            inside = [number for number in deleted if number > start]
-            superseded += inside
-            fresh += len(deleted) - len(inside)
+        if not (deleted or new):
+            return superseded, elsewhere
+        inside = [number for number in deleted if number > start]
+        superseded += inside
         if new:
             self._grew(sum(map(len, new)))
         self.items += len(deleted) + len(new)
-        return superseded, fresh
+        return superseded, elsewhere + len(new) + len(deleted) - len(inside)
 
     def evict(self, through: int, budget: int) -> int:
         """Looks at the `budget` keys that stand first, and forgets those that the disk knows.

@@ -227,17 +227,14 @@ class MutationManager:
         if isinstance(snapshot, OpenSnapshot):
             place.snapshot = snapshot = snapshot.close()
             self.open = OpenSnapshot(snapshot.end, self._memory)
-            behind = Place(self.open)
+            place.behind = behind = Place(self.open)
             self._places.append(behind)
-            for cursor in self._inside_open:
-                if cursor.seq == snapshot.end:
-                    cursor.step_over(behind)
-            self._inside_open.clear()
+            if self._inside_open:
+                for cursor in self._inside_open:
+                    if cursor.seq == snapshot.end:
+                        cursor.step_over(behind)
+                self._inside_open.clear()
         return snapshot
-
-    def behind(self, place: Place) -> Place:
-        """The place behind that of a closed snapshot. O(log snapshots)."""
-        return self._places[bisect_right(self._places, place.start, key=_START)]
 
     def wait(self, cursor: Cursor) -> None:
         """Has `cursor` woken by the next mutation."""
@@ -331,9 +328,10 @@ class MutationManager:
 
     def _consider(self, place: Place) -> None:
         if (
-            place in self._candidates
+            place.inside
+            or place in self._candidates
             or place.start < self.oldest
-            or run_to_collapse(self._places, place) is None
+            or run_to_collapse(self._places, place, shortest=True) is None
         ):
             return
         wanted = self.collapse_wanted
@@ -366,6 +364,7 @@ class MutationManager:
             self.close(place).free()
             self._candidates.pop(place, None)
         run[0].snapshot = merged
+        run[0].behind = run[-1].behind
         at = bisect_right(self._places, run[0].start, key=_START)
         del self._places[at : at + len(run) - 1]
         self._collapses += 1
@@ -400,6 +399,7 @@ class MutationManager:
             assert isinstance(place.snapshot, ClosedSnapshot), "only the last is open"
             assert place.start == place.snapshot.start
             assert place.snapshot.end == following.start, "snapshots touch"
+            assert place.behind is following
         for place in places:
             place.snapshot.check_invariants()
             fronts = sum(c.place is place and c.at_front for c in self._cursors)

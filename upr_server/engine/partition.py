@@ -38,6 +38,8 @@ GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 
 _NANOSECONDS: Final = 1_000_000_000
 
+_ACTIVE: Final = PartitionState.ACTIVE  # an enum's attributes are slow to look up
+
 NOTHING_FOUND: Final[Found] = {}
 
 
@@ -104,6 +106,8 @@ _decode_packed: Final = msgspec.msgpack.Decoder(_Packed).decode
 
 
 def _gaps(rows: Sequence[tuple[int, int]]) -> list[int]:
+    if not rows:
+        return []
     return [after - before for (before, _), (after, _) in pairwise([(0, 0), *rows])]
 
 
@@ -116,7 +120,7 @@ def pack(result: MutateResult) -> bytes:
             result.last_seq,
             result.first_cas,
             _gaps(result.failures),
-            bytes(status for _, status in result.failures),
+            bytes([status for _, status in result.failures]),
             _gaps(result.counters),
             [value for _, value in result.counters],
             result.chain,
@@ -128,13 +132,19 @@ def pack(result: MutateResult) -> bytes:
 def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
     """What was packed."""
     packed = _decode_packed(data)
+    failures: list[tuple[int, Status]] = []
+    counters: list[tuple[int, int]] = []
+    if packed.failed:
+        failures = list(zip(accumulate(packed.failed), map(Status, packed.reasons), strict=True))
+    if packed.counted:
+        counters = list(zip(accumulate(packed.counted), packed.values, strict=True))
     return MutateResult(
         packed.history_id,
         packed.first_seq,
         packed.last_seq,
         packed.first_cas,
-        list(zip(accumulate(packed.failed), map(Status, packed.reasons), strict=True)),
-        list(zip(accumulate(packed.counted), packed.values, strict=True)),
+        failures,
+        counters,
         repeated,
         chain=packed.chain,
         attempt=packed.attempt,
@@ -321,9 +331,8 @@ class Partition:
             FetchNeeded: Items must be read from disk first; it had no effect.
         """
         keys = chunk.check_published()
-        unconditional = chunk.is_unconditional
-        rows = None if unconditional else _checked_rows(chunk)
-        if self.state is not PartitionState.ACTIVE:
+        rows = None if chunk.is_unconditional else _checked_rows(chunk)
+        if self.state is not _ACTIVE:
             self.put_off(writer)
             return self._refusal(Status.WRONG_STATE)
         if writer is not None:
@@ -344,7 +353,8 @@ class Partition:
             self._remember(writer, result)
         if self.manager.high > before:
             self.manager.wake()
-            self.has_taken((chunk,), {index for index, _ in result.failures})
+            if self._on_update is not None:
+                self.has_taken((chunk,), {index for index, _ in result.failures})
         return result
 
     def has_taken(self, chunks: Sequence[Chunk], failed: Set[int] = frozenset()) -> None:
@@ -398,6 +408,8 @@ class Partition:
     ) -> MutateResult | None:
         """The answer to a batch that is not to be done now, or not again; None for one that is."""
         writers = self._writers
+        if not chain and writers.is_plainly_new(token, attempt):
+            return None
         if attempt < writers.attempt(token.writer):
             return self._refusal(Status.FENCED)
         if writers.must_wait(token):
@@ -454,9 +466,8 @@ class Partition:
         if count:
             self.manager.open.add_chunk(chunk, keys, first_seq, first_cas, self.table)
             self._last_cas = first_cas + count - 1
-            expiries = chunk.expiries
-            if expiries.tobytes() != bytes(4 * count):
-                self._expiries.add_all(expiries.tolist(), first_seq, keys)
+            if chunk.may_expire:
+                self._expiries.add_all(chunk.expiries.tolist(), first_seq, keys)
         return MutateResult(
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )

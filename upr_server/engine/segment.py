@@ -87,7 +87,8 @@ class Segment:
             array.holders -= 1
             if not array.holders:
                 memory.arrays -= array.nbytes
-        memory.counters -= sum(map(counter_bytes, self._counters))
+        if self._counters:
+            memory.counters -= sum(map(counter_bytes, self._counters))
         self._arrays = self._counters = ()
 
     def peek(self) -> Chunk:
