@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,11 +30,16 @@ from upr_protocol.client import (
     SaveLimits,
     SnapshotEnd,
     SnapshotStart,
+    StreamAccepted,
     UndoingConsumer,
     Undone,
     consume_undoing,
 )
+from upr_protocol.client.newest import Newest
+from upr_protocol.client.recall import Recall
+from upr_protocol.client.ring_file import RingFile
 from upr_protocol.errors import BrokenError, Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Get, Message
 
@@ -359,3 +364,21 @@ async def test_a_damaged_ring_buffer_is_told(
     with pytest.raises(JournalError, match="damaged at byte 0"):
         async with consume_undoing(URL, ring, resume=tmp_path / "resume", dial=net.dial):
             pass
+
+
+async def test_no_key_is_let_go_of_while_its_partition_is_about_to_go_back(tmp_path: Path) -> None:
+    """Between the question and the stream that goes on from there events of other partitions are
+    handed on, after each of which the ring buffer may be trimmed."""
+
+    async def fetch(partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId) -> Newest:
+        raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
+
+    partition, log = PartitionId(0), FailoverLog.of([(1, 0)])
+    ring = RingFile(tmp_path / "ring", "b", RingLimits(entries=1))
+    recall = Recall(ring, fetch)
+    await ring.receive(partition, [(b"a", SeqNo(9), HistoryId(1)), (b"b", SeqNo(10), HistoryId(1))])
+    assert await recall.accepted(StreamAccepted(partition, log), SeqNo(10)) is None
+    assert recall.trusts(partition)
+    assert await recall(partition, SeqNo(8), "failover") == 8
+    assert not recall.trusts(partition)
+    ring.close()

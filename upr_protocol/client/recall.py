@@ -66,6 +66,9 @@ class Recall:
 
     async def __call__(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:  # noqa: ARG002
         """See `Undo`. Nothing is undone yet: `accepted` says what is to be."""
+        # Of other partitions much may be handed on before the stream is accepted from there: none
+        # of this one's keys may be let go of meanwhile.
+        self._settled[partition] = SEQ_MAX
         below = ceiling < await self._received.floor(partition)
         return SeqNo(0) if below else ceiling
 
