@@ -371,6 +371,7 @@ async def test_no_key_is_let_go_of_while_its_partition_is_about_to_go_back(tmp_p
     handed on, after each of which the ring buffer may be trimmed."""
 
     async def fetch(partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId) -> Newest:
+        await trio.lowlevel.checkpoint()
         raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
 
     partition, log = PartitionId(0), FailoverLog.of([(1, 0)])
