@@ -37,6 +37,7 @@ from upr_protocol.wire import (
     Credit,
     DeleteBucket,
     Error,
+    FrameBuffer,
     Get,
     GetReply,
     Go,
@@ -64,6 +65,7 @@ from upr_protocol.wire import (
     Stream,
     StreamEnd,
     StreamReply,
+    decode,
 )
 from upr_server.net import Connection, Service
 from upr_server.net.budget import BUDGET_BYTES
@@ -313,6 +315,27 @@ async def test_what_a_socket_does_not_take_at_once_goes_before_what_is_said_next
                     await trio.lowlevel.checkpoint()
             for value in values.values():
                 assert (await peer.hear(GetReply)).chunk.values() == [value]
+
+
+async def test_who_says_everything_at_once_has_greeted_too(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The bucket is open before the greeting was answered: no `Hello` is missed later."""
+    async with connected(make_service(), idle_interval_s=3600) as peer:
+        hello = b"".join(peer.session.take(trio.current_time()))
+        opens = b"".join(Open("b", (), opaque=1).frame())
+        await peer.stream.send_all(hello + opens)
+        await trio.sleep(2 * HANDSHAKE_TIMEOUT_S)
+        await peer.stream.send_all(b"".join(ListBuckets(opaque=2).frame()))
+        frames = FrameBuffer(lambda header: None)
+        seen: list[str] = []
+        while "ListBucketsReply" not in seen:
+            data = await peer.stream.receive_some(65536)
+            assert data, f"the server hung up after {seen}"
+            frames.receive(bytes(data))
+            while (frame := frames.next()) is not None:
+                seen.append(type(decode(*frame)).__name__)
+        assert "Opened" in seen
 
 
 async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:

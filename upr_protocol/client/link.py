@@ -16,7 +16,7 @@ from upr_protocol.client.options import Options
 from upr_protocol.client.outbox import OUTGOING_BYTES_MAX
 from upr_protocol.client.outcome import status_of
 from upr_protocol.client.read import new_scratch, read_rest, read_some
-from upr_protocol.client.write import write_all, write_now
+from upr_protocol.client.write import write_now, write_rest
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -182,7 +182,7 @@ class Link:
                 if buffers:
                     self._handler.writable()
                     if rest := write_now(self._stream, buffers):
-                        await write_all(self._stream, rest)
+                        await write_rest(self._stream, rest)
                 else:
                     self._wake = trio.Event()
                     await self._wake.wait()

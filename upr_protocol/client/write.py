@@ -34,9 +34,22 @@ async def write_all(
         trio.BrokenResourceError: The connection is gone.
         trio.ClosedResourceError: It was closed here.
     """
+    await trio.lowlevel.checkpoint()
+    await write_rest(stream, write_now(stream, buffers), timeout_s)
+
+
+async def write_rest(
+    stream: trio.abc.SendStream, buffers: Sequence[Buffer], timeout_s: float = SEND_TIMEOUT_S
+) -> None:
+    """Writes what `write_now` has left; raises what `write_all` does.
+
+    A socket is not tried first: it would only say once more that it is full.
+    """
     if isinstance(stream, trio.SocketStream):
-        await trio.lowlevel.checkpoint()
-        await _write_rest(stream, write_now(stream, buffers), timeout_s)
+        while buffers:
+            with trio.fail_after(timeout_s):
+                await trio.lowlevel.wait_writable(stream.socket)
+            buffers = write_now(stream, buffers)
         return
     data = memoryview(b"".join(buffers))
     for at in range(0, len(data), _PIECE_BYTES):
@@ -48,7 +61,7 @@ def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequenc
     """Writes what a socket takes at once; from any other stream everything comes back.
 
     Returns:
-        What is left, for `write_all`.
+        What is left, for `write_rest`.
 
     Raises:
         trio.BrokenResourceError: The connection is gone.
@@ -75,15 +88,6 @@ def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequenc
             # The socket has taken all that it can now: it would only say so.
             return unsent(buffers, sent)
     return buffers
-
-
-async def _write_rest(
-    stream: trio.SocketStream, buffers: Sequence[Buffer], timeout_s: float
-) -> None:
-    while buffers:
-        with trio.fail_after(timeout_s):
-            await trio.lowlevel.wait_writable(stream.socket)
-        buffers = write_now(stream, buffers)
 
 
 def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:

@@ -13,7 +13,7 @@ import trio
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.client.read import SCRATCH_BYTES, read_some
-from upr_protocol.client.write import write_all, write_now
+from upr_protocol.client.write import write_now, write_rest
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
@@ -72,6 +72,8 @@ BUSY_S: Final = 0.25
 
 PARTING_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
+
+_UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 
 _SENTENCE_MAX: Final = 900
 """Characters of a refusal: in any script they fit its frame."""
@@ -227,13 +229,13 @@ class Connection:
     def _answer(self) -> None:
         """Has what requests have led to written: at once, where that is all there is to write."""
         session = self.session
+        if session.state not in _UNGREETED:
+            self._greeted.set()
         # Woken, the writer is idle for a moment still: what was left for it must go first.
         if self._is_idle and not self._rest and session.state is SessionState.OPEN:
             self._send()
             if not self._rest:
                 return
-        elif not self._greeted.is_set() and session.state is not SessionState.GREETING:
-            self._greeted.set()
         self.wake()
 
     async def _hold(self, length: int) -> None:
@@ -395,7 +397,7 @@ class Connection:
         length = len(self._rest) or self._send()
         while length:
             if self._rest:
-                await write_all(self._stream, self._rest, self.service.send_timeout_s)
+                await write_rest(self._stream, self._rest, self.service.send_timeout_s)
                 self._has_sent()
             elif length >= YIELD_BYTES:
                 await trio.lowlevel.checkpoint()
