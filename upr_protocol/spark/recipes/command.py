@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.base import PySparkRuntimeError
 from pyspark.sql import SparkSession
@@ -24,6 +26,9 @@ USAGE: Final = 2
 REFUSED: Final = 3
 CONNECTION: Final = 4
 INTERRUPTED: Final = 128 + signal.SIGINT
+
+JAVA_ENDS_S: Final = 10.0
+"""Mostly it takes one."""
 
 EXIT_CODES_HELP: Final = """\
 exit codes:
@@ -96,9 +101,20 @@ def say(sentence: str) -> None:
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     """Ends the process. The bridge to the JVM cannot be interrupted inside a call and used again,
-    and there is nothing to tidy up: what is not finished does not count, and the JVM ends with its
-    Python. Leases lapse."""
+    and there is nothing to tidy up: what is not finished does not count, and leases lapse.
+
+    The JVM ends with its Python, but has been seen not to: it is waited for, and not for long.
+    `spark-submit` is one itself, and nobody's to end."""
     del number, frame
+    java = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001  nothing else knows it
+    if java is not None:
+        # What other threads have to say of a JVM that is gone is no news.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        java.terminate()
+        try:
+            java.wait(JAVA_ENDS_S)
+        except subprocess.TimeoutExpired:
+            java.kill()
     os._exit(INTERRUPTED)
 
 
