@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -14,9 +12,8 @@ import structlog
 import trio
 
 from upr_protocol.bucket_event import EventFilter, EventKind
-from upr_protocol.ids import HistoryId
 from upr_server.config import BucketConfig, Config
-from upr_server.daemon import listening, run_until_signal
+from upr_server.daemon import Door, Surroundings, run_until_signal
 from upr_server.engine import Bucket
 from upr_server.events import (
     DiskStore,
@@ -36,10 +33,6 @@ UPKEEP_CONSUMER: Final = ".upkeep"
 UPKEEP_TIMEOUT_S: Final = 60.0
 
 log = structlog.get_logger(__name__)
-
-
-def _new_history_id() -> HistoryId:
-    return HistoryId(secrets.randbits(64) or 1)
 
 
 class Server:
@@ -63,7 +56,9 @@ class Server:
 
 
 @asynccontextmanager
-async def running_server(config: Config, store: Store | None = None) -> AsyncIterator[Server]:
+async def running_server(
+    config: Config, store: Store | None = None, surroundings: Surroundings | None = None
+) -> AsyncIterator[Server]:
     """A server that runs for as long as the context.
 
     On leaving it, the server stops listening, ends every stream with a reason, gives its peers
@@ -73,11 +68,13 @@ async def running_server(config: Config, store: Store | None = None) -> AsyncIte
     Args:
         config: What it is told.
         store: Its disk; by default that of the data directory.
+        surroundings: Its clock, chance and network; by default the real ones.
 
     Raises:
         ListenError: The address cannot be listened on.
         StorageError: The data directory cannot be used, or the disk failed.
     """
+    surroundings = surroundings or Surroundings()
     async with AsyncExitStack() as stack:
         events: EventStore = MemoryStore()
         if store is None:
@@ -87,18 +84,20 @@ async def running_server(config: Config, store: Store | None = None) -> AsyncIte
             events = DiskStore(disk.ledger)
         bus = None
         if config.events:
-            bus = EventBus(events, time=time.time, new_id=_new_history_id)
-        yield await stack.enter_async_context(_serving(config, store, bus))
+            bus = EventBus(events, time=surroundings.time, new_id=surroundings.new_history_id)
+        yield await stack.enter_async_context(_serving(config, store, bus, surroundings))
 
 
 @asynccontextmanager
-async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncIterator[Server]:
+async def _serving(
+    config: Config, store: Store, bus: EventBus | None, surroundings: Surroundings
+) -> AsyncIterator[Server]:
     service = Service(
         store,
         identity=config.identity or socket.gethostname(),
         quota_bytes_default=config.quota_bytes,
-        time=time.time,
-        new_history_id=_new_history_id,
+        time=surroundings.time,
+        new_history_id=surroundings.new_history_id,
         connections_max=config.connections_max,
         send_timeout_s=config.send_timeout_s,
         purge_age_s=config.purge_age_s,
@@ -109,11 +108,11 @@ async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncI
     if bus is not None:
         service.events = bus
     node = config.node or config.identity or socket.gethostname()
-    membership = Membership(service, node, _new_history_id, config.undo_mutations)
+    membership = Membership(service, node, surroundings, config.undo_mutations)
     service.cluster = membership
     # An address that is not to be had is noticed before anything of a bucket is touched; who
     # connects before it is read waits for that.
-    async with listening(config.listen) as listeners, trio.open_nursery() as nursery:
+    async with surroundings.open_door(config.listen) as door, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
             for wanted in config.buckets:
@@ -126,7 +125,7 @@ async def _serving(config: Config, store: Store, bus: EventBus | None) -> AsyncI
             # Not before the disk was found to be in order: a start that fails changes nothing.
             async with (
                 _told(service, bus),
-                _accepting(config, service, membership, listeners) as server,
+                _accepting(config, service, membership, door) as server,
             ):
                 yield server
         # Everything is on disk.
@@ -174,13 +173,9 @@ async def _watch(store: Store) -> None:
 
 @asynccontextmanager
 async def _accepting(
-    config: Config,
-    service: Service,
-    membership: Membership,
-    listeners: list[trio.SocketListener],
+    config: Config, service: Service, membership: Membership, door: Door
 ) -> AsyncIterator[Server]:
     host, _ = config.address()
-    port = listeners[0].socket.getsockname()[1]
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as nursery:
@@ -191,8 +186,8 @@ async def _accepting(
             nursery.start_soon(Peers(membership).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
-            await nursery.start(accept, service.serve, listeners)
-            yield Server(host, port, service)
+            await nursery.start(accept, service.serve, door.listeners)
+            yield Server(host, door.port, service)
             nursery.cancel_scope.cancel()
         service.shut_down()
         handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s

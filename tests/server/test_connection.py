@@ -163,7 +163,7 @@ async def connected(
             await service.create_bucket("b", 1, service.quota_bytes_default)
         async with trio.open_nursery() as nursery:
             connection = Connection(service, theirs, "memory")
-            service.connections.add(connection)
+            service.connections[connection] = None
             nursery.start_soon(connection.run)
             yield Peer(ours, **options)
             await ours.aclose()

@@ -66,7 +66,7 @@ def fetches(disk: BucketDisk) -> object:
 
 
 def connection_of(service: Service, before: set[Connection]) -> Connection:
-    (connection,) = service.connections - before
+    (connection,) = service.connections.keys() - before
     return connection
 
 

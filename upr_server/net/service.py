@@ -99,7 +99,7 @@ class Service:
         self.quota_bytes_default = quota_bytes_default
         self.time = time
         self.buckets = Buckets(new_history_id, self._is_collapsible, listener)
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, None] = {}
         self.frame_budget = FrameBudget()
         self.scratch = new_scratch()
         self.credit_shares = CreditShares()
@@ -117,7 +117,7 @@ class Service:
         self._turn = trio.Lock()
         self._refused = 0
         self._being_refused = 0
-        self._waiting_for_room: set[Connection] = set()
+        self._waiting_for_room: dict[Connection, None] = {}
         # Buckets with something to collapse; a dict, so that they take turns.
         self._collapsible: dict[Bucket, None] = {}
         self._collapse_wanted = trio.Event()
@@ -127,18 +127,18 @@ class Service:
         self._relief_wanted = trio.Event()
         self._started_at = trio.current_time()
 
-    async def serve(self, stream: trio.SocketStream) -> None:
+    async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
         connection = Connection(self, stream, _peer_of(stream))
         if len(self.connections) >= self._connections_max:
             await self._refuse(connection, stream)
             return
-        self.connections.add(connection)
+        self.connections[connection] = None
         try:
             await self._run(connection)
         finally:
-            self.connections.discard(connection)
-            self._waiting_for_room.discard(connection)
+            self.connections.pop(connection, None)
+            self._waiting_for_room.pop(connection, None)
             if connection.bucket is not None:
                 self.credit_shares.leave(connection.bucket, connection)
 
@@ -149,7 +149,7 @@ class Service:
             # A fault of ours must not take the other connections with it.
             log.exception("a connection failed", peer=connection.peer)
 
-    async def _refuse(self, connection: Connection, stream: trio.SocketStream) -> None:
+    async def _refuse(self, connection: Connection, stream: trio.abc.HalfCloseableStream) -> None:
         self._refused += 1
         log.warning("connection refused: too many", connections=len(self.connections))
         if self._being_refused >= REFUSALS_MAX:
@@ -359,7 +359,7 @@ class Service:
 
     def wait_for_room(self, connection: Connection) -> None:
         """`connection` is to be paid its credit once its bucket has room."""
-        self._waiting_for_room.add(connection)
+        self._waiting_for_room[connection] = None
 
     def shut_down(self) -> None:
         """Ends every connection with a reason; each closes once its peer took what is queued."""
@@ -417,7 +417,7 @@ class Service:
                 self.disks[bucket].upkeeper.wake()
 
     def _pay_credit(self) -> None:
-        waiting, self._waiting_for_room = self._waiting_for_room, set()
+        waiting, self._waiting_for_room = self._waiting_for_room, {}
         for connection in waiting:
             connection.pay_credit()
 
@@ -487,7 +487,9 @@ class Service:
         }
 
 
-def _peer_of(stream: trio.SocketStream) -> str:
+def _peer_of(stream: trio.abc.HalfCloseableStream) -> str:
+    if not isinstance(stream, trio.SocketStream):
+        return "no socket"
     try:
         host, port = stream.socket.getpeername()[:2]
     except OSError:

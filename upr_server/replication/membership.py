@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import attrs
@@ -13,7 +13,8 @@ from upr_protocol.client import Address, fetch_map
 from upr_protocol.cluster import ClusterMap, ClusterMapError, Owners
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, PartitionId, PartitionState
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.replication.host import Host
 from upr_server.replication.incoming import Incoming
@@ -81,7 +82,7 @@ class Membership:
     Args:
         host: The server.
         node: This node's name.
-        new_history_id: Draws a fresh non-zero random ID.
+        surroundings: How other nodes are reached, and where history IDs come from.
         undo_mutations: How many of a bucket's newest mutations can be undone, about.
     """
 
@@ -89,12 +90,12 @@ class Membership:
         self,
         host: Host,
         node: str,
-        new_history_id: Callable[[], HistoryId],
+        surroundings: Surroundings,
         undo_mutations: int = UNDO_MUTATIONS,
     ) -> None:
         self.node = node
         self._host = host
-        self._new_history_id = new_history_id
+        self.surroundings = surroundings
         self._undo_mutations = undo_mutations
         self._held: dict[str, _Held] = {}
         self._turn = trio.Lock()
@@ -257,7 +258,9 @@ class Membership:
         found = None
         try:
             found = await fetch_map(
-                Address.parse(f"upr://{address}/{bucket}"), identity=f"node:{self.node}"
+                Address.parse(f"upr://{address}/{bucket}"),
+                identity=f"node:{self.node}",
+                dial=self.surroundings.dial,
             )
         except UprError as error:
             raise ServerError(
@@ -472,7 +475,7 @@ class Membership:
             keeps = False
         if keeps and failover_log.entries:
             return failover_log
-        return failover_log.branch(self._new_history_id(), partition.high_seq)
+        return failover_log.branch(self.surroundings.new_history_id(), partition.high_seq)
 
     # Following.
 
@@ -509,7 +512,14 @@ class Membership:
                 if number not in held.incoming:
                     held.incoming[number] = _incoming_of(held.disk.bucket.partitions[number])
             replicator = Replicator(
-                self._host, held.disk, self.node, name, address, partitions, held.incoming
+                self._host,
+                held.disk,
+                self.node,
+                name,
+                address,
+                partitions,
+                held.incoming,
+                self.surroundings,
             )
             held.replicators[name] = replicator
             self._nursery.start_soon(replicator.run)

@@ -99,6 +99,7 @@ class Peers:
                 told = await ask_node(
                     Address.parse(f"upr://{address}/{bucket}"),
                     identity=f"node:{self._membership.node}",
+                    dial=self._membership.surroundings.dial,
                 )
                 ours = self._membership.map_of(bucket)
                 if told.node != name:
@@ -127,7 +128,12 @@ class Peers:
         )
         source = ours.nodes[self._membership.node]
         where = Address.parse(f"upr://{address}/{ours.bucket}")
-        await have_join(where, source, identity=f"node:{self._membership.node}")
+        await have_join(
+            where,
+            source,
+            identity=f"node:{self._membership.node}",
+            dial=self._membership.surroundings.dial,
+        )
 
     def _tell_once(self, sentence: str) -> None:
         if sentence not in self._told:

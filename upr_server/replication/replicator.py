@@ -24,6 +24,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
+from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.engine.partition import unpack
 from upr_server.replication.host import Host
@@ -60,6 +61,7 @@ class Replicator:
         address: Where that is.
         partitions: The partitions, and the state that each is in there.
         incoming: What is known of them; it outlives this object.
+        surroundings: How the node is reached.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Replicator:
         address: str,
         partitions: Mapping[PartitionId, PartitionState],
         incoming: dict[PartitionId, Incoming],
+        surroundings: Surroundings,
     ) -> None:
         self.source = source
         self.address = address
@@ -79,6 +82,7 @@ class Replicator:
         self._disk = disk
         self._node = node
         self._incoming = incoming
+        self._surroundings = surroundings
         self._consumer: Consumer | None = None
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -161,6 +165,8 @@ class Replicator:
                     identity=f"replica:{self._node}",
                     patience_s=PATIENCE_S,
                     save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
+                    dial=self._surroundings.dial,
+                    draw=self._surroundings.draw,
                 ) as consumer:
                     async for event in consumer:
                         self._take(consumer, event)

@@ -67,6 +67,7 @@ class Giver:
                     given,
                     identity=self._operator.identity,
                     timeout_s=max(left_s, 0.01),
+                    dial=self._operator.dial,
                 )
             except ServerError as error:
                 if error.status is Status.SHUTTING_DOWN:

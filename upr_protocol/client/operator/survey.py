@@ -12,6 +12,7 @@ import trio
 from upr_protocol.client.address import Address
 from upr_protocol.client.calls import PartitionInfo
 from upr_protocol.client.client import Client, connect
+from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.maps import NodeMap, ask_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
@@ -113,6 +114,7 @@ class Operator:
         tell: Is told what has been done, a sentence at a time.
         tell_timeout_s: How long a node may take to tell something.
         give_timeout_s: How long it may take to carry out a map.
+        dial: How to reach an address, where that is not plain TCP.
     """
 
     address: Address
@@ -120,6 +122,7 @@ class Operator:
     tell: Callable[[str], None] = _nothing
     tell_timeout_s: float = TELL_TIMEOUT_S
     give_timeout_s: float = 5.0
+    dial: Dial = dial_tcp
 
     def at(self, host_port: str) -> Address:
         """The bucket at another address, `HOST:PORT`."""
@@ -133,6 +136,7 @@ class Operator:
             connect_timeout_s=self.tell_timeout_s,
             patience_s=self.tell_timeout_s,
             by_map=False,
+            dial=self.dial,
         )
 
     async def ask(self, address: Address) -> NodeMap:
@@ -142,17 +146,21 @@ class Operator:
             BrokenError: It cannot be asked.
             NotDoneError: It has no name.
         """
-        timeout_s = self.tell_timeout_s
         try:
-            found = await ask_node(address, identity=self.identity, timeout_s=timeout_s)
+            found = await self._ask(address)
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise
             nowhere = attrs.evolve(address, bucket="")
-            found = await ask_node(nowhere, identity=self.identity, timeout_s=timeout_s)
+            found = await self._ask(nowhere)
         if not found.node:
             raise NotDoneError(f"the server at {address} is part of no cluster")
         return found
+
+    async def _ask(self, address: Address) -> NodeMap:
+        return await ask_node(
+            address, identity=self.identity, timeout_s=self.tell_timeout_s, dial=self.dial
+        )
 
     async def report(self, address: Address, name: str = "") -> NodeReport:
         """What the node at `address` says, which should be called `name`. Never raises for a node
