@@ -446,10 +446,11 @@ class Membership:
     def _become(self, held: _Held, change: _Change, *, was_active: bool) -> None:
         partition, state = change.partition, change.state
         hands_over = was_active and state is PartitionState.PENDING
+        leads_elsewhere = change.leads_elsewhere
         partition.become(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             partition.stand_at(partition.manager.persistence.committed)
-        if change.leads_elsewhere or hands_over:
+        if leads_elsewhere or hands_over:
             # Who hands over is still followed by replicas. But a barrier that it let others have
             # back would say nothing of what the next active has taken in by then.
             self._host.end_streams(

@@ -63,10 +63,14 @@ class CallingStore(ABC):
         if self.failed.is_set():
             raise StoreFailedError(self.failure)
         try:
-            return await self._answer(call)
+            found = await self._answer(call)
         except StoreFailedError as error:
             self.has_failed(str(error))
             raise
+        if self.failed.is_set():
+            # It was behind one that failed, and was done: nobody knows what that is worth.
+            raise StoreFailedError(self.failure)
+        return found
 
     async def load(self) -> list[StoredBucket]:
         """See `Store`."""

@@ -1,0 +1,348 @@
+"""What must be true of every history: I1 to I9, I12 and I13 of docs/guarantees.md.
+
+A checker is given one event after the other, and then asked for more. What it raises names the
+promise that was broken. Histories of simulated clusters and of real processes are the same to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+import attrs
+
+from tests.kit.history import (
+    Accepted,
+    Answered,
+    Began,
+    Ended,
+    Event,
+    Failed,
+    Fault,
+    Final as FinalState,
+    History,
+    Level,
+    Received,
+    Restarted,
+    Row,
+    Sent,
+    WentBack,
+)
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+
+Items = dict[bytes, tuple[SeqNo, bytes]]
+
+MEMORY_S: Final = 10.0
+"""What replicas have in memory only is on disk after so long; within it, the second machine that is
+lost may be the one that had it."""
+
+
+class Violation(AssertionError):
+    """A promise was broken.
+
+    Attributes:
+        promise: Which: `I5`, for instance.
+    """
+
+    def __init__(self, promise: str, sentence: str) -> None:
+        super().__init__(f"{promise}: {sentence}")
+        self.promise = promise
+
+
+def check(history: History) -> None:
+    """Raises the first `Violation` in a history."""
+    truth, order = Truth(), Snapshots()
+    order.truth = truth
+    durability = Durability()
+    finals: list[FinalState] = []
+    for at, event in history.events:
+        truth.take(event)
+        order.take(event)
+        durability.take(at, event)
+        if isinstance(event, Failed) and event.after:
+            raise Violation("I12", f"{event.node} goes on after its disk failed: {event.after}")
+        if isinstance(event, FinalState):
+            finals.append(event)
+    check_replicas_agree(finals)
+    actives = {final.partition: final for final in finals if final.is_active}
+    durability.check({key: value for one in actives.values() for key, value in one.items.items()})
+    for final in actives.values():
+        expected = truth.items(final.partition, final.log, final.high)
+        if expected != final.items:
+            raise Violation("I5", f"{final.node} itself: {differences(final.items, expected)}")
+
+
+def check_replicas_agree(finals: Iterable[FinalState]) -> None:
+    """I9: after healing and quiet all copies of a partition are the same."""
+    first: dict[PartitionId, FinalState] = {}
+    for final in finals:
+        other = first.setdefault(final.partition, final)
+        where = f"partition {final.partition} at {other.node} and {final.node}"
+        if (other.high, other.log) != (final.high, final.log):
+            raise Violation(
+                "I9",
+                f"{where}: {other.high} {other.log.pairs()}, {final.high} {final.log.pairs()}",
+            )
+        if other.items != final.items:
+            raise Violation("I9", f"{where}: {differences(other.items, final.items)}")
+
+
+def differences(found: Items, expected: Items) -> str:
+    """The keys of two contents that differ, some of them."""
+    keys = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+    return "; ".join(
+        f"{key!r} is {found.get(key)!r:.60}, not {expected.get(key)!r:.60}" for key in keys[:5]
+    )
+
+
+def apply(items: Items, rows: Iterable[Row]) -> None:
+    """What changes make of contents."""
+    for row in rows:
+        if row.op is Operation.SET:
+            items[row.key] = (row.seq, row.value)
+        else:
+            items.pop(row.key, None)
+
+
+class Truth:
+    """Every change that an active has ever given a number, by branch: I2, I4 and I8."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[PartitionId, HistoryId], list[Row]] = defaultdict(list)
+        self._by: dict[tuple[PartitionId, HistoryId], tuple[str, int]] = {}
+        self._known: dict[PartitionId, set[Row]] = defaultdict(set)
+        self._sent: set[bytes] = set()
+        self._folded: dict[tuple[PartitionId, tuple[tuple[int, int], ...]], _Fold] = {}
+
+    def take(self, event: Event) -> None:
+        """The next event."""
+        if isinstance(event, Sent):
+            if event.value is not None:
+                self._sent.add(event.value)
+        elif isinstance(event, Accepted):
+            self._accept(event)
+        elif isinstance(event, Received):
+            for row in event.rows:
+                if row not in self._known[event.partition]:
+                    raise Violation("I2", f"{event.consumer} was told {row}, which nobody gave")
+
+    def _accept(self, event: Accepted) -> None:
+        where, row = (event.partition, event.history_id), event.row
+        rows = self._rows[where]
+        who = event.node, event.life
+        before = self._by.get(where, who)
+        self._by[where] = who
+        # A takeover hands the history on, and another back. Of two that both had it, one would give
+        # a number that was given already.
+        if rows and row.seq != rows[-1].seq + 1:
+            raise Violation(
+                "I8",
+                f"partition {event.partition}, history {event.history_id:x}: {who} gave {row}, and "
+                f"{before} had given {rows[-1] if rows else 'nothing'}",
+            )
+        rows.append(row)
+        self._known[event.partition].add(row)
+        if row.op is Operation.SET and row.value not in self._sent and not row.value.isdigit():
+            raise Violation("I2", f"{event.node} took in {row}, which nobody sent")
+
+    def items(self, partition: PartitionId, log: FailoverLog, end: SeqNo) -> Items:
+        """What a partition held at `end` in the history that this log tells of."""
+        pairs = tuple(log.until(end).pairs())
+        fold = self._folded.get((partition, pairs))
+        if fold is None or fold.end > end:
+            fold = self._folded[partition, pairs] = _Fold()
+        for index in reversed(range(len(pairs))):
+            history_id, start = pairs[index]
+            last = pairs[index - 1][1] if index else end
+            rows = self._rows.get((partition, HistoryId(history_id)), ())
+            start = max(start, fold.end)
+            if rows and last > start:
+                first = rows[0].seq
+                apply(fold.items, rows[max(0, start + 1 - first) : max(0, last + 1 - first)])
+        fold.end = end
+        return fold.items
+
+
+@attrs.define
+class _Fold:
+    end: SeqNo = SeqNo(0)
+    items: Items = attrs.field(factory=dict)
+
+
+@attrs.define
+class _Copy:
+    """What a consumer has of a partition."""
+
+    at: SeqNo = SeqNo(0)
+    items: Items = attrs.field(factory=dict)
+    inside: Began | None = None
+    keys: set[bytes] = attrs.field(factory=set)
+    logs: dict[SeqNo, FailoverLog] = attrs.field(factory=dict)
+
+
+class Snapshots:
+    """What consumers are told: I3, I5, I6 and I7.
+
+    Attributes:
+        truth: To compare with.
+    """
+
+    truth: Truth
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, PartitionId], _Copy] = defaultdict(_Copy)
+
+    def take(self, event: Event) -> None:
+        """The next event."""
+        if isinstance(event, Began):
+            self._began(event)
+        elif isinstance(event, Received):
+            self._received(event)
+        elif isinstance(event, Ended):
+            self._ended(event)
+        elif isinstance(event, WentBack):
+            self._went_back(event)
+        elif isinstance(event, Restarted):
+            for who, partition in list(self._copies):
+                if who == event.consumer:
+                    before = self._copies.pop((who, partition))
+                    self._copies[who, partition].logs = before.logs
+            for partition, (at, items) in event.kept.items():
+                copy = self._copies[event.consumer, partition]
+                copy.at, copy.items = at, dict(items)
+
+    def _began(self, event: Began) -> None:
+        copy = self._copies[event.consumer, event.partition]
+        if event.start != copy.at or event.end < event.start:
+            raise Violation("I3", f"{event} follows {copy.at}")
+        copy.inside = event
+        copy.keys.clear()
+
+    def _received(self, event: Received) -> None:
+        copy = self._copies[event.consumer, event.partition]
+        inside = copy.inside
+        if inside is None or event.start != copy.at or event.end > inside.end:
+            raise Violation("I3", f"{event} inside {inside} follows {copy.at}")
+        at = event.start
+        for row in event.rows:
+            if not at < row.seq <= event.end:
+                raise Violation("I3", f"{event.consumer}: {row} follows {at}")
+            if row.key in copy.keys and not inside.may_repeat:
+                raise Violation("I5", f"{event.consumer}: {row} comes again in one snapshot")
+            at = row.seq
+            copy.keys.add(row.key)
+        apply(copy.items, event.rows)
+        copy.at = event.end
+
+    def _ended(self, event: Ended) -> None:
+        copy = self._copies[event.consumer, event.partition]
+        if copy.inside is None or not copy.inside.end == copy.at == event.end:
+            raise Violation("I6", f"{event} ends {copy.inside} at {copy.at}")
+        copy.inside = None
+        copy.logs[event.end] = event.log
+        expected = self.truth.items(event.partition, event.log, event.end)
+        if copy.items != expected:
+            raise Violation(
+                "I5",
+                f"{event.consumer}, partition {event.partition}, at {event.end} of "
+                f"{event.log.current:x}: {differences(copy.items, expected)}",
+            )
+
+    def _went_back(self, event: WentBack) -> None:
+        copy = self._copies[event.consumer, event.partition]
+        best = max((end for end in event.ends if end <= event.ceiling), default=SeqNo(0))
+        if event.to not in (0, best):
+            raise Violation("I7", f"{event}: {best} is the newest complete snapshot end")
+        items: Items = {}
+        if event.to:
+            items = dict(self.truth.items(event.partition, copy.logs[event.to], event.to))
+        copy.at, copy.items, copy.inside = event.to, items, None
+
+
+@attrs.define
+class _Operation:
+    sent: Sent
+    done: bool | None = None
+    done_at: float = 0.0
+
+
+class Durability:
+    """What was acknowledged is there, unless a fault came that its level does not survive: I1; and
+    what was sent had its effect once: I2."""
+
+    def __init__(self) -> None:
+        self._operations: dict[bytes, list[_Operation]] = defaultdict(list)
+        self._faults: list[tuple[float, Fault]] = []
+
+    def take(self, at: float, event: Event) -> None:
+        """The next event."""
+        if isinstance(event, Sent):
+            operations = self._operations[event.key]
+            if event.number != len(operations):
+                raise ValueError(f"{event} is not the next operation of its key")
+            operations.append(_Operation(event))
+        elif isinstance(event, Answered):
+            operation = self._operations[event.key][event.number]
+            operation.done, operation.done_at = event.done, at
+        elif isinstance(event, Fault):
+            self._faults.append((at, event))
+
+    def _is_owed(self, operation: _Operation) -> bool:
+        """Whether it must be there in the end."""
+        if not operation.done:
+            return False
+        level: Level = operation.sent.level
+        later = [(at, one) for at, one in self._faults if at >= operation.done_at]
+        if any(level not in fault.survives and fault.takes == 1 for _, fault in later):
+            return False
+        # Two machines are more than one copy survives.
+        soon = [at for at, fault in later if level not in fault.survives]
+        if level == "replicated":
+            soon = [at for at in soon if at <= operation.done_at + MEMORY_S]
+        return len(soon) < 2
+
+    def check(self, found: Items) -> None:
+        """Whether all is there that must be, and nothing else.
+
+        Args:
+            found: What the cluster holds in the end.
+        """
+        for key, operations in self._operations.items():
+            value = found[key][1] if key in found else None
+            if operations[0].sent.delta:
+                _check_counter(key, operations, value, self._is_owed)
+            else:
+                self._check_value(key, operations, value)
+        for key in found.keys() - self._operations.keys():
+            raise Violation("I2", f"{key!r} is there, and nobody sent it")
+
+    def _check_value(self, key: bytes, operations: list[_Operation], value: bytes | None) -> None:
+        owed = max((n for n, one in enumerate(operations) if self._is_owed(one)), default=-1)
+        can_be = [n for n, one in enumerate(operations) if one.sent.value == value]
+        if value is None and owed < 0:
+            return
+        if not can_be:
+            raise Violation("I2", f"{key!r} holds {value!r}, which nobody sent")
+        if max(can_be) < owed:
+            raise Violation(
+                "I1",
+                f"{key!r} holds {value!r} (operation {max(can_be)}), but {operations[owed].sent} "
+                f"was acknowledged at {operations[owed].done_at:.3f}",
+            )
+        if all(operations[n].done is False for n in can_be):
+            raise Violation("I2", f"{key!r} holds {value!r}, which was refused")
+
+
+def _check_counter(
+    key: bytes, operations: list[_Operation], value: bytes | None, is_owed: object
+) -> None:
+    count = 0 if value is None else int(value)
+    assert callable(is_owed)
+    least = sum(one.sent.delta for one in operations if is_owed(one))
+    most = sum(one.sent.delta for one in operations if one.done is not False)
+    if count > most:
+        raise Violation("I2", f"{key!r} was counted to {count}, and increments come to {most}")
+    if count < least:
+        raise Violation("I1", f"{key!r} was counted to {count}, and {least} were acknowledged")

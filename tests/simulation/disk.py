@@ -1,0 +1,124 @@
+"""The disk of a simulated node: it is slow, fails, fills, rots, and loses what was under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import attrs
+import trio
+
+from upr_server.storage.calls import READS, AnyCall, Forget
+from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.simulated_disk import SimulatedDisk
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+
+
+@attrs.define
+class Wear:
+    """What a disk is like.
+
+    Attributes:
+        delay_s: How long a call takes on average.
+        fails_next: Whether the next commit fails, as after EIO: it may be there or not.
+        is_full: Whether there is no room.
+    """
+
+    delay_s: float = 0.001
+    fails_next: bool = False
+    is_full: bool = False
+
+
+class FaultyStore(SimulatedStore):
+    """A store on the disks of a room, for one life of a node.
+
+    A change is carried out somewhere between its call and its answer, so that a node that is killed
+    meanwhile finds it done or not.
+
+    Args:
+        room: The disks, which outlive it.
+        wear: What they are like now.
+        chance: For its delays.
+        on_failure: Told of a failure; and of a change that is acknowledged after one.
+    """
+
+    def __init__(
+        self,
+        room: SimulatedRoom,
+        wear: Wear,
+        chance: Random,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        super().__init__(room)
+        self._wear = wear
+        self._chance = chance
+        self._on_failure = on_failure
+        self._has_failed = False
+        self.is_dead = False
+
+    async def _answer(self, call: AnyCall) -> Any:
+        if isinstance(call, (*READS, Forget)):
+            await self._pause()
+            return self._reader.answer(call)
+        async with self._turn:
+            await self._pause()
+            self._set_faults()
+            try:
+                found = self._writer.answer(call)
+            except StoreFailedError:
+                self._has_failed = True
+                self._on_failure("")
+                # A kernel says so once, and goes on as if nothing had been.
+                repaired(self.room)
+                raise
+            await self._pause()
+        return found
+
+    async def _change(self, call: AnyCall) -> Any:
+        found = await super()._change(call)
+        if self._has_failed:
+            self._on_failure(f"a {type(call).__name__} is acknowledged")
+        return found
+
+    async def _pause(self) -> None:
+        await trio.sleep(self._chance.random() * 2 * self._wear.delay_s)
+        if self.is_dead:
+            raise StoreFailedError("the machine is off")
+
+    def _set_faults(self) -> None:
+        wear = self._wear
+        for disks in self.room.disks.values():
+            for disk in disks:
+                disk.bytes_max = 0 if wear.is_full else 1 << 62
+        if wear.fails_next and self.room.disks:
+            wear.fails_next = False
+            name = self._chance.choice(sorted(self.room.disks))
+            log: SimulatedDisk = self.room.disks[name][0]
+            log.keep_on_fault = self._chance.random() < 0.5
+            log.fault = _fail
+
+
+def _fail() -> None:
+    raise StoreFailedError("EIO: the simulated disk does not write")
+
+
+def repaired(room: SimulatedRoom) -> None:
+    """The machine starts: what its disks have is there."""
+    for disks in room.disks.values():
+        for disk in disks:
+            disk.crash()
+            disk.bytes_max = 1 << 62
+
+
+def flip(room: SimulatedRoom, chance: Random) -> bool:
+    """Turns one bit of one record of a log round; whether there was any."""
+    names = sorted(room.disks)
+    if not names:
+        return False
+    log = room.disks[chance.choice(names)][0]
+    keys = log.keys()
+    if not keys:
+        return False
+    log.flip(chance.choice(keys), chance.randrange(1 << 16))
+    return True

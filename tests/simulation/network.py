@@ -1,0 +1,377 @@
+"""A network of hosts whose links are slow, jittery, cut one way or both, and lose connections.
+
+What TCP promises holds: the bytes of a connection come in order and whole, until it breaks. Different
+connections overtake each other. A link that is cut holds back what is on its way until it is mended,
+as retransmissions would.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+import attrs
+import trio
+
+from upr_protocol.client import Address
+
+WINDOW_BYTES: Final = 64 * 1024
+"""What a connection holds of each direction, sent and not yet received."""
+
+ENDLESS: Final = 1 << 62
+
+PORT: Final = 12000
+"""Where every host listens that listens at all."""
+
+
+@attrs.define(eq=False)
+class Link:
+    """The way from one host to another.
+
+    Attributes:
+        delay_s: How long bytes are under way, at least.
+        jitter_s: What may come on top.
+        bytes_per_s: How many get through; a trickle, if few.
+        is_cut: Whether nothing gets through.
+    """
+
+    delay_s: float
+    jitter_s: float
+    bytes_per_s: float = 1e9
+    is_cut: bool = False
+    _mended: trio.Event = attrs.field(factory=trio.Event)
+
+    def cut(self) -> None:
+        """Nothing gets through any more."""
+        if not self.is_cut:
+            self.is_cut, self._mended = True, trio.Event()
+
+    def mend(self) -> None:
+        """All is well, and fast."""
+        self.is_cut, self.bytes_per_s = False, 1e9
+        self._mended.set()
+
+    async def mended(self) -> None:
+        """Waits until something gets through."""
+        while self.is_cut:
+            await self._mended.wait()
+
+
+class Pipe:
+    """One direction of a connection.
+
+    Args:
+        link: The way it takes.
+        chance: For its jitter.
+        bytes_max: After so many bytes the connection is reset.
+        on_reset: Called then.
+    """
+
+    def __init__(
+        self, link: Link, chance: Random, bytes_max: int, on_reset: Callable[[], None]
+    ) -> None:
+        self._link = link
+        self._chance = chance
+        self._left = bytes_max
+        self._on_reset = on_reset
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self._nbytes = 0
+        self._due_at = 0.0
+        # What who waits for: something to have been sent, room to send more, the end of it all.
+        self._sent = trio.Event()
+        self._taken = trio.Event()
+        self._gone = trio.Event()
+        self.is_broken = self.is_ended = self.is_dead = False
+
+    def reset(self) -> None:
+        """Both ends hear that the connection is gone, and what is on its way is lost."""
+        self.is_broken = True
+        self._pieces.clear()
+        self._wake_all()
+
+    def fall_silent(self) -> None:
+        """The machine at one end is gone: nothing comes out any more, and nobody is told."""
+        self.is_dead = True
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for event in (self._sent, self._taken, self._gone):
+            event.set()
+
+    def end(self) -> None:
+        """The sender says no more."""
+        if not (self.is_ended or self.is_broken):
+            self.is_ended = True
+            self._push(b"")
+
+    def _push(self, data: bytes) -> None:
+        link, now = self._link, trio.current_time()
+        delay_s = link.delay_s + self._chance.random() * link.jitter_s
+        self._due_at = max(self._due_at, now + delay_s) + len(data) / link.bytes_per_s
+        self._pieces.append((self._due_at, data))
+        self._nbytes += len(data)
+        self._sent.set()
+
+    async def send(self, data: bytes) -> None:
+        """Waits for room, a window at a time."""
+        await trio.lowlevel.checkpoint()
+        at = 0
+        while at < len(data):
+            if self.is_broken or self.is_ended:
+                raise trio.BrokenResourceError("the simulated connection is gone")
+            room = min(WINDOW_BYTES - self._nbytes, len(data) - at, self._left)
+            if room < min(WINDOW_BYTES // 2, len(data) - at, self._left):
+                room = 0  # not in ever smaller pieces
+            if self._left <= 0:
+                self._on_reset()
+            elif room <= 0:
+                self._taken = trio.Event()
+                await self._taken.wait()
+            else:
+                self._left -= room
+                self._push(data[at : at + room])
+                at += room
+
+    async def receive(self, bytes_max: int) -> bytes:
+        """What has come; nothing at the end."""
+        await trio.lowlevel.checkpoint()
+        while True:
+            if self.is_broken:
+                raise trio.BrokenResourceError("the simulated connection was reset")
+            if self.is_dead or not self._pieces:
+                self._sent = trio.Event()
+                await self._sent.wait()
+            elif self._link.is_cut:
+                with trio.move_on_after(1.0):
+                    await self._link.mended()
+            elif self._pieces[0][0] > trio.current_time():
+                if self._gone.is_set():
+                    self._gone = trio.Event()
+                with trio.move_on_at(self._pieces[0][0]):
+                    await self._gone.wait()
+            else:
+                return self._take(bytes_max)
+
+    def _take(self, bytes_max: int) -> bytes:
+        now, found = trio.current_time(), []
+        # An end stays where it is, for whoever asks again.
+        while self._pieces and bytes_max and self._pieces[0][0] <= now and self._pieces[0][1]:
+            due_at, data = self._pieces.popleft()
+            if len(data) > bytes_max:
+                self._pieces.appendleft((due_at, data[bytes_max:]))
+                data = data[:bytes_max]
+            found.append(data)
+            bytes_max -= len(data)
+            self._nbytes -= len(data)
+        self._taken.set()
+        return b"".join(found)
+
+    async def has_room(self) -> None:
+        """Waits until something can be sent."""
+        await trio.lowlevel.checkpoint()
+        while self._nbytes >= WINDOW_BYTES and not self.is_broken:
+            self._taken = trio.Event()
+            await self._taken.wait()
+
+
+class SimulatedStream(trio.abc.HalfCloseableStream):
+    """One end of a connection."""
+
+    def __init__(self, out: Pipe, back: Pipe) -> None:
+        self._out = out
+        self._back = back
+        self._closed = False
+
+    def _check(self) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError("it was closed here")
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        self._check()
+        await self._out.send(bytes(data))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        self._check()
+        await self._out.has_room()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        self._check()
+        return await self._back.receive(max_bytes or WINDOW_BYTES)
+
+    async def send_eof(self) -> None:
+        self._check()
+        self._out.end()
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._out.end()
+            # Whoever goes on sending here is told.
+            self._back.reset()
+        await trio.lowlevel.checkpoint()
+
+
+@attrs.define(eq=False)
+class Host:
+    """A machine.
+
+    Attributes:
+        name: Its name.
+        connections: Those that it is an end of.
+    """
+
+    name: str
+    connections: dict[Connection, None] = attrs.field(factory=dict)
+    door: trio.MemorySendChannel[SimulatedStream] | None = None
+    is_silent: bool = False
+
+
+@attrs.define(eq=False)
+class Connection:
+    """Both directions of one, and the hosts at its ends."""
+
+    hosts: tuple[Host, Host]
+    pipes: list[Pipe] = attrs.field(factory=list)
+
+    def reset(self) -> None:
+        """It breaks, and both ends are told."""
+        for pipe in self.pipes:
+            pipe.reset()
+        self.forget()
+
+    def fall_silent(self) -> None:
+        """It breaks, and nobody is told."""
+        for pipe in self.pipes:
+            pipe.fall_silent()
+
+    def forget(self) -> None:
+        """Nobody has to be told any more."""
+        for host in self.hosts:
+            host.connections.pop(self, None)
+
+
+class SimulatedListener(trio.abc.Listener[SimulatedStream]):
+    """Where a host takes connections."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        host.door, self._waiting = trio.open_memory_channel[SimulatedStream](1000)
+
+    async def accept(self) -> SimulatedStream:
+        try:
+            return await self._waiting.receive()
+        except trio.EndOfChannel as error:
+            raise trio.ClosedResourceError from error
+
+    async def aclose(self) -> None:
+        if self._host.door is not None:
+            self._host.door.close()
+            self._host.door = None
+        self._waiting.close()
+        await trio.lowlevel.checkpoint()
+
+
+class Network:
+    """See the module.
+
+    Args:
+        chance: For all that is drawn here.
+        delay_s: What links delay, at least.
+        jitter_s: What may come on top.
+
+    Attributes:
+        reset_chance: How likely a new connection is to be one that is reset after some bytes.
+        resets: How many connections were.
+    """
+
+    def __init__(self, chance: Random, delay_s: float, jitter_s: float) -> None:
+        self._chance = chance
+        self._delay_s = delay_s
+        self._jitter_s = jitter_s
+        self._hosts: dict[str, Host] = {}
+        self._links: dict[tuple[str, str], Link] = {}
+        self.reset_chance = 0.0
+        self.resets = 0
+        self.dialled = 0
+
+    def host(self, name: str) -> Host:
+        """The host of this name; made when it is asked for."""
+        return self._hosts.setdefault(name, Host(name))
+
+    def link(self, start: str, end: str) -> Link:
+        """The way from one host to another."""
+        found = self._links.get((start, end))
+        if found is None:
+            found = self._links[start, end] = Link(self._delay_s, self._jitter_s)
+        return found
+
+    def listen(self, name: str) -> SimulatedListener:
+        """Has a host take connections."""
+        return SimulatedListener(self.host(name))
+
+    async def dial(self, start: str, address: Address) -> trio.abc.Stream:
+        """Connects, as a `Dial` does for the host `start`."""
+        self.dialled += 1
+        here, there = self.host(start), self.host(address.host)
+        out, back = self.link(start, there.name), self.link(there.name, start)
+        await out.mended()
+        await trio.sleep(out.delay_s + back.delay_s)
+        await back.mended()
+        if there.is_silent or here.is_silent:
+            await trio.sleep_forever()
+        if there.door is None or address.port != PORT:
+            raise ConnectionRefusedError(f"nobody listens at {address}")
+        connection = Connection((here, there))
+
+        def reset() -> None:
+            self.resets += 1
+            connection.reset()
+
+        bytes_max = [ENDLESS, ENDLESS]
+        if self._chance.random() < self.reset_chance:
+            # Greetings take some hundred bytes, and are to be cut as often as what follows.
+            bytes_max[self._chance.randrange(2)] = int(4 ** (self._chance.random() * 9))
+        connection.pipes = [
+            Pipe(link, self._chance, most, reset)
+            for link, most in zip((out, back), bytes_max, strict=True)
+        ]
+        for host in connection.hosts:
+            host.connections[connection] = None
+        there.door.send_nowait(SimulatedStream(connection.pipes[1], connection.pipes[0]))
+        return SimulatedStream(connection.pipes[0], connection.pipes[1])
+
+    # What happens to machines.
+
+    def crash(self, name: str, *, silently: bool) -> None:
+        """A machine is gone: its connections break, and the others are told, or are not."""
+        host = self.host(name)
+        host.is_silent = silently
+        for connection in list(host.connections):
+            if silently:
+                connection.fall_silent()
+            else:
+                connection.reset()
+
+    def come_back(self, name: str) -> None:
+        """It is there again, and knows nothing of the connections that it had."""
+        host = self.host(name)
+        host.is_silent = False
+        for connection in list(host.connections):
+            connection.reset()
+
+    def break_all(self, chance: Random) -> None:
+        """Resets some of the connections there are."""
+        found = dict.fromkeys(one for host in self._hosts.values() for one in host.connections)
+        for connection in found:
+            if chance.random() < 0.5:
+                self.resets += 1
+                connection.reset()
+
+    def mend(self) -> None:
+        """Every link is whole, and connections last."""
+        self.reset_chance = 0.0
+        for link in self._links.values():
+            link.mend()

@@ -1,0 +1,222 @@
+"""A simulated node: the real server on a simulated network and disk, which is killed and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from random import Random
+from typing import Any, Final
+
+import attrs
+import trio
+
+from tests.kit.history import Accepted, Failed, History, Row, Said
+from tests.simulation.disk import FaultyStore, Wear, flip, repaired
+from tests.simulation.network import PORT, Network
+from tests.simulation.world import EPOCH_S
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.ids import Cas, SeqNo
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.daemon import Door, Surroundings
+from upr_server.engine import Partition
+from upr_server.storage.errors import StorageError, StoreFailedError
+from upr_server.storage.simulated_store import SimulatedRoom
+
+BUCKET: Final = "b"
+
+_NODE: ContextVar[Node] = ContextVar("_NODE")
+"""The node whose task this is."""
+
+
+class ServerDiedError(AssertionError):
+    """A server ended by itself, and not because its disk failed."""
+
+
+@attrs.define(eq=False)
+class Node:
+    """See the module.
+
+    Attributes:
+        name: Its name.
+        partitions: How many the bucket is made with here; 0 where it is not made.
+        quota_bytes: The bucket's.
+        network: The network.
+        chance: For its disk, its IDs, and its waits.
+        history: Where what happens is written down.
+        undo_mutations: See `Config`.
+        wear: What its disk is like.
+        clock_s: What its clock is ahead of the true time.
+        life: Counts its starts.
+        server: The server; None while it is down.
+    """
+
+    name: str
+    partitions: int
+    quota_bytes: int
+    network: Network
+    chance: Random
+    history: History
+    undo_mutations: int
+    wear: Wear = attrs.field(factory=Wear)
+    room: SimulatedRoom = attrs.field(factory=SimulatedRoom)
+    clock_s: float = 0.0
+    life: int = 0
+    server: Server | None = None
+    store: FaultyStore | None = None
+    ended: trio.Event = attrs.field(factory=trio.Event)
+    is_killed: bool = False
+    is_rotten: bool = False
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    _stopping: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its process is there, though it may not serve yet."""
+        return self.life > 0 and not self.ended.is_set()
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            time=lambda: EPOCH_S + trio.current_time() + self.clock_s,
+            random_bits=self.chance.getrandbits,
+            draw=self.chance.random,
+            dial=partial(self.network.dial, self.name),
+            open_door=self._door,
+        )
+
+    @asynccontextmanager
+    async def _door(self, _listen: str) -> AsyncIterator[Door]:
+        listener = self.network.listen(self.name)
+        try:
+            yield Door([listener], PORT)
+        finally:
+            with trio.CancelScope(shield=True):
+                await listener.aclose()
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Starts it, with what its disk has, and does not wait until it serves."""
+        assert not self.is_up
+        self.life += 1
+        self.history.add(Said(self.name, f"starts, life {self.life}"))
+        repaired(self.room)
+        self.network.come_back(self.name)
+        self._scope, self._stopping, self.ended = trio.CancelScope(), trio.Event(), trio.Event()
+        self.is_killed = False
+        self.store = FaultyStore(self.room, self.wear, self.chance, partial(self._failed, self.life))
+        nursery.start_soon(self._run)
+        await trio.lowlevel.checkpoint()
+
+    def _failed(self, life: int, after: str) -> None:
+        self.history.add(Failed(self.name, life, after))
+
+    async def _run(self) -> None:
+        _NODE.set(self)
+        buckets = (BucketConfig(BUCKET, self.partitions, self.quota_bytes),)
+        config = Config(
+            listen=f"{self.name}:{PORT}",
+            node=self.name,
+            identity=self.name,
+            buckets=buckets if self.partitions else (),
+            quota_bytes=self.quota_bytes,
+            undo_mutations=self.undo_mutations,
+            replication_timeout_s=5.0,
+            shutdown_deadline_s=1.0,
+        )
+        try:
+            with self._scope:
+                async with running_server(config, self.store, self._surroundings()) as server:
+                    self.server = server
+                    await self._stopping.wait()
+        except Exception as error:
+            if not (self.is_killed or _is_all_of_disk(error, self._expected())):
+                raise ServerDiedError(f"I10: {self.name} died of {error!r}") from error
+        finally:
+            self.server = None
+            self.ended.set()
+            self.history.add(Said(self.name, "is down"))
+
+    async def stop(self) -> None:
+        """Ends it cleanly, if its disk lets it."""
+        self._stopping.set()
+        await self.ended.wait()
+
+    async def kill(self, *, silently: bool) -> None:
+        """Ends it as a loss of power would: what is not on disk is gone."""
+        self.is_killed = True
+        if self.store is not None:
+            self.store.is_dead = True
+        self.network.crash(self.name, silently=silently)
+        self._scope.cancel()
+        await self.ended.wait()
+
+    def lose_disk(self) -> None:
+        """It comes back with an empty one."""
+        assert not self.is_up
+        self.room = SimulatedRoom()
+        self.partitions = 0
+        self.is_rotten = False
+
+    def rot(self) -> bool:
+        """A bit of its disk flips; whether there was any."""
+        self.is_rotten = flip(self.room, self.chance)
+        return self.is_rotten
+
+    def _expected(self) -> type[StorageError]:
+        """What a server may die of."""
+        return StorageError if self.is_rotten else StoreFailedError
+
+    @property
+    def held(self) -> tuple[Partition, ...]:
+        """The bucket's partitions in its memory; none while there are none."""
+        bucket = None if self.server is None else self.server.service.buckets.get(BUCKET)
+        return () if bucket is None else bucket.partitions
+
+
+def _is_all_of_disk(error: BaseException, expected: type[StorageError]) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_all_of_disk(one, expected) for one in error.exceptions)
+    return isinstance(error, expected)
+
+
+@contextmanager
+def observed() -> Iterator[None]:
+    """Has what actives give numbers to written down, for as long as the context."""
+    cls: Any = Partition
+    store, set_all = cls._store, cls._set_all
+
+    def note(partition: Partition, rows: list[Mutation]) -> None:
+        node = _NODE.get()
+        for row in rows:
+            node.history.add(
+                Accepted(
+                    node.name,
+                    node.life,
+                    partition.id,
+                    partition.failover_log.current,
+                    Row(row.seq, row.op, row.key, row.value),
+                )
+            )
+
+    def _store(self: Any, row: Mutation, **options: Any) -> None:
+        store(self, row, **options)
+        note(self, [row])
+
+    def _set_all(self: Any, chunk: Chunk, keys: list[bytes], now: float) -> Any:
+        found = set_all(self, chunk, keys, now)
+        first = found.first_seq
+        note(
+            self,
+            [
+                Mutation(row.op, row.key, row.value, SeqNo(first + index), Cas(0))
+                for index, row in enumerate(chunk)
+            ],
+        )
+        return found
+
+    cls._store, cls._set_all = _store, _set_all
+    try:
+        yield
+    finally:
+        cls._store, cls._set_all = store, set_all

@@ -1,0 +1,216 @@
+"""The operator of a simulated cluster: does what the commands of `upr` do, sometimes late, sometimes
+interrupted, and sometimes wrongly; and in the end, what is to be done."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import Final
+
+import trio
+
+from tests.kit.history import ALL_LEVELS, Fault, History, Level, Said
+from tests.simulation.network import PORT, Network
+from tests.simulation.node import BUCKET, Node
+from upr_protocol.client import Address
+from upr_protocol.client.maps import give_map
+from upr_protocol.client.operator import Operator, add_replicas, fail_over, take_over
+from upr_protocol.client.operator.errors import NotDoneError
+from upr_protocol.client.operator.takeover import Limits
+from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionState
+
+HOST: Final = "op"
+
+REPLICATED: Final[tuple[Level, ...]] = ("replicated", "replicated_persisted")
+
+_SETTLES: Final = 40
+
+
+class NotSettledError(AssertionError):
+    """I11: after the last fault the cluster does not come to rest."""
+
+
+class SimulatedOperator:
+    """See the module.
+
+    Attributes:
+        failovers: Commands that made another node active.
+        refused: Commands that were refused, or did not come through.
+    """
+
+    def __init__(
+        self, nodes: dict[str, Node], network: Network, history: History, chance: Random
+    ) -> None:
+        self._nodes = nodes
+        self._network = network
+        self._history = history
+        self._chance = chance
+        self.failovers = 0
+        self.refused = 0
+
+    def _say(self, sentence: str) -> None:
+        self._history.add(Said(HOST, sentence))
+
+    def _operator(self) -> Operator:
+        names = ",".join(self._nodes)
+        return Operator(
+            Address.parse(f"upr://{names}/{BUCKET}"),
+            identity="operator:simulated",
+            tell=self._say,
+            dial=partial(self._network.dial, HOST),
+        )
+
+    async def begin(self, partitions: int) -> ClusterMap:
+        """Gives all nodes the first map: every node is active for some partitions, if there are as
+        many, once the cluster has settled."""
+        first, *others = self._nodes
+        given = ClusterMap(
+            bucket=BUCKET,
+            revision=1,
+            nodes={name: f"{name}:{PORT}" for name in self._nodes},
+            partitions=(Owners(first, dict.fromkeys(others, "")),) * partitions,
+        )
+        for name in self._nodes:
+            address = Address.parse(f"upr://{name}/{BUCKET}")
+            dial = partial(self._network.dial, HOST)
+            for _ in range(100):
+                try:
+                    await give_map(address, 0, given, dial=dial)
+                    break
+                except UprError as error:
+                    self._say(f"{name}: {error}")
+                    await trio.sleep(0.1)
+        return given
+
+    async def fail_over(self, victim: str, *, lose: bool = False) -> None:
+        """Replaces a node that is gone."""
+        if lose:
+            self._history.add(Fault("what was acknowledged may be lost", ()))
+        else:
+            self._history.add(Fault(f"failover from {victim}", REPLICATED))
+        await self._do(
+            f"failover of {victim}",
+            partial(fail_over, self._operator(), all_of=victim, lose_acknowledged=lose),
+        )
+
+    async def take_over(self, source: str, to: str) -> None:
+        """Has a node take over from another, which is there."""
+        limits = Limits(close_s=5.0, handover_s=2.0)
+        await self._do(
+            f"takeover from {source} to {to}",
+            partial(take_over, self._operator(), to=to, all_of=source, limits=limits),
+        )
+
+    async def _do(self, what: str, command: partial[object]) -> bool:
+        self._say(f"{what} begins")
+        chance = self._chance
+        # Ctrl-C, now and then; and whoever gave the command gives it again.
+        for patience_s in (chance.random() * 0.3 if chance.random() < 0.15 else 30.0, 30.0):
+            with trio.move_on_after(patience_s) as scope:
+                try:
+                    await command()  # type: ignore[misc]
+                    self.failovers += 1
+                    self._say(f"{what} is done")
+                    return True
+                except UprError as error:
+                    self.refused += 1
+                    self._say(f"{what}: {error}")
+                    return False
+            if scope.cancelled_caught:
+                self._say(f"{what} was interrupted")
+        return False
+
+    async def add_back(self, name: str) -> None:
+        """Gives a node its copies, which has lost what it had."""
+        await add_replicas(self._operator(), name)
+
+    async def is_settled(self) -> bool:
+        """Whether all are up, and everybody has what he should."""
+        try:
+            return not await self._step(0)
+        except UprError:
+            return False
+
+    # In the end.
+
+    async def settle(self) -> None:
+        """Brings the cluster into order: every partition has an active, and every other node
+        follows. All nodes are up, and the network is whole.
+
+        Raises:
+            NotSettledError: That takes too long.
+        """
+        why = ""
+        for attempt in range(_SETTLES):
+            try:
+                why = await self._step(attempt)
+            except UprError as error:
+                why = str(error)
+            if not why:
+                return
+            self._say(f"not settled: {why}")
+            await trio.sleep(1.0)
+        raise NotSettledError(f"I11: the cluster does not settle: {why}")
+
+    async def _step(self, attempt: int) -> str:
+        """One attempt; why more is to be done."""
+        operator = self._operator()
+        survey = await operator.survey()
+        base = survey.mapped()
+        for number, owners in enumerate(base.partitions):
+            if owners.active and survey.nodes[owners.active].trouble:
+                return f"{owners.active} does not answer: {survey.nodes[owners.active].trouble}"
+            states = {name: report.state(number) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
+            if owners.active and states[owners.active] is PartitionState.ACTIVE:
+                continue
+            if owners.handing_over:
+                to = next(iter(owners.replicas))
+                await take_over(operator, to=to, partitions=[number], limits=Limits(5.0, 5.0))
+                return "handed over"
+            if attempt < 3:
+                return f"partition {number} waits"
+            try:
+                await fail_over(operator, partitions=[number])
+            except NotDoneError as error:
+                if attempt < 10:
+                    raise
+                self._history.add(Fault(f"partition {number} loses something: {error}", ()))
+                to = max(
+                    (name for name in owners.replicas),
+                    key=lambda name: survey.nodes[name].copy(number).high,  # type: ignore[arg-type]
+                )
+                await fail_over(operator, partitions=[number], to=to, lose_acknowledged=True)
+            self.failovers += 1
+            return "failed over"
+        for name, report in survey.nodes.items():
+            if not report.partitions and not report.trouble:
+                # Its disk was replaced, and nobody has told it yet what it is to hold.
+                await self.add_back(name)
+                return f"{name} was empty"
+        return self._behind(base)
+
+    def _behind(self, base: ClusterMap) -> str:
+        """Which replica is not yet what its active is; nothing if none."""
+        for number, owners in enumerate(base.partitions):
+            if not self._nodes[owners.active].held:
+                return f"{owners.active} has no bucket"
+            active = self._nodes[owners.active].held[number]
+            if set(owners.replicas) | {owners.active} != set(self._nodes):
+                return f"partition {number} is held by {owners}"
+            for name in owners.replicas:
+                held = self._nodes[name].held
+                if not held:
+                    return f"{name} has no bucket"
+                here = held[number]
+                if (here.state, here.high_seq, here.failover_log) != (
+                    PartitionState.REPLICA,
+                    active.high_seq,
+                    active.failover_log,
+                ):
+                    return f"{name} has {here!r}, and {owners.active} {active!r}"
+        return ""
+
+
+__all__ = ["ALL_LEVELS", "NotSettledError", "SimulatedOperator"]

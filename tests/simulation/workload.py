@@ -1,0 +1,358 @@
+"""Who uses the simulated cluster: publishers that know what they sent, and consumers that keep what
+they are told, crash, and go on."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import Final
+
+import attrs
+import trio
+
+from tests.kit.checkers import Items, apply
+from tests.kit.history import (
+    Answered,
+    Began,
+    Ended,
+    History,
+    Level,
+    Received,
+    Restarted,
+    Row,
+    Said,
+    Sent,
+    WentBack,
+)
+from tests.simulation.network import Network
+from tests.simulation.node import BUCKET
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.client import (
+    ChunkReceived,
+    Consumer,
+    Event,
+    Publisher,
+    ResumeState,
+    RolledBack,
+    SnapshotEnd,
+    SnapshotStart,
+    Written,
+    consume,
+    publisher,
+)
+from upr_protocol.client.keyvalue import counter_delta
+from upr_protocol.client.outcome import NotDurableError, outcomes
+from upr_protocol.client.writer import Writer
+from upr_protocol.errors import LocalProtocolError, UprError
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState, SeqNo
+
+LEVELS: Final[dict[Level, tuple[Durability, int]]] = {
+    "memory": (Durability.MEMORY, 0),
+    "persisted": (Durability.PERSISTED, 0),
+    "replicated": (Durability.REPLICATED, 1),
+    "replicated_persisted": (Durability.REPLICATED_AND_PERSISTED, 1),
+}
+
+URL: Final = f"upr://a,b,c/{BUCKET}"
+
+VERSIONS_MAX: Final = 30
+"""Snapshot ends that a consumer can go back to."""
+
+
+@attrs.define
+class Lane:
+    """The keys of one partition that one publisher writes to, one batch after the other; so it is
+    known in which order.
+
+    Attributes:
+        partition: The partition.
+        keys: Plain keys.
+        counters: Keys that are only incremented.
+    """
+
+    partition: PartitionId
+    keys: list[bytes]
+    counters: list[bytes]
+    sent: dict[bytes, int] = attrs.field(factory=dict)
+
+
+class SimulatedPublisher:
+    """Writes until it is told to stop. When its library gives up, it begins with other keys: what
+    it has in doubt may still come, after what it would write next."""
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        history: History,
+        chance: Random,
+        *,
+        level: Level,
+        partitions: int,
+        pause_s: float,
+        value_bytes: int,
+    ) -> None:
+        self.name = name
+        self._network = network
+        self._history = history
+        self._chance = chance
+        self._level: Level = level
+        self._partitions = partitions
+        self._pause_s = pause_s
+        self._value_bytes = value_bytes
+        self._number = 0
+        self._generation = 0
+        self.stopping = False
+        self.acknowledged = 0
+        self.gave_up = 0
+
+    def _lane(self, partition: int) -> Lane:
+        keys: list[bytes] = []
+        at = 0
+        while len(keys) < 8:
+            key = b"%s.%d/%d" % (self.name.encode(), self._generation, at)
+            at += 1
+            if partition_of(key, self._partitions) == partition:
+                keys.append(key)
+        return Lane(PartitionId(partition), keys[:6], keys[6:])
+
+    async def run(self) -> None:
+        """Writes, for as long as it is wanted."""
+        durability, copies = LEVELS[self._level]
+        while not self.stopping:
+            self._generation += 1
+            try:
+                async with (
+                    publisher(
+                        URL,
+                        identity=f"publisher:{self.name}",
+                        durability=durability,
+                        copies=copies,
+                        patience_s=20.0,
+                        credit_timeout_s=20.0,
+                        on_failure=lambda _failure: None,
+                        dial=partial(self._network.dial, self.name),
+                        writer=Writer(self._chance.randbytes),
+                        draw=self._chance.random,
+                    ) as sink,
+                    trio.open_nursery() as nursery,
+                ):
+                    for partition in range(self._partitions):
+                        nursery.start_soon(self._write, sink, self._lane(partition))
+            except* UprError as errors:
+                self.gave_up += 1
+                self._history.add(Said(self.name, f"gave up: {errors.exceptions[0]}"))
+            await trio.sleep(self._chance.random())
+
+    async def _write(self, sink: Publisher, lane: Lane) -> None:
+        while not self.stopping:
+            await trio.sleep(self._chance.expovariate(1 / self._pause_s))
+            rows = self._rows(lane)
+            chunk = Chunk.build(rows)
+            numbers = [lane.sent[row.key] - 1 for row in rows]
+            try:
+                reply = await sink.publish_and_wait(lane.partition, chunk)
+            except NotDurableError:
+                continue
+            found = outcomes(lane.partition, chunk, reply)
+            for row, number, what in zip(rows, numbers, found, strict=True):
+                if isinstance(what, Written):
+                    self.acknowledged += 1
+                    self._history.add(
+                        Answered(
+                            row.key, number, True, lane.partition, what.history_id, what.seq
+                        )
+                    )
+                else:
+                    self._history.add(Answered(row.key, number, False))
+
+    def _rows(self, lane: Lane) -> list[Mutation]:
+        chance = self._chance
+        if chance.random() < 0.2:
+            keys = [chance.choice(lane.counters)]
+        else:
+            keys = chance.sample(lane.keys, chance.randint(1, 3))
+        return [self._row(lane, key) for key in keys]
+
+    def _row(self, lane: Lane, key: bytes) -> Mutation:
+        number = lane.sent.get(key, 0)
+        lane.sent[key] = number + 1
+        if key in lane.counters:
+            self._history.add(Sent(self.name, key, number, None, self._level, 1))
+            return Mutation(
+                Operation.INCREMENT, key, counter_delta(Operation.INCREMENT, 1, 1, create=True)
+            )
+        if number and self._chance.random() < 0.1:
+            # Of a key that is not there it fails, and that is an answer, too.
+            self._history.add(Sent(self.name, key, number, None, self._level))
+            return Mutation(Operation.DELETE, key)
+        self._number += 1
+        value = b"%s-%d " % (self.name.encode(), self._number)
+        value += b"." * self._chance.randrange(self._value_bytes)
+        self._history.add(Sent(self.name, key, number, value, self._level))
+        return Mutation(Operation.SET, key, value)
+
+
+@attrs.define
+class Kept:
+    """What a consumer has on its disk: where it is, and what it was told up to there."""
+
+    state: ResumeState
+    items: dict[PartitionId, Items] = attrs.field(factory=dict)
+    versions: dict[PartitionId, dict[SeqNo, Items]] = attrs.field(factory=dict)
+
+    def copy(self) -> Kept:
+        """One that goes its own way."""
+        return Kept(
+            self.state.copy(),
+            {number: dict(items) for number, items in self.items.items()},
+            {number: dict(versions) for number, versions in self.versions.items()},
+        )
+
+
+class SimulatedConsumer:
+    """Keeps a copy of the bucket, at a network address of its own.
+
+    Args:
+        undoes: Whether it keeps earlier versions, and goes back to one; else it begins again.
+        state: What the partitions must be where it reads them.
+        pause_s: How long it takes over each event, on average.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        history: History,
+        chance: Random,
+        *,
+        undoes: bool,
+        state: PartitionState,
+        pause_s: float,
+        window_bytes: int,
+    ) -> None:
+        self.name = name
+        self.network = network
+        self._history = history
+        self._chance = chance
+        self._undoes = undoes
+        self._state = state
+        self._window_bytes = window_bytes
+        self.pause_s = pause_s
+        self.kept = Kept(ResumeState(BUCKET))
+        self.old: list[Kept] = []
+        """Some of what it had on disk earlier: from each of it it could go on."""
+        self._now = self.kept
+        self.events = 0
+        self.restarts = 0
+        self.rollbacks = 0
+        self._scope = trio.CancelScope()
+
+    def crash(self) -> None:
+        """It is killed, and goes on with what it last kept."""
+        self._scope.cancel()
+
+    def ends(self) -> dict[PartitionId, SeqNo]:
+        """How far it is."""
+        return {p: one.last_complete for p, one in self._now.state.positions.items()}
+
+    async def run(self) -> None:
+        """Follows, whatever happens."""
+        while True:
+            self._restart(self.kept)
+            with trio.CancelScope() as self._scope:
+                try:
+                    await self._follow(end=None)
+                except UprError as error:
+                    if isinstance(error, LocalProtocolError):
+                        raise
+                    self._history.add(Said(self.name, f"{error}"))
+            await trio.sleep(self._chance.random() * 0.5)
+
+    async def catch_up_from(self, kept: Kept) -> None:
+        """Goes on from what it had at some time, to what there is now."""
+        self._restart(kept)
+        await self._follow(end="now")
+
+    def _restart(self, kept: Kept) -> None:
+        self.restarts += 1
+        self._now = kept.copy()
+        self._history.add(
+            Restarted(
+                self.name,
+                {
+                    number: (position.highest_received, dict(self._now.items.get(number, {})))
+                    for number, position in self._now.state.positions.items()
+                },
+            )
+        )
+
+    async def _follow(self, *, end: str | None) -> None:
+        async with consume(
+            URL,
+            resume=self._now.state.copy(),
+            state=self._state,
+            end=end,  # type: ignore[arg-type]
+            undo=self._undo if self._undoes else None,
+            window_bytes=self._window_bytes,
+            identity=f"consumer:{self.name}",
+            patience_s=20.0,
+            dial=partial(self.network.dial, self.name),
+            draw=self._chance.random,
+        ) as consumer:
+            async for event in consumer:
+                self._take(consumer, event)
+                if self.pause_s:
+                    await trio.sleep(self._chance.random() * 2 * self.pause_s)
+                if self._chance.random() < 0.05:
+                    self.kept = self._now.copy()
+                    if self._chance.random() < 0.1:
+                        self.old.append(self.kept)
+
+    def _take(self, consumer: Consumer, event: Event) -> None:
+        self.events += 1
+        now, history, name = self._now, self._history, self.name
+        now.state = consumer.resume_state
+        if isinstance(event, SnapshotStart):
+            history.add(
+                Began(
+                    name,
+                    event.partition,
+                    event.history_id,
+                    event.start,
+                    event.end,
+                    event.may_repeat,
+                )
+            )
+        elif isinstance(event, ChunkReceived):
+            chunk = event.chunk
+            rows = tuple(Row(row.seq, row.op, row.key, row.value) for row in chunk)
+            history.add(Received(name, event.partition, chunk.start, chunk.end, rows))
+            apply(now.items.setdefault(event.partition, {}), rows)
+        elif isinstance(event, SnapshotEnd):
+            log = now.state.positions[event.partition].log
+            history.add(Ended(name, event.partition, event.end, log))
+            versions = now.versions.setdefault(event.partition, {})
+            versions[event.end] = dict(now.items.get(event.partition, {}))
+            if len(versions) > VERSIONS_MAX:
+                del versions[next(iter(versions))]
+        elif isinstance(event, RolledBack) and not self._undoes:
+            self._go_back(event.partition, event.ceiling, SeqNo(0))
+
+    async def _undo(self, partition: PartitionId, ceiling: SeqNo, _reason: str) -> SeqNo:
+        await trio.sleep(self._chance.random() * 0.1)
+        versions = self._now.versions.get(partition, {})
+        to = max((end for end in versions if end <= ceiling), default=SeqNo(0))
+        self._go_back(partition, ceiling, to)
+        return to
+
+    def _go_back(self, partition: PartitionId, ceiling: SeqNo, to: SeqNo) -> None:
+        self.rollbacks += 1
+        now = self._now
+        versions = now.versions.setdefault(partition, {})
+        was = now.state.position(partition).highest_received
+        self._history.add(WentBack(self.name, partition, ceiling, to, was, tuple(versions)))
+        now.items[partition] = dict(versions[to]) if to else {}
+        for end in [end for end in versions if end > to]:
+            del versions[end]

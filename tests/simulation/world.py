@@ -1,0 +1,60 @@
+"""A loop in which the same happens each time: its clock is virtual, and so is chance."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any, Final, TypeVar
+
+import trio
+import trio._core._run as trio_run
+from trio.testing import MockClock
+
+T = TypeVar("T")
+
+EPOCH_S: Final = 1_700_000_000.0
+"""What simulated clocks say at first, in seconds since 1970."""
+
+
+class Chance:
+    """The chance of one seed. Each who draws has a stream of its own, so that one who draws more
+    does not change what the others draw.
+
+    Args:
+        seed: The seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._given = 0
+
+    def of(self, name: str) -> Random:
+        """The stream of `name`: the same for the same seed and name, in every process."""
+        return Random(f"{self.seed}/{name}")  # noqa: S311  the same each time is what is wanted
+
+
+def run_in_world(seed: int, main: Callable[[], Awaitable[T]]) -> T:
+    """Runs `main` so that nothing but the seed decides what happens: in virtual time, which jumps
+    ahead whenever all wait.
+
+    Trio runs the tasks that are ready in an order that it draws; here it draws the same each time.
+    These are private parts of Trio, which is pinned: tests/simulation/test_world.py says when they
+    have changed.
+    """
+    with _deterministic(seed):
+        clock = MockClock(autojump_threshold=0)
+        return trio.run(main, clock=clock, strict_exception_groups=True)
+
+
+@contextmanager
+def _deterministic(seed: int) -> Iterator[None]:
+    parts: Any = trio_run
+    before = parts._ALLOW_DETERMINISTIC_SCHEDULING, parts._r.getstate()
+    parts._ALLOW_DETERMINISTIC_SCHEDULING = True
+    parts._r.seed(seed)
+    try:
+        yield
+    finally:
+        parts._ALLOW_DETERMINISTIC_SCHEDULING = before[0]
+        parts._r.setstate(before[1])
