@@ -258,6 +258,20 @@ class Cluster:
         await trio.sleep(self._draw.random() * 2)
         for link in links:
             link.mend()
+        # Until it hears of it, it acknowledges what nobody will keep.
+        with trio.move_on_after(20.0):
+            while self._is_overtaken(node):
+                await trio.sleep(0.1)
+        self.history.add(Fault(f"{node.name} has heard of the failover", REPLICATED))
+
+    def _is_overtaken(self, node: Node) -> bool:
+        """Whether it is active where another is, too."""
+        return any(
+            one.state is other[one.id].state is PartitionState.ACTIVE
+            for one in node.held
+            for other in (there.held for there in self.nodes.values() if there is not node)
+            if other
+        )
 
     async def _crash(self) -> None:
         node = self._node()
@@ -510,7 +524,13 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
     with observed(), _quiet():
         try:
             run_in_world(seed, main)
-        except* (Violation, NotSettledError, ServerDiedError, trio.TooSlowError, UprError) as errors:
+        except* (
+            Violation,
+            NotSettledError,
+            ServerDiedError,
+            trio.TooSlowError,
+            UprError,
+        ) as errors:
             failure = first_of(errors)
         except* AssertionError as errors:
             failure = first_of(errors)

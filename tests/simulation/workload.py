@@ -160,9 +160,7 @@ class SimulatedPublisher:
                 if isinstance(what, Written):
                     self.acknowledged += 1
                     self._history.add(
-                        Answered(
-                            row.key, number, True, lane.partition, what.history_id, what.seq
-                        )
+                        Answered(row.key, number, True, lane.partition, what.history_id, what.seq)
                     )
                 else:
                     self._history.add(Answered(row.key, number, False))

@@ -193,13 +193,19 @@ class Operator:
         return {name: found[name] for name in nodes}
 
     async def _first(self) -> NodeReport:
-        """What the first node says that the address names and that answers."""
-        troubles = []
+        """What the first node says that the address names, answers, and has the bucket; or else
+        the first that answers: one may have lost its disk."""
+        troubles, bare = [], []
         for address in self.address.each():
             found = await self.report(address)
-            if not found.trouble:
+            if found.trouble:
+                troubles.append(found.trouble)
+            elif found.map is not None or found.partitions:
                 return found
-            troubles.append(found.trouble)
+            else:
+                bare.append(found)
+        if bare:
+            return bare[0]
         raise BrokenError("; ".join(troubles))
 
     async def survey(self, others: Mapping[str, str] | None = None) -> Survey:
