@@ -26,12 +26,18 @@ ARGS ?=
 WORKERS ?= 2
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
+# Simulated clusters: make simulate SEEDS=2000 FIRST=500; one with its story: make simulate SEED=123;
+# with a bug put in: make simulate BUG=collapses_past_a_cursor
+SEEDS ?= 500
+FIRST ?= 0
+SEED ?=
+BUG ?=
 
-.PHONY: help java demo test check bench docs clean
+.PHONY: help java demo test check bench simulate docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 java:
 	@sh deploy/java.sh
@@ -53,6 +59,10 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 
 bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
+
+simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; SEED=7 for one)
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) \
+		$(if $(BUG),--bug $(BUG) $(if $(SEED),,--until-found))
 
 docs: $(INSTALLED) ## write docs/protocol.md anew from the code's declarations
 	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md

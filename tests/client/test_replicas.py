@@ -35,6 +35,13 @@ async def test_a_node_tells_its_name() -> None:
             await ask_node(Address.parse(fleet.proxies["a"].url("nowhere")))
 
 
+async def test_an_operator_asks_on_where_a_node_has_lost_its_disk() -> None:
+    async with running_fleet("ab") as fleet:
+        await fleet.start_apart("c")
+        operator = Operator(Address.parse(f"upr://{place(fleet, 'c')},{place(fleet, 'a')}/b"))
+        assert (await operator.survey()).map == fleet.map("a")
+
+
 async def test_a_first_replica_and_one_that_follows_it() -> None:
     async with running_fleet("ab") as fleet:
         await fleet.set("a", {f"key {n}": "v" for n in range(30)})

@@ -6,8 +6,10 @@ promise that was broken. Histories of simulated clusters and of real processes a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Final
 
 import attrs
@@ -20,7 +22,6 @@ from tests.kit.history import (
     Event,
     Failed,
     Fault,
-    Final as FinalState,
     History,
     Level,
     Received,
@@ -29,8 +30,13 @@ from tests.kit.history import (
     Sent,
     WentBack,
 )
+from tests.kit.history import (
+    Final as FinalState,
+)
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+
+_SEQ: Final = attrgetter("seq")
 
 Items = dict[bytes, tuple[SeqNo, bytes]]
 
@@ -55,6 +61,8 @@ def check(history: History) -> None:
     """Raises the first `Violation` in a history."""
     truth, order = Truth(), Snapshots()
     order.truth = truth
+    if not any(isinstance(event, Accepted) for event in history):
+        truth.learn(history)
     durability = Durability()
     finals: list[FinalState] = []
     for at, event in history.events:
@@ -128,6 +136,28 @@ class Truth:
                 if row not in self._known[event.partition]:
                     raise Violation("I2", f"{event.consumer} was told {row}, which nobody gave")
 
+    def learn(self, history: History) -> None:
+        """Of a cluster that nobody looked into: takes what consumers were told for what there was.
+        So they are compared with each other, and with what was sent."""
+        under_way: dict[tuple[str, PartitionId], list[Row]] = defaultdict(list)
+        found: dict[tuple[PartitionId, HistoryId], dict[SeqNo, Row]] = defaultdict(dict)
+        for event in history:
+            if isinstance(event, Received):
+                under_way[event.consumer, event.partition] += event.rows
+                self._known[event.partition].update(event.rows)
+            elif isinstance(event, Ended):
+                for row in under_way.pop((event.consumer, event.partition), ()):
+                    branch = found[event.partition, event.log.branch_of(row.seq)]
+                    if branch.setdefault(row.seq, row) != row:
+                        raise Violation("I4", f"{row} and {branch[row.seq]} have one number")
+            elif isinstance(event, WentBack):
+                under_way.pop((event.consumer, event.partition), None)
+            elif isinstance(event, Restarted):
+                for who in [who for who in under_way if who[0] == event.consumer]:
+                    del under_way[who]
+        for where, rows in found.items():
+            self._rows[where] = [rows[seq] for seq in sorted(rows)]
+
     def _accept(self, event: Accepted) -> None:
         where, row = (event.partition, event.history_id), event.row
         rows = self._rows[where]
@@ -159,8 +189,8 @@ class Truth:
             rows = self._rows.get((partition, HistoryId(history_id)), ())
             start = max(start, fold.end)
             if rows and last > start:
-                first = rows[0].seq
-                apply(fold.items, rows[max(0, start + 1 - first) : max(0, last + 1 - first)])
+                first, end_at = (bisect_right(rows, at, key=_SEQ) for at in (start, last))
+                apply(fold.items, rows[first:end_at])
         fold.end = end
         return fold.items
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final as Constant, Literal, NamedTuple
+from typing import Final as Constant
+from typing import Literal, NamedTuple
 
 import attrs
 import msgspec

@@ -435,6 +435,36 @@ def break_down() -> None:
     raise StoreFailedError("the disk failed")
 
 
+async def test_what_stood_in_line_behind_a_write_that_failed_is_not_acknowledged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It may have been done: nobody knows what that is worth."""
+
+    class FailsOnce(SimulatedStore):
+        async def _answer(self, call: AnyCall) -> Any:
+            async with self._turn:
+                await trio.sleep(1)
+                if isinstance(call, Finish):
+                    raise StoreFailedError("the disk failed")
+                return None
+
+    store = FailsOnce()
+    refused: list[str] = []
+
+    async def delete() -> None:
+        await trio.sleep(0.5)
+        try:
+            await store.delete_leases("b", [1])
+        except StoreFailedError as error:
+            refused.append(str(error))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(delete)
+        with pytest.raises(StoreFailedError):
+            await store.finish("b")
+    assert refused == ["the disk failed"]
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 async def test_after_a_write_that_failed_nothing_is_acknowledged(
     autojump_clock: trio.testing.MockClock, is_kept: bool

@@ -22,6 +22,7 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamAccepted,
     connect,
     consume,
     give_map,
@@ -120,6 +121,41 @@ async def test_consumers_follow_a_replica() -> None:
                 if len(found) == 300 and not inside:
                     break
         assert found == {b"key %d" % n: b"value %d" % n for n in range(300)}
+
+
+async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
+    """Who follows it is given nothing of a history that it has not heard of."""
+    async with cluster("ab", partitions=1) as one:
+        await write(one, "a", 5)
+        await same(one)
+        told: list[HistoryId] = []
+        begun: list[HistoryId] = []
+        async with (
+            consume(
+                one.nodes["b"].url, state=PartitionState.REPLICA, by_map=False, with_logs=True
+            ) as consumer,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def follow() -> None:
+                async for event in consumer:
+                    if isinstance(event, StreamAccepted):
+                        told.append(event.log.current)
+                    elif isinstance(event, SnapshotStart):
+                        begun.append(event.history_id)
+
+            nursery.start_soon(follow)
+            await consumer.barrier()
+            await one.nodes["a"].kill()
+            await one.fail_over("a", Random(1))
+            await write(one, "b", 5, "later")
+            async with consume(one.nodes["b"].url, by_map=False, end="now") as other:
+                async for _ in other:
+                    pass
+            nursery.cancel_scope.cancel()
+        (partition,) = one.nodes["b"].held
+        assert partition.failover_log.current not in begun
+        assert set(begun) == set(told)
 
 
 async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:

@@ -47,6 +47,7 @@ class Node:
         chance: For its disk, its IDs, and its waits.
         history: Where what happens is written down.
         undo_mutations: See `Config`.
+        purge_age_s: See `Config`.
         wear: What its disk is like.
         clock_s: What its clock is ahead of the true time.
         life: Counts its starts.
@@ -60,6 +61,7 @@ class Node:
     chance: Random
     history: History
     undo_mutations: int
+    purge_age_s: float
     wear: Wear = attrs.field(factory=Wear)
     room: SimulatedRoom = attrs.field(factory=SimulatedRoom)
     clock_s: float = 0.0
@@ -123,6 +125,7 @@ class Node:
             buckets=buckets if self.partitions else (),
             quota_bytes=self.quota_bytes,
             undo_mutations=self.undo_mutations,
+            purge_age_s=self.purge_age_s,
             replication_timeout_s=5.0,
             shutdown_deadline_s=1.0,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,16 +15,20 @@ import structlog
 import trio
 
 from tests.kit.checkers import Violation, check
-from tests.kit.history import ALL_LEVELS, Fault, Final as FinalState, History, Level, Said
+from tests.kit.history import ALL_LEVELS, Fault, History, Level, Said
+from tests.kit.history import Final as FinalState
+from tests.kit.recorded import RecordedConsumer, RecordedPublisher
+from tests.simulation.limits import small_limits
 from tests.simulation.network import Network
 from tests.simulation.node import BUCKET, Node, ServerDiedError, observed
 from tests.simulation.operator import REPLICATED, NotSettledError, SimulatedOperator
-from tests.simulation.workload import SimulatedConsumer, SimulatedPublisher
 from tests.simulation.world import Chance, run_in_world
 from upr_protocol.client import ChunkReceived, consume
 from upr_protocol.errors import UprError
-from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import WINDOW_BYTES_MIN
+
+URL: Final = f"upr://a,b,c/{BUCKET}"
 
 CATCH_UP_S: Final = 120.0
 """Virtual time in which everybody has caught up once all faults are over."""
@@ -45,6 +50,7 @@ class Mix:
     quota_bytes: int
     value_bytes: int
     undo_mutations: int
+    purge_age_s: float
     levels: tuple[Level, ...]
     delay_s: float
     jitter_s: float
@@ -67,6 +73,7 @@ class Mix:
             quota_bytes=1024 * 1024 if large else 64 * 1024 * 1024,
             value_bytes=60_000 if large else chance.choice((1, 20, 200)),
             undo_mutations=chance.choice((0, 20, 200, 64 * 1024)),
+            purge_age_s=chance.choice((3.0, 30.0, 3 * 24 * 3600.0)),
             levels=tuple(chance.choice(ALL_LEVELS) for _ in range(2)),
             delay_s=chance.choice((0.0, 0.0005, 0.005, 0.05)),
             jitter_s=chance.choice((0.0, 0.001, 0.05)),
@@ -127,6 +134,7 @@ class Cluster:
                 self.chance.of(f"node {name}"),
                 self.history,
                 mix.undo_mutations,
+                mix.purge_age_s,
             )
             for name in "abc"
         }
@@ -136,15 +144,16 @@ class Cluster:
             self.nodes, self.network, self.history, self.chance.of("operator")
         )
         self.publishers = [
-            SimulatedPublisher(
+            RecordedPublisher(
                 f"p{index}",
-                self.network,
+                URL,
                 self.history,
                 self.chance.of(f"publisher {index}"),
                 level=level,
                 partitions=mix.partitions,
                 pause_s=mix.pause_s,
                 value_bytes=mix.value_bytes,
+                dial=partial(self.network.dial, f"p{index}"),
             )
             for index, level in enumerate(mix.levels)
         ]
@@ -152,18 +161,19 @@ class Cluster:
         self._draw = self.chance.of("faults")
         self._background: trio.Nursery
 
-    def _consumer(self, index: int) -> SimulatedConsumer:
+    def _consumer(self, index: int) -> RecordedConsumer:
         chance = self.chance.of(f"consumer {index}")
         reads_replicas = index == 2 and chance.random() < 0.5
-        return SimulatedConsumer(
+        return RecordedConsumer(
             f"c{index}",
-            self.network,
+            URL,
             self.history,
             chance,
             undoes=index == 0 or chance.random() < 0.3,
             state=PartitionState.REPLICA if reads_replicas else PartitionState.ACTIVE,
             pause_s=chance.choice((0.0, 0.001, 0.05, 0.3)),
             window_bytes=chance.choice((WINDOW_BYTES_MIN, 1024 * 1024)),
+            dial=partial(self.network.dial, f"c{index}"),
         )
 
     async def run(self) -> None:
@@ -521,7 +531,9 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
             cluster.outcome.virtual_s = trio.current_time()
 
     failure: BaseException | None = None
-    with observed(), _quiet():
+    # When it collects is chance, and it takes a tenth of the time.
+    gc.disable()
+    with observed(), small_limits(), _quiet():
         try:
             run_in_world(seed, main)
         except* (
@@ -534,6 +546,7 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
             failure = first_of(errors)
         except* AssertionError as errors:
             failure = first_of(errors)
+    gc.enable()
     cluster = clusters[0]
     outcome, history = cluster.outcome, cluster.history
     outcome.failovers = cluster.operator.failovers

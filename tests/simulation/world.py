@@ -31,7 +31,7 @@ class Chance:
 
     def of(self, name: str) -> Random:
         """The stream of `name`: the same for the same seed and name, in every process."""
-        return Random(f"{self.seed}/{name}")  # noqa: S311  the same each time is what is wanted
+        return Random(f"{self.seed}/{name}")
 
 
 def run_in_world(seed: int, main: Callable[[], Awaitable[T]]) -> T:

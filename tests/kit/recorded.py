@@ -1,9 +1,8 @@
-"""Who uses the simulated cluster: publishers that know what they sent, and consumers that keep what
-they are told, crash, and go on."""
+"""Who uses a cluster and writes down what happens: publishers that know what they sent, and consumers
+that keep what they are told, crash, and go on. It is all one to them whether it is a real one."""
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 from typing import Final
 
@@ -24,10 +23,9 @@ from tests.kit.history import (
     Sent,
     WentBack,
 )
-from tests.simulation.network import Network
-from tests.simulation.node import BUCKET
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import (
+    Address,
     ChunkReceived,
     Consumer,
     Event,
@@ -41,11 +39,13 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.keyvalue import counter_delta
+from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.outcome import NotDurableError, outcomes
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import LocalProtocolError, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import WINDOW_BYTES_DEFAULT
 
 LEVELS: Final[dict[Level, tuple[Durability, int]]] = {
     "memory": (Durability.MEMORY, 0),
@@ -53,8 +53,6 @@ LEVELS: Final[dict[Level, tuple[Durability, int]]] = {
     "replicated": (Durability.REPLICATED, 1),
     "replicated_persisted": (Durability.REPLICATED_AND_PERSISTED, 1),
 }
-
-URL: Final = f"upr://a,b,c/{BUCKET}"
 
 VERSIONS_MAX: Final = 30
 """Snapshot ends that a consumer can go back to."""
@@ -77,14 +75,14 @@ class Lane:
     sent: dict[bytes, int] = attrs.field(factory=dict)
 
 
-class SimulatedPublisher:
+class RecordedPublisher:
     """Writes until it is told to stop. When its library gives up, it begins with other keys: what
     it has in doubt may still come, after what it would write next."""
 
     def __init__(
         self,
         name: str,
-        network: Network,
+        url: str,
         history: History,
         chance: Random,
         *,
@@ -92,9 +90,11 @@ class SimulatedPublisher:
         partitions: int,
         pause_s: float,
         value_bytes: int,
+        dial: Dial = dial_tcp,
     ) -> None:
         self.name = name
-        self._network = network
+        self._url = url
+        self._dial = dial
         self._history = history
         self._chance = chance
         self._level: Level = level
@@ -125,14 +125,14 @@ class SimulatedPublisher:
             try:
                 async with (
                     publisher(
-                        URL,
+                        self._url,
                         identity=f"publisher:{self.name}",
                         durability=durability,
                         copies=copies,
                         patience_s=20.0,
                         credit_timeout_s=20.0,
                         on_failure=lambda _failure: None,
-                        dial=partial(self._network.dial, self.name),
+                        dial=self._dial,
                         writer=Writer(self._chance.randbytes),
                         draw=self._chance.random,
                     ) as sink,
@@ -209,8 +209,8 @@ class Kept:
         )
 
 
-class SimulatedConsumer:
-    """Keeps a copy of the bucket, at a network address of its own.
+class RecordedConsumer:
+    """Keeps a copy of the bucket.
 
     Args:
         undoes: Whether it keeps earlier versions, and goes back to one; else it begins again.
@@ -221,24 +221,26 @@ class SimulatedConsumer:
     def __init__(
         self,
         name: str,
-        network: Network,
+        url: str,
         history: History,
         chance: Random,
         *,
         undoes: bool,
         state: PartitionState,
         pause_s: float,
-        window_bytes: int,
+        window_bytes: int = WINDOW_BYTES_DEFAULT,
+        dial: Dial = dial_tcp,
     ) -> None:
         self.name = name
-        self.network = network
+        self._url = url
+        self._dial = dial
         self._history = history
         self._chance = chance
         self._undoes = undoes
         self._state = state
         self._window_bytes = window_bytes
         self.pause_s = pause_s
-        self.kept = Kept(ResumeState(BUCKET))
+        self.kept = Kept(ResumeState(Address.parse(url).bucket))
         self.old: list[Kept] = []
         """Some of what it had on disk earlier: from each of it it could go on."""
         self._now = self.kept
@@ -288,7 +290,7 @@ class SimulatedConsumer:
 
     async def _follow(self, *, end: str | None) -> None:
         async with consume(
-            URL,
+            self._url,
             resume=self._now.state.copy(),
             state=self._state,
             end=end,  # type: ignore[arg-type]
@@ -296,7 +298,7 @@ class SimulatedConsumer:
             window_bytes=self._window_bytes,
             identity=f"consumer:{self.name}",
             patience_s=20.0,
-            dial=partial(self.network.dial, self.name),
+            dial=self._dial,
             draw=self._chance.random,
         ) as consumer:
             async for event in consumer:

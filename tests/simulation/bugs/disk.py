@@ -1,0 +1,128 @@
+"""Bugs around the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from tests.simulation.bugs.patch import replaced
+from upr_protocol.chunk import Chunk
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SeqNo
+from upr_server.engine import Partition
+from upr_server.replication.incoming import Incoming
+from upr_server.storage import records
+from upr_server.storage.calls import Commit
+from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.flusher import Flusher
+from upr_server.storage.leases import LeaseBook
+from upr_server.storage.store import CallingStore
+
+
+@contextmanager
+def acknowledges_before_the_commit() -> Iterator[None]:
+    """`persisted` is answered at once."""
+
+    def when_persisted(
+        _self: Flusher, _partition: Partition, _seq: SeqNo, call: Callable[[bool], None]
+    ) -> None:
+        call(True)
+
+    with replaced(Flusher, "when_persisted", when_persisted):
+        yield
+
+
+@contextmanager
+def goes_on_after_a_failed_fsync() -> Iterator[None]:
+    """A commit that failed is taken for done."""
+    answer: Any = CallingStore._change
+
+    async def change(self: CallingStore, call: Any) -> Any:
+        try:
+            return await answer(self, call)
+        except StoreFailedError:
+            if not isinstance(call, Commit) or getattr(self, "is_dead", False):
+                raise
+            self.failed = type(self.failed)()
+            return None
+
+    with (
+        replaced(CallingStore, "_change", change),
+        replaced(CallingStore, "has_failed", lambda _self, _sentence: None),
+    ):
+        yield
+
+
+@contextmanager
+def acknowledges_what_was_behind_a_failure() -> Iterator[None]:
+    """What stood in line behind a commit that failed is acknowledged, if it was done. (Found by the
+    simulation, seed 66.)"""
+
+    async def change(self: CallingStore, call: Any) -> Any:
+        if self.failed.is_set():
+            raise StoreFailedError(self.failure)
+        try:
+            return await self._answer(call)
+        except StoreFailedError as error:
+            self.has_failed(str(error))
+            raise
+
+    with replaced(CallingStore, "_change", change):
+        yield
+
+
+@contextmanager
+def skips_the_checksum() -> Iterator[None]:
+    """What is read from disk is not looked at."""
+    with ExitStack() as stack:
+        stack.enter_context(replaced(records, "crc32c", lambda *_: 0))
+        stack.enter_context(replaced(Chunk, "crc", property(lambda _self: 0)))
+        yield
+
+
+@contextmanager
+def records_the_log_only_at_snapshot_ends() -> Iterator[None]:
+    """A replica keeps its master's log to itself until a snapshot is complete."""
+    finish: Any = Incoming.finish
+    pending: dict[int, FailoverLog] = {}
+
+    def accepted(self: Incoming, log: FailoverLog) -> None:
+        pending[id(self)] = log
+
+    def finish_with_log(self: Incoming, end: SeqNo) -> None:
+        finish(self, end)
+        self.log = pending.get(id(self), self.log)
+
+    with replaced(Incoming, "accepted", accepted), replaced(Incoming, "finish", finish_with_log):
+        yield
+
+
+@contextmanager
+def takes_a_ceiling_for_a_state() -> Iterator[None]:
+    """A replica goes back to just the number that it is told."""
+
+    def newest_end(_self: ChunkLog, _partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
+        return ceiling if ceiling >= floor else None
+
+    with replaced(ChunkLog, "newest_end", newest_end):
+        yield
+
+
+@contextmanager
+def compacts_under_a_backfill() -> Iterator[None]:
+    """What somebody reads is compacted all the same, without its lease."""
+    with replaced(LeaseBook, "ranges", lambda _self: []):
+        yield
+
+
+BUGS: Final = (
+    acknowledges_before_the_commit,
+    goes_on_after_a_failed_fsync,
+    acknowledges_what_was_behind_a_failure,
+    skips_the_checksum,
+    records_the_log_only_at_snapshot_ends,
+    takes_a_ceiling_for_a_state,
+    compacts_under_a_backfill,
+)

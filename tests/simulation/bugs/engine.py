@@ -1,0 +1,117 @@
+"""Bugs in what is kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from tests.simulation.bugs.patch import replaced
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import SEQ_MAX, SeqNo
+from upr_server.engine import Partition
+from upr_server.engine import manager as managers
+from upr_server.engine.cursor import Cursor, Place
+from upr_server.engine.manager import MutationManager, Registration
+from upr_server.engine.replica_reports import ReplicaReports
+
+
+@contextmanager
+def ends_a_snapshot_one_early() -> Iterator[None]:
+    """The last change of a snapshot is left out."""
+    read: Any = Cursor.next
+
+    def next_item(self: Cursor) -> Any:
+        item = read(self)
+        if type(self) is Cursor and isinstance(item, Chunk) and item.end == self._end:
+            rows = list(item)
+            if len(rows) > 1:
+                return Chunk.build(rows[:-1], item.start, item.end)
+        return item
+
+    with replaced(Cursor, "next", next_item):
+        yield
+
+
+@contextmanager
+def drops_a_cursor_and_says_nothing() -> Iterator[None]:
+    """Who must be given something from disk first is not."""
+    register: Any = MutationManager.register
+
+    def without_backfill(self: MutationManager, *arguments: Any, **options: Any) -> Registration:
+        found = register(self, *arguments, **options)
+        return Registration(found.cursor, None)
+
+    with replaced(MutationManager, "register", without_backfill):
+        yield
+
+
+@contextmanager
+def collapses_past_a_cursor() -> Iterator[None]:
+    """Snapshots are collapsed in which somebody reads."""
+
+    def run_to_collapse(
+        places: Sequence[Place], place: Place, *, shortest: bool = False
+    ) -> list[Place] | None:
+        del place, shortest
+        return list(places[:-1]) if len(places) > 2 else None
+
+    with (
+        replaced(managers, "run_to_collapse", run_to_collapse),
+        replaced(MutationManager, "_is_still_free", lambda _self, _run: True),
+    ):
+        yield
+
+
+@contextmanager
+def evicts_an_unindexed_key() -> Iterator[None]:
+    """Keys are forgotten that the disk's index does not know yet."""
+    evict: Any = Partition.evict
+
+    def evict_all(self: Partition, budget: int) -> int:
+        before, self.indexed = self.indexed, self.high_seq
+        try:
+            found: int = evict(self, budget)
+        finally:
+            self.indexed = before
+        return found
+
+    with replaced(Partition, "evict", evict_all):
+        yield
+
+
+@contextmanager
+def forgets_its_answers() -> Iterator[None]:
+    """A batch that is sent again has its effect again."""
+    with replaced(Partition, "_known", lambda *_: None):
+        yield
+
+
+@contextmanager
+def forgets_answers_on_replicas() -> Iterator[None]:
+    """A replica does not keep what publishers were answered."""
+    with replaced(Partition, "take_answers", lambda *_: None):
+        yield
+
+
+@contextmanager
+def counts_itself_as_a_replica() -> Iterator[None]:
+    """What is to be replicated is acknowledged before a replica has it."""
+
+    def reached(_self: ReplicaReports, _copies: int, *, persisted: bool = False) -> SeqNo:
+        del persisted
+        return SEQ_MAX
+
+    with replaced(ReplicaReports, "reached", reached):
+        yield
+
+
+BUGS: Final = (
+    ends_a_snapshot_one_early,
+    drops_a_cursor_and_says_nothing,
+    collapses_past_a_cursor,
+    evicts_an_unindexed_key,
+    forgets_its_answers,
+    forgets_answers_on_replicas,
+    counts_itself_as_a_replica,
+)

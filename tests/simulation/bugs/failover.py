@@ -1,0 +1,102 @@
+"""Bugs around who is active, and in which history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from tests.simulation.bugs.patch import replaced
+from upr_protocol.client.operator.plan import Copy
+from upr_protocol.ids import HistoryId, PartitionState
+from upr_server.daemon import Surroundings
+from upr_server.engine import Partition
+from upr_server.replication.membership import Membership
+from upr_server.storage.bucket_disk import BucketDisk
+
+
+@contextmanager
+def forgets_the_failover_entry() -> Iterator[None]:
+    """A new active goes on in the history of the old one."""
+
+    def log_after(
+        _self: Membership, _held: Any, _new: Any, partition: Partition, _state: Any
+    ) -> Any:
+        return partition.failover_log
+
+    with replaced(Membership, "_log_after", log_after):
+        yield
+
+
+@contextmanager
+def reuses_a_history_id() -> Iterator[None]:
+    """There are four history IDs."""
+
+    def new_history_id(self: Surroundings) -> HistoryId:
+        return HistoryId(1 + self.random_bits(2))
+
+    with replaced(Surroundings, "new_history_id", new_history_id):
+        yield
+
+
+@contextmanager
+def takes_the_larger_without_its_conditions() -> Iterator[None]:
+    """Who has the highest number becomes active, whatever its history."""
+    with replaced(Copy, "has_all_of", lambda self, other: self.high >= other.high):
+        yield
+
+
+@contextmanager
+def is_active_at_once_after_a_restart() -> Iterator[None]:
+    """A node that was active is so again when it is back, and asks nobody."""
+    restore: Any = Membership.restore
+
+    def restore_as_before(
+        self: Membership, disk: BucketDisk, document: str, *arguments: Any, **options: Any
+    ) -> None:
+        restore(self, disk, document, *arguments, **options)
+        held = self._held[disk.bucket.name]
+        held.is_confirmed = True
+        held.doubtful.clear()
+        for partition in disk.bucket.partitions:
+            if partition.state is PartitionState.PENDING:
+                partition.become(PartitionState.ACTIVE, partition.failover_log)
+
+    with replaced(Membership, "restore", restore_as_before):
+        yield
+
+
+@contextmanager
+def takes_writes_while_it_hands_over() -> Iterator[None]:
+    """Who hands over goes on until it hears that another is active."""
+    become: Any = Partition.become
+
+    def become_later(self: Partition, state: PartitionState, failover_log: Any) -> None:
+        if self.state is PartitionState.ACTIVE and state is PartitionState.PENDING:
+            return
+        become(self, state, failover_log)
+
+    with replaced(Partition, "become", become_later):
+        yield
+
+
+@contextmanager
+def trusts_a_lost_memory() -> Iterator[None]:
+    """A node that was killed while it was active takes what it has on disk for all that it gave."""
+
+    def state_in(self: Membership, _held: Any, _number: Any, owners: Any) -> PartitionState:
+        found: PartitionState = owners.state_of(self.node)
+        return found
+
+    with replaced(Membership, "_state_in", state_in):
+        yield
+
+
+BUGS: Final = (
+    forgets_the_failover_entry,
+    reuses_a_history_id,
+    takes_the_larger_without_its_conditions,
+    is_active_at_once_after_a_restart,
+    takes_writes_while_it_hands_over,
+    trusts_a_lost_memory,
+)

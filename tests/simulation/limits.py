@@ -1,0 +1,29 @@
+"""Limits made small, so that what takes gigabytes elsewhere happens in a simulation, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+from tests.simulation.bugs.patch import replaced
+from upr_server.engine import collapse
+from upr_server.storage import backfill, shelf
+
+SMALL: Final = (
+    (shelf, "GARBAGE_BYTES", 4096),
+    (shelf, "SWEEP_BYTES", 1024),
+    (collapse, "COLLAPSE_SNAPSHOTS_MIN", 3),
+    (collapse, "COLLAPSE_BYTES_MIN", 512),
+    (backfill, "READ_BYTES", 2048),
+    (backfill, "PIECE_BYTES", 1024),
+)
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    """Compaction and collapsing begin early, and go in small steps; a backfill takes many reads."""
+    with ExitStack() as stack:
+        for module, name, value in SMALL:
+            stack.enter_context(replaced(module, name, value))
+        yield

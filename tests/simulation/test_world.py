@@ -1,0 +1,65 @@
+"""The same seed is the same history, wherever it runs; and Trio still is as it is counted on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from random import Random
+
+import trio
+import trio._core._run as trio_run
+
+from tests.kit.process import ROOT
+from tests.simulation.world import run_in_world
+
+SEED = 7
+
+
+def test_the_same_seed_is_the_same_history_in_two_processes() -> None:
+    digests = []
+    for hash_seed in ("1", "2"):
+        found = subprocess.run(
+            [sys.executable, "-m", "tests.simulation", "--seed", str(SEED)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 0, found.stderr[-2000:]
+        lines = found.stderr.splitlines()
+        digests.append(next(line for line in lines if line.startswith("digest ")))
+        assert len(lines) > 50
+    assert digests[0] == digests[1]
+
+
+def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
+    def order(seed: int) -> tuple[list[int], float]:
+        found: list[int] = []
+
+        async def one(number: int) -> None:
+            for _ in range(5):
+                await trio.lowlevel.checkpoint()
+                found.append(number)
+            await trio.sleep(1000)
+
+        async def main() -> float:
+            async with trio.open_nursery() as nursery:
+                for number in range(8):
+                    nursery.start_soon(one, number)
+            return trio.current_time()
+
+        return found, run_in_world(seed, main)
+
+    assert order(1) == order(1)
+    assert order(1)[0] != order(2)[0]
+    assert order(1)[1] >= 1000
+
+
+def test_trio_is_as_it_was_outside_of_a_world() -> None:
+    before = trio_run._r.getstate()
+    run_in_world(1, trio.lowlevel.checkpoint)
+    assert trio_run._r.getstate() == before
+    assert isinstance(trio_run._r, Random)
+    assert not trio_run._ALLOW_DETERMINISTIC_SCHEDULING

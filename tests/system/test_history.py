@@ -1,0 +1,121 @@
+"""Three nodes as processes that are killed under load: the checkers of the simulation, looking at
+what really happened."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+import trio
+
+from tests.kit.checkers import check
+from tests.kit.history import Fault, Final, History
+from tests.kit.process import eventually
+from tests.kit.recorded import LEVELS, RecordedConsumer, RecordedPublisher
+from tests.system.test_failover import NAMES, PARTITIONS, Cluster, Node, caught_up, cluster
+from upr_protocol.client import ChunkReceived, connect, consume
+from upr_protocol.client.operator import fail_over
+from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+
+ROUNDS = 3
+
+
+@pytest.mark.timeout(300)
+async def test_every_promise_is_kept_while_nodes_are_killed(tmp_path: Path) -> None:
+    draw, history = Random(1), History(trio.current_time)
+    async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
+        readers = [
+            RecordedConsumer(
+                f"c{index}",
+                one.url,
+                history,
+                Random(index),
+                undoes=index == 0,
+                state=PartitionState.ACTIVE if index < 2 else PartitionState.REPLICA,
+                pause_s=0.0,
+            )
+            for index in range(3)
+        ]
+        for reader in readers:
+            consumers.start_soon(reader.run)
+        sinks = [
+            RecordedPublisher(
+                f"p{index}",
+                one.url,
+                history,
+                Random(index),
+                level=level,
+                partitions=PARTITIONS,
+                pause_s=0.02,
+                value_bytes=200,
+            )
+            for index, level in enumerate(LEVELS)
+        ]
+        async with trio.open_nursery() as publishers:
+            for sink in sinks:
+                publishers.start_soon(sink.run)
+            for _ in range(ROUNDS):
+                await trio.sleep(draw.uniform(0.1, 0.4))
+                await _replace(one, one.nodes[draw.choice(NAMES)], history)
+                draw.choice(readers).crash()
+                before = sum(sink.acknowledged for sink in sinks)
+                await eventually(partial(_went_on, sinks, before + 200), "publishers go on", 60)
+                await caught_up(one)
+            for sink in sinks:
+                sink.stopping = True
+        await one.quiet()
+        highs = await _finals(one, history)
+        for reader in readers:
+            await eventually(partial(_has_all, reader, highs), "consumers catch up", 60)
+        consumers.cancel_scope.cancel()
+    check(history)
+    assert sum(isinstance(event, Final) for event in history) == PARTITIONS * len(NAMES)
+    assert all(reader.events > 100 for reader in readers)
+
+
+def _went_on(sinks: list[RecordedPublisher], count: int) -> bool:
+    return sum(sink.acknowledged for sink in sinks) > count
+
+
+def _has_all(reader: RecordedConsumer, highs: dict[PartitionId, SeqNo]) -> bool:
+    return reader.ends() == highs
+
+
+async def _replace(one: Cluster, victim: Node, history: History) -> None:
+    replicated = ("replicated", "replicated_persisted")
+    history.add(Fault(f"{victim.name} is killed", replicated))
+    await victim.kill()
+    found = await one.map()
+    if any(owners.active == victim.name for owners in found.partitions):
+        await fail_over(one.operator(), all_of=victim.name)
+    history.add(Fault(f"{victim.name} was replaced", replicated))
+    await victim.start(one.nursery)
+
+
+async def _finals(one: Cluster, history: History) -> dict[PartitionId, SeqNo]:
+    """Writes down what every node holds; gives the actives' highest numbers."""
+    highs: dict[PartitionId, SeqNo] = {}
+    for node in one.up:
+        async with connect(node.address, by_map=False) as client:
+            found = {info.partition: info for info in client.partitions()}
+        items: dict[PartitionId, dict[bytes, tuple[SeqNo, bytes]]] = {n: {} for n in found}
+        for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
+            numbers = [number for number, info in found.items() if info.state is state]
+            async with consume(
+                node.address, partitions=numbers, state=state, end="now", by_map=False
+            ) as consumer:
+                async for event in consumer:
+                    if isinstance(event, ChunkReceived):
+                        for row in event.chunk:
+                            if row.op is Operation.SET:
+                                items[event.partition][row.key] = (row.seq, row.value)
+                            else:
+                                items[event.partition].pop(row.key, None)
+        for number, info in found.items():
+            is_active = info.state is PartitionState.ACTIVE
+            if is_active:
+                highs[number] = info.high_seq
+            history.add(Final(node.name, number, is_active, info.high_seq, info.log, items[number]))
+    return highs
