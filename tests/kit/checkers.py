@@ -45,7 +45,7 @@ MEMORY_S: Final = 10.0
 lost may be the one that had it."""
 
 
-class Violation(AssertionError):
+class BrokenPromiseError(AssertionError):
     """A promise was broken.
 
     Attributes:
@@ -58,7 +58,7 @@ class Violation(AssertionError):
 
 
 def check(history: History) -> None:
-    """Raises the first `Violation` in a history."""
+    """Raises the first `BrokenPromiseError` in a history."""
     truth, order = Truth(), Snapshots()
     order.truth = truth
     if not any(isinstance(event, Accepted) for event in history):
@@ -70,7 +70,9 @@ def check(history: History) -> None:
         order.take(event)
         durability.take(at, event)
         if isinstance(event, Failed) and event.after:
-            raise Violation("I12", f"{event.node} goes on after its disk failed: {event.after}")
+            raise BrokenPromiseError(
+                "I12", f"{event.node} goes on after its disk failed: {event.after}"
+            )
         if isinstance(event, FinalState):
             finals.append(event)
     check_replicas_agree(finals)
@@ -79,7 +81,9 @@ def check(history: History) -> None:
     for final in actives.values():
         expected = truth.items(final.partition, final.log, final.high)
         if expected != final.items:
-            raise Violation("I5", f"{final.node} itself: {differences(final.items, expected)}")
+            raise BrokenPromiseError(
+                "I5", f"{final.node} itself: {differences(final.items, expected)}"
+            )
 
 
 def check_replicas_agree(finals: Iterable[FinalState]) -> None:
@@ -89,12 +93,12 @@ def check_replicas_agree(finals: Iterable[FinalState]) -> None:
         other = first.setdefault(final.partition, final)
         where = f"partition {final.partition} at {other.node} and {final.node}"
         if (other.high, other.log) != (final.high, final.log):
-            raise Violation(
+            raise BrokenPromiseError(
                 "I9",
                 f"{where}: {other.high} {other.log.pairs()}, {final.high} {final.log.pairs()}",
             )
         if other.items != final.items:
-            raise Violation("I9", f"{where}: {differences(other.items, final.items)}")
+            raise BrokenPromiseError("I9", f"{where}: {differences(other.items, final.items)}")
 
 
 def differences(found: Items, expected: Items) -> str:
@@ -134,7 +138,9 @@ class Truth:
         elif isinstance(event, Received):
             for row in event.rows:
                 if row not in self._known[event.partition]:
-                    raise Violation("I2", f"{event.consumer} was told {row}, which nobody gave")
+                    raise BrokenPromiseError(
+                        "I2", f"{event.consumer} was told {row}, which nobody gave"
+                    )
 
     def learn(self, history: History) -> None:
         """Of a cluster that nobody looked into: takes what consumers were told for what there was.
@@ -149,7 +155,9 @@ class Truth:
                 for row in under_way.pop((event.consumer, event.partition), ()):
                     branch = found[event.partition, event.log.branch_of(row.seq)]
                     if branch.setdefault(row.seq, row) != row:
-                        raise Violation("I4", f"{row} and {branch[row.seq]} have one number")
+                        raise BrokenPromiseError(
+                            "I4", f"{row} and {branch[row.seq]} have one number"
+                        )
             elif isinstance(event, WentBack):
                 under_way.pop((event.consumer, event.partition), None)
             elif isinstance(event, Restarted):
@@ -167,7 +175,7 @@ class Truth:
         # A takeover hands the history on, and another back. Of two that both had it, one would give
         # a number that was given already.
         if rows and row.seq != rows[-1].seq + 1:
-            raise Violation(
+            raise BrokenPromiseError(
                 "I8",
                 f"partition {event.partition}, history {event.history_id:x}: {who} gave {row}, and "
                 f"{before} had given {rows[-1] if rows else 'nothing'}",
@@ -175,7 +183,7 @@ class Truth:
         rows.append(row)
         self._known[event.partition].add(row)
         if row.op is Operation.SET and row.value not in self._sent and not row.value.isdigit():
-            raise Violation("I2", f"{event.node} took in {row}, which nobody sent")
+            raise BrokenPromiseError("I2", f"{event.node} took in {row}, which nobody sent")
 
     def items(self, partition: PartitionId, log: FailoverLog, end: SeqNo) -> Items:
         """What a partition held at `end` in the history that this log tells of."""
@@ -246,7 +254,7 @@ class Snapshots:
     def _began(self, event: Began) -> None:
         copy = self._copies[event.consumer, event.partition]
         if event.start != copy.at or event.end < event.start:
-            raise Violation("I3", f"{event} follows {copy.at}")
+            raise BrokenPromiseError("I3", f"{event} follows {copy.at}")
         copy.inside = event
         copy.keys.clear()
 
@@ -254,13 +262,15 @@ class Snapshots:
         copy = self._copies[event.consumer, event.partition]
         inside = copy.inside
         if inside is None or event.start != copy.at or event.end > inside.end:
-            raise Violation("I3", f"{event} inside {inside} follows {copy.at}")
+            raise BrokenPromiseError("I3", f"{event} inside {inside} follows {copy.at}")
         at = event.start
         for row in event.rows:
             if not at < row.seq <= event.end:
-                raise Violation("I3", f"{event.consumer}: {row} follows {at}")
+                raise BrokenPromiseError("I3", f"{event.consumer}: {row} follows {at}")
             if row.key in copy.keys and not inside.may_repeat:
-                raise Violation("I5", f"{event.consumer}: {row} comes again in one snapshot")
+                raise BrokenPromiseError(
+                    "I5", f"{event.consumer}: {row} comes again in one snapshot"
+                )
             at = row.seq
             copy.keys.add(row.key)
         apply(copy.items, event.rows)
@@ -269,12 +279,12 @@ class Snapshots:
     def _ended(self, event: Ended) -> None:
         copy = self._copies[event.consumer, event.partition]
         if copy.inside is None or not copy.inside.end == copy.at == event.end:
-            raise Violation("I6", f"{event} ends {copy.inside} at {copy.at}")
+            raise BrokenPromiseError("I6", f"{event} ends {copy.inside} at {copy.at}")
         copy.inside = None
         copy.logs[event.end] = event.log
         expected = self.truth.items(event.partition, event.log, event.end)
         if copy.items != expected:
-            raise Violation(
+            raise BrokenPromiseError(
                 "I5",
                 f"{event.consumer}, partition {event.partition}, at {event.end} of "
                 f"{event.log.current:x}: {differences(copy.items, expected)}",
@@ -284,7 +294,7 @@ class Snapshots:
         copy = self._copies[event.consumer, event.partition]
         best = max((end for end in event.ends if end <= event.ceiling), default=SeqNo(0))
         if event.to not in (0, best):
-            raise Violation("I7", f"{event}: {best} is the newest complete snapshot end")
+            raise BrokenPromiseError("I7", f"{event}: {best} is the newest complete snapshot end")
         items: Items = {}
         if event.to:
             items = dict(self.truth.items(event.partition, copy.logs[event.to], event.to))
@@ -346,7 +356,7 @@ class Durability:
             else:
                 self._check_value(key, operations, value)
         for key in found.keys() - self._operations.keys():
-            raise Violation("I2", f"{key!r} is there, and nobody sent it")
+            raise BrokenPromiseError("I2", f"{key!r} is there, and nobody sent it")
 
     def _check_value(self, key: bytes, operations: list[_Operation], value: bytes | None) -> None:
         owed = max((n for n, one in enumerate(operations) if self._is_owed(one)), default=-1)
@@ -354,15 +364,15 @@ class Durability:
         if value is None and owed < 0:
             return
         if not can_be:
-            raise Violation("I2", f"{key!r} holds {value!r}, which nobody sent")
+            raise BrokenPromiseError("I2", f"{key!r} holds {value!r}, which nobody sent")
         if max(can_be) < owed:
-            raise Violation(
+            raise BrokenPromiseError(
                 "I1",
                 f"{key!r} holds {value!r} (operation {max(can_be)}), but {operations[owed].sent} "
                 f"was acknowledged at {operations[owed].done_at:.3f}",
             )
         if all(operations[n].done is False for n in can_be):
-            raise Violation("I2", f"{key!r} holds {value!r}, which was refused")
+            raise BrokenPromiseError("I2", f"{key!r} holds {value!r}, which was refused")
 
 
 def _check_counter(
@@ -373,6 +383,10 @@ def _check_counter(
     least = sum(one.sent.delta for one in operations if is_owed(one))
     most = sum(one.sent.delta for one in operations if one.done is not False)
     if count > most:
-        raise Violation("I2", f"{key!r} was counted to {count}, and increments come to {most}")
+        raise BrokenPromiseError(
+            "I2", f"{key!r} was counted to {count}, and increments come to {most}"
+        )
     if count < least:
-        raise Violation("I1", f"{key!r} was counted to {count}, and {least} were acknowledged")
+        raise BrokenPromiseError(
+            "I1", f"{key!r} was counted to {count}, and {least} were acknowledged"
+        )

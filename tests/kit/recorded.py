@@ -1,5 +1,6 @@
-"""Who uses a cluster and writes down what happens: publishers that know what they sent, and consumers
-that keep what they are told, crash, and go on. It is all one to them whether it is a real one."""
+"""Who uses a cluster and writes down what happens: publishers that know what they sent, and
+consumers that keep what they are told, crash, and go on. Real clusters and simulated ones are the
+same to them."""
 
 from __future__ import annotations
 

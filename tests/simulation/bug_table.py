@@ -1,4 +1,4 @@
-"""`python -m tests.simulation.bug_table`: how many seeds it takes to find each bug that is put in."""
+"""`python -m tests.simulation.bug_table`: how many seeds it takes to find each bug put in."""
 
 from __future__ import annotations
 

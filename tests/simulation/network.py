@@ -1,8 +1,8 @@
 """A network of hosts whose links are slow, jittery, cut one way or both, and lose connections.
 
-What TCP promises holds: the bytes of a connection come in order and whole, until it breaks. Different
-connections overtake each other. A link that is cut holds back what is on its way until it is mended,
-as retransmissions would.
+What TCP promises holds: the bytes of a connection come in order and whole, until it breaks.
+Different connections overtake each other. A link that is cut holds back what is on its way until it
+is mended, as retransmissions would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulated node: the real server on a simulated network and disk, which is killed and comes back."""
+"""A simulated node: the real server on a simulated network and disk, killed and back again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The operator of a simulated cluster: does what the commands of `upr` do, sometimes late, sometimes
-interrupted, and sometimes wrongly; and in the end, what is to be done."""
+"""The operator of a simulated cluster: does what the commands of `upr` do, sometimes late,
+sometimes interrupted, and sometimes wrongly; and in the end, what is to be done."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from random import Random
 from typing import Final
@@ -103,14 +104,14 @@ class SimulatedOperator:
             partial(take_over, self._operator(), to=to, all_of=source, limits=limits),
         )
 
-    async def _do(self, what: str, command: partial[object]) -> bool:
+    async def _do(self, what: str, command: Callable[[], Awaitable[object]]) -> bool:
         self._say(f"{what} begins")
         chance = self._chance
         # Ctrl-C, now and then; and whoever gave the command gives it again.
         for patience_s in (chance.random() * 0.3 if chance.random() < 0.15 else 30.0, 30.0):
             with trio.move_on_after(patience_s) as scope:
                 try:
-                    await command()  # type: ignore[misc]
+                    await command()
                     self.failovers += 1
                     self._say(f"{what} is done")
                     return True

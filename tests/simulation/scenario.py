@@ -14,12 +14,12 @@ import attrs
 import structlog
 import trio
 
-from tests.kit.checkers import Violation, check
+from tests.kit.checkers import BrokenPromiseError, check
 from tests.kit.history import ALL_LEVELS, Fault, History, Level, Said
 from tests.kit.history import Final as FinalState
 from tests.kit.recorded import RecordedConsumer, RecordedPublisher
 from tests.simulation.limits import small_limits
-from tests.simulation.network import Network
+from tests.simulation.network import Link, Network
 from tests.simulation.node import BUCKET, Node, ServerDiedError, observed
 from tests.simulation.operator import REPLICATED, NotSettledError, SimulatedOperator
 from tests.simulation.world import Chance, run_in_world
@@ -29,6 +29,8 @@ from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 
 URL: Final = f"upr://a,b,c/{BUCKET}"
+
+HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
 
 CATCH_UP_S: Final = 120.0
 """Virtual time in which everybody has caught up once all faults are over."""
@@ -270,7 +272,7 @@ class Cluster:
             link.mend()
         # Until it hears of it, it acknowledges what nobody will keep.
         with trio.move_on_after(20.0):
-            while self._is_overtaken(node):
+            while self._is_overtaken(node):  # noqa: ASYNC110  nodes tell nobody
                 await trio.sleep(0.1)
         self.history.add(Fault(f"{node.name} has heard of the failover", REPLICATED))
 
@@ -300,7 +302,7 @@ class Cluster:
             await self._start(node)
 
     async def _cut(self) -> None:
-        one, other = self._draw.sample([*self.nodes, "op", "p0", "p1", "c0", "c1", "c2"], 2)
+        one, other = self._draw.sample(HOSTS, 2)
         links = [self.network.link(one, other)]
         if self._draw.random() < 0.5:
             links.append(self.network.link(other, one))
@@ -309,17 +311,16 @@ class Cluster:
         self.history.add(Said("fault", f"{one} to {other} is cut, {len(links)} ways"))
         self._background.start_soon(self._mend, links, self._draw.choice((0.2, 2.0, 15.0)))
 
-    async def _mend(self, links: list[object], after_s: float) -> None:
+    async def _mend(self, links: list[Link], after_s: float) -> None:
         await trio.sleep(after_s)
         for link in links:
-            link.mend()  # type: ignore[attr-defined]
+            link.mend()
 
     async def _isolate(self) -> None:
         node = self._node()
-        others = [name for name in (*self.nodes, "op", "p0", "p1", "c0", "c1", "c2")]
         links = [
             link
-            for name in others
+            for name in HOSTS
             if name != node.name
             for link in (self.network.link(name, node.name), self.network.link(node.name, name))
         ]
@@ -436,7 +437,9 @@ class Cluster:
                         break
                     await trio.sleep(0.2)
                 continue
-            raise Violation("I11", f"{consumer.name} stands at {ends}, and the actives at {highs}")
+            raise BrokenPromiseError(
+                "I11", f"{consumer.name} stands at {ends}, and the actives at {highs}"
+            )
 
     async def _from_old_states(self) -> None:
         """From any resume state ever handed out: the same final state."""
@@ -446,7 +449,9 @@ class Cluster:
                 with trio.move_on_after(CATCH_UP_S) as scope:
                     await consumer.catch_up_from(kept)
                 if scope.cancelled_caught:
-                    raise Violation("I11", f"{consumer.name} does not come up from an old state")
+                    raise BrokenPromiseError(
+                        "I11", f"{consumer.name} does not come up from an old state"
+                    )
 
     async def _finals(self) -> None:
         for node in self.nodes.values():
@@ -494,7 +499,9 @@ class Cluster:
             assert bucket is not None
             bucket.check_invariants()
             if len(service.connections) > 40:
-                raise Violation("I10", f"{node.name} keeps {len(service.connections)} connections")
+                raise BrokenPromiseError(
+                    "I10", f"{node.name} keeps {len(service.connections)} connections"
+                )
 
 
 FAULTS: Final[dict[str, Callable[[Cluster], Awaitable[None]]]] = {
@@ -537,7 +544,7 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
         try:
             run_in_world(seed, main)
         except* (
-            Violation,
+            BrokenPromiseError,
             NotSettledError,
             ServerDiedError,
             trio.TooSlowError,
@@ -555,7 +562,7 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
     outcome.events = len(history.events)
     try:
         check(history) if failure is None else None
-    except Violation as violation:
+    except BrokenPromiseError as violation:
         failure = violation
     if failure is not None:
         outcome.violation = f"{failure}" or repr(failure)

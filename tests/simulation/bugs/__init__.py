@@ -1,5 +1,5 @@
-"""Faults put into the server, the replica and the client on purpose, one at a time: the simulation is
-worth what it finds of them.
+"""Faults put into server, replica and client on purpose, one at a time: the simulation is worth
+what it finds of them.
 
 Each is a context manager, named for what it does; `BUGS` has them all.
 """
