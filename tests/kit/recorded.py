@@ -341,7 +341,8 @@ class RecordedConsumer:
         elif isinstance(event, RolledBack) and not self._undoes:
             self._go_back(event.partition, event.ceiling, SeqNo(0))
 
-    async def _undo(self, partition: PartitionId, ceiling: SeqNo, _reason: str) -> SeqNo:
+    async def _undo(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        del reason
         await trio.sleep(self._chance.random() * 0.1)
         versions = self._now.versions.get(partition, {})
         to = max((end for end in versions if end <= ceiling), default=SeqNo(0))

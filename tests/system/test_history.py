@@ -6,12 +6,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Final
 
 import pytest
 import trio
 
 from tests.kit.checkers import check
-from tests.kit.history import Fault, Final, History
+from tests.kit.history import Fault, History, Level
+from tests.kit.history import Final as FinalState
 from tests.kit.process import eventually
 from tests.kit.recorded import LEVELS, RecordedConsumer, RecordedPublisher
 from tests.system.test_failover import NAMES, PARTITIONS, Cluster, Node, caught_up, cluster
@@ -19,7 +21,8 @@ from upr_protocol.client import ChunkReceived, connect, consume
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 
-ROUNDS = 3
+ROUNDS: Final = 3
+REPLICATED: Final[tuple[Level, ...]] = ("replicated", "replicated_persisted")
 
 
 @pytest.mark.timeout(300)
@@ -71,7 +74,7 @@ async def test_every_promise_is_kept_while_nodes_are_killed(tmp_path: Path) -> N
             await eventually(partial(_has_all, reader, highs), "consumers catch up", 60)
         consumers.cancel_scope.cancel()
     check(history)
-    assert sum(isinstance(event, Final) for event in history) == PARTITIONS * len(NAMES)
+    assert sum(isinstance(event, FinalState) for event in history) == PARTITIONS * len(NAMES)
     assert all(reader.events > 100 for reader in readers)
 
 
@@ -84,13 +87,12 @@ def _has_all(reader: RecordedConsumer, highs: dict[PartitionId, SeqNo]) -> bool:
 
 
 async def _replace(one: Cluster, victim: Node, history: History) -> None:
-    replicated = ("replicated", "replicated_persisted")
-    history.add(Fault(f"{victim.name} is killed", replicated))
+    history.add(Fault(f"{victim.name} is killed", REPLICATED))
     await victim.kill()
     found = await one.map()
     if any(owners.active == victim.name for owners in found.partitions):
         await fail_over(one.operator(), all_of=victim.name)
-    history.add(Fault(f"{victim.name} was replaced", replicated))
+    history.add(Fault(f"{victim.name} was replaced", REPLICATED))
     await victim.start(one.nursery)
 
 
@@ -117,5 +119,7 @@ async def _finals(one: Cluster, history: History) -> dict[PartitionId, SeqNo]:
             is_active = info.state is PartitionState.ACTIVE
             if is_active:
                 highs[number] = info.high_seq
-            history.add(Final(node.name, number, is_active, info.high_seq, info.log, items[number]))
+            history.add(
+                FinalState(node.name, number, is_active, info.high_seq, info.log, items[number])
+            )
     return highs
