@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from typing import Final
 
 import attrs
 
 from tests.simulation.bugs import BUGS
-from tests.simulation.scenario import Outcome, run_seed
+from tests.simulation.scenario import Outcome, first_of, run_seed
 from tests.simulation.story import digest, story
 
 FAILOVERS_MIN: Final = 3.0
@@ -25,9 +27,16 @@ FAULTS_MIN: Final = 6.0
 
 PROGRESS_S: Final = 5.0
 
+PATIENCE_S: Final = 120.0
+"""A seed takes a few seconds of processor time."""
+
 VIOLATED: Final = 1
 VOID: Final = 3
 INTERRUPTED: Final = 130
+
+
+class SpinsError(BaseException):
+    """A seed does not come to its end; no code that it runs through is to catch this."""
 
 
 @attrs.define
@@ -75,9 +84,23 @@ class Totals:
 
 
 def outcome_of(bug: str, seed: int) -> Outcome:
-    """One seed, perhaps with a bug."""
-    with BUGS[bug]() if bug else nullcontext():
-        return run_seed(seed)[0]
+    """One seed, perhaps with a bug. One in which time stands still is a violation, too."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise SpinsError(f"I11: after {PATIENCE_S} s of processor time it is not over")
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, PATIENCE_S)
+    found: Outcome | None = None
+    try:
+        with BUGS[bug]() if bug else nullcontext():
+            found = run_seed(seed)[0]
+    except* SpinsError as errors:
+        found = Outcome(seed, str(first_of(errors)), "I11")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    assert found is not None
+    return found
 
 
 def outcomes(seeds: Sequence[int], processes: int, bug: str) -> Iterator[Outcome]:
@@ -85,8 +108,13 @@ def outcomes(seeds: Sequence[int], processes: int, bug: str) -> Iterator[Outcome
     if processes == 1:
         yield from map(partial(outcome_of, bug), seeds)
         return
-    with get_context("fork").Pool(processes) as pool:
+    with pool_of(processes) as pool:
         yield from pool.imap_unordered(partial(outcome_of, bug), seeds)
+
+
+def pool_of(processes: int) -> Pool:
+    """Processes that run seeds; Ctrl-C is for their parent."""
+    return get_context("fork").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
 def say(line: str) -> None:

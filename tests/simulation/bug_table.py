@@ -7,9 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing import get_context
 
-from tests.simulation.__main__ import outcome_of, say
+from tests.simulation.__main__ import outcome_of, pool_of, say
 from tests.simulation.bugs import BUGS
 
 SEEDS_MAX = 500
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def first_found(bug: str, seeds: int, processes: int) -> tuple[int, str] | None:
     """The lowest seed that finds a bug, and the promise that it breaks."""
-    with get_context("fork").Pool(processes) as pool:
+    with pool_of(processes) as pool:
         for outcome in pool.imap(partial(outcome_of, bug), range(seeds)):
             if outcome.violation:
                 return outcome.seed, outcome.promise
