@@ -361,14 +361,14 @@ class Durability:
     def _check_value(self, key: bytes, operations: list[_Operation], value: bytes | None) -> None:
         owed = max((n for n, one in enumerate(operations) if self._is_owed(one)), default=-1)
         can_be = [n for n, one in enumerate(operations) if one.sent.value == value]
-        if value is None and owed < 0:
+        if value is None and (owed < 0 or any(one.sent.expires for one in operations[owed:])):
             return
-        if not can_be:
+        if value is not None and not can_be:
             raise BrokenPromiseError("I2", f"{key!r} holds {value!r}, which nobody sent")
-        if max(can_be) < owed:
+        if max(can_be, default=-1) < owed:
             raise BrokenPromiseError(
                 "I1",
-                f"{key!r} holds {value!r} (operation {max(can_be)}), but {operations[owed].sent} "
+                f"{key!r} holds {value!r} (of operations {can_be}), but {operations[owed].sent} "
                 f"was acknowledged at {operations[owed].done_at:.3f}",
             )
         if all(operations[n].done is False for n in can_be):

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 class Sent(msgspec.Struct, frozen=True):
     """A publisher is about to send an operation. `number` counts those of one key; an increment
-    adds `delta`, and sends no value."""
+    adds `delta`, and sends no value; what `expires` may be gone by itself."""
 
     publisher: str
     key: bytes
@@ -41,6 +41,7 @@ class Sent(msgspec.Struct, frozen=True):
     value: bytes | None
     level: Level
     delta: int = 0
+    expires: bool = False
 
 
 class Answered(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ same to them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Final
 
@@ -78,7 +79,11 @@ class Lane:
 
 class RecordedPublisher:
     """Writes until it is told to stop. When its library gives up, it begins with other keys: what
-    it has in doubt may still come, after what it would write next."""
+    it has in doubt may still come, after what it would write next.
+
+    Args:
+        expiry: When what is to expire does, in seconds since 1970; None for nothing that does.
+    """
 
     def __init__(
         self,
@@ -91,6 +96,7 @@ class RecordedPublisher:
         partitions: int,
         pause_s: float,
         value_bytes: int,
+        expiry: Callable[[], int] | None = None,
         dial: Dial = dial_tcp,
     ) -> None:
         self.name = name
@@ -102,6 +108,7 @@ class RecordedPublisher:
         self._partitions = partitions
         self._pause_s = pause_s
         self._value_bytes = value_bytes
+        self._expiry = expiry
         self._number = 0
         self._generation = 0
         self.stopping = False
@@ -189,7 +196,10 @@ class RecordedPublisher:
         self._number += 1
         value = b"%s-%d " % (self.name.encode(), self._number)
         value += b"." * self._chance.randrange(self._value_bytes)
-        self._history.add(Sent(self.name, key, number, value, self._level))
+        expires = self._expiry is not None and self._chance.random() < 0.1
+        self._history.add(Sent(self.name, key, number, value, self._level, expires=expires))
+        if expires and self._expiry is not None:
+            return Mutation(Operation.SET, key, value, expiry=self._expiry())
         return Mutation(Operation.SET, key, value)
 
 

@@ -23,6 +23,7 @@ from upr_server.config import BucketConfig, Config
 from upr_server.daemon import Door, Surroundings
 from upr_server.engine import Partition
 from upr_server.storage.errors import StorageError, StoreFailedError
+from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.simulated_store import SimulatedRoom
 
 BUCKET: Final = "b"
@@ -162,6 +163,12 @@ class Node:
         self.room = SimulatedRoom()
         self.partitions = 0
         self.is_rotten = False
+
+    def lose_index(self) -> None:
+        """It comes back without the index, which is made anew."""
+        assert not self.is_up
+        for name, (log, _) in self.room.disks.items():
+            self.room.disks[name] = log, SimulatedDisk()
 
     def rot(self) -> bool:
         """A bit of its disk flips; whether there was any."""

@@ -22,7 +22,7 @@ from tests.simulation.limits import small_limits
 from tests.simulation.network import Link, Network
 from tests.simulation.node import BUCKET, Node, ServerDiedError, observed
 from tests.simulation.operator import REPLICATED, NotSettledError, SimulatedOperator
-from tests.simulation.world import Chance, run_in_world
+from tests.simulation.world import EPOCH_S, Chance, run_in_world
 from upr_protocol.client import ChunkReceived, consume
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
@@ -160,6 +160,7 @@ class Cluster:
                 partitions=mix.partitions,
                 pause_s=mix.pause_s,
                 value_bytes=mix.value_bytes,
+                expiry=lambda: int(EPOCH_S + trio.current_time() + 5),
                 dial=partial(self.network.dial, f"p{index}"),
             )
             for index, level in enumerate(mix.levels)
@@ -294,6 +295,8 @@ class Cluster:
         node = self._node()
         await self._kill(node)
         await trio.sleep(self._draw.random())
+        if self._draw.random() < 0.2:
+            node.lose_index()
         await self._start(node)
 
     async def _restart(self) -> None:

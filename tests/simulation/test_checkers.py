@@ -1,0 +1,222 @@
+"""The checkers themselves: a short history that is right, and what is told of it once it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.kit.checkers import BrokenPromiseError, check
+from tests.kit.history import (
+    Accepted,
+    Answered,
+    Began,
+    Ended,
+    Event,
+    Failed,
+    Fault,
+    Final,
+    History,
+    Received,
+    Restarted,
+    Row,
+    Sent,
+    WentBack,
+)
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+
+P = PartitionId(0)
+FIRST, SECOND = HistoryId(1), HistoryId(2)
+LOG = FailoverLog.of([(1, 0)])
+LATER = FailoverLog.of([(2, 1), (1, 0)])
+
+
+def row(seq: int, key: bytes, value: bytes | None) -> Row:
+    """A change."""
+    op = Operation.DELETE if value is None else Operation.SET
+    return Row(SeqNo(seq), op, key, value or b"")
+
+
+ONE, TWO, THREE = row(1, b"k", b"v1"), row(2, b"l", b"v2"), row(3, b"k", b"v3")
+REPLACED = row(2, b"k", b"v4")
+"""What another history has in the place of `TWO`."""
+
+
+def sent(key: bytes, number: int, value: bytes | None, level: str = "replicated") -> Sent:
+    """An operation."""
+    return Sent("p", key, number, value, level)  # type: ignore[arg-type]
+
+
+def numbered(*rows: Row, history_id: HistoryId = FIRST, node: str = "a") -> list[Event]:
+    """An active gives numbers."""
+    return [Accepted(node, 1, P, history_id, one) for one in rows]
+
+
+def streamed(start: int, *rows: Row, end: int, log: FailoverLog = LOG) -> list[Event]:
+    """A consumer is given a snapshot."""
+    first, last = SeqNo(start), SeqNo(end)
+    return [
+        Began("c", P, log.current, first, last, may_repeat=False),
+        Received("c", P, first, last, rows),
+        Ended("c", P, last, log),
+    ]
+
+
+def ended(*rows: Row, node: str = "a", log: FailoverLog = LOG, is_active: bool = True) -> Final:
+    """What a node has in the end."""
+    items = {one.key: (one.seq, one.value) for one in rows if one.op is Operation.SET}
+    return Final(node, P, is_active, max(one.seq for one in rows), log, items)
+
+
+SENT: list[Event] = [
+    sent(b"k", 0, b"v1"),
+    sent(b"l", 0, b"v2"),
+    sent(b"k", 1, b"v3"),
+    sent(b"k", 2, b"v4"),
+]
+
+
+def broken(events: Sequence[Event]) -> str:
+    """The promise that a history breaks; empty for none."""
+    history = History(lambda: 0.0)
+    for event in events:
+        history.add(event)
+    try:
+        check(history)
+    except BrokenPromiseError as error:
+        return error.promise
+    return ""
+
+
+RIGHT: list[Event] = [
+    *SENT,
+    *numbered(ONE, TWO),
+    Answered(b"k", 0, True),
+    *streamed(0, ONE, TWO, end=2),
+    *numbered(THREE),
+    Answered(b"k", 1, True),
+    *streamed(2, THREE, end=3),
+    ended(TWO, THREE),
+    ended(TWO, THREE, node="b", is_active=False),
+]
+
+FAILED_OVER: list[Event] = [
+    *SENT,
+    *numbered(ONE, TWO),
+    *streamed(0, ONE, end=1),
+    *streamed(1, TWO, end=2),
+    Fault("failover", ("replicated",)),
+    *numbered(REPLACED, history_id=SECOND, node="b"),
+    WentBack("c", P, SeqNo(1), SeqNo(1), SeqNo(2), (SeqNo(1), SeqNo(2))),
+    *streamed(1, REPLACED, end=2, log=LATER),
+    ended(REPLACED, node="b", log=LATER),
+]
+
+
+def test_what_is_right() -> None:
+    assert not broken(RIGHT)
+    assert not broken(FAILED_OVER)
+    # Of processes nobody knows what their actives gave: consumers say what there is.
+    assert not broken([one for one in RIGHT if not isinstance(one, Accepted)])
+    assert not broken([one for one in FAILED_OVER if not isinstance(one, Accepted)])
+
+
+def replaced(events: Sequence[Event], old: Event, *new: Event) -> list[Event]:
+    """The history with other events in the place of one."""
+    at = events.index(old)
+    return [*events[:at], *new, *events[at + 1 :]]
+
+
+WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
+    "an acknowledged change is not there": (
+        "I1",
+        lambda: [
+            *SENT,
+            *numbered(ONE, TWO),
+            Answered(b"l", 0, True),
+            Fault("failover", ("replicated",)),
+            ended(ONE),
+        ],
+    ),
+    "a change that nobody sent": ("I2", lambda: [*SENT, *numbered(row(1, b"k", b"other"))]),
+    "a consumer is told what nobody gave": (
+        "I2",
+        lambda: [*SENT, *numbered(ONE), *streamed(0, row(1, b"k", b"v2"), end=1)],
+    ),
+    "what was refused is there": (
+        "I2",
+        lambda: [*SENT, *numbered(ONE), Answered(b"k", 0, False), ended(ONE)],
+    ),
+    "an increment counts twice": (
+        "I2",
+        lambda: [
+            Sent("p", b"n", 0, None, "memory", 1),
+            *numbered(row(1, b"n", b"2")),
+            ended(row(1, b"n", b"2")),
+        ],
+    ),
+    "a number falls": ("I3", lambda: [*SENT, *numbered(ONE, TWO), *streamed(0, TWO, ONE, end=2)]),
+    "something is left out between snapshots": (
+        "I3",
+        lambda: [*SENT, *numbered(ONE, TWO, THREE), *streamed(0, ONE, end=1), *streamed(2, end=3)],
+    ),
+    "a snapshot lacks a change": (
+        "I5",
+        lambda: [*SENT, *numbered(ONE, TWO), *streamed(0, ONE, end=2)],
+    ),
+    "what was superseded elsewhere is kept": (
+        "I5",
+        lambda: (
+            [one for one in FAILED_OVER if not isinstance(one, WentBack)][:-2]
+            + streamed(2, end=2, log=LATER)
+        ),
+    ),
+    "a key comes twice in a snapshot": (
+        "I5",
+        lambda: [*SENT, *numbered(ONE, TWO, THREE), *streamed(0, ONE, TWO, THREE, end=3)],
+    ),
+    "a snapshot ends before its end": (
+        "I6",
+        lambda: [
+            *SENT,
+            *numbered(ONE, TWO),
+            Began("c", P, FIRST, SeqNo(0), SeqNo(2), may_repeat=False),
+            Received("c", P, SeqNo(0), SeqNo(1), (ONE,)),
+            Ended("c", P, SeqNo(1), LOG),
+        ],
+    ),
+    "somebody goes back to where no snapshot ended": (
+        "I7",
+        lambda: replaced(
+            FAILED_OVER,
+            FAILED_OVER[-5],
+            WentBack("c", P, SeqNo(1), SeqNo(1), SeqNo(2), (SeqNo(2),)),
+        ),
+    ),
+    "two give one number in one history": (
+        "I8",
+        lambda: [*SENT, *numbered(ONE, TWO), *numbered(REPLACED, node="b")],
+    ),
+    "copies differ": (
+        "I9",
+        lambda: [*RIGHT[:-1], ended(ONE, THREE, node="b", is_active=False)],
+    ),
+    "a disk has failed, and something is acknowledged": (
+        "I12",
+        lambda: [*RIGHT, Failed("a", 1), Failed("a", 1, "a Commit is acknowledged")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong(what: str) -> None:
+    promise, events = WRONG[what]
+    assert broken(events()) == promise
+
+
+def test_a_consumer_goes_on_with_what_it_had_kept() -> None:
+    kept = Restarted("c", {P: (SeqNo(1), {b"k": (SeqNo(1), b"v1")})})
+    began: list[Event] = [*SENT, *numbered(ONE, TWO), *streamed(0, ONE, TWO, end=2), kept]
+    assert not broken([*began, *streamed(1, TWO, end=2)])
+    assert broken([*began, *streamed(2, end=2)]) == "I3"
