@@ -1,5 +1,6 @@
 """The tester tested: each bug that is put in is found, by the first seed that ever found it, and
-without it that seed finds nothing. `python -m tests.simulation.bug_table` finds the numbers anew."""
+without it that seed finds nothing. The numbers are those of `python -m tests.simulation.bug_table`.
+"""
 
 from __future__ import annotations
 

@@ -167,10 +167,13 @@ WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
     ),
     "what was superseded elsewhere is kept": (
         "I5",
-        lambda: (
-            [one for one in FAILED_OVER if not isinstance(one, WentBack)][:-2]
-            + streamed(2, end=2, log=LATER)
-        ),
+        lambda: [
+            *SENT,
+            *numbered(ONE, TWO),
+            *streamed(0, ONE, TWO, end=2),
+            *numbered(REPLACED, history_id=SECOND, node="b"),
+            *streamed(2, end=2, log=LATER),
+        ],
     ),
     "a key comes twice in a snapshot": (
         "I5",
