@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import trio
 import trio.testing
 
 from tests.server.test_bucket_disk import batch
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import connect
+from upr_protocol.ids import Operation, PartitionState
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
@@ -94,3 +97,41 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
 def names_of_buckets() -> list[str]:
     """All that are in memory."""
     return [found.name for found in gc.get_objects() if isinstance(found, Bucket)]
+
+
+async def test_what_has_expired_where_nobody_is_active_keeps_nobody_busy(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A node that hands over still knows when its items expire, and is not to delete them."""
+    config = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    async with running_server(config, SimulatedStore()) as server:
+        bucket = server.service.buckets.get("b")
+        assert bucket is not None
+        (partition,) = bucket.partitions
+        chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", expiry=int(time.time()) + 1)])
+        partition.mutate(chunk, now=time.time())
+        partition.become(PartitionState.PENDING, partition.failover_log)
+        due = time.time() + 10
+        server.service.time = lambda: due
+        with trio.CancelScope() as scope:
+            steps = StepCounter(scope)
+            trio.lowlevel.add_instrument(steps)
+            await trio.sleep(10)
+        trio.lowlevel.remove_instrument(steps)
+        server.service.time = lambda: 0.0
+        assert not scope.cancelled_caught
+        assert partition.next_expiry() is not None
+
+
+class StepCounter(trio.abc.Instrument):
+    """Cancels a scope after so many steps of all tasks that time must stand still."""
+
+    def __init__(self, scope: trio.CancelScope) -> None:
+        self._scope = scope
+        self._left = 100_000
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        del task
+        self._left -= 1
+        if self._left == 0:
+            self._scope.cancel()

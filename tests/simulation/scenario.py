@@ -32,6 +32,8 @@ URL: Final = f"upr://a,b,c/{BUCKET}"
 
 HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
 
+EXPIRES_S: Final = 5.0
+
 CATCH_UP_S: Final = 120.0
 """Virtual time in which everybody has caught up once all faults are over."""
 
@@ -160,7 +162,7 @@ class Cluster:
                 partitions=mix.partitions,
                 pause_s=mix.pause_s,
                 value_bytes=mix.value_bytes,
-                expiry=lambda: int(EPOCH_S + trio.current_time() + 5),
+                expiry=lambda: int(EPOCH_S + trio.current_time() + EXPIRES_S),
                 dial=partial(self.network.dial, f"p{index}"),
             )
             for index, level in enumerate(mix.levels)
@@ -200,6 +202,8 @@ class Cluster:
                     await self._heal()
                     for sink in self.publishers:
                         sink.stopping = True
+                # What expires does so before anybody compares.
+                await trio.sleep(EXPIRES_S + 2.0)
                 await self.operator.settle()
                 await self._caught_up()
                 work.cancel_scope.cancel()
@@ -424,6 +428,7 @@ class Cluster:
         for node in self.nodes.values():
             node.wear.is_full = node.wear.fails_next = False
             node.wear.delay_s = min(self.mix.disk_s, 0.01)
+            node.clock_s = 0.0
             if not node.is_up:
                 await self._start(node)
         for consumer in self.consumers:
@@ -544,6 +549,8 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
                 await cluster.run()
         finally:
             cluster.outcome.virtual_s = trio.current_time()
+            # Asynchronous generators that nobody ended are ended while there is a loop.
+            gc.collect()
 
     failure: BaseException | None = None
     with observed(), small_limits(), _quiet(), _uncollected():

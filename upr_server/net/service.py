@@ -436,10 +436,8 @@ class Service:
     async def _expire(self, now: float) -> None:
         for bucket in self.buckets:
             for partition in bucket.partitions:
-                due = partition.next_expiry()
-                while due is not None and due <= now:
-                    partition.expire(now)
-                    due = partition.next_expiry()
+                # One that is not active expires nothing, whatever is due.
+                while partition.expire(now):
                     await trio.lowlevel.checkpoint()
         for disk in list(self.disks.values()):
             try:
