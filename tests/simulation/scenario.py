@@ -32,7 +32,7 @@ URL: Final = f"upr://a,b,c/{BUCKET}"
 
 HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
 
-EXPIRES_S: Final = 5.0
+EXPIRES_S: Final = 2.0
 
 CATCH_UP_S: Final = 120.0
 """Virtual time in which everybody has caught up once all faults are over."""
@@ -76,7 +76,7 @@ class Mix:
         weights = {name: chance.choice((0.0, 0.5, 1.0, 2.0)) for name in FAULTS}
         # Each seed is to have what its cluster is for.
         for name in ("fail_over", "take_over"):
-            weights[name] = chance.choice((3.0, 6.0, 9.0))
+            weights[name] = chance.choice((6.0, 10.0, 14.0))
         large = chance.random() < 0.25
         return cls(
             partitions=chance.choice((1, 2, 3)),
@@ -89,7 +89,7 @@ class Mix:
             jitter_s=chance.choice((0.0, 0.001, 0.05)),
             disk_s=chance.choice((0.0, 0.001, 0.01, 0.1)),
             pause_s=chance.choice((0.2, 0.8)),
-            faults=chance.randint(8, 16),
+            faults=chance.randint(7, 12),
             gap_s=chance.choice((0.2, 0.5, 1.0)),
             weights=weights,
         )
@@ -250,13 +250,13 @@ class Cluster:
     async def _fail_over(self) -> None:
         node = self._leader()
         await self._kill(node)
-        await trio.sleep(self._draw.choice((0.0, 0.1, 2.0)))
+        await trio.sleep(self._draw.choice((0.0, 0.1, 1.0)))
         if self._draw.random() < 0.2:
             # It is back before anybody does something.
             await self._start(node)
             await trio.sleep(self._draw.random())
         await self.operator.fail_over(node.name)
-        await trio.sleep(self._draw.choice((0.0, 0.5, 3.0)))
+        await trio.sleep(self._draw.choice((0.0, 0.5, 2.0)))
         await self._start(node)
 
     async def _take_over(self) -> None:

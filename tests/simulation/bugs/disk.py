@@ -58,7 +58,7 @@ def goes_on_after_a_failed_fsync() -> Iterator[None]:
 @contextmanager
 def acknowledges_what_was_behind_a_failure() -> Iterator[None]:
     """What stood in line behind a commit that failed is acknowledged, if it was done; found by the
-    simulation, seed 66."""
+    simulation."""
 
     async def change(self: CallingStore, call: Any) -> Any:
         if self.failed.is_set():

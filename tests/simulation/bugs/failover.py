@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
+from upr_protocol.client.operator import Operator
 from upr_protocol.client.operator.plan import Copy
+from upr_protocol.client.operator.survey import NodeReport
+from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
 from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
@@ -92,7 +95,24 @@ def trusts_a_lost_memory() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def asks_only_the_first_node() -> Iterator[None]:
+    """An operator takes the word of the first node that answers, though it has nothing; found by the
+    simulation."""
+
+    async def first(self: Operator) -> NodeReport:
+        for address in self.address.each():
+            found = await self.report(address)
+            if not found.trouble:
+                return found
+        raise BrokenError("nobody answers")
+
+    with replaced(Operator, "_first", first):
+        yield
+
+
 BUGS: Final = (
+    asks_only_the_first_node,
     forgets_the_failover_entry,
     reuses_a_history_id,
     takes_the_larger_without_its_conditions,

@@ -32,8 +32,8 @@ def goes_on_where_the_histories_parted() -> Iterator[None]:
 
 @contextmanager
 def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
-    """Streams go on in a history that their consumers have not heard of; found by the simulation,
-    seed 1."""
+    """Streams go on in a history that their consumers have not heard of; found by the
+    simulation."""
     end_streams: Any = Service.end_streams
 
     def end_some(
