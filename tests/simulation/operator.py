@@ -63,15 +63,19 @@ class SimulatedOperator:
             dial=partial(self._network.dial, HOST),
         )
 
-    async def begin(self, partitions: int) -> ClusterMap:
-        """Gives all nodes the first map: every node is active for some partitions, if there are as
-        many, once the cluster has settled."""
-        first, *others = self._nodes
+    async def begin(self, partitions: int, *, has_replicas: bool) -> ClusterMap:
+        """Gives all nodes the first map: one is active for everything, and the others follow; or
+        each has partitions of its own, and nobody follows."""
+        names = list(self._nodes)
+        first, *others = names
+        owners = [Owners(first, dict.fromkeys(others, ""))] * partitions
+        if not has_replicas:
+            owners = [Owners(names[number % len(names)]) for number in range(partitions)]
         given = ClusterMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: f"{name}:{PORT}" for name in self._nodes},
-            partitions=(Owners(first, dict.fromkeys(others, "")),) * partitions,
+            partitions=tuple(owners),
         )
         for name in self._nodes:
             address = Address.parse(f"upr://{name}/{BUCKET}")
@@ -87,13 +91,10 @@ class SimulatedOperator:
 
     async def fail_over(self, victim: str, *, lose: bool = False) -> None:
         """Replaces a node that is gone."""
-        if lose:
-            self._history.add(Fault("what was acknowledged may be lost", ()))
-        else:
-            self._history.add(Fault(f"failover from {victim}", REPLICATED))
         await self._do(
             f"failover of {victim}",
             partial(fail_over, self._operator(), all_of=victim, lose_acknowledged=lose),
+            Fault(f"failover from {victim}", () if lose else REPLICATED),
         )
 
     async def take_over(self, source: str, to: str) -> None:
@@ -104,7 +105,9 @@ class SimulatedOperator:
             partial(take_over, self._operator(), to=to, all_of=source, limits=limits),
         )
 
-    async def _do(self, what: str, command: Callable[[], Awaitable[object]]) -> bool:
+    async def _do(
+        self, what: str, command: Callable[[], Awaitable[object]], fault: Fault | None = None
+    ) -> bool:
         self._say(f"{what} begins")
         chance = self._chance
         # Ctrl-C, now and then; and whoever gave the command gives it again.
@@ -114,13 +117,17 @@ class SimulatedOperator:
                     await command()
                     self.failovers += 1
                     self._say(f"{what} is done")
+                    self._has_done(fault)
                     return True
                 except UprError as error:
                     self.refused += 1
                     self._say(f"{what}: {error}")
+                    if not isinstance(error, NotDoneError):
+                        self._has_done(fault)
                     return False
             if scope.cancelled_caught:
                 self._say(f"{what} was interrupted")
+                self._has_done(fault)
         return False
 
     async def add_back(self, name: str) -> None:
@@ -133,6 +140,11 @@ class SimulatedOperator:
             return not await self._step(0)
         except UprError:
             return False
+
+    def _has_done(self, fault: Fault | None) -> None:
+        """The command has had an effect, or may have; one that was refused has none."""
+        if fault is not None:
+            self._history.add(fault)
 
     # In the end.
 
@@ -186,7 +198,7 @@ class SimulatedOperator:
             self.failovers += 1
             return "failed over"
         for name, report in survey.nodes.items():
-            if not report.partitions and not report.trouble:
+            if not report.partitions and not report.trouble and base.partitions[0].replicas:
                 # Its disk was replaced, and nobody has told it yet what it is to hold.
                 await self.add_back(name)
                 return f"{name} was empty"
@@ -198,8 +210,6 @@ class SimulatedOperator:
             if not self._nodes[owners.active].held:
                 return f"{owners.active} has no bucket"
             active = self._nodes[owners.active].held[number]
-            if set(owners.replicas) | {owners.active} != set(self._nodes):
-                return f"partition {number} is held by {owners}"
             for name in owners.replicas:
                 held = self._nodes[name].held
                 if not held:

@@ -57,6 +57,7 @@ class Mix:
     """
 
     partitions: int
+    has_replicas: bool
     quota_bytes: int
     value_bytes: int
     undo_mutations: int
@@ -77,9 +78,15 @@ class Mix:
         # Each seed is to have what its cluster is for.
         for name in ("fail_over", "take_over"):
             weights[name] = chance.choice((6.0, 10.0, 14.0))
+        has_replicas = chance.random() < 0.85
+        if not has_replicas:
+            # Nobody could take over, and what a disk loses is lost.
+            weights = {name: weights[name] for name in WITHOUT_REPLICAS}
+            weights["crash"] = 3.0
         large = chance.random() < 0.25
         return cls(
             partitions=chance.choice((1, 2, 3)),
+            has_replicas=has_replicas,
             quota_bytes=1024 * 1024 if large else 64 * 1024 * 1024,
             value_bytes=60_000 if large else chance.choice((1, 20, 200)),
             undo_mutations=chance.choice((0, 20, 200, 64 * 1024)),
@@ -173,7 +180,7 @@ class Cluster:
 
     def _consumer(self, index: int) -> RecordedConsumer:
         chance = self.chance.of(f"consumer {index}")
-        reads_replicas = index == 2 and chance.random() < 0.5
+        reads_replicas = index == 2 and chance.random() < 0.5 and self.mix.has_replicas
         return RecordedConsumer(
             f"c{index}",
             URL,
@@ -191,7 +198,7 @@ class Cluster:
         async with trio.open_nursery() as self._background:
             for node in self.nodes.values():
                 await node.start(self._background)
-            await self.operator.begin(self.mix.partitions)
+            await self.operator.begin(self.mix.partitions, has_replicas=self.mix.has_replicas)
             async with trio.open_nursery() as work:
                 for consumer in self.consumers:
                     work.start_soon(consumer.run)
@@ -202,8 +209,9 @@ class Cluster:
                     await self._heal()
                     for sink in self.publishers:
                         sink.stopping = True
-                # What expires does so before anybody compares.
-                await trio.sleep(EXPIRES_S + 2.0)
+                await self.operator.settle()
+                # What expires does so before anybody compares. A new active learns of it from disk.
+                await trio.sleep(EXPIRES_S + 8.0)
                 await self.operator.settle()
                 await self._caught_up()
                 work.cancel_scope.cancel()
@@ -363,7 +371,7 @@ class Cluster:
         if not node.is_up:
             self.network.crash(node.name, silently=False)
             self.outcome.restarts += 1
-            if self._draw.random() < 0.5:
+            if self._draw.random() < 0.5 and self.mix.has_replicas:
                 await self.operator.fail_over(node.name)
             await self._start(node)
 
@@ -535,6 +543,22 @@ FAULTS: Final[dict[str, Callable[[Cluster], Awaitable[None]]]] = {
     "clock_steps": Cluster._clock_steps,
     "consumer_crashes": Cluster._consumer_crashes,
 }
+
+
+WITHOUT_REPLICAS: Final = (
+    "crash",
+    "restart",
+    "cut",
+    "isolate",
+    "trickle",
+    "resets",
+    "disk_fails",
+    "disk_fills",
+    "disk_slows",
+    "clock_steps",
+    "consumer_crashes",
+)
+"""The faults of a cluster in which each partition has one copy."""
 
 
 def run_seed(seed: int) -> tuple[Outcome, History]:

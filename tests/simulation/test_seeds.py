@@ -1,4 +1,4 @@
-"""A sample of what `make simulate` does. New seeds would be another test each time, so they are fixed.
+"""A sample of what `make simulate` does. New seeds would be another test each time: they are fixed.
 
 What the simulation has found, and is mended, is put in again as a bug (`bugs`), where it has to be
 found: a seed means another history once anything that draws has changed.

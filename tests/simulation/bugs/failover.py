@@ -97,8 +97,8 @@ def trusts_a_lost_memory() -> Iterator[None]:
 
 @contextmanager
 def asks_only_the_first_node() -> Iterator[None]:
-    """An operator takes the word of the first node that answers, though it has nothing; found by the
-    simulation."""
+    """An operator takes the word of the first node that answers, though it has nothing; found by
+    the simulation."""
 
     async def first(self: Operator) -> NodeReport:
         for address in self.address.each():
