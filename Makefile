@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
+INSTALLED_FUZZ := $(VENV)/.installed-fuzz
 
 # The interpreter that .venv is made with. Each candidate is run, not only looked for: a name on the
 # PATH may be a shim with nothing behind it.
@@ -26,8 +27,11 @@ ARGS ?=
 WORKERS ?= 2
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
+# Seconds for each target of the fuzzer, and one of them alone: make fuzz TIME=600 TARGET=server
+TIME ?= 60
+TARGET ?=
 
-.PHONY: help java demo test check bench docs clean
+.PHONY: help java demo test check bench fuzz docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -54,6 +58,9 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
 
+fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds for each target)
+	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
+
 docs: $(INSTALLED) ## write docs/protocol.md anew from the code's declarations
 	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
 
@@ -71,4 +78,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED_BENCH): $(INSTALLED)
 	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@touch $@
+
+$(INSTALLED_FUZZ): $(INSTALLED)
+	@$(PIP_INSTALL) -e '.[dev,fuzz]'
 	@touch $@
