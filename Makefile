@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
+INSTALLED_FUZZ := $(VENV)/.installed-fuzz
 
 # The interpreter that .venv is made with. Each candidate is run, not only looked for: a name on the
 # PATH may be a shim with nothing behind it.
@@ -32,8 +33,11 @@ SEEDS ?= 500
 FIRST ?= 0
 SEED ?=
 BUG ?=
+# Seconds for each target of the fuzzer, and one of them alone: make fuzz TIME=600 TARGET=server
+TIME ?= 60
+TARGET ?=
 
-.PHONY: help java demo test check bench simulate docs clean
+.PHONY: help java demo test check bench simulate fuzz docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -64,6 +68,9 @@ simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; S
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) \
 		$(if $(BUG),--bug $(BUG) $(if $(SEED),,--until-found))
 
+fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds for each target)
+	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
+
 docs: $(INSTALLED) ## write docs/protocol.md anew from the code's declarations
 	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
 
@@ -81,4 +88,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED_BENCH): $(INSTALLED)
 	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@touch $@
+
+$(INSTALLED_FUZZ): $(INSTALLED)
+	@$(PIP_INSTALL) -e '.[dev,fuzz]'
 	@touch $@

@@ -425,17 +425,18 @@ class Chunk:
         length = self._one_length(self._key_offsets_at, self.key_length)
         if 0 < length <= KEY_BYTES_MAX:
             return [data] if self.count == 1 else list(_cutter(length, self.count)(data))
-        # Read without a sign, a negative offset lies beyond the end. Then with the first offset 0
-        # and the last the length, any offset out of order or out of range makes some slice empty.
-        at = self._key_offsets_at
-        offsets = self._view[at : at + 4 * self.count + 4].cast("I").tolist()
+        # Looked at before anything is cut: offsets that go to and fro name the same bytes again and
+        # again, and keys cut by them would take the square of the chunk's own memory.
+        offsets = self.key_offsets.tolist()
         if offsets[0] != 0 or offsets[-1] != len(data):
             raise ChunkError("the key offsets do not span the key bytes")
+        if sorted(offsets) != offsets:  # linear when they are in order
+            raise ChunkError("the key offsets fall")
         keys = [data[a:b] for a, b in pairwise(offsets)]
         if keys:
             lengths = set(map(len, keys))
             if 0 in lengths or max(lengths) > KEY_BYTES_MAX:
-                raise ChunkError(f"a key is not 1 to {KEY_BYTES_MAX} bytes, or offsets fall")
+                raise ChunkError(f"a key is not 1 to {KEY_BYTES_MAX} bytes")
         return keys
 
     def _check_values(self) -> None:

@@ -20,6 +20,8 @@ from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
 
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
+_PORT: Final = re.compile(r"[0-9]{1,5}")
+
 
 class ClusterMapError(UprError, ValueError):
     """It is no partition map, or one that cannot be."""
@@ -130,7 +132,7 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                     "hyphens"
                 )
             host, _, port = address.rpartition(":")
-            if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
                 raise ClusterMapError(f"node {name}: {address!r} is not HOST:PORT")
             try:
                 host.strip("[]").encode("idna")
@@ -151,15 +153,20 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ClusterMapError(
                 f"partition {number}: who was lost is a replica, of a partition that has no active"
             )
+        # Those from whom one comes to the active: nobody is passed twice, however long a chain is.
+        rooted: set[str] = set()
         for name in owners.replicas:
             if name in (owners.active, owners.handing_over):
                 raise ClusterMapError(f"partition {number}: {name} cannot be its own replica")
             seen, source = {name}, owners.source_of(name)
-            while source in owners.replicas:
+            while source in owners.replicas and source not in rooted:
                 if source in seen:
                     raise ClusterMapError(f"partition {number}: replicas follow each other")
                 seen.add(source)
                 source = owners.source_of(source)
+            if source in rooted:
+                source = ""
+            rooted |= seen
             if source not in ("", owners.active, owners.handing_over):
                 raise ClusterMapError(f"partition {number}: {source} is not one of its holders")
 

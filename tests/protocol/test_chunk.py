@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from itertools import pairwise, product
+import tracemalloc
+from array import array
+from itertools import cycle, islice, pairwise, product
 
 import pytest
 from crc32c import crc32c
@@ -443,7 +445,7 @@ THREE = Chunk.build(
         ("seqs", "Q", 2, 4, "do not rise"),
         ("key offsets", "i", 0, 1, "do not span the key bytes"),
         ("key offsets", "i", 0, -1, "do not span the key bytes"),
-        ("key offsets", "i", 1, 4, "offsets fall"),
+        ("key offsets", "i", 1, 4, "is not 1 to 250 bytes"),
         ("key offsets", "i", 1, 5, "offsets fall"),
         ("key offsets", "i", 1, -2, "offsets fall"),
         ("key offsets", "i", 2, 7, "offsets fall"),
@@ -463,6 +465,23 @@ def test_each_kind_of_damage_is_named(
 ) -> None:
     with pytest.raises(ChunkError, match=complaint):
         poked(THREE, column, kind, index, value).check()
+
+
+def test_keys_that_lie_over_each_other_take_no_memory() -> None:
+    """Offsets that go to and fro: cut by them, these keys would take 400 MB, of a chunk of 400 KB;
+    and of one of 32 MiB more than there is."""
+    count, length = 4096, 200_000
+    offsets = array("i", [0, *islice(cycle((length - 1, 0)), count - 1), length]).tobytes()
+    nowhere, sets = bytes(4 * count + 4), bytes([Operation.SET]) * count
+    chunk = published_chunk(offsets, bytes(length), nowhere, b"", sets)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChunkError, match="key offsets fall"):
+            chunk.check_published()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * chunk.nbytes
 
 
 def test_a_wrong_crc_is_named() -> None:

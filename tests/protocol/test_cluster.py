@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -123,6 +125,8 @@ def test_who_follows_whom() -> None:
         ({"nodes": {"a": "h:65536"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:\u0661"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:-1"}}, "not HOST:PORT"),
+        # More digits than Python makes a number of.
+        ({"nodes": {"a": "h:" + "9" * 5000}}, "not HOST:PORT"),
         ({"partitions": (Owners(active="x"),)}, "partition 0: there is no node 'x'"),
         ({"partitions": (Owners(), Owners(handing_over="x"))}, "partition 1: there is no node"),
         ({"partitions": (Owners(replicas={"x": ""}),)}, "there is no node 'x'"),
@@ -166,6 +170,20 @@ def test_a_map_that_cannot_be_is_refused(changed: dict[str, object], why: str) -
 def test_what_is_no_map_is_refused(document: str | bytes) -> None:
     with pytest.raises(ClusterMapError, match="no partition map"):
         ClusterMap.decode(document)
+
+
+def test_a_chain_of_replicas_in_any_order() -> None:
+    nodes = {f"n{number}": "h:1" for number in range(5)}
+    chain = {f"n{number}": f"n{number - 1}" for number in range(1, 5)}
+    for names in permutations(chain):
+        replicas = {name: chain[name] for name in names}
+        map_of(Owners(active="n0", replicas=replicas), nodes=nodes).check()
+        # Its other end is nobody, or itself.
+        with pytest.raises(ClusterMapError, match="follow each other"):
+            map_of(Owners(active="n0", replicas={**replicas, "n1": "n3"}), nodes=nodes).check()
+        del replicas["n1"]
+        with pytest.raises(ClusterMapError, match="n1 is not one of its holders"):
+            map_of(Owners(active="n0", replicas=replicas), nodes=nodes).check()
 
 
 def test_the_largest_map_is_one() -> None:

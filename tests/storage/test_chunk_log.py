@@ -23,7 +23,9 @@ from upr_server.storage.records import (
     BucketRecord,
     LeaseRecord,
     chunk_key,
+    parse_record,
     partition_key,
+    seal,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -244,6 +246,20 @@ def test_no_bit_of_a_record_may_flip_unnoticed() -> None:
                 log.load()
             disk.flip(key, bit)
     log.load()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"\x07p",  # more than one value
+        b"\x81\xa4name\xa1\xff",  # a name that is no UTF-8
+        b"\x81\xa1x" + b"\x91" * 5000 + b"\x01",  # nested beyond what Python follows
+    ],
+)
+def test_a_sealed_record_that_is_none_is_damage(packed: bytes) -> None:
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        parse_record(BUCKET, seal(BUCKET, packed), BucketRecord)
 
 
 def test_a_chunk_that_is_missing_is_noticed(log: ChunkLog) -> None:

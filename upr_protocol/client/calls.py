@@ -182,7 +182,7 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
     def result(reply: StatsReply) -> dict[str, Any]:
         try:
             return msgspec.json.decode(reply.json, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
 
     return Call(lambda opaque: Stats(bucket, opaque=opaque), result)

@@ -395,7 +395,7 @@ def _checked(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Answer]:
     try:
         for _, _, _, answer in rows:
             unpack(answer)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"an answer that cannot be read: {error}") from error
     return [(writer, batch, SeqNo(seq), answer) for writer, batch, seq, answer in rows]
 

@@ -363,5 +363,5 @@ def parse_record(key: bytes, value: Buffer, kind: type[Record]) -> Record:
     """
     try:
         return msgspec.msgpack.decode(unseal(key, value), type=kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"the record {key!r} cannot be read: {error}") from error

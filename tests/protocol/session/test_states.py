@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 import pytest
@@ -15,10 +16,11 @@ from tests.protocol.session.kit import (
     portrait,
     taken,
 )
-from upr_protocol.errors import LocalProtocolError, Status
-from upr_protocol.limits import HANDSHAKE_BODY_BYTES_MAX
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX, HANDSHAKE_BODY_BYTES_MAX
 from upr_protocol.session import ClientSession, Session, SessionState
 from upr_protocol.wire import (
+    HEADER_BYTES,
     MESSAGES,
     CreateBucket,
     Error,
@@ -28,6 +30,7 @@ from upr_protocol.wire import (
     Sender,
     Stats,
 )
+from upr_protocol.wire.frame import pack_header
 
 # Who says what when, and where it leads; `.` where it may not be said. Written from
 # design/2-wire.md, and not from the code. Over: a state that nothing leaves, in which nothing may
@@ -206,6 +209,24 @@ def test_a_stranger_can_send_no_long_frame() -> None:
         early = state not in (SessionState.OPEN, SessionState.STREAMING)
         if side == "client" and early and leads is not None:
             assert kind.body_bytes_max <= HANDSHAKE_BODY_BYTES_MAX
+
+
+@pytest.mark.parametrize("length", [8, FRAME_BODY_BYTES_MAX, FRAME_BODY_BYTES_MAX + 8, 0xFFFF_FFF8])
+def test_a_length_costs_no_memory(length: int) -> None:
+    for message in SAMPLES.values():
+        for state in (SessionState.READY, SessionState.STREAMING):
+            pair = Pair.at(state)
+            for session in (pair.client, pair.server):
+                session.receive(pack_header(message.opcode, 0, 3, 9, length, 0) + bytes(100), 0.0)
+                with suppress(RemoteProtocolError):
+                    list(session.events())
+                assert session.buffered <= HEADER_BYTES + 100
+
+
+def test_an_answer_to_hello_is_all_that_a_server_says_by_itself() -> None:
+    pair = Pair()
+    pair.to_server()
+    assert [type(message) for message in frames(taken(pair.server))] == [HelloReply]
 
 
 def test_an_unknown_opcode_is_refused_in_every_state() -> None:

@@ -1,0 +1,182 @@
+"""The chunk: as it is sent, and as it is stored; and the records that are stored beside it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+
+from crc32c import crc32c
+
+from tests.fuzz.frames import MENDED
+from tests.fuzz.mending import mended_chunk
+from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_protocol.cluster import ClusterMap, ClusterMapError
+from upr_protocol.errors import ChunkError, RemoteProtocolError
+from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, SeqNo
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_server.replication.replicator import _checked
+from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.records import (
+    CHUNK,
+    CHUNK_HEAD,
+    BucketRecord,
+    IndexEntry,
+    LeaseRecord,
+    PartitionRecord,
+    Watermark,
+    chunk_head,
+    parse_chunk,
+    parse_chunk_key,
+    parse_expiry_key,
+    parse_record,
+    parse_token_key,
+    seal,
+)
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+
+def chunk(data: bytes) -> None:
+    """A chunk as it is sent: a first byte, whether the lengths are put right, then the chunk.
+
+    What passes the checks is what the slow and simple form of them lets pass, and then everything
+    works that is done with chunks.
+    """
+    first, data = data[0] if data else 0, data[1:]
+    try:
+        found = Chunk(mended_chunk(data) if first & MENDED else data)
+    except ChunkError:
+        return
+    assert _passes_as_published(found) == _is_published(found)
+    passes = _passes_as_stored(found)
+    assert passes == _is_stored(found)
+    if passes:
+        _use(found)
+
+
+def _passes_as_published(found: Chunk) -> bool:
+    try:
+        keys = found.check_published()
+    except ChunkError:
+        return False
+    assert keys == [row.key for row in found]
+    return True
+
+
+def _passes_as_stored(found: Chunk) -> bool:
+    try:
+        found.check()
+    except ChunkError:
+        return False
+    return True
+
+
+def _spans(offsets: list[int], length: int, lengths: range) -> bool:
+    return (
+        offsets[0] == 0
+        and offsets[-1] == length
+        and all(end - start in lengths for start, end in pairwise(offsets))
+    )
+
+
+def _is_sound(found: Chunk, operations: bytes) -> bool:
+    return (
+        _spans(found.key_offsets.tolist(), found.key_length, range(1, KEY_BYTES_MAX + 1))
+        and _spans(found.value_offsets.tolist(), found.value_length, range(VALUE_BYTES_MAX + 1))
+        and all(operation in operations for operation in found.operations)
+    )
+
+
+def _is_published(found: Chunk) -> bool:
+    return (
+        _is_sound(found, PUBLISHED_OPERATIONS)
+        and not any(found.seqs)
+        and not (found.start or found.end)
+    )
+
+
+def _is_stored(found: Chunk) -> bool:
+    numbers = [found.start, *found.seqs]
+    return (
+        _is_sound(found, STORED_OPERATIONS)
+        and all(a < b for a, b in pairwise(numbers))
+        and numbers[-1] <= found.end
+    )
+
+
+def _use(found: Chunk) -> None:
+    """Does all that is done with a stored chunk, and compares with a list of rows."""
+    rows = list(found)
+    start, end = found.start, found.end
+    assert [found.mutation(index) for index in range(len(rows))] == rows
+    assert list(Chunk.build(rows, start, end)) == rows
+    builder = ChunkBuilder()
+    builder.extend(found)
+    builder.extend(found, bytes(index % 3 == 0 for index in range(len(rows))))
+    assert list(builder.build()) == rows + rows[::3]
+    middle = SeqNo((start + end) // 2)
+    older, newer = found.slice(start, middle), found.slice(middle, end)
+    assert list(older) == [row for row in rows if row.seq <= middle]
+    assert list(newer) == [row for row in rows if row.seq > middle]
+    newest = {row.key: row for row in rows}
+    assert list(Chunk.merge([older, newer])) == [row for row in rows if newest[row.key] is row]
+    numbered = found.numbered(SeqNo(1), Cas(1), SeqNo(0), SeqNo(len(rows)))
+    assert numbered.keys() == found.keys()
+    assert numbered.values() == found.values()
+    numbered.check()
+
+
+def stored(data: bytes) -> None:
+    """A chunk as it is stored: a first byte, whether both checksums are put right, then its
+    partition and last number, as in its key, then the value."""
+    first, key, value = data[0] if data else 0, CHUNK + data[1:11], data[11:]
+    if first & MENDED:
+        inside = mended_chunk(value[CHUNK_HEAD.size :])
+        head = chunk_head(key, crc32c(inside), ends_snapshot=bool(value[8:9] > b"\x7f"))
+        value = head + inside
+    try:
+        found = parse_chunk(key, value)
+    except CorruptionError:
+        return
+    assert found.crc == crc32c(value[CHUNK_HEAD.size :])
+    if _passes_as_stored(found):
+        _read(key, value, list(found), found.start, found.end)
+
+
+def _read(key: bytes, value: bytes, rows: list[Mutation], start: SeqNo, end: SeqNo) -> None:
+    """Reads the chunk out of a log that has nothing else."""
+    disk = SimulatedDisk()
+    with disk.write() as writer:
+        writer.put(key, value)
+    log, partition = ChunkLog(disk), parse_chunk_key(key)[0]
+    middle = SeqNo((start + end) // 2)
+    assert log.sizes() == {partition: len(value)}
+    if start < end:
+        (whole,) = log.read(partition, middle, end, bytes_max=1)
+        assert list(whole) == [row for row in rows if row.seq > middle]
+        most = len(value) // 2
+        (front,) = log.read(partition, start, end, bytes_max=most, in_pieces=True)
+        assert list(front) == [row for row in rows if row.seq <= front.end]
+        assert len(front) <= 1 or front.nbytes <= most
+    numbers = [row.seq for row in rows][::-1]
+    assert log.find(partition, numbers, 1 << 40) == rows[::-1]
+
+
+def record(data: bytes) -> None:
+    """A record: a first byte, whether its checksum is put right, then its key's 3 bytes, then it.
+    It may also be a partition map, or an answer to a publisher: these come from peers, too."""
+    first, key, value = data[0] if data else 0, data[1:4], data[4:]
+    if first & MENDED:
+        value = seal(key, value)
+    for kind in (BucketRecord, PartitionRecord, LeaseRecord, Watermark, SeqNo, str):
+        with suppress(CorruptionError):
+            parse_record(key, value, kind)
+    with suppress(CorruptionError):
+        IndexEntry.parse(key, value)
+    with suppress(ClusterMapError):
+        ClusterMap.decode(value[4:])
+    with suppress(RemoteProtocolError):
+        _checked([(bytes(16), 1, 2, value[4:])])
+    for parse in (parse_chunk_key, parse_token_key, parse_expiry_key):
+        with suppress(CorruptionError):
+            parse(data)

@@ -1,0 +1,265 @@
+"""The corpus: small inputs that reach far, from which mutation begins.
+
+`python -m tests.fuzz.corpus` writes the files that are made from valid messages anew. Those that
+are called `found-…` are what a fuzzer found: they were put there by hand, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tests.fuzz.frames import MENDED
+from tests.fuzz.sessions import LATE
+from tests.protocol.session.kit import (
+    SAMPLES,
+    chunk,
+    close_stream,
+    encoded,
+    end,
+    hello,
+    hello_reply,
+    partition_log,
+    published,
+    snapshot,
+    start,
+    stored,
+    stream,
+    stream_end,
+    stream_reply,
+)
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.errors import Status
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import (
+    PUBLISHED_OPERATIONS,
+    STORED_OPERATIONS,
+    Cas,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
+from upr_protocol.wire import (
+    Ack,
+    Barrier,
+    BarrierReply,
+    Close,
+    Completed,
+    Go,
+    Message,
+    Noop,
+    Open,
+    Opened,
+    PartitionAnswers,
+    Refusal,
+    ReplicaAck,
+    Sender,
+    Stream,
+)
+from upr_server.engine.partition import MutateResult, pack
+from upr_server.storage.records import (
+    PARTITION,
+    BucketRecord,
+    IndexEntry,
+    LeaseRecord,
+    PartialRecord,
+    PartitionRecord,
+    Watermark,
+    chunk_head,
+    chunk_key,
+    pack_record,
+    partition_key,
+)
+
+FOLDER: Final = Path(__file__).with_name("corpus")
+
+_WHOLE, _BYTEWISE, _FOURS = bytes([7]), bytes([0]), bytes([1])
+_MENDED: Final = bytes([MENDED | 7])
+
+
+def corpus(target: str) -> Mapping[str, bytes]:
+    """The inputs of a target, by the names of their files."""
+    return {path.name: path.read_bytes() for path in sorted((FOLDER / target).iterdir())}
+
+
+def _frames() -> Iterator[tuple[str, bytes]]:
+    several = encoded(Noop(), Barrier(b"cookie"), SAMPLES[Open], Noop())
+    long = encoded(chunk(3, 9, 0, 10, b"v" * 200))
+    yield "several", _MENDED + several
+    yield "bytewise", _BYTEWISE + several
+    yield "long", _FOURS + long
+    yield "cut", _WHOLE + long[:-100]
+
+
+def _messages() -> Iterator[tuple[str, bytes]]:
+    for kind, message in SAMPLES.items():
+        yield kind.__name__, encoded(message)
+    log = FailoverLog.of([(9, 30), (8, 20), (7, 0)])
+    cut = Position(log, SeqNo(40), SeqNo(45), PartialSnapshot(HistoryId(9), SeqNo(40), SeqNo(50)))
+    yield "Stream-cut", encoded(stream(3, 9, cut))
+
+
+# The second byte: 0 behind nothing, 1 `Hello`, 2 `Open`, 3 streams, 4 `Go`.
+
+
+def _server() -> Iterator[tuple[str, bytes]]:
+    said = [message for kind, message in SAMPLES.items() if kind.sender & Sender.CLIENT]
+    requests = [
+        msgspec.structs.replace(message, opaque=100 + index)
+        for index, message in enumerate(said)
+        if type(message).answers and not isinstance(message, Open | Stream)
+    ]
+    flow = [stream(5, 8), Barrier(b"a"), close_stream(3, 6), Ack(10), Barrier(b"b")]
+    for name, behind, messages in (
+        ("handshake", 0, [hello(), Open("bucket", (3,)), stream(3, 6), Go(), Close()]),
+        ("management", 1, requests[:4]),
+        ("requests", 2, requests),
+        ("streams", 2, [stream(3, 6), stream(4, 7), Go(), *flow]),
+        ("requests-late", 2, requests),
+        ("closing", 4, [close_stream(4, 7), Barrier(b"a"), Noop()]),
+        ("flow", 4, [*flow, SAMPLES[ReplicaAck], Noop()]),
+        ("refused", 4, [Go()]),
+    ):
+        yield from _conversation(name, behind, messages)
+
+
+def _client() -> Iterator[tuple[str, bytes]]:
+    answers = [
+        msgspec.structs.replace(
+            SAMPLES[kind.answers[-1]], opaque=kind.opcode, partition=PartitionId(3)
+        )
+        for kind in SAMPLES
+        if kind.answers and kind is not Open and kind is not Stream
+    ]
+    refusals = [Refusal("no", opaque=message.opaque, status=7) for message in answers]
+    opaque = Stream.opcode
+    first = [start(3, opaque, 0, 10), chunk(3, opaque, 0, 10), end(3, opaque, 10)]
+    whole = [snapshot(3, opaque, 10, 20), BarrierReply(b"cookie", ((PartitionId(3), SeqNo(20)),))]
+    # The client closes its streams then; the rest is dropped.
+    dropped = [Completed(1), start(3, opaque, 20, 30), snapshot(3, opaque, 20, 30)]
+    replica = [
+        start(3, opaque, 0, 10),
+        msgspec.structs.replace(SAMPLES[PartitionAnswers], opaque=opaque),
+    ]
+    for name, behind, messages in (
+        (
+            "handshake",
+            0,
+            [hello_reply(), partition_log(3, Open.opcode), Opened(64, 1, opaque=Open.opcode)],
+        ),
+        ("answers", 3, answers),
+        ("refusals", 3, refusals),
+        ("streams", 3, [*first, *whole, *dropped, Noop(), stream_end(3, opaque)]),
+        ("streams-late", 3, [*first, *whole]),
+        ("replica", 3, replica),
+        ("refused", 2, [stream_reply(3, opaque, status=3), *replica]),
+    ):
+        yield from _conversation(name, behind, messages)
+
+
+def _conversation(
+    name: str, behind: int, messages: Iterable[Message]
+) -> Iterator[tuple[str, bytes]]:
+    first = MENDED | 5 | (LATE if name.endswith("late") else 0)
+    yield name, bytes([first, behind]) + encoded(*messages)
+
+
+def _several(stored: bool) -> Chunk:
+    """Keys and values of several lengths, and every operation."""
+    operations = STORED_OPERATIONS if stored else PUBLISHED_OPERATIONS
+    return Chunk.build(
+        Mutation(
+            Operation(operation),
+            b"key" * seq,
+            CounterDelta(1).encode() if operation > Operation.EXPIRE else b"v" * (seq - 1),
+            SeqNo(2 * seq if stored else 0),
+            flags=seq,
+            expiry=1000 * seq,
+        )
+        for seq, operation in enumerate(operations, 1)
+    )
+
+
+def _chunk() -> Iterator[tuple[str, bytes]]:
+    yield "published", _MENDED + bytes(published())
+    yield "published-several", _MENDED + bytes(_several(stored=False))
+    yield "stored", _MENDED + bytes(stored(0, 3))
+    yield "stored-several", _MENDED + bytes(_several(stored=True))
+    yield "empty", _MENDED + bytes(Chunk.build([], SeqNo(3), SeqNo(9)))
+    yield "as-it-is", _WHOLE + bytes(stored(5, 7))
+
+
+def _stored() -> Iterator[tuple[str, bytes]]:
+    for name, first, found in (
+        ("one", _MENDED, stored(0, 1)),
+        ("several", _MENDED, _several(stored=True)),
+        ("empty", _MENDED, Chunk.build([], SeqNo(3), SeqNo(9))),
+        ("as-it-is", _WHOLE, stored(5, 7)),
+    ):
+        key = chunk_key(3, found.end)
+        head = chunk_head(key, found.crc, ends_snapshot=True)
+        yield name, first + key[1:] + head + bytes(found)
+
+
+def _record() -> Iterator[tuple[str, bytes]]:
+    key = partition_key(PARTITION, 3)
+    partial = PartialRecord(HistoryId(7), SeqNo(10), SeqNo(20), SeqNo(15))
+    active = PartitionState.ACTIVE
+    for name, found in (
+        ("bucket", BucketRecord("bucket", 64, 1 << 30)),
+        ("partition", PartitionRecord(active, ((9, 5), (7, 0)), SeqNo(10), 11, partial)),
+        ("lease", LeaseRecord(1, "owner", ((3, 0, 10),), 60, 1e9)),
+        ("watermark", Watermark(SeqNo(10), 5, 100)),
+        ("number", 10),
+    ):
+        packed = pack_record(key, found)
+        yield name, _MENDED + key + packed[4:]
+    nodes = {"a": "host:1", "b": "[::1]:12000", "c": "h:1"}
+    owners = Owners(active="a", replicas={"b": "", "c": "b"})
+    told = ClusterMap(bucket="b", revision=3, nodes=nodes, partitions=(owners, Owners()))
+    yield "map", _MENDED + key + told.encode().encode()
+    result = MutateResult(
+        HistoryId(7), SeqNo(1), SeqNo(2), Cas(1), [(1, Status.EXISTS)], [(0, 5)], chain=1
+    )
+    yield "map-without-host", _MENDED + key + told.encode().replace("host", ".").encode()
+    yield "answer", _MENDED + key + pack(result)
+    yield "as-it-is", _WHOLE + key + pack_record(key, Watermark())
+    yield "index-entry", _WHOLE + b"key" + IndexEntry(7, 1000).pack(b"key")
+
+
+_MADE: Final = {
+    "frames": _frames,
+    "messages": _messages,
+    "server": _server,
+    "client": _client,
+    "chunk": _chunk,
+    "stored": _stored,
+    "record": _record,
+}
+
+
+def made(target: str) -> dict[str, bytes]:
+    """What is made from valid messages, by the names of its files."""
+    return dict(_MADE[target]())
+
+
+def main() -> None:
+    """Writes what is made anew."""
+    for target in _MADE:
+        folder = FOLDER / target
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if not path.name.startswith("found-"):
+                path.unlink()
+        for name, data in made(target).items():
+            (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Both ends of a session, with somebody behind them who does what is asked of them.
+
+Each target begins behind a handshake: a fuzzer does not find one. The first byte says how the rest
+arrives (see `pieces`), with or without its checksums put right; the second says where it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from tests.fuzz.frames import MENDED, pieces
+from tests.fuzz.mending import mended_frames
+from tests.protocol.session.kit import (
+    HISTORY,
+    LOG,
+    SAMPLES,
+    encoded,
+    frames,
+    hello,
+    hello_reply,
+    stream,
+    stream_end,
+    stream_reply,
+    taken,
+)
+from upr_protocol.chunk import Chunk
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError
+from upr_protocol.failover import PartialSnapshot, Position
+from upr_protocol.ids import PartitionId, SeqNo, SnapshotKind
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX, HANDSHAKE_BODY_BYTES_MAX
+from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    Ack,
+    Barrier,
+    BarrierReply,
+    CloseStream,
+    Completed,
+    Credit,
+    Error,
+    Go,
+    HelloReply,
+    Message,
+    Mutate,
+    Open,
+    Opened,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionStart,
+    Stream,
+    StreamEnd,
+)
+
+LATE: Final = 0x40
+"""In a first byte: nobody answers before all was heard."""
+
+PARTITION: Final = 3
+ERROR_BYTES_MAX: Final = HEADER_BYTES + Error.body_bytes_max
+
+# One that was cut has a chunk to come, which takes of the window.
+_CUT: Final = Position(LOG, SeqNo(5), SeqNo(7), PartialSnapshot(HISTORY, SeqNo(5), SeqNo(10)))
+
+_SERVER_HEARD: Final[Sequence[Sequence[Message]]] = (
+    (),
+    (hello(),),
+    (Open("bucket"),),
+    (stream(PARTITION, 6, _CUT), stream(PARTITION + 1, 7)),
+    (Go(),),
+)
+_CLIENT_HEARD: Final[Sequence[Sequence[Message]]] = (
+    (),
+    (hello_reply(),),
+    (Opened(64, 1, opaque=Open.opcode),),
+    (Credit(1 << 20), stream_reply(PARTITION, Stream.opcode)),
+)
+
+
+def heard_before(beginnings: Sequence[Sequence[Message]], second: int) -> bytes:
+    """What was said before the fuzzed bytes: more or less of a handshake."""
+    count = second % len(beginnings) + 1
+    return b"".join(encoded(*said) for said in beginnings[:count])
+
+
+def server(data: bytes) -> None:
+    """A server's session: any bytes behind a handshake, or behind the front of one."""
+    _converse(ServerSession("fuzz:server", now=0.0), _SERVER_HEARD, data, _serve)
+
+
+def client(data: bytes) -> None:
+    """A client's session, which asks for everything there is as soon as it may."""
+    _converse(ClientSession("fuzz:client", now=0.0), _CLIENT_HEARD, data, _follow)
+
+
+def _converse(
+    session: Session,
+    beginnings: Sequence[Sequence[Message]],
+    data: bytes,
+    react: Callable[[Session, Message], None],
+) -> None:
+    """Has `session` hear `data`, and checks all that is promised about it."""
+    first, second, data = *(data[:2] + bytes(2))[:2], data[2:]
+    _hear(session, heard_before(beginnings, second), react)
+    taken(session)
+    said = b""
+    if first & MENDED:
+        data = mended_frames(data)
+    late: list[Message] = []
+    for piece in pieces(data, first):
+        _hear(session, piece, (lambda _, message: late.append(message)) if first & LATE else react)
+        said += taken(session)
+    if first & LATE:
+        assert len(said) <= 2 * len(data) + ERROR_BYTES_MAX, "it says little by itself"
+    for message in late:
+        if session.state is not SessionState.CLOSED:
+            react(session, message)
+    said += taken(session)
+    # All of it can be read, and nothing comes behind an error.
+    assert not any(isinstance(message, Error) for message in frames(said)[:-1])
+
+
+def _hear(session: Session, piece: bytes, react: Callable[[Session, Message], None]) -> None:
+    was_over = session.state is SessionState.CLOSED
+    stranger = session.state not in (SessionState.OPEN, SessionState.STREAMING)
+    session.receive(piece, 0.0)
+    status = None
+    try:
+        for message in session.events():
+            assert not was_over
+            stranger = False
+            if session.state is not SessionState.CLOSED:
+                react(session, message)
+    except RemoteProtocolError as error:
+        status = error.status
+    if status is not None:
+        (told,) = frames(bytes(session._outgoing[-1]))
+        assert isinstance(told, Error)
+        assert told.status == status
+        assert session.state is SessionState.CLOSED
+    elif isinstance(session, ServerSession) and not was_over:
+        longest = HANDSHAKE_BODY_BYTES_MAX if stranger else FRAME_BODY_BYTES_MAX
+        assert session.buffered <= HEADER_BYTES + longest
+    assert session.window.used >= 0
+    assert session.credit.used >= 0
+
+
+def _answer(message: Message) -> Message:
+    """A sample of what answers `message`."""
+    return msgspec.structs.replace(
+        SAMPLES[type(message).answers[-1]], partition=message.partition, opaque=message.opaque
+    )
+
+
+def _serve(session: Session, message: Message) -> None:
+    """Answers, and streams: what a server does that keeps to the rules is refused by none."""
+    assert isinstance(session, ServerSession)
+    if isinstance(message, Stream):
+        position = message.position
+        session.send(stream_reply(message.partition, message.opaque, position.highest_received))
+        session.ready(message.partition)
+    elif type(message).answers:
+        session.send(_answer(message))
+    if isinstance(message, Open | Mutate):
+        session.send(Credit(1))
+    elif isinstance(message, CloseStream):
+        session.send(stream_end(message.partition, message.opaque))
+    elif isinstance(message, Ack):
+        for partition in list(session.streams):
+            session.ready(partition)
+    # One turn, so that others wait while more is heard.
+    if session.window.open and (turn := session.next_partition()) is not None:
+        _snapshot(session, turn)
+        session.end_turn()
+
+
+def _snapshot(session: ServerSession, partition: PartitionId) -> None:
+    """An empty one that comes to where the client must be brought."""
+    record = session.streams[partition]
+    about: dict[str, Any] = {"partition": partition, "opaque": record.opaque}
+    seq, end, memory = record.seq, max(record.seq, record.end), SnapshotKind.MEMORY
+    session.send(PartitionStart(HISTORY, seq, end, SeqNo(0), memory, False, **about))
+    if seq < end:
+        session.send(PartitionChunk(Chunk.build([], seq, end), **about))
+    session.send(PartitionEnd(end, **about))
+
+
+_REQUESTS: Final = tuple(
+    msgspec.structs.replace(message, opaque=kind.opcode, partition=PARTITION)
+    for kind, message in SAMPLES.items()
+    if kind.answers and kind is not Open and kind is not Mutate
+)
+
+
+def _follow(session: Session, message: Message) -> None:
+    """Asks for everything, deals with what comes, and asks again."""
+    assert isinstance(session, ClientSession)
+    if isinstance(message, HelloReply):
+        _say(session, Open("bucket", opaque=Open.opcode))
+    elif isinstance(message, Opened):
+        for request in (*_REQUESTS, Go(), Barrier(b"cookie")):
+            _say(session, request)
+    elif isinstance(message, PartitionChunk):
+        session.acknowledge(HEADER_BYTES + message.chunk.nbytes)
+    elif isinstance(message, BarrierReply):
+        _say(session, Barrier(message.cookie))
+    elif isinstance(message, Completed):
+        for partition, record in list(session.streams.items()):
+            _say(session, CloseStream(partition=partition, opaque=record.opaque))
+    elif isinstance(message, Credit):
+        _say(session, msgspec.structs.replace(SAMPLES[Mutate], opaque=Mutate.opcode))
+    elif isinstance(message, StreamEnd):
+        _say(session, stream(message.partition, session.new_opaque()))
+
+
+def _say(session: Session, message: Message) -> None:
+    """Says what the other side may have forbidden: by its limits, its credit, or its silence."""
+    before = session.outgoing_bytes
+    try:
+        session.send(message)
+    except LocalProtocolError:
+        assert session.outgoing_bytes == before

@@ -1,0 +1,25 @@
+"""What is fuzzed: functions that take any bytes, and raise only when a promise is broken.
+
+The errors that are documented are caught here. So whatever comes out is a finding: another error,
+or an `AssertionError` from one of the comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from tests.fuzz.chunks import chunk, record, stored
+from tests.fuzz.frames import frames, messages
+from tests.fuzz.sessions import client, server
+
+TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
+    "frames": frames,
+    "messages": messages,
+    "server": server,
+    "client": client,
+    "chunk": chunk,
+    "stored": stored,
+    "record": record,
+}
+"""By the names that commands and the corpus call them."""
