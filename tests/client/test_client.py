@@ -7,7 +7,6 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import AddressError, Client, connect
@@ -339,18 +338,3 @@ async def test_a_refused_batch(net: FakeNet, server: FakeServer, autojump_clock:
         with pytest.raises(ServerError) as caught:
             await client.set("k", "v")
         assert caught.value.status is Status.NOT_MY_PARTITION
-
-
-async def test_cancelled_anywhere_nothing_leaks(
-    net: FakeNet, server: FakeServer, autojump_clock: MockClock
-) -> None:
-    async def work() -> None:
-        async with connect(URL, dial=net.dial) as client:
-            await client.set("k", "v")
-            await client.get_many(["k", "l"])
-
-    def look() -> None:
-        assert net.open == 0
-        assert not server.connections
-
-    assert (await cancelled_at_each_step(work, look)).times > 10
