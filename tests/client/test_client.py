@@ -323,6 +323,17 @@ async def test_more_requests_than_may_be_open_wait_for_their_turn(
             nursery.start_soon(client.get, "k")
 
 
+async def test_more_changes_than_may_be_open_wait_for_credit_and_for_their_turn(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.credit_bytes = 0
+    async with connect(URL, dial=net.dial) as client, trio.open_nursery() as nursery:
+        for _ in range(6000):
+            nursery.start_soon(client.set, "k", "v")
+        await trio.testing.wait_all_tasks_blocked()
+        server.grant(8 << 20)
+
+
 async def test_credit_is_not_spent_by_reading(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
