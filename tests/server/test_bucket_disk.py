@@ -207,6 +207,23 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
                 assert model.disk.memory.backfills == 0
 
 
+async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store, 1) as service:
+        disk = service.disks[service.bucket(BUCKET)]
+        partition = disk.bucket.partitions[0]
+        partition.mutate(sets(b"k"), now=NOW)
+        for _ in range(10):
+            with trio.move_on_after(1):
+                await disk.flusher.persisted(partition, partition.high_seq)
+        assert not disk.flusher._waiting
+        assert disk.flusher._waiters == 0
+        store.released.set()
+        await disk.flusher.persisted(partition, partition.high_seq)
+
+
 class _NothingIsForgotten(SimulatedStore):
     """No lease can be deleted: the disk is full."""
 

@@ -230,6 +230,7 @@ async def test_what_is_asked_of_a_disk(
     def look() -> None:
         check(server)
         assert not disk.flusher._waiting
+        assert disk.flusher._waiters == 0
 
     work = partial(case, disk, numbers)
     found = await cancelled_at_each_step(work, look, then=work, undo=settle)
