@@ -8,6 +8,7 @@ operation works. An operation that is in no table here fails the last test.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,7 @@ import upr_protocol.client
 import upr_protocol.client.operator
 from tests.engine.helpers import put
 from tests.kit.async_names import exported, name_of
-from tests.kit.cancellation import Cancellations, cancelled_at_each_step
+from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from upr_protocol.chunk import Chunk, plain_chunk
 from upr_protocol.client import (
@@ -74,6 +75,27 @@ async def server(network: MemoryNetwork) -> AsyncIterator[Server]:
         for key in KEYS:
             put(bucket.partitions[partition_of(key, PARTITIONS)], key)
         yield server
+
+
+def operator_at(server: Server) -> Operator:
+    return Operator(Address.parse(server.url("b")))
+
+
+async def add(server: Server, other: Server) -> None:
+    """Makes `other`, which is called `z`, a replica of all that `server` has."""
+    operator = operator_at(server)
+    added = await add_replicas(operator, "z", f"{HOST}:{other.port}")
+    with trio.fail_after(60):
+        await wait_caught_up(operator, "z", added, Behind())
+
+
+@asynccontextmanager
+async def two_nodes(server: Server) -> AsyncIterator[list[Server]]:
+    """Another leads one of the partitions."""
+    async with node("z") as other:
+        await add(server, other)
+        await take_over(operator_at(server), to="z", partitions=[1])
+        yield [server, other]
 
 
 # Clients: requests.
@@ -146,26 +168,43 @@ async def test_a_request(
     autojump_clock: MockClock,
     function: Callable[..., object],
 ) -> None:
-    numbers = count()
-    async with connect(server.url("b")) as client:
+    await try_request(network, [server], function)
+
+
+async def test_requests_to_two_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(server) as servers:
+        for function in CLIENT:
+            await try_request(network, servers, function)
+
+
+async def try_request(
+    network: MemoryNetwork, servers: list[Server], function: Callable[..., object]
+) -> None:
+    numbers, identity = count(), "test:requests"
+    async with connect(servers[0].url("b"), identity=identity) as client:
 
         async def work() -> None:
             await CLIENT[function](client, next(numbers))
 
         def look() -> None:
-            check(server)
+            credit = 0
+            for server in servers:
+                check(server)
+                for connection in server.service.connections:
+                    if connection.session.client_identity == identity:
+                        credit += connection.session.credit.left
             statistics = client.statistics()
-            (connection,) = server.service.connections
-            assert statistics.open == 0
-            assert statistics.credit_left == connection.session.credit.left
+            assert (statistics.open, statistics.credit_left) == (0, credit)
 
         async def delete() -> None:
-            for name in [bucket.name for bucket in server.service.buckets if bucket.name != "b"]:
-                await server.service.delete_bucket(name)
+            for service in (server.service for server in servers):
+                for name in [bucket.name for bucket in service.buckets if bucket.name != "b"]:
+                    await service.delete_bucket(name)
 
         found = await cancelled_at_each_step(work, look, then=work, undo=delete)
     found.check_inside(function)
-    assert network.open == 0
 
 
 # Publishers.
@@ -206,36 +245,56 @@ async def test_what_is_published(
     autojump_clock: MockClock,
     function: Callable[..., object],
 ) -> None:
-    async with publisher(server.url("b"), batch_mutations=1) as sink:
+    await try_publishing(network, [server], function)
+
+
+async def test_what_is_published_to_two_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(server) as servers:
+        for function in PUBLISHER:
+            await try_publishing(network, servers, function)
+
+
+async def try_publishing(
+    network: MemoryNetwork, servers: list[Server], function: Callable[..., object]
+) -> None:
+    async with publisher(servers[0].url("b"), batch_mutations=1) as sink:
 
         async def work() -> None:
             await PUBLISHER[function](sink)
 
         def look() -> None:
-            check(server)
+            for server in servers:
+                check(server)
             statistics = sink.statistics()
             assert (statistics.unanswered, statistics.unanswered_bytes) == (0, 0)
 
         found = await cancelled_at_each_step(work, look, then=work)
         statistics = sink.statistics()
-        assert (statistics.connections, statistics.resent, statistics.failed) == (1, 0, 0)
+        assert (statistics.resent, statistics.failed) == (0, 0)
+        assert statistics.connections == len(servers)
     found.check_inside(function)
-    assert network.open == 0
 
 
 # Consumers.
 
 
 class Store(MemoryStore):
-    """One that takes a moment."""
+    """One that takes some steps, so that one of them is met though threads make steps too."""
 
     async def load(self) -> ResumeState | None:
-        await trio.lowlevel.checkpoint()
+        await _some_steps()
         return await super().load()
 
     async def save(self, state: ResumeState) -> None:
-        await trio.lowlevel.checkpoint()
+        await _some_steps()
         await super().save(state)
+
+
+async def _some_steps() -> None:
+    for _ in range(10):
+        await trio.lowlevel.checkpoint()
 
 
 class Reader:
@@ -243,9 +302,9 @@ class Reader:
     comes, in order."""
 
     def __init__(
-        self, server: Server, consumer: Consumer | UndoingConsumer | MaterialisedMap
+        self, servers: list[Server], consumer: Consumer | UndoingConsumer | MaterialisedMap
     ) -> None:
-        self._server = server
+        self._servers = servers
         self._consumer = consumer
         self._numbers = count()
         self._written: dict[PartitionId, list[bytes]] = {}
@@ -254,7 +313,13 @@ class Reader:
     def write(self) -> bytes:
         key = b"new-%d" % next(self._numbers)
         number = PartitionId(partition_of(key, PARTITIONS))
-        put(self._server.service.bucket("b").partitions[number], key)
+        (active,) = (
+            partition
+            for server in self._servers
+            for partition in server.service.bucket("b").partitions
+            if partition.id == number and partition.state is PartitionState.ACTIVE
+        )
+        put(active, key)
         self._written.setdefault(number, []).append(key)
         return key
 
@@ -266,7 +331,7 @@ class Reader:
                 if until in keys:
                     return
 
-    async def next(self) -> None:
+    async def anext(self) -> None:
         await self.follow(self.write())
 
     async def barrier(self) -> None:
@@ -279,8 +344,12 @@ class Reader:
         self.check()
 
     async def save(self) -> None:
-        await self.next()
+        await self.anext()
         await self._consumer.save()
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._written.values()))
 
     def check(self) -> None:
         assert self._read == self._written
@@ -293,16 +362,29 @@ async def test_a_consumer(
     autojump_clock: MockClock,
     function: Callable[..., object],
 ) -> None:
-    async with consume(server.url("b"), resume=Store()) as consumer:
-        reader = Reader(server, consumer)
-        work = {"__anext__": reader.next, "barrier": reader.barrier, "save": reader.save}[
-            function.__name__
-        ]
-        found = await cancelled_at_each_step(work, lambda: check(server), then=work)
-        await reader.barrier()
-        assert consumer.statistics().connections == 1
-    found.check_inside(function)
+    await try_consuming([server], function)
     assert network.open == 0
+
+
+async def test_a_consumer_of_two_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(server) as servers:
+        await try_consuming(servers, Consumer.__anext__, Consumer.barrier, Consumer.save)
+
+
+async def try_consuming(servers: list[Server], *functions: Callable[..., object]) -> None:
+    def look() -> None:
+        for server in servers:
+            check(server)
+
+    async with consume(servers[0].url("b"), resume=Store()) as consumer:
+        reader = Reader(servers, consumer)
+        for function in functions:
+            work = getattr(reader, function.__name__.strip("_"))
+            (await cancelled_at_each_step(work, look, then=work)).check_inside(function)
+        await reader.barrier()
+        assert consumer.statistics().connections == len(servers)
 
 
 @pytest.mark.parametrize(
@@ -312,10 +394,8 @@ async def test_a_consumer_with_a_ring_buffer(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
     async with consume_undoing(server.url("b"), tmp_path / "ring", resume=Store()) as consumer:
-        reader = Reader(server, consumer)
-        work = {"__anext__": reader.next, "barrier": reader.barrier, "save": reader.save}[
-            function.__name__
-        ]
+        reader = Reader([server], consumer)
+        work = getattr(reader, function.__name__.strip("_"))
         found = await cancelled_at_each_step(work, lambda: check(server), then=work)
         await reader.barrier()
         assert consumer.statistics().connections == 1
@@ -331,44 +411,42 @@ MAP: Final = (
 )
 
 
-async def test_a_map(network: MemoryNetwork, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", MAP)
+async def test_a_map(
+    network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
+) -> None:
     async with keep_map(server.url("b"), tmp_path / "map") as kept:
-        reader = Reader(server, kept)
-        held = count(len(KEYS))
-
-        async def work() -> None:
-            key = reader.write()
-            next(held)
-            await reader.follow(key)
-            await kept.save()
-            assert await kept.get(key) is not None
-
-        async def then() -> None:
-            await work()
-            assert await kept.count() == next(held) - 1
-
-        async def counted() -> None:
-            await kept.count()
-
-        found = await cancelled_at_each_step(work, lambda: check(server))
+        reader = Reader([server], kept)
+        key = reader.write()
+        await reader.follow(key)
+        work: dict[Callable[..., object], Callable[[], Awaitable[object]]] = {
+            MaterialisedMap.__anext__: reader.anext,
+            MaterialisedMap.save: kept.save,
+            MaterialisedMap.get: lambda: kept.get(key),
+            MaterialisedMap.count: kept.count,
+        }
+        found = await cancelled_at_each_step(
+            work[function], lambda: check(server), then=reader.anext
+        )
         reader.check()
-        more = await cancelled_at_each_step(counted)
-    inside = Cancellations(found.times + more.times, found.inside | more.inside)
-    inside.check_inside(*MAP)
+        assert await kept.count() == len(KEYS) + reader.count
+    found.check_inside(function)
     assert network.open == 0
 
 
 async def test_a_resume_file(tmp_path: Path) -> None:
     store, state = FileStore(tmp_path / "state"), ResumeState("b")
 
-    async def work() -> None:
+    async def save() -> None:
         await store.save(state)
+
+    async def load() -> None:
         found = await store.load()
         assert found is not None
         assert found.encode() == state.encode()
 
-    found = await cancelled_at_each_step(work, then=work)
-    found.check_inside(FileStore.save, FileStore.load)
+    (await cancelled_at_each_step(save, then=save)).check_inside(FileStore.save)
+    (await cancelled_at_each_step(load, then=load)).check_inside(FileStore.load)
 
 
 WAITS_FOR_NOTHING: Final = (MemoryStore.load, MemoryStore.save)
@@ -480,18 +558,13 @@ def whole(servers: list[Server]) -> None:
         assert len(set(active)) == len(active), "two are active in one history"
 
 
-def operator_at(server: Server) -> Operator:
-    return Operator(Address.parse(server.url("b")))
-
-
 SURVEY: Final = (Operator.ask, Operator.report, Operator.reports, Operator.survey)
 
 
 async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: MockClock) -> None:
     async with node("z") as other:
         operator = operator_at(server)
-        there = f"{HOST}:{other.port}"
-        await add_replicas(operator, "z", there)
+        await add(server, other)
 
         async def work() -> None:
             assert (await operator.survey()).map is not None
@@ -504,13 +577,10 @@ async def test_replicas_that_are_added_and_removed(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with node("z") as other:
-        operator, there = operator_at(server), f"{HOST}:{other.port}"
-        servers = [server, other]
+        operator, servers = operator_at(server), [server, other]
 
-        async def add() -> None:
-            added = await add_replicas(operator, "z", there)
-            with trio.fail_after(60):
-                await wait_caught_up(operator, "z", added, Behind())
+        async def add_it() -> None:
+            await add(server, other)
 
         async def remove() -> None:
             await remove_replicas(operator, "z")
@@ -519,15 +589,15 @@ async def test_replicas_that_are_added_and_removed(
             if "z" in (await operator.survey()).mapped().nodes:
                 await remove()
 
-        await add()
+        await add_it()
         await remove()
         # What it had is still on its disk, and it has the bucket.
         found = await cancelled_at_each_step(
-            add, lambda: whole(servers), then=add, undo=remove_again, every=47
+            add_it, lambda: whole(servers), then=add_it, undo=remove_again, every=47
         )
         found.check_inside(add_replicas, wait_caught_up)
-        await add()
-        found = await cancelled_at_each_step(remove, lambda: whole(servers), then=add, every=47)
+        await add_it()
+        found = await cancelled_at_each_step(remove, lambda: whole(servers), then=add_it, every=47)
         found.check_inside(remove_replicas)
 
 
@@ -536,15 +606,12 @@ async def test_a_takeover(
 ) -> None:
     async with node("z") as other:
         operator, servers = operator_at(server), [server, other]
-        added = await add_replicas(operator, "z", f"{HOST}:{other.port}")
-        await wait_caught_up(operator, "z", added, Behind())
+        await add(server, other)
 
         async def work() -> None:
             await take_over(operator, to="z", all_of="a")
 
         async def then() -> None:
-            if server.service.cluster.map_of("b") is None:
-                return
             survey = await operator.survey()
             if any(owners.active != "z" for owners in survey.mapped().partitions):
                 await take_over(operator, to="z", partitions=range(PARTITIONS))
@@ -560,8 +627,7 @@ async def test_a_failover(
 ) -> None:
     async with node("z") as other:
         servers = [server, other]
-        added = await add_replicas(operator_at(server), "z", f"{HOST}:{other.port}")
-        await wait_caught_up(operator_at(server), "z", added, Behind())
+        await add(server, other)
         await caught_up(servers)
         network.away.add(server.port)
         network.cut(server.port)

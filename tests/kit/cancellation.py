@@ -86,6 +86,7 @@ async def cancelled_at_each_step(
     """
     steps = times = 0
     inside: set[str] = set()
+    await trio.testing.wait_all_tasks_blocked()
     tasks = _tasks()
     while True:
         with trio.CancelScope() as scope:

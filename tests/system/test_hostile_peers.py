@@ -203,7 +203,7 @@ async def hostile_peers(server: ServerProcess, idlers: int) -> AsyncIterator[Cro
 
 async def test_ten_good_clients_beside_all_kinds_of_hostile_peers() -> None:
     with many_descriptors() as limit:
-        idlers = min(IDLE_MAX, limit - DESCRIPTORS_BESIDE)
+        idlers = max(0, min(IDLE_MAX, limit - DESCRIPTORS_BESIDE))
         async with server_process("--log-level", "error") as server:
             async with connect(server.url()) as client:
                 await client.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
