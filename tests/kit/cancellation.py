@@ -115,6 +115,7 @@ async def _come_to_rest(tasks: int, undo: Callable[[], Awaitable[object]] | None
         await undo()
         await trio.testing.wait_all_tasks_blocked()
     with trio.move_on_after(REST_S):
+        await trio.lowlevel.checkpoint()
         while _tasks() > tasks:  # noqa: ASYNC110  tasks tell nobody that they are gone
             await trio.sleep(0.1)
     left = _tasks() - tasks

@@ -70,28 +70,22 @@ class Crowd:
             (LIARS, self._lie),
             (HOARDERS, self._hoard),
         ):
-            async with trio.open_nursery() as starting:
-                for number in range(count):
-                    starting.start_soon(nursery.start, self._again_and_again, kind, number)
+            there = [trio.Event() for _ in range(count)]
+            for number, is_there in enumerate(there):
+                nursery.start_soon(self._again_and_again, kind, number, is_there)
+            for is_there in there:
+                await is_there.wait()
         nursery.start_soon(self._drip)
 
     async def _again_and_again(
         self,
         kind: Callable[[int, Callable[[], None]], Awaitable[None]],
         number: int,
-        task_status: trio.TaskStatus[None],
+        is_there: trio.Event,
     ) -> None:
-        told = False
-
-        def is_at_it() -> None:
-            nonlocal told
-            if not told:
-                told = True
-                task_status.started()
-
         while True:
             with suppress(OSError, trio.BrokenResourceError, AssertionError):
-                await kind(number, is_at_it)
+                await kind(number, is_there.set)
             await trio.sleep(0.01)
 
     # One of each kind.

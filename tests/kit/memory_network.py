@@ -57,10 +57,10 @@ class _Listener(trio.abc.Listener[trio.abc.HalfCloseableStream]):
         self.is_closed = True
         self._coming.close()
         with trio.CancelScope(shield=True):
+            await trio.lowlevel.checkpoint()
             while self._accepted.statistics().current_buffer_used:
                 await trio.aclose_forcefully(self._accepted.receive_nowait())
         self._accepted.close()
-        await trio.lowlevel.checkpoint()
 
 
 class MemoryNetwork:
