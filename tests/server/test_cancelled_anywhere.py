@@ -707,7 +707,7 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
     def look() -> None:
         assert set(children_of(os.getpid())) == before
 
-    found = await cancelled_at_each_step(work, look, every=12)
+    found = await cancelled_at_each_step(work, look, every=24)
     found.check_inside(open_store, ProcessStore.watch)
     async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
 
@@ -730,7 +730,7 @@ async def test_a_server_until_a_signal(tmp_path: Path) -> None:
     async def work() -> None:
         await serve(config, on_listening)
 
-    (await cancelled_at_each_step(work, every=60)).check_inside(*SIGNALS)
+    (await cancelled_at_each_step(work, every=100)).check_inside(*SIGNALS)
 
 
 LISTENING: Final = tries(listening)
