@@ -120,6 +120,12 @@ class ServerProcess:
         return sum(status_of(pid, "RssAnon") for pid in pids)
 
     @property
+    def shared_bytes(self) -> int:
+        """Memory in use now that it shares with its processes for the disk; each counts it."""
+        pids = (self.process.pid, *children_of(self.process.pid))
+        return sum(status_of(pid, "RssShmem") for pid in pids)
+
+    @property
     def descriptors(self) -> int:
         """How many descriptors it has open."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))

@@ -28,8 +28,9 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
 from upr_server.engine import Partition
 from upr_server.storage import flusher
-from upr_server.storage.calls import AnyCall, Commit, UpkeepStep
+from upr_server.storage.calls import AnyCall, Commit, DeleteLeases, UpkeepStep
 from upr_server.storage.errors import DiskFullError
+from upr_server.storage.leases import LAPSED_S
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 from upr_server.storage.stream_reader import StreamReader
 
@@ -204,3 +205,43 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
                 await trio.testing.wait_all_tasks_blocked()
                 assert model.partition.manager.cursor_count == cursors
                 assert model.disk.memory.backfills == 0
+
+
+async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store, 1) as service:
+        disk = service.disks[service.bucket(BUCKET)]
+        partition = disk.bucket.partitions[0]
+        partition.mutate(sets(b"k"), now=NOW)
+        for _ in range(10):
+            with trio.move_on_after(1):
+                await disk.flusher.persisted(partition, partition.high_seq)
+        assert not disk.flusher._waiting
+        assert disk.flusher._waiters == 0
+        store.released.set()
+        await disk.flusher.persisted(partition, partition.high_seq)
+
+
+class _NothingIsForgotten(SimulatedStore):
+    """No lease can be deleted: the disk is full."""
+
+    async def _wait(self, call: AnyCall) -> None:
+        if isinstance(call, DeleteLeases):
+            raise DiskFullError("full")
+        await super()._wait(call)
+
+
+async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """After a restart it would be there again, and nobody would know what was dropped of it."""
+    store = _NothingIsForgotten()
+    async with serving(store, 1) as service:
+        disk = service.disks[service.bucket(BUCKET)]
+        async with disk.upkeeper.quiet():
+            await disk.leases.acquire(5, "o", [(0, 0, SeqNo(0))], 1)
+        autojump_clock.jump(2 * LAPSED_S)
+        await trio.sleep(1)
+        assert [lease.lease_id for lease in disk.leases.lapsed()] == [5]

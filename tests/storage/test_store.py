@@ -469,6 +469,21 @@ async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
         assert found.partitions[0].record.high == 3
 
 
+async def test_a_process_that_cannot_be_started_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise OSError(errno.EMFILE, "no descriptors")
+
+    monkeypatch.setattr(process_store, "_start_reader", refuse)
+    before = set(children_of(os.getpid()))
+    with pytest.RaisesGroup(OSError):
+        async with open_store(tmp_path / "data", bytes_max=MAP_BYTES):
+            pass
+    assert set(children_of(os.getpid())) == before
+
+
 async def test_only_one_server_may_use_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

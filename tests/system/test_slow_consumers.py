@@ -30,7 +30,8 @@ from tests.kit.counting_consumer import (
     partition_of_number,
     value_of,
 )
-from tests.kit.process import ROOT, ServerProcess, environment, server_process
+from tests.kit.process import ROOT, environment, server_process
+from tests.kit.watch import Watch
 from upr_protocol.chunk import plain_chunk
 from upr_protocol.client import Publisher, connect, publisher
 
@@ -46,32 +47,7 @@ BOUND_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4
 BEFORE: Final = 640_000
 """Mutations that consumers are sent before they are stopped, or while they stop."""
 
-WATCH_S: Final = 0.02
 LATE_S: Final = 400.0
-
-
-class Watch:
-    """Looks at how much memory a server takes.
-
-    Attributes:
-        empty_bytes: What it took when there was nothing in it.
-        peak_bytes: The most that was seen.
-    """
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._server = server
-        self.empty_bytes = self.peak_bytes = server.anonymous_bytes
-
-    async def run(self) -> None:
-        """Looks, again and again."""
-        while True:
-            self.peak_bytes = max(self.peak_bytes, self._server.anonymous_bytes)
-            await trio.sleep(WATCH_S)
-
-    @property
-    def more_bytes(self) -> int:
-        """How much more than the empty server it took at most."""
-        return self.peak_bytes - self.empty_bytes
 
 
 class Consumers:
@@ -178,7 +154,7 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
     async with server_process("--log-level", "warning", data_dir=tmp_path / "data") as server:
         async with connect(server.url()) as client:
             await client.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
-        url, watch = server.url(BUCKET), Watch(server)
+        url, watch = server.url(BUCKET), Watch(lambda: server.anonymous_bytes)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch.run)
             async with publisher(url) as sink:

@@ -136,19 +136,24 @@ class Asker:
             BrokenError, ClosedError: The connection is over.
         """
         link = self.link
-        while link.failure is None and (
-            len(self._replies) >= REQUESTS_OPEN_MAX - 1 or link.crowded
-        ):
-            await self._changed.wait()
+        await self._await_room(link)
         opaque = link.session.new_opaque()
         request = call.request(opaque)
-        if isinstance(request, Mutate):
+        while isinstance(request, Mutate) and link.failure is None and not link.session.credit.open:
             await self._await_credit(link)
+            # Others who waited for it too may have taken the room.
+            await self._await_room(link)
         link.send(request)
         reply = Reply(call)
         self._replies[opaque] = reply
         self.requests += 1
         return reply
+
+    async def _await_room(self, link: Link) -> None:
+        while link.failure is None and (
+            len(self._replies) >= REQUESTS_OPEN_MAX - 1 or link.crowded
+        ):
+            await self._changed.wait()
 
     async def _await_credit(self, link: Link) -> None:
         deadline = trio.current_time() + self._credit_timeout_s

@@ -214,20 +214,6 @@ class Clerks:
                     "gone, `upr failover` makes a replica active in its place"
                 )
 
-    async def by_node(
-        self, partitions: Iterable[PartitionId]
-    ) -> list[tuple[Clerk, list[PartitionId]]]:
-        """Partitions with the clerks to be asked about them.
-
-        Raises:
-            BrokenError: Some have none, and so it stayed.
-        """
-        deadline = trio.current_time() + self._patience_s
-        found: dict[Clerk, list[PartitionId]] = {}
-        for partition in partitions:
-            found.setdefault(await self._clerk_for(partition, deadline), []).append(partition)
-        return list(found.items())
-
     async def seqnos(self, partitions: tuple[PartitionId, ...]) -> list[PartitionNumbers]:
         """How far partitions are, each told by its own node; all of them when none are named."""
         if self._is_whole:

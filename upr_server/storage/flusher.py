@@ -72,6 +72,9 @@ class Flusher:
         self._dirty_since = 0.0
         self._wakeup = trio.Event()
         self._waiting: dict[PartitionId, deque[tuple[SeqNo, Persisted]]] = {}
+        # Tasks that wait in `persisted`; the event is set, and replaced, at each commit.
+        self._waiters = 0
+        self._progress = trio.Event()
         self._stopping = False
         self._indexed = trio.Event()
         self._index_moves = True
@@ -107,13 +110,15 @@ class Flusher:
             self._wakeup.set()
 
     async def persisted(self, partition: Partition, seq: SeqNo) -> None:
-        """Waits until everything up to `seq` is on disk, however long the disk is full."""
-        while partition.manager.persistence.committed < seq:
-            called = trio.Event()
-            self.when_persisted(partition, seq, partial(_tell, called))
-            await called.wait()
-            if self.full:
-                await trio.sleep(RETRY_S)
+        """Waits until everything up to `seq` is on disk, however long the disk is full. Cancelled,
+        nothing is left of it, also while a commit takes for ever."""
+        self._waiters += 1
+        self._wakeup.set()
+        try:
+            while partition.manager.persistence.committed < seq:
+                await self._progress.wait()
+        finally:
+            self._waiters -= 1
 
     def _answer(self, partition: Partition) -> None:
         waiting = self._waiting.get(partition.id)
@@ -157,7 +162,7 @@ class Flusher:
         """Lets more come together, unless somebody waits."""
         with trio.move_on_at(self._dirty_since + FLUSH_INTERVAL_S):
             await trio.lowlevel.checkpoint()
-            while not self._waiting and not self._stopping:
+            while not self._waiting and not self._waiters and not self._stopping:
                 self._wakeup = trio.Event()
                 await self._wakeup.wait()
 
@@ -265,6 +270,8 @@ class Flusher:
             self._answer(partition)
             if at % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
+        progress, self._progress = self._progress, trio.Event()
+        progress.set()
         self._on_commit()
 
     def statistics(self) -> dict[str, object]:
@@ -282,10 +289,6 @@ class Flusher:
             "longest_commit_s": round(self._longest_commit_s, 6),
             "full": self.full,
         }
-
-
-def _tell(event: trio.Event, _persisted: bool) -> None:
-    event.set()
 
 
 encode_answer: Final = msgspec.msgpack.Encoder().encode

@@ -267,9 +267,10 @@ class LeaseBook:
             if lease.expires_at <= now - LAPSED_S or total > LAPSED_RANGES_MAX
         ]
         if over:
-            for lease_id in over:
-                del self._leases[lease_id]
             await self._store.delete_leases(self._bucket.name, over)
+            # Not before: one that is left on disk, as that is full, must be known to compaction.
+            for lease_id in over:
+                self._leases.pop(lease_id, None)
 
     def statistics(self) -> dict[str, object]:
         """Figures, and every lease that a client holds."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -246,19 +246,22 @@ async def open_store(path: Path, *, bytes_max: int = 0) -> AsyncIterator[Process
     descriptor = await _locked(path)
     try:
         async with trio.open_nursery() as nursery:
-            writer = await _start(path, "writer", bytes_max, descriptor)
-            reader = await _start_reader(path, bytes_max, descriptor)
-            store = ProcessStore(writer, reader)
-            if reader.slots is not None:
-                nursery.start_soon(_trim, reader.slots)
-            nursery.start_soon(store.watch, writer)
-            nursery.start_soon(store.watch, reader)
+            workers: list[_Worker] = []
             try:
+                # Cancelled in its midst, a process would be left that nobody ends.
+                with trio.CancelScope(shield=True):
+                    workers.append(writer := await _start(path, "writer", bytes_max, descriptor))
+                    workers.append(reader := await _start_reader(path, bytes_max, descriptor))
+                store = ProcessStore(writer, reader)
+                if reader.slots is not None:
+                    nursery.start_soon(_trim, reader.slots)
+                nursery.start_soon(store.watch, writer)
+                nursery.start_soon(store.watch, reader)
                 yield store
             finally:
                 nursery.cancel_scope.cancel()
                 with trio.CancelScope(shield=True):
-                    for worker in (reader, writer):
+                    for worker in reversed(workers):
                         worker.fail("the store is closed")
                         await worker.stop()
     finally:
@@ -306,13 +309,15 @@ async def _start(
 ) -> _Worker:
     slots = None if shared == NO_DESCRIPTOR else Slots(shared)
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, ExitStack() as undo:
+        undo.callback(ours.close)
         command = ("-c", _MAIN, str(theirs.fileno()), str(path), role, str(bytes_max), str(shared))
         process = await trio.lowlevel.open_process(
             (sys.executable, *command),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), descriptor, *([] if slots is None else [shared])),
         )
+        undo.pop_all()
     ours.setblocking(False)
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     return _Worker(process, stream, role, slots)

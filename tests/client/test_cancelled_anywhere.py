@@ -1,0 +1,689 @@
+"""Every asynchronous operation of the clients, cancelled at each of its steps in turn.
+
+A real server on a network in memory, so that each run takes the same steps. After each cancellation
+no task and no connection is left, the server is whole, both ends agree about credit, and the same
+operation works. An operation that is in no table here fails the last test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+import upr_protocol.client
+import upr_protocol.client.operator
+from tests.engine.helpers import put
+from tests.kit.async_names import exported, name_of
+from tests.kit.cancellation import cancelled_at_each_step
+from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
+from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.client import (
+    Address,
+    ChunkReceived,
+    Client,
+    Consumer,
+    EventFeed,
+    FileStore,
+    MaterialisedMap,
+    MemoryStore,
+    Publisher,
+    ResumeState,
+    UndoingConsumer,
+    connect,
+    consume,
+    consume_undoing,
+    fetch_map,
+    follow_events,
+    give_map,
+    keep_map,
+    publisher,
+)
+from upr_protocol.client.operator import (
+    Behind,
+    Operator,
+    add_replicas,
+    fail_over,
+    remove_replicas,
+    take_over,
+    wait_caught_up,
+)
+from upr_protocol.cluster import ClusterMap
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
+from upr_server.app import Server
+
+KEYS: Final = [b"key-%d" % number for number in range(20)]
+OF_FIRST: Final = [key for key in KEYS if partition_of(key, PARTITIONS) == 0]
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
+    return MemoryNetwork(monkeypatch)
+
+
+@pytest.fixture
+async def server(network: MemoryNetwork) -> AsyncIterator[Server]:
+    async with node("a", "b") as server:
+        bucket = server.service.bucket("b")
+        for key in KEYS:
+            put(bucket.partitions[partition_of(key, PARTITIONS)], key)
+        yield server
+
+
+def operator_at(server: Server) -> Operator:
+    return Operator(Address.parse(server.url("b")))
+
+
+async def add(server: Server, other: Server) -> None:
+    """Makes `other`, which is called `z`, a replica of all that `server` has."""
+    operator = operator_at(server)
+    added = await add_replicas(operator, "z", f"{HOST}:{other.port}")
+    with trio.fail_after(60):
+        await wait_caught_up(operator, "z", added, Behind())
+
+
+@asynccontextmanager
+async def two_nodes(server: Server) -> AsyncIterator[list[Server]]:
+    """Another leads one of the partitions."""
+    async with node("z") as other:
+        await add(server, other)
+        await take_over(operator_at(server), to="z", partitions=[1])
+        yield [server, other]
+
+
+# Clients: requests.
+
+ClientCase = Callable[[Client, int], Awaitable[object]]
+
+
+async def _delete(client: Client, number: int) -> None:
+    await client.set(f"d{number}", "v")
+    await client.delete(f"d{number}")
+
+
+async def _delete_bucket(client: Client, number: int) -> None:
+    await client.create_bucket(f"d{number}", 1)
+    await client.delete_bucket(f"d{number}")
+
+
+async def _acquire(client: Client, number: int) -> None:
+    await client.acquire_lease([(0, 0, SEQ_MAX)], time_to_live_s=60, owner="o", lease_id=5)
+
+
+async def _renew(client: Client, number: int) -> None:
+    await _acquire(client, number)
+    await client.renew_lease(5, time_to_live_s=60)
+
+
+async def _release(client: Client, number: int) -> None:
+    await _acquire(client, number)
+    await client.release_lease(5)
+
+
+async def _await_durable(client: Client, number: int) -> None:
+    written = await client.set("k", "v")
+    await client.await_durable(written, Durability.PERSISTED)
+
+
+async def _get_from(client: Client, number: int) -> None:
+    await client.get_from(0, OF_FIRST, client.partitions()[0].log.current)
+
+
+CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
+    Client.get: lambda client, _: client.get(KEYS[0]),
+    Client.get_many: lambda client, _: client.get_many(KEYS),
+    Client.get_from: _get_from,
+    Client.set: lambda client, _: client.set("k", "v"),
+    Client.add: lambda client, number: client.add(f"a{number}", "v"),
+    Client.replace: lambda client, _: client.replace(KEYS[0], "v"),
+    Client.delete: _delete,
+    Client.increment: lambda client, _: client.increment("counter"),
+    Client.decrement: lambda client, _: client.decrement("counter"),
+    Client.append: lambda client, _: client.append(KEYS[0], "v"),
+    Client.prepend: lambda client, _: client.prepend(KEYS[0], "v"),
+    Client.touch: lambda client, _: client.touch(KEYS[0], 0),
+    Client.create_bucket: lambda client, number: client.create_bucket(f"c{number}", 1),
+    Client.delete_bucket: _delete_bucket,
+    Client.list_buckets: lambda client, _: client.list_buckets(),
+    Client.stats: lambda client, _: client.stats("b"),
+    Client.seqnos: lambda client, _: client.seqnos(),
+    Client.acquire_lease: _acquire,
+    Client.renew_lease: _renew,
+    Client.release_lease: _release,
+    Client.await_durable: _await_durable,
+}
+
+
+@pytest.mark.parametrize("function", CLIENT)
+async def test_a_request(
+    network: MemoryNetwork,
+    server: Server,
+    autojump_clock: MockClock,
+    function: Callable[..., object],
+) -> None:
+    await try_request(network, [server], function)
+
+
+async def test_requests_to_two_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(server) as servers:
+        for function in CLIENT:
+            await try_request(network, servers, function)
+
+
+async def try_request(
+    network: MemoryNetwork, servers: list[Server], function: Callable[..., object]
+) -> None:
+    numbers, identity = count(), "test:requests"
+    async with connect(servers[0].url("b"), identity=identity) as client:
+
+        async def work() -> None:
+            await CLIENT[function](client, next(numbers))
+
+        def look() -> None:
+            credit = 0
+            for server in servers:
+                check(server)
+                for connection in server.service.connections:
+                    if connection.session.client_identity == identity:
+                        credit += connection.session.credit.left
+            statistics = client.statistics()
+            assert (statistics.open, statistics.credit_left) == (0, credit)
+
+        async def delete() -> None:
+            for service in (server.service for server in servers):
+                for name in [bucket.name for bucket in service.buckets if bucket.name != "b"]:
+                    await service.delete_bucket(name)
+
+        found = await cancelled_at_each_step(work, look, then=work, undo=delete)
+    found.check_inside(function)
+
+
+# Publishers.
+
+PublisherCase = Callable[[Publisher], Awaitable[object]]
+
+
+def _chunk() -> Chunk:
+    return plain_chunk(OF_FIRST, [b"v"] * len(OF_FIRST))
+
+
+async def _flush(sink: Publisher) -> None:
+    await sink.set("k", "v")
+    await sink.flush()
+
+
+async def _delete_key(sink: Publisher) -> None:
+    await sink.set("k", "v")
+    await sink.delete("k")
+
+
+PUBLISHER: Final[dict[Callable[..., object], PublisherCase]] = {
+    Publisher.apply: lambda sink: sink.set("k", "v"),
+    Publisher.set: lambda sink: sink.set("k", "v"),
+    Publisher.delete: _delete_key,
+    Publisher.increment: lambda sink: sink.increment("counter"),
+    Publisher.decrement: lambda sink: sink.decrement("counter"),
+    Publisher.publish: lambda sink: sink.publish(PartitionId(0), _chunk()),
+    Publisher.publish_and_wait: lambda sink: sink.publish_and_wait(PartitionId(0), _chunk()),
+    Publisher.flush: _flush,
+}
+
+
+@pytest.mark.parametrize("function", PUBLISHER)
+async def test_what_is_published(
+    network: MemoryNetwork,
+    server: Server,
+    autojump_clock: MockClock,
+    function: Callable[..., object],
+) -> None:
+    await try_publishing(network, [server], function)
+
+
+async def test_what_is_published_to_two_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(server) as servers:
+        for function in PUBLISHER:
+            await try_publishing(network, servers, function)
+
+
+async def try_publishing(
+    network: MemoryNetwork, servers: list[Server], function: Callable[..., object]
+) -> None:
+    async with publisher(servers[0].url("b"), batch_mutations=1) as sink:
+
+        async def work() -> None:
+            await PUBLISHER[function](sink)
+
+        def look() -> None:
+            for server in servers:
+                check(server)
+            statistics = sink.statistics()
+            assert (statistics.unanswered, statistics.unanswered_bytes) == (0, 0)
+
+        found = await cancelled_at_each_step(work, look, then=work)
+        statistics = sink.statistics()
+        assert (statistics.resent, statistics.failed) == (0, 0)
+        assert statistics.connections == len(servers)
+    found.check_inside(function)
+
+
+# Consumers.
+
+
+class Store(MemoryStore):
+    """One that takes some steps, so that one of them is met though threads make steps too."""
+
+    async def load(self) -> ResumeState | None:
+        await _some_steps()
+        return await super().load()
+
+    async def save(self, state: ResumeState) -> None:
+        await _some_steps()
+        await super().save(state)
+
+
+async def _some_steps() -> None:
+    for _ in range(10):
+        await trio.lowlevel.checkpoint()
+
+
+class Reader:
+    """Writes at the server and reads with a consumer: whatever is cancelled, all that was written
+    comes, in order."""
+
+    def __init__(
+        self, servers: list[Server], consumer: Consumer | UndoingConsumer | MaterialisedMap
+    ) -> None:
+        self._servers = servers
+        self._consumer = consumer
+        self._numbers = count()
+        self._written: dict[PartitionId, list[bytes]] = {}
+        self._read: dict[PartitionId, list[bytes]] = {}
+
+    def write(self) -> bytes:
+        key = b"new-%d" % next(self._numbers)
+        number = PartitionId(partition_of(key, PARTITIONS))
+        (active,) = (
+            partition
+            for server in self._servers
+            for partition in server.service.bucket("b").partitions
+            if partition.id == number and partition.state is PartitionState.ACTIVE
+        )
+        put(active, key)
+        self._written.setdefault(number, []).append(key)
+        return key
+
+    async def follow(self, until: bytes = b"") -> None:
+        async for event in self._consumer:
+            if isinstance(event, ChunkReceived):
+                keys = [row.key for row in event.chunk if row.key.startswith(b"new")]
+                self._read.setdefault(event.partition, []).extend(keys)
+                if until in keys:
+                    return
+
+    async def anext(self) -> None:
+        await self.follow(self.write())
+
+    async def barrier(self) -> None:
+        assert not isinstance(self._consumer, MaterialisedMap)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.follow)
+            self.write()
+            await self._consumer.barrier()
+            nursery.cancel_scope.cancel()
+        self.check()
+
+    async def save(self) -> None:
+        await self.anext()
+        await self._consumer.save()
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._written.values()))
+
+    def check(self) -> None:
+        assert self._read == self._written
+
+
+@pytest.mark.parametrize("function", [Consumer.__anext__, Consumer.barrier, Consumer.save])
+async def test_a_consumer(
+    network: MemoryNetwork,
+    server: Server,
+    autojump_clock: MockClock,
+    function: Callable[..., object],
+) -> None:
+    await try_consuming([server], function)
+    assert network.open == 0
+
+
+async def test_a_consumer_of_two_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(server) as servers:
+        await try_consuming(servers, Consumer.__anext__, Consumer.barrier, Consumer.save)
+
+
+async def try_consuming(servers: list[Server], *functions: Callable[..., object]) -> None:
+    def look() -> None:
+        for server in servers:
+            check(server)
+
+    async with consume(servers[0].url("b"), resume=Store()) as consumer:
+        reader = Reader(servers, consumer)
+        for function in functions:
+            work = getattr(reader, function.__name__.strip("_"))
+            (await cancelled_at_each_step(work, look, then=work)).check_inside(function)
+        await reader.barrier()
+        assert consumer.statistics().connections == len(servers)
+
+
+@pytest.mark.parametrize(
+    "function", [UndoingConsumer.__anext__, UndoingConsumer.barrier, UndoingConsumer.save]
+)
+async def test_a_consumer_with_a_ring_buffer(
+    network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
+) -> None:
+    async with consume_undoing(server.url("b"), tmp_path / "ring", resume=Store()) as consumer:
+        reader = Reader([server], consumer)
+        work = getattr(reader, function.__name__.strip("_"))
+        found = await cancelled_at_each_step(work, lambda: check(server), then=work)
+        await reader.barrier()
+        assert consumer.statistics().connections == 1
+    found.check_inside(function)
+    assert network.open == 0
+
+
+MAP: Final = (
+    MaterialisedMap.__anext__,
+    MaterialisedMap.save,
+    MaterialisedMap.get,
+    MaterialisedMap.count,
+)
+
+
+@pytest.mark.parametrize("function", MAP)
+async def test_a_map(
+    network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
+) -> None:
+    async with keep_map(server.url("b"), tmp_path / "map") as kept:
+        reader = Reader([server], kept)
+        key = reader.write()
+        await reader.follow(key)
+        work: dict[Callable[..., object], Callable[[], Awaitable[object]]] = {
+            MaterialisedMap.__anext__: reader.anext,
+            MaterialisedMap.save: kept.save,
+            MaterialisedMap.get: lambda: kept.get(key),
+            MaterialisedMap.count: kept.count,
+        }
+        found = await cancelled_at_each_step(
+            work[function], lambda: check(server), then=reader.anext
+        )
+        reader.check()
+        assert await kept.count() == len(KEYS) + reader.count
+    found.check_inside(function)
+    assert network.open == 0
+
+
+async def test_a_resume_file(tmp_path: Path) -> None:
+    store, state = FileStore(tmp_path / "state"), ResumeState("b")
+
+    async def save() -> None:
+        await store.save(state)
+
+    async def load() -> None:
+        found = await store.load()
+        assert found is not None
+        assert found.encode() == state.encode()
+
+    (await cancelled_at_each_step(save, then=save)).check_inside(FileStore.save)
+    (await cancelled_at_each_step(load, then=load)).check_inside(FileStore.load)
+
+
+WAITS_FOR_NOTHING: Final = (MemoryStore.load, MemoryStore.save)
+
+
+def test_what_waits_for_nothing() -> None:
+    """It cannot be cancelled."""
+    store = MemoryStore()
+    for found in (store.save(ResumeState("b")), store.load()):
+        with pytest.raises(StopIteration):
+            found.send(None)
+
+
+# Contexts.
+
+
+async def _connect(server: Server, folder: Path) -> None:
+    async with connect(server.url("b")) as client:
+        assert await client.get(KEYS[0]) is not None
+
+
+async def _publisher(server: Server, folder: Path) -> None:
+    async with publisher(server.url("b"), batch_mutations=2) as sink:
+        for key in KEYS[:5]:
+            await sink.set(key, "v")
+
+
+async def _consume(server: Server, folder: Path) -> None:
+    async with consume(server.url("b"), resume=Store(), end="now") as consumer:
+        assert [event async for event in consumer]
+
+
+async def _consume_undoing(server: Server, folder: Path) -> None:
+    path = folder / "ring"
+    async with consume_undoing(server.url("b"), path, resume=Store(), end="now") as consumer:
+        assert [event async for event in consumer]
+
+
+async def _keep_map(server: Server, folder: Path) -> None:
+    async with keep_map(server.url("b"), folder / "map", end="now") as kept:
+        async for _ in kept:
+            pass
+        assert await kept.count() == len(KEYS)
+
+
+async def _follow_events(server: Server, folder: Path) -> None:
+    async with follow_events(server.url(), consumer="c") as feed:
+        await anext(feed)
+
+
+async def _fetch_map(server: Server, folder: Path) -> None:
+    await fetch_map(Address.parse(server.url("b")))
+
+
+async def _give_map(server: Server, folder: Path) -> None:
+    there = Address.parse(server.url("b"))
+    found = server.service.cluster.map_of("b")
+    if found is None:
+        await give_map(there, 0, ClusterMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}"))
+    else:
+        await give_map(there, found.revision, found.next({}))
+
+
+CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[..., Any], ...]]] = {
+    _connect: (connect,),
+    _publisher: (publisher,),
+    _consume: (consume,),
+    _consume_undoing: (consume_undoing,),
+    _keep_map: (keep_map,),
+    _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
+    _fetch_map: (fetch_map,),
+    _give_map: (give_map,),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+async def test_from_the_connection_to_its_end(
+    network: MemoryNetwork,
+    server: Server,
+    context: Callable[[Server, Path], Awaitable[None]],
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        await context(server, tmp_path)
+
+    def look() -> None:
+        check(server)
+        assert network.open == 0
+        assert not server.service.connections
+
+    found = await cancelled_at_each_step(work, look)
+    assert found.times > 10
+    found.check_inside(*CONTEXTS[context])
+
+
+# Operators. What they do takes very many steps, of which only some are tried.
+
+
+def whole(servers: list[Server]) -> None:
+    for server in servers:
+        check(server)
+    for number in range(PARTITIONS):
+        there = [server.service.buckets.get("b") for server in servers]
+        active = [
+            bucket.partitions[number].failover_log.current
+            for bucket in there
+            if bucket is not None and bucket.partitions[number].state is PartitionState.ACTIVE
+        ]
+        assert len(set(active)) == len(active), "two are active in one history"
+
+
+SURVEY: Final = (Operator.ask, Operator.report, Operator.reports, Operator.survey)
+
+
+async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: MockClock) -> None:
+    async with node("z") as other:
+        operator = operator_at(server)
+        await add(server, other)
+
+        async def work() -> None:
+            assert (await operator.survey()).map is not None
+
+        found = await cancelled_at_each_step(work, lambda: whole([server, other]), every=3)
+        found.check_inside(*SURVEY)
+
+
+async def test_replicas_that_are_added_and_removed(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with node("z") as other:
+        operator, servers = operator_at(server), [server, other]
+
+        async def add_it() -> None:
+            await add(server, other)
+
+        async def remove() -> None:
+            await remove_replicas(operator, "z")
+
+        async def remove_again() -> None:
+            if "z" in (await operator.survey()).mapped().nodes:
+                await remove()
+
+        await add_it()
+        await remove()
+        # What it had is still on its disk, and it has the bucket.
+        found = await cancelled_at_each_step(
+            add_it, lambda: whole(servers), then=add_it, undo=remove_again, every=47
+        )
+        found.check_inside(add_replicas, wait_caught_up)
+        await add_it()
+        found = await cancelled_at_each_step(remove, lambda: whole(servers), then=add_it, every=47)
+        found.check_inside(remove_replicas)
+
+
+async def test_a_takeover(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with node("z") as other:
+        operator, servers = operator_at(server), [server, other]
+        await add(server, other)
+
+        async def work() -> None:
+            await take_over(operator, to="z", all_of="a")
+
+        async def then() -> None:
+            survey = await operator.survey()
+            if any(owners.active != "z" for owners in survey.mapped().partitions):
+                await take_over(operator, to="z", partitions=range(PARTITIONS))
+            whole(servers)
+            await take_over(operator, to="a", partitions=range(PARTITIONS))
+
+        found = await cancelled_at_each_step(work, lambda: whole(servers), then=then, every=47)
+        found.check_inside(take_over)
+
+
+async def test_a_failover(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    async with node("z") as other:
+        servers = [server, other]
+        await add(server, other)
+        await caught_up(servers)
+        network.away.add(server.port)
+        network.cut(server.port)
+        operator = operator_at(other)
+
+        async def work() -> None:
+            await fail_over(operator, partitions=range(PARTITIONS), to="z")
+
+        async def then() -> None:
+            survey = await operator.survey()
+            if any(owners.active != "z" for owners in survey.mapped().partitions):
+                await work()
+            whole(servers)
+            network.away.discard(server.port)
+            await caught_up(servers)
+            await take_over(operator, to="a", partitions=range(PARTITIONS))
+            await caught_up(servers)
+            network.away.add(server.port)
+            network.cut(server.port)
+
+        found = await cancelled_at_each_step(work, lambda: whole(servers), then=then, every=47)
+        found.check_inside(fail_over)
+
+
+async def caught_up(servers: list[Server]) -> None:
+    """Both have one map and one history."""
+
+    def same() -> bool:
+        maps = [server.service.cluster.map_of("b") for server in servers]
+        logs = [
+            [partition.failover_log for partition in server.service.bucket("b").partitions]
+            for server in servers
+        ]
+        return maps[0] == maps[1] and logs[0] == logs[1]
+
+    with trio.fail_after(60):
+        await trio.lowlevel.checkpoint()
+        while not same():  # noqa: ASYNC110  servers tell nobody
+            await trio.sleep(0.1)
+
+
+COMMANDS: Final = (add_replicas, remove_replicas, wait_caught_up, take_over, fail_over)
+
+
+def test_nothing_is_forgotten() -> None:
+    tried: set[Callable[..., object]] = {
+        *CLIENT,
+        *PUBLISHER,
+        *(Consumer.__anext__, Consumer.barrier, Consumer.save),
+        *(UndoingConsumer.__anext__, UndoingConsumer.barrier, UndoingConsumer.save),
+        *MAP,
+        *(FileStore.load, FileStore.save),
+        *WAITS_FOR_NOTHING,
+        *(function for functions in CONTEXTS.values() for function in functions),
+        *SURVEY,
+        *COMMANDS,
+    }
+    there = exported(upr_protocol.client) | exported(upr_protocol.client.operator)
+    assert {name_of(function) for function in tried} == there

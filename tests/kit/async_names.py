@@ -1,0 +1,54 @@
+"""The names of public functions that are asynchronous, or give asynchronous contexts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+_OPERATORS = {"__anext__", "__call__"}
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """`module.Class.function`, as `cancelled_at_each_step` names what it has met."""
+    function = inspect.unwrap(function)
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def exported(module: ModuleType) -> set[str]:
+    """Those of what a package exports."""
+    things = (getattr(module, name) for name in module.__all__)
+    return {name for thing in things for name in _names(thing)}
+
+
+def below(*packages: str) -> set[str]:
+    """Those of all modules of packages."""
+    return {name for package in packages for name in _below(importlib.import_module(package))}
+
+
+def _below(module: ModuleType) -> Iterator[str]:
+    for name, thing in vars(module).items():
+        if not name.startswith("_") and getattr(thing, "__module__", "") == module.__name__:
+            yield from _names(thing)
+    for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        yield from _below(importlib.import_module(f"{module.__name__}.{found.name}"))
+
+
+def _names(thing: Any) -> Iterator[str]:
+    if not inspect.isclass(thing):
+        if _is_async(thing):
+            yield name_of(thing)
+    elif not getattr(thing, "_is_protocol", False):
+        for name, member in inspect.getmembers(thing):
+            if (not name.startswith("_") or name in _OPERATORS) and _is_async(member):
+                yield name_of(member)
+
+
+def _is_async(thing: Any) -> bool:
+    if not inspect.isfunction(thing) or getattr(thing, "__isabstractmethod__", False):
+        return False
+    inner = inspect.unwrap(thing)
+    return inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)

@@ -1,0 +1,153 @@
+"""A network in memory, below real servers and clients: nothing of it is a socket.
+
+So a whole cluster runs in one loop, in the time of a mock clock, and takes the same steps each
+time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Final
+
+import pytest
+import trio
+import trio.testing
+
+from tests.kit.fake_net import CuttableStream
+from upr_server import app
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.storage.port import Store
+from upr_server.storage.simulated_store import SimulatedStore
+
+HOST: Final = "127.0.0.1"
+PARTITIONS: Final = 2
+
+
+class _Socket:
+    """What is asked of a socket: which end is where."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def getsockname(self) -> tuple[str, int]:
+        return HOST, self._port
+
+    getpeername = getsockname
+
+
+class _Listener(trio.abc.Listener[trio.abc.HalfCloseableStream]):
+    def __init__(self, port: int) -> None:
+        self.socket = _Socket(port)
+        self.is_closed = False
+        self._coming, self._accepted = trio.open_memory_channel[trio.abc.HalfCloseableStream](
+            math.inf
+        )
+
+    def offer(self, stream: trio.abc.HalfCloseableStream) -> None:
+        self._coming.send_nowait(stream)
+
+    async def accept(self) -> trio.abc.HalfCloseableStream:
+        return await self._accepted.receive()
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+        self._coming.close()
+        with trio.CancelScope(shield=True):
+            await trio.lowlevel.checkpoint()
+            while self._accepted.statistics().current_buffer_used:
+                await trio.aclose_forcefully(self._accepted.receive_nowait())
+        self._accepted.close()
+
+
+class MemoryNetwork:
+    """See the module. Servers that are started, and clients that connect, are in it.
+
+    Attributes:
+        away: Ports that cannot be reached.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.away: set[int] = set()
+        self._ports = count(1)
+        self._listeners: dict[int, _Listener] = {}
+        self._ends: dict[int, list[CuttableStream]] = {}
+        monkeypatch.setattr(trio, "open_tcp_stream", self._connect)
+        monkeypatch.setattr(app, "listening", self._listening)
+
+    @property
+    def open(self) -> int:
+        """How many of the clients' ends are not closed."""
+        return sum(not end.closed for ends in self._ends.values() for end in ends)
+
+    def cut(self, port: int) -> None:
+        """Breaks the connections to a port."""
+        for end in self._ends.pop(port, []):
+            end.cut()
+
+    @asynccontextmanager
+    async def _listening(self, listen: str) -> AsyncIterator[list[_Listener]]:
+        port = int(listen.rpartition(":")[2]) or next(self._ports)
+        listener = self._listeners[port] = _Listener(port)
+        try:
+            yield [listener]
+        finally:
+            del self._listeners[port]
+            await listener.aclose()
+
+    async def _connect(self, host: str, port: int) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        listener = self._listeners.get(port)
+        if listener is None or listener.is_closed or port in self.away:
+            raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+        ours, theirs = trio.testing.memory_stream_pair()
+        theirs.socket = _Socket(port)  # type: ignore[attr-defined]
+
+        def close() -> None:
+            ours.send_stream.close()
+            ours.receive_stream.close()
+
+        end = CuttableStream(ours, close)
+        ends = [end for end in self._ends.get(port, []) if not end.closed]
+        self._ends[port] = [*ends, end]
+        listener.offer(theirs)
+        return end
+
+
+@asynccontextmanager
+async def node(
+    name: str, *buckets: str, port: int = 0, store: Store | None = None
+) -> AsyncIterator[Server]:
+    """A server in the network, on simulated disks, with buckets of two partitions."""
+    config = Config(
+        listen=f"{HOST}:{port}",
+        node=name,
+        buckets=tuple(BucketConfig(bucket, PARTITIONS) for bucket in buckets),
+        shutdown_deadline_s=0.1,
+    )
+    async with running_server(config, SimulatedStore() if store is None else store) as server:
+        yield server
+
+
+def check(server: Server) -> None:
+    """Nobody holds anything of a server, and every structure is whole."""
+    service = server.service
+    assert service.frame_budget.used == 0
+    assert not service._turn.locked()
+    assert not any(line._queues or line._turn.locked() for line in service._lines.values())
+    for bucket in service.buckets:
+        disk = service.disks[bucket]
+        bucket.check_invariants()
+        assert not is_left(disk.upkeeper._turn)
+        assert disk.memory.backfills == 0
+        assert not any(partition._pins for partition in bucket.partitions)
+
+
+def is_left(lock: trio.Lock) -> bool:
+    """Whether a task has a lock that is gone."""
+    owner = lock.statistics().owner
+    nursery = None if owner is None else owner.parent_nursery
+    return nursery is not None and owner not in nursery.child_tasks

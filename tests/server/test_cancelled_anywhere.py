@@ -1,0 +1,775 @@
+"""Every asynchronous operation of the server, cancelled at each of its steps in turn.
+
+On simulated disks that take a moment for each call, and a network in memory, in the time of a mock
+clock. After each cancellation no task is left, nobody holds anything, the disk and memory agree,
+and the same operation works. What runs for ever is cancelled with the server that it is part of,
+and is then there again. An operation that is in no test here fails the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from tests.engine.helpers import put
+from tests.events.test_store import on_disk
+from tests.kit.async_names import below, name_of
+from tests.kit.cancellation import cancelled_at_each_step
+from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
+from tests.kit.process import children_of
+from tests.server.test_backfill import Model
+from tests.storage.log_model import record_of
+from tests.storage.test_store import BUCKET, create, some_write
+from upr_protocol.bucket_event import EventFilter
+from upr_protocol.client import connect, consume, follow_events
+from upr_protocol.client.address import Address
+from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.errors import ServerError
+from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
+from upr_server.app import Server, running_server, serve
+from upr_server.config import Config
+from upr_server.daemon import listening, run_until_signal
+from upr_server.engine import QUOTA_BYTES_MIN, Want
+from upr_server.events import DiskStore, EventBus, EventStore, MemoryStore, queues
+from upr_server.events.consumer import Consumer
+from upr_server.events.feeds import Feeds
+from upr_server.events.producer import Producer
+from upr_server.events.queues import Telling
+from upr_server.events.store import Transaction
+from upr_server.events.worker import Worker
+from upr_server.net import Connection, Service
+from upr_server.net.budget import FrameBudget
+from upr_server.net.cluster import Alone
+from upr_server.net.connection import REPLIES_BYTES_MAX
+from upr_server.net.events import NoEvents
+from upr_server.replication import Membership, Peers
+from upr_server.replication.replicator import Replicator
+from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.flusher import Flusher
+from upr_server.storage.leases import LAPSED_S, LeaseBook
+from upr_server.storage.ledger import OpenLedger
+from upr_server.storage.process_store import ProcessStore, open_store
+from upr_server.storage.records import LeaseRecord
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.store import CallingStore
+from upr_server.storage.upkeeper import Upkeeper
+
+Function = Callable[..., Any]
+
+P0: Final = PartitionId(0)
+CALL_S: Final = 0.001
+PACKAGES: Final = ("app", "daemon", "events", "net", "replication", "storage")
+TRIED: Final[set[Function]] = set()
+"""Those that tests below say they cancel; each test sees that it does."""
+
+
+def tries(*functions: Function) -> tuple[Function, ...]:
+    TRIED.update(functions)
+    return functions
+
+
+def slow_store(room: SimulatedRoom | None = None) -> SimulatedStore:
+    return SimulatedStore(room, lambda _: CALL_S)
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
+    return MemoryNetwork(monkeypatch)
+
+
+@pytest.fixture
+def room() -> SimulatedRoom:
+    return SimulatedRoom()
+
+
+@pytest.fixture
+async def server(
+    network: MemoryNetwork, room: SimulatedRoom, autojump_clock: MockClock
+) -> AsyncIterator[Server]:
+    async with node("a", "b", store=slow_store(room)) as server:
+        yield server
+
+
+def disk_of(server: Server) -> BucketDisk:
+    found = server.service.disk_of("b")
+    assert found is not None
+    return found
+
+
+# Buckets.
+
+
+async def _create_and_delete(service: Service) -> None:
+    await service.create_bucket("c", 1, QUOTA_BYTES_MIN)
+    await service.delete_bucket("c")
+
+
+async def _hold_and_delete(service: Service) -> None:
+    await service.create_held("c", 1)
+    await service.delete_bucket("c")
+
+
+BUCKETS: Final[dict[Callable[[Service], Awaitable[None]], tuple[Function, ...]]] = {
+    _create_and_delete: tries(
+        Service.create_bucket,
+        Service.delete_bucket,
+        BucketDisk.abandon,
+        CallingStore.create,
+        CallingStore.delete,
+    ),
+    _hold_and_delete: tries(Service.create_held),
+}
+
+
+@pytest.mark.parametrize("case", BUCKETS)
+async def test_a_bucket(
+    server: Server,
+    room: SimulatedRoom,
+    autojump_clock: MockClock,
+    case: Callable[[Service], Awaitable[None]],
+) -> None:
+    """It is on disk and in memory, or neither."""
+    service = server.service
+
+    def look() -> None:
+        check(server)
+        assert {bucket.name for bucket in service.buckets} == set(room.names()) == {"b"}
+
+    async def undo() -> None:
+        names = {bucket.name for bucket in service.buckets}
+        assert names == set(room.names())
+        if "c" in names:
+            await service.delete_bucket("c")
+
+    work = partial(case, service)
+    found = await cancelled_at_each_step(work, look, then=work, undo=undo)
+    found.check_inside(*BUCKETS[case])
+
+
+# The disk.
+
+
+async def _lease(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    for step in (
+        lambda: disk.leases.acquire(5, "o", [(0, 0, SEQ_MAX)], 60),
+        lambda: disk.leases.renew(5, 60),
+        lambda: disk.leases.release(5),
+    ):
+        async with disk.upkeeper.quiet():
+            await step()
+
+
+async def _forget_leases(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    leases = disk.leases
+    async with disk.upkeeper.quiet():
+        await leases.acquire(6, "o", [(0, 0, SEQ_MAX)], 1)
+        lease = leases.whole(6)
+        leases._leases[6] = LeaseRecord(6, lease.owner, lease.ranges, 1, leases._time() - LAPSED_S)
+        await leases.forget()
+
+
+async def _persist(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    partition = disk.bucket.partitions[0]
+    put(partition, b"key-%d" % next(iter(numbers)))
+    await disk.flusher.persisted(partition, partition.high_seq)
+
+
+async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    partition = disk.bucket.partitions[0]
+    pin = partition.pin()
+    try:
+        found = await disk.find(partition, [Want(b"key", 0, value=True)])
+        assert found[b"key"] is not None
+    finally:
+        partition.unpin(pin)
+
+
+async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    await disk.expire(2_000.0)
+
+
+DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[Function, ...]]] = {
+    _lease: tries(
+        Upkeeper.quiet,
+        LeaseBook.acquire,
+        LeaseBook.renew,
+        LeaseBook.release,
+        CallingStore.put_lease,
+        CallingStore.delete_leases,
+    ),
+    _forget_leases: tries(LeaseBook.forget),
+    _persist: tries(Flusher.persisted),
+    _find: tries(BucketDisk.find, CallingStore.find),
+    _expire: tries(BucketDisk.expire, CallingStore.due),
+}
+
+
+@pytest.mark.parametrize("case", DISK)
+async def test_what_is_asked_of_a_disk(
+    server: Server,
+    autojump_clock: MockClock,
+    case: Callable[[BucketDisk, Iterable[int]], Awaitable[None]],
+) -> None:
+    disk, numbers = disk_of(server), count()
+    put(disk.bucket.partitions[0], b"key")
+    await trio.sleep(5)
+
+    async def settle() -> None:
+        await trio.sleep(5)
+
+    def look() -> None:
+        check(server)
+        assert not disk.flusher._waiting
+        assert disk.flusher._waiters == 0
+
+    work = partial(case, disk, numbers)
+    found = await cancelled_at_each_step(work, look, then=work, undo=settle)
+    found.check_inside(*DISK[case])
+
+
+UNINDEXED: Final = tries(Upkeeper.until_it_can_be_asked)
+
+
+async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: MockClock) -> None:
+    disk = disk_of(server)
+    partition = disk.bucket.partitions[0]
+    numbers = count()
+
+    async def work() -> None:
+        put(partition, b"key-%d" % next(numbers))
+        partition.restored = partition.high_seq
+        await disk.upkeeper.until_it_can_be_asked(partition)
+
+    def look() -> None:
+        check(server)
+        assert not disk.upkeeper._asked
+
+    async def settle() -> None:
+        await trio.sleep(5)
+
+    found = await cancelled_at_each_step(work, look, then=work, undo=settle)
+    found.check_inside(*UNINDEXED)
+
+
+STORE: Final = tries(
+    CallingStore.load,
+    CallingStore.create,
+    CallingStore.begin,
+    CallingStore.commit,
+    CallingStore.put_map,
+    CallingStore.put_lease,
+    CallingStore.upkeep,
+    CallingStore.read,
+    CallingStore.measure,
+    CallingStore.find,
+    CallingStore.due,
+    CallingStore.newest_end,
+    CallingStore.cut,
+    CallingStore.delete_leases,
+    CallingStore.finish,
+    CallingStore.delete,
+)
+
+
+async def test_a_store(autojump_clock: MockClock) -> None:
+    room = SimulatedRoom()
+    name = BUCKET.name
+
+    async def work() -> None:
+        store = slow_store(room)
+        if await store.load():
+            await store.delete(name)
+        await create(store)
+        await store.begin(name, [])
+        await store.commit(name, [some_write(0, 0), some_write(1, 0)])
+        await store.put_map(name, "a map", [(0, record_of(3))])
+        await store.put_lease(name, LeaseRecord(5, "o", ((0, 0, 3),), 60, 1.0))
+        await store.upkeep(name, urgent=True, leases=(), purge_before_cas=0)
+        await store.read(name, 0, SeqNo(0), SeqNo(3), 1000)
+        await store.measure(name, [(0, 0, 3)])
+        await store.find(name, 0, [Want(b"key 1", 0, value=True)])
+        await store.due(name, 100, b"", 10)
+        await store.newest_end(name, 1, SeqNo(3), SeqNo(0))
+        await store.cut(name, 1, record_of(0), [])
+        await store.delete_leases(name, [5])
+        await store.finish(name)
+        assert not store._turn.locked()
+        await store.delete(name)
+
+    found = await cancelled_at_each_step(work, then=work)
+    found.check_inside(*STORE)
+
+
+# Connections.
+
+BUDGET: Final = tries(FrameBudget.acquire)
+
+
+async def test_room_for_large_frames(autojump_clock: MockClock) -> None:
+    budget = FrameBudget(10)
+
+    async def hold() -> None:
+        await budget.acquire(6)
+        try:
+            await trio.sleep(1)
+        finally:
+            budget.release(6)
+
+    async def work() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(hold)
+
+    def look() -> None:
+        assert budget.used == 0
+        assert not budget._turn.locked()
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
+
+
+OWED: Final = tries(Connection.until_it_may_be_answered)
+
+
+async def test_a_line_whose_peer_is_owed_too_much(
+    server: Server, network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with connect(server.url("b")):
+        (connection,) = server.service.connections
+
+        async def relieve() -> None:
+            await trio.sleep(1)
+            connection._has_sent()
+
+        async def work() -> None:
+            connection._replies_being_written = REPLIES_BYTES_MAX + 1
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(relieve)
+                await connection.until_it_may_be_answered()
+
+        (await cancelled_at_each_step(work, then=work)).check_inside(*OWED)
+
+
+SERVED: Final = tries(Service.serve, Connection.run)
+
+
+async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
+    """With a cold key, a stream from disk, a lease, a question about events and a batch that waits
+    for the disk."""
+    service, disk = server.service, disk_of(server)
+    bucket = disk.bucket
+    model = Model(disk, bucket.partitions[0])
+    model.write((b"key", b"v"))
+    await model.persist()
+    await trio.sleep(5)
+
+    async def work() -> None:
+        model.forget()
+        async with trio.open_nursery() as nursery:
+
+            async def dial(address: Address) -> trio.abc.Stream:
+                ours, theirs = trio.testing.memory_stream_pair()
+                theirs.socket = _Nowhere()  # type: ignore[attr-defined]
+                nursery.start_soon(service.serve, theirs)  # type: ignore[arg-type]
+                await trio.lowlevel.checkpoint()
+                return ours
+
+            async with connect(server.url("b"), dial=dial) as client:
+                await client.get_from(0, [b"key"], model.partition.failover_log.current)
+                await client.acquire_lease(
+                    [(0, 0, SEQ_MAX)], time_to_live_s=60, owner="o", lease_id=5
+                )
+                await client.set("other", "v", durability=Durability.PERSISTED)
+            async with consume(server.url("b"), dial=dial, end="now") as consumer:
+                assert [event async for event in consumer]
+            async with follow_events(server.url(), consumer="c", dial=dial) as feed:
+                await anext(feed)
+
+    def look() -> None:
+        check(server)
+        assert not service.connections
+        assert not service._waiting_for_room
+        assert not service.credit_shares._publishers[bucket]
+        assert not disk.leases._backfills
+        for partition in bucket.partitions:
+            assert partition.manager.cursor_count == 1, "there is the disk's own, and no other"
+
+    async def settle() -> None:
+        await trio.sleep(5)
+
+    (await cancelled_at_each_step(work, look, undo=settle)).check_inside(*SERVED)
+
+
+class _Nowhere:
+    """The socket of a stream that has none."""
+
+    def getpeername(self) -> tuple[str, int]:
+        raise OSError
+
+
+# The cluster.
+
+
+def _map(server: Server) -> ClusterMap:
+    found = server.service.cluster.map_of("b")
+    if found is not None:
+        return found.next({})
+    return ClusterMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
+
+
+def _membership(server: Server) -> Membership:
+    found = server.service.cluster
+    assert isinstance(found, Membership)
+    return found
+
+
+async def _give(server: Server) -> None:
+    given = _map(server)
+    await _membership(server).give(given.revision - 1, given.encode())
+
+
+async def _adopt(server: Server) -> None:
+    assert await _membership(server).adopt(_map(server))
+
+
+async def _confirm(server: Server) -> None:
+    membership = _membership(server)
+    membership._held["b"].is_confirmed = False
+    await membership.confirm("b", membership.revision("b"))
+
+
+MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
+    _give: tries(Membership.give),
+    _adopt: tries(Membership.adopt),
+    _confirm: tries(Membership.confirm),
+}
+
+
+@pytest.mark.parametrize("case", MAPS)
+async def test_a_map(
+    server: Server,
+    room: SimulatedRoom,
+    autojump_clock: MockClock,
+    case: Callable[[Server], Awaitable[None]],
+) -> None:
+    """The one on disk is the one in memory."""
+    await _give(server)
+
+    async def then() -> None:
+        found = server.service.cluster.map_of("b")
+        assert found is not None
+        (stored,) = await SimulatedStore(room).load()
+        assert stored.cluster_map == found.encode()
+        await case(server)
+
+    found = await cancelled_at_each_step(partial(case, server), lambda: check(server), then=then)
+    found.check_inside(*MAPS[case])
+
+
+async def _name_replica(server: Server, address: str) -> None:
+    """Its map says that the node `z` follows it."""
+    owners = Owners(active="a", replicas={"z": ""})
+    given = ClusterMap(
+        bucket="b",
+        revision=2,
+        nodes={"a": f"{HOST}:{server.port}", "z": address},
+        partitions=(owners,) * PARTITIONS,
+    )
+    await _give(server)
+    await _membership(server).give(1, given.encode())
+
+
+JOIN: Final = tries(Membership.join)
+
+
+async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> None:
+    async with node("z", store=slow_store()) as other:
+        there = f"{HOST}:{other.port}"
+        await _name_replica(server, there)
+
+        async def work() -> None:
+            await _membership(other).join("b", f"{HOST}:{server.port}")
+
+        async def undo() -> None:
+            if other.service.buckets.get("b") is not None:
+                await other.service.delete_bucket("b")
+
+        def look() -> None:
+            check(server)
+            check(other)
+
+        found = await cancelled_at_each_step(work, look, then=work, undo=undo)
+        found.check_inside(*JOIN)
+
+
+WHOLE: Final = tries(
+    running_server,
+    Service.recovered,
+    Service.collapse,
+    Service.free_memory,
+    Service.expire,
+    BucketDisk.run,
+    BucketDisk.stop,
+    Flusher.run,
+    Upkeeper.run,
+    EventBus.running,
+    Producer.run,
+    Worker.run,
+)
+
+
+async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockClock) -> None:
+    """Whenever it is cancelled, it comes up on what it left, with what it said was on disk."""
+    room, persisted = SimulatedRoom(), list[bytes]()
+    numbers = count()
+
+    async def work() -> None:
+        async with node("a", "b", store=slow_store(room)) as server:
+            (bucket,) = server.service.buckets
+            partition = bucket.partitions[0]
+            disk = disk_of(server)
+            pin = partition.pin()
+            try:
+                wants = [Want(key, 0, value=True) for key in persisted[-5:]]
+                for key, row in (await disk.find(partition, wants)).items():
+                    assert row is not None, f"{key!r} is lost"
+            finally:
+                partition.unpin(pin)
+            key = b"key-%d" % next(numbers)
+            put(partition, key)
+            await disk.flusher.persisted(partition, partition.high_seq)
+            persisted.append(key)
+            put(partition, b"more")
+            check(server)
+
+    found = await cancelled_at_each_step(work, then=work)
+    found.check_inside(*WHOLE)
+
+
+REPLICA: Final = tries(
+    Membership.run,
+    Membership.stop,
+    Peers.run,
+    Replicator.run,
+    Replicator.stop,
+    Replicator.keep_logs,
+)
+
+
+async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
+    """It comes up, follows and is stopped. Whenever it is cancelled, on what it left it comes up
+    again and has everything."""
+    port, room = 77, SimulatedRoom()
+    await _name_replica(server, f"{HOST}:{port}")
+    numbers = count()
+
+    async def follows(node: Server) -> None:
+        if node.service.buckets.get("b") is None:
+            await _membership(node).join("b", f"{HOST}:{server.port}")
+        ours, theirs = server.service.bucket("b"), node.service.bucket("b")
+        key = b"key-%d" % next(numbers)
+        for partition in ours.partitions:
+            put(partition, key)
+        ends = [one.high_seq for one in ours.partitions]
+        with trio.fail_after(60):
+            await trio.lowlevel.checkpoint()
+            while [one.high_seq for one in theirs.partitions] != ends:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        check(node)
+
+    async def work() -> None:
+        async with node("z", port=port, store=slow_store(room)) as other:
+            await follows(other)
+            await _membership(other).stop()
+
+    found = await cancelled_at_each_step(work, lambda: check(server), then=work, every=3)
+    found.check_inside(*REPLICA)
+
+
+# Events.
+
+QUEUES: Final = tries(
+    queues.register,
+    queues.report_health,
+    queues.tell,
+    queues.poll,
+    queues.put_back,
+    queues.revive,
+    queues.forget_dead,
+    queues.forget,
+    Consumer.poll,
+    Consumer.is_known,
+    EventStore.opened,
+    EventStore.transact,
+    Transaction.read,
+    MemoryStore.read,
+    MemoryStore.commit,
+)
+
+
+async def test_queues(autojump_clock: MockClock) -> None:
+    store = MemoryStore(partial(trio.sleep, CALL_S))
+    telling = Telling("b", 1, created=True)
+
+    async def work() -> None:
+        async with store.opened():
+            await queues.register(store, "c", 30.0, trio.current_time())
+            await queues.report_health(store, "c", 30.0, trio.current_time())
+            await queues.tell(store, [telling])
+            polled = await queues.poll(store, "c", 30.0, trio.current_time(), b"")
+            assert [event.bucket for event in polled.events] == ["b"]
+            await queues.put_back(store, "c", polled.events)
+            await queues.revive(store, trio.current_time())
+            await queues.forget_dead(store, trio.current_time())
+            await queues.forget(store, "c")
+            consumer = Consumer(store, "d", 30.0, trio.current_time)
+            await consumer.poll()
+            assert await consumer.is_known()
+            await queues.forget(store, "d")
+
+    async def then() -> None:
+        for name in "cd":
+            await queues.forget(store, name)
+        await work()
+        assert not len(store)
+
+    (await cancelled_at_each_step(work, then=then)).check_inside(*QUEUES)
+
+
+BUS: Final = tries(
+    EventBus.running,
+    EventBus.next_events,
+    Feeds.next,
+    Feeds.put_back,
+    Producer.flush,
+)
+
+
+async def test_the_event_bus(autojump_clock: MockClock) -> None:
+    store = MemoryStore(partial(trio.sleep, CALL_S))
+    ids, incarnations = count(1), count(1)
+
+    async def work() -> None:
+        bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
+        async with bus.running():
+            number, _, _ = await bus.next_events(
+                "c", EventFilter(), timeout_s=30, acknowledged=0, wait_s=1
+            )
+            bus.producer._of(_Bucket("b", next(incarnations))).created = True  # type: ignore[arg-type]
+            await bus.next_events("c", EventFilter(), timeout_s=30, acknowledged=number, wait_s=1)
+            assert bus._feeds.statistics()["asking"] == 0
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*BUS)
+
+
+class _Bucket:
+    """What the producer asks of a bucket."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+
+
+LEDGER: Final = tries(DiskStore.opened, DiskStore.read, DiskStore.commit)
+
+
+async def test_events_on_disk(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with on_disk(tmp_path / "events") as store:
+            await queues.register(store, "c", 30.0, trio.current_time())
+            await queues.forget(store, "c")
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*LEDGER)
+
+
+# Processes.
+
+tries(open_store, ProcessStore.ledger, ProcessStore.watch)
+
+
+async def test_a_store_of_two_processes(tmp_path: Path) -> None:
+    """No process is left, and the directory can be used at once."""
+    before = set(children_of(os.getpid()))
+
+    async def work() -> None:
+        async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
+            await store.load()
+
+    def look() -> None:
+        assert set(children_of(os.getpid())) == before
+
+    found = await cancelled_at_each_step(work, look, every=24)
+    found.check_inside(open_store, ProcessStore.watch)
+    async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
+
+        async def ask() -> None:
+            await store.ledger(OpenLedger())
+
+        found = await cancelled_at_each_step(ask, then=ask)
+    found.check_inside(ProcessStore.ledger)
+
+
+SIGNALS: Final = tries(serve, run_until_signal)
+
+
+async def test_a_server_until_a_signal(tmp_path: Path) -> None:
+    config = Config(listen=f"{HOST}:0", data_dir=str(tmp_path / "data"))
+
+    def on_listening(server: Server) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    async def work() -> None:
+        await serve(config, on_listening)
+
+    (await cancelled_at_each_step(work, every=100)).check_inside(*SIGNALS)
+
+
+LISTENING: Final = tries(listening)
+
+
+async def test_listening() -> None:
+    async def work() -> None:
+        async with listening(f"{HOST}:0") as listeners:
+            assert listeners
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*LISTENING)
+
+
+# What cannot be cancelled, or is nothing.
+
+WAITS_FOR_NOTHING: Final = tries(Alone.give, Alone.join, Alone.stop)
+
+
+def test_what_waits_for_nothing() -> None:
+    alone = Alone()
+    with pytest.raises(ServerError):
+        alone.give(0, "").send(None)
+    with pytest.raises(ServerError):
+        alone.join("b", "").send(None)
+    with pytest.raises(StopIteration):
+        alone.stop().send(None)
+
+
+NOBODY: Final = tries(NoEvents.next_events)
+
+
+async def test_nobody_is_told() -> None:
+    async def work() -> None:
+        with pytest.raises(ServerError):
+            await NoEvents().next_events("c", EventFilter(), timeout_s=1, acknowledged=0, wait_s=1)
+
+    (await cancelled_at_each_step(work)).check_inside(*NOBODY)
+
+
+def test_nothing_is_forgotten() -> None:
+    there = below(*(f"upr_server.{package}" for package in PACKAGES))
+    assert {name_of(function) for function in TRIED} == there
