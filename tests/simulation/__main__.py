@@ -17,7 +17,8 @@ from typing import Final
 import attrs
 
 from tests.simulation.bugs import BUGS
-from tests.simulation.scenario import Outcome, first_of, run_seed
+from tests.simulation.node import first_of
+from tests.simulation.scenario import Outcome, run_seed
 from tests.simulation.story import digest, story
 
 FAILOVERS_MIN: Final = 3.0

@@ -11,6 +11,7 @@ import trio
 
 from upr_server.storage.calls import READS, AnyCall, Forget
 from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.records import CHUNK
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 
@@ -112,13 +113,16 @@ def repaired(room: SimulatedRoom) -> None:
 
 
 def flip(room: SimulatedRoom, chance: Random) -> bool:
-    """Turns one bit of one record of a log round; whether there was any."""
+    """Turns a bit round in some records of a log, mostly in chunks; whether there were any."""
     names = sorted(room.disks)
     if not names:
         return False
     log = room.disks[chance.choice(names)][0]
     keys = log.keys()
-    if not keys:
+    chunks = [key for key in keys if key.startswith(CHUNK)]
+    if not chunks:
         return False
-    log.flip(chance.choice(keys), chance.randrange(1 << 16))
+    for _ in range(chance.randint(1, 8)):
+        key = chance.choice(chunks if chance.random() < 0.8 else keys)
+        log.flip(key, chance.randrange(1 << 16))
     return True

@@ -32,6 +32,13 @@ _NODE: ContextVar[Node] = ContextVar("_NODE")
 """The node whose task this is."""
 
 
+def first_of(error: BaseException) -> BaseException:
+    """The first exception inside of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class ServerDiedError(AssertionError):
     """A server ended by itself, and not because its disk failed."""
 
@@ -137,7 +144,7 @@ class Node:
                     await self._stopping.wait()
         except Exception as error:
             if not (self.is_killed or _is_all_of_disk(error, self._expected())):
-                raise ServerDiedError(f"I10: {self.name} died of {error!r}") from error
+                raise ServerDiedError(f"I10: {self.name} died of {first_of(error)!r}") from error
         finally:
             self.server = None
             self.ended.set()

@@ -20,7 +20,7 @@ from tests.kit.history import Final as FinalState
 from tests.kit.recorded import RecordedConsumer, RecordedPublisher
 from tests.simulation.limits import small_limits
 from tests.simulation.network import Link, Network
-from tests.simulation.node import BUCKET, Node, ServerDiedError, observed
+from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, observed
 from tests.simulation.operator import REPLICATED, NotSettledError, SimulatedOperator
 from tests.simulation.world import EPOCH_S, Chance, run_in_world
 from upr_protocol.client import ChunkReceived, consume
@@ -365,9 +365,14 @@ class Cluster:
         node = self._node()
         self.history.add(Fault(f"the disk of {node.name} fails", DISKS))
         self.history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
+        if self._draw.random() < 0.5:
+            # So that something stands in line behind what fails.
+            node.wear.delay_s = 0.2
+        await trio.sleep(0.3)
         node.wear.fails_next = True
         await trio.sleep(1.0)
         node.wear.fails_next = False
+        node.wear.delay_s = self.mix.disk_s
         if not node.is_up:
             self.network.crash(node.name, silently=False)
             self.outcome.restarts += 1
@@ -395,7 +400,8 @@ class Cluster:
         node = self._node()
         if await self.operator.is_settled() and node.rot():
             self.history.add(Said("fault", f"a bit flips at {node.name}"))
-            await trio.sleep(self._draw.random() * 3)
+            self._draw.choice(self.consumers).crash()
+            await trio.sleep(self._draw.random() * 5)
             await self._replace_disk(node)
 
     async def _replace_disk(self, node: Node) -> None:
@@ -597,13 +603,6 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
         outcome.violation = str(failure) if is_told else f"I10: {failure!r}"
         outcome.promise = outcome.violation.partition(":")[0]
     return outcome, history
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The first exception inside of groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @contextmanager

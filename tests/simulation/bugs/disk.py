@@ -7,17 +7,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Partition
 from upr_server.replication.incoming import Incoming
-from upr_server.storage import records
+from upr_server.storage import chunk_log, compaction, key_index, records
 from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
+from upr_server.storage.records import CHUNK_HEAD
 from upr_server.storage.store import CallingStore
 
 
@@ -76,9 +77,22 @@ def acknowledges_what_was_behind_a_failure() -> Iterator[None]:
 @contextmanager
 def skips_the_checksum() -> Iterator[None]:
     """What is read from disk is not looked at."""
+
+    def parse_chunk(_key: bytes, value: Buffer) -> Chunk:
+        return Chunk(memoryview(value)[CHUNK_HEAD.size :])
+
+    def parse_chunk_head(_key: bytes, value: Buffer) -> tuple[int, bool]:
+        crc, _, mark = CHUNK_HEAD.unpack_from(value)
+        return crc, bool(mark)
+
+    def unseal(_key: bytes, sealed: Buffer) -> bytes:
+        return bytes(sealed)[4:]
+
     with ExitStack() as stack:
-        stack.enter_context(replaced(records, "crc32c", lambda *_: 0))
-        stack.enter_context(replaced(Chunk, "crc", property(lambda _self: 0)))
+        for part in (parse_chunk, parse_chunk_head, unseal):
+            for module in (records, chunk_log, compaction, key_index):
+                if part.__name__ in vars(module):
+                    stack.enter_context(replaced(module, part.__name__, part))
         yield
 
 
