@@ -156,9 +156,8 @@ class RecordedPublisher:
     async def _write(self, sink: Publisher, lane: Lane) -> None:
         while not self.stopping:
             await trio.sleep(self._chance.expovariate(1 / self._pause_s))
-            rows = self._rows(lane)
+            numbers, rows = zip(*self._rows(lane), strict=True)
             chunk = Chunk.build(rows)
-            numbers = [lane.sent[row.key] - 1 for row in rows]
             try:
                 reply = await sink.publish_and_wait(lane.partition, chunk)
             except NotDurableError:
@@ -173,17 +172,22 @@ class RecordedPublisher:
                 else:
                     self._history.add(Answered(row.key, number, False))
 
-    def _rows(self, lane: Lane) -> list[Mutation]:
+    def _rows(self, lane: Lane) -> list[tuple[int, Mutation]]:
+        """A batch, each operation with its number among those of its key. A key may come twice: its
+        first value is then superseded before anybody sees it."""
         chance = self._chance
         if chance.random() < 0.2:
             keys = [chance.choice(lane.counters)]
         else:
-            keys = chance.sample(lane.keys, chance.randint(1, 3))
+            keys = chance.choices(lane.keys, k=chance.choice((1, 2, 3, 6)))
         return [self._row(lane, key) for key in keys]
 
-    def _row(self, lane: Lane, key: bytes) -> Mutation:
+    def _row(self, lane: Lane, key: bytes) -> tuple[int, Mutation]:
         number = lane.sent.get(key, 0)
         lane.sent[key] = number + 1
+        return number, self._operation(lane, key, number)
+
+    def _operation(self, lane: Lane, key: bytes, number: int) -> Mutation:
         if key in lane.counters:
             self._history.add(Sent(self.name, key, number, None, self._level, 1))
             return Mutation(
