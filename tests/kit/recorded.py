@@ -277,6 +277,7 @@ class RecordedConsumer:
         while True:
             self._restart(self.kept)
             with trio.CancelScope() as self._scope:
+                await trio.lowlevel.checkpoint()
                 try:
                     await self._follow(end=None)
                 except UprError as error:

@@ -137,22 +137,32 @@ class Pipe:
     async def receive(self, bytes_max: int) -> bytes:
         """What has come; nothing at the end."""
         await trio.lowlevel.checkpoint()
-        while True:
-            if self.is_broken:
-                raise trio.BrokenResourceError("the simulated connection was reset")
-            if self.is_dead or not self._pieces:
-                self._sent = trio.Event()
-                await self._sent.wait()
-            elif self._link.is_cut:
-                with trio.move_on_after(1.0):
-                    await self._link.mended()
-            elif self._pieces[0][0] > trio.current_time():
-                if self._gone.is_set():
-                    self._gone = trio.Event()
-                with trio.move_on_at(self._pieces[0][0]):
-                    await self._gone.wait()
-            else:
-                return self._take(bytes_max)
+        while not self._is_there:
+            await self._come()
+        return self._take(bytes_max)
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether something has come that nobody took yet."""
+        if self.is_broken:
+            raise trio.BrokenResourceError("the simulated connection was reset")
+        is_due = bool(self._pieces) and self._pieces[0][0] <= trio.current_time()
+        return is_due and not self.is_dead and not self._link.is_cut
+
+    async def _come(self) -> None:
+        """Waits until it is worth to look again."""
+        if self.is_dead or not self._pieces:
+            self._sent = trio.Event()
+            await self._sent.wait()
+        elif self._link.is_cut:
+            with trio.move_on_after(1.0):
+                await trio.lowlevel.checkpoint()
+                await self._link.mended()
+        else:
+            if self._gone.is_set():
+                self._gone = trio.Event()
+            with trio.move_on_at(self._pieces[0][0]):
+                await self._gone.wait()
 
     def _take(self, bytes_max: int) -> bytes:
         now, found = trio.current_time(), []

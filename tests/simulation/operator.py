@@ -113,6 +113,7 @@ class SimulatedOperator:
         # Ctrl-C, now and then; and whoever gave the command gives it again.
         for patience_s in (chance.random() * 0.3 if chance.random() < 0.15 else 30.0, 30.0):
             with trio.move_on_after(patience_s) as scope:
+                await trio.lowlevel.checkpoint()
                 try:
                     await command()
                     self.failovers += 1

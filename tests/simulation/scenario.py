@@ -290,6 +290,7 @@ class Cluster:
             link.mend()
         # Until it hears of it, it acknowledges what nobody will keep.
         with trio.move_on_after(20.0):
+            await trio.lowlevel.checkpoint()
             while self._is_overtaken(node):  # noqa: ASYNC110  nodes tell nobody
                 await trio.sleep(0.1)
         self.history.add(Fault(f"{node.name} has heard of the failover", REPLICATED))
@@ -452,6 +453,7 @@ class Cluster:
     async def _caught_up(self) -> None:
         for consumer in self.consumers:
             with trio.move_on_after(CATCH_UP_S):
+                await trio.lowlevel.checkpoint()
                 while True:
                     highs = {
                         one.id: one.high_seq

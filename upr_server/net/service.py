@@ -437,8 +437,10 @@ class Service:
         for bucket in self.buckets:
             for partition in bucket.partitions:
                 # One that is not active expires nothing, whatever is due.
-                while partition.expire(now):
+                expired = partition.expire(now)
+                while expired:
                     await trio.lowlevel.checkpoint()
+                    expired = partition.expire(now)
         for disk in list(self.disks.values()):
             try:
                 await disk.expire(now)
