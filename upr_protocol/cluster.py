@@ -52,6 +52,9 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             begins a new one. Means nothing to a node that is active already.
         lost: While a failover is under way: the node that was active, and did not answer. It is one
             of the replicas, to come back as one; but never was one of those that acknowledged.
+        chosen: The revision of the map in which a failover last named `active`, having compared all
+            copies; 0 for none. A node that has lost its memory since an older map does not go on
+            because a map says so that only puts back what was.
     """
 
     active: str = ""
@@ -59,6 +62,7 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     handing_over: str = ""
     keeps: Keeps | None = None
     lost: str = ""
+    chosen: int = 0
 
     def state_of(self, node: str) -> PartitionState:
         """What `node` is for the partition."""

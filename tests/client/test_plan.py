@@ -193,3 +193,9 @@ def test_who_was_lost() -> None:
     ):
         with pytest.raises(ClusterMapError, match="who was lost is a replica"):
             revised(base, 6, {PartitionId(0): wrong})
+
+
+def test_who_was_chosen_is_remembered_by_every_map_that_follows() -> None:
+    owners = led_by(fenced(Owners("a", {"b": "", "c": ""})), "b", chosen=33)
+    assert (owners.active, owners.chosen) == ("b", 33)
+    assert fenced(owners).chosen == handed_over(owners).chosen == led_by(owners, "c").chosen == 33

@@ -209,6 +209,31 @@ async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
         await same(one)
 
 
+@pytest.mark.parametrize("is_killed_again", [False, True])
+async def test_a_failover_that_is_taken_back_trusts_nobody_who_has_lost_its_memory(
+    is_killed_again: bool,
+) -> None:
+    """Its replicas may have what it acknowledged: it waits until a failover has chosen it."""
+    async with cluster("ab", partitions=1) as one:
+        await write(one, "a", 5)
+        await same(one)
+        (before,) = one.map.partitions
+        await one.nodes["a"].kill()
+        await one.start("a")
+        everybody = {"a": "", "b": ""}
+        await one.share([Owners(replicas=everybody, lost="a")])
+        if is_killed_again:
+            await one.nodes["a"].kill()
+            await one.start("a")
+        await one.share([before])
+        assert one.nodes["a"].held[0].state is PartitionState.PENDING
+        await one.share([Owners(replicas=everybody, lost="a")])
+        await one.share([Owners("a", {"b": ""}, chosen=one.map.revision + 1)])
+        assert one.nodes["a"].held[0].state is PartitionState.ACTIVE
+        await write(one, "a", 5, "later")
+        await same(one)
+
+
 async def test_an_active_that_was_stopped_waits_until_a_peer_confirms_it() -> None:
     async with cluster("ab") as one:
         await write(one, "a", 100)

@@ -44,8 +44,9 @@ class _Held:
         is_confirmed: Whether a peer has said since the start that there is no newer one.
         is_clean: Whether this node was stopped cleanly before it was started.
         doubtful: Partitions of which this node may not have all that it gave others, though the map
-            has it active: it was killed, or has just been given the bucket. It does not become
-            active for them before a map has said that it is not.
+            has it active: it was killed, or has just been given the bucket. By each, the revision
+            of the map that it had then. It does not become active for them before another was, or a
+            failover has chosen it since: a map that only puts back what was knows nothing of this.
         incoming: What replicas have received.
         replicators: Whom this node follows, by the name of the node.
         turn: Maps are carried out one after the other.
@@ -55,7 +56,7 @@ class _Held:
     map: ClusterMap
     is_confirmed: bool
     is_clean: bool
-    doubtful: set[PartitionId] = attrs.field(factory=set)
+    doubtful: dict[PartitionId, int] = attrs.field(factory=dict)
     incoming: dict[PartitionId, Incoming] = attrs.field(factory=dict)
     replicators: dict[str, Replicator] = attrs.field(factory=dict)
     turn: trio.Lock = attrs.field(factory=trio.Lock)
@@ -161,13 +162,13 @@ class Membership:
         self._held[found.bucket] = held
         disk.upkeeper.keep = self._undo_mutations
         for partition in disk.bucket.partitions:
-            state = found.partitions[partition.id].state_of(self.node)
+            owners = found.partitions[partition.id]
+            state = owners.state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
-                if not is_clean and found.partitions[partition.id].replicas:
-                    # What it had in memory is lost, and may have been acknowledged: a replica has
-                    # it.
-                    held.doubtful.add(partition.id)
+            if not is_clean and _was_master(owners, self.node):
+                # What it had in memory is lost, and may have been acknowledged: a replica has it.
+                held.doubtful[partition.id] = found.revision
             partition.become(state, partition.failover_log)
             if partition.id in partials:
                 held.incoming[partition.id] = _incoming_of(partition, partials[partition.id])
@@ -327,7 +328,7 @@ class Membership:
             )
         disk = self._host.disk_of(new.bucket)
         owners = Owners(active=self.node)
-        doubtful: set[PartitionId] = set()
+        doubtful: dict[PartitionId, int] = {}
         is_lost = is_told
         if disk is None:
             disk = await self._host.create_held(new.bucket, len(new.partitions))
@@ -337,9 +338,9 @@ class Membership:
             is_lost = new.revision > 1
         if is_lost:
             doubtful = {
-                PartitionId(number)
+                PartitionId(number): new.revision
                 for number, there in enumerate(new.partitions)
-                if there.active == self.node and there.replicas
+                if _was_master(there, self.node)
             }
         disk.upkeeper.keep = self._undo_mutations
         before = ClusterMap(
@@ -402,7 +403,11 @@ class Membership:
             raise failure
         held.map = new
         held.is_confirmed = True
-        held.doubtful = {n for n in held.doubtful if new.partitions[n].active == self.node}
+        held.doubtful = {
+            number: since
+            for number, since in held.doubtful.items()
+            if self._is_doubtful(since, new.partitions[number])
+        }
         for change in changes:
             self._become(held, change, was_active=change.partition in logs)
         await self._follow(held)
@@ -435,9 +440,18 @@ class Membership:
     def _state_in(self, held: _Held, number: PartitionId, owners: Owners) -> PartitionState:
         """What a map makes of a partition."""
         state = owners.state_of(self.node)
-        if state is PartitionState.ACTIVE and number in held.doubtful:
+        since = held.doubtful.get(number)
+        if (
+            state is PartitionState.ACTIVE
+            and since is not None
+            and self._is_doubtful(since, owners)
+        ):
             return PartitionState.PENDING
         return state
+
+    def _is_doubtful(self, since: int, owners: Owners) -> bool:
+        """Whether a doubt that began with the map of revision `since` outlasts another map."""
+        return owners.active in ("", self.node) and owners.chosen <= since
 
     def _is_confirming(self, held: _Held, new: ClusterMap) -> bool:
         """Whether this node is to be what it was when it went away."""
@@ -536,6 +550,11 @@ class Membership:
             "is_confirmed": held.is_confirmed,
             "follows": [one.statistics() for one in held.replicators.values()],
         }
+
+
+def _was_master(owners: Owners, node: str) -> bool:
+    """Whether `node` was the last to take writes of a partition, and others follow."""
+    return bool(owners.replicas) and node in (owners.active, owners.handing_over, owners.lost)
 
 
 def _decoded(document: str) -> ClusterMap:

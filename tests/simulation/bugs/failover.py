@@ -96,6 +96,19 @@ def trusts_a_lost_memory() -> Iterator[None]:
 
 
 @contextmanager
+def is_trusted_once_it_was_fenced() -> Iterator[None]:
+    """A node that has lost its memory is active again with a map that puts back what was before a
+    failover that failed; found by the simulation."""
+
+    def is_doubtful(self: Membership, _since: int, owners: Any) -> bool:
+        found: bool = owners.active == self.node
+        return found
+
+    with replaced(Membership, "_is_doubtful", is_doubtful):
+        yield
+
+
+@contextmanager
 def asks_only_the_first_node() -> Iterator[None]:
     """An operator takes the word of the first node that answers, though it has nothing; found by
     the simulation."""
@@ -113,6 +126,7 @@ def asks_only_the_first_node() -> Iterator[None]:
 
 BUGS: Final = (
     asks_only_the_first_node,
+    is_trusted_once_it_was_fenced,
     forgets_the_failover_entry,
     reuses_a_history_id,
     takes_the_larger_without_its_conditions,

@@ -266,19 +266,21 @@ class _Failover:
 
     async def promote(self, chosen: Mapping[PartitionId, str]) -> ClusterMap:
         """Tells the new actives, and then all others."""
-        given = self._map({n: led_by(self._owners[n], node) for n, node in chosen.items()})
+        revision = self._revision
+        led = {n: led_by(self._owners[n], node, chosen=revision) for n, node in chosen.items()}
+        given = self._map(led)
         actives = list(dict.fromkeys(chosen.values()))
         failed = await self._giver.give_each(actives, given)
         for name in actives:
             if name not in failed:
-                led = partitions_text(n for n, node in chosen.items() if node == name)
-                self._operator.tell(f"{name}: revision {given.revision}, active for {led}")
+                its = partitions_text(n for n, node in chosen.items() if node == name)
+                self._operator.tell(f"{name}: revision {given.revision}, active for {its}")
         if failed:
             said = "; ".join(map(str, failed.values()))
             if len(failed) < len(actives):
                 # What was done holds; the rest is as it was before.
                 owners = {
-                    n: fenced(self._owners[n]) if node in failed else led_by(self._owners[n], node)
+                    n: fenced(self._owners[n]) if node in failed else led[n]
                     for n, node in chosen.items()
                 }
                 await self._giver.spread(

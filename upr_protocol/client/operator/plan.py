@@ -76,18 +76,24 @@ def _followers(owners: Owners, led_by: str) -> dict[str, str]:
 
 def fenced(owners: Owners) -> Owners:
     """Nobody is active, and nobody takes anything any more from the one that was."""
-    return Owners(replicas=_followers(owners, ""), lost=master_of(owners))
+    return Owners(replicas=_followers(owners, ""), lost=master_of(owners), chosen=owners.chosen)
 
 
-def led_by(owners: Owners, node: str, keeps: Keeps | None = None) -> Owners:
-    """`node` is active, and all others follow, the old master too."""
-    return Owners(active=node, replicas=_followers(owners, node), keeps=keeps)
+def led_by(owners: Owners, node: str, keeps: Keeps | None = None, *, chosen: int = 0) -> Owners:
+    """`node` is active, and all others follow, the old master too; `chosen` in the map of this
+    revision, or handed to it."""
+    return Owners(
+        active=node,
+        replicas=_followers(owners, node),
+        keeps=keeps,
+        chosen=chosen or owners.chosen,
+    )
 
 
 def handed_over(owners: Owners) -> Owners:
     """The active takes no writes any more, and is followed."""
     master = master_of(owners)
-    return Owners(replicas=_followers(owners, master), handing_over=master)
+    return Owners(replicas=_followers(owners, master), handing_over=master, chosen=owners.chosen)
 
 
 # Copies.
