@@ -13,6 +13,7 @@ from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.engine import Want
+from upr_server.storage import shelf as shelves
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.records import (
     BucketRecord,
@@ -205,6 +206,34 @@ def test_nothing_is_cut_that_is_indexed() -> None:
         one.cut(PARTITION, record(10), ())
     assert one.log.newest_end(PARTITION, SeqNo(29), SeqNo(25)) is None
     assert one.log.newest_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
+
+
+def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At 20 the key had a value that the compaction dropped, as a later one had superseded it."""
+    monkeypatch.setattr(shelves, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(shelves, "SWEEP_BYTES", 1)
+    log = SimulatedDisk()
+    one = Shelf(log, SimulatedDisk())
+    one.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    one.open()
+    chunks = [
+        chunk_of([row(Operation.SET, key, end, end)], end - 10, end)
+        for key, end in ((b"k", 10), (b"l", 20), (b"k", 30))
+    ]
+    ends = [SeqNo(10), SeqNo(20), SeqNo(30)]
+    one.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
+    assert one.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
+    while one.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].end == 10:
+        one.upkeep(urgent=True, leases=(), purge_before_cas=0)
+    again = Shelf(log, SimulatedDisk())
+    again.open()
+    assert again.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) is None
+    assert again.log.newest_end(PARTITION, SeqNo(99), SeqNo(0)) == 30
+    again.cut(PARTITION, record(0), ())
+    again.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
+    assert again.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
 
 
 def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:

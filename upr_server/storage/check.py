@@ -26,6 +26,7 @@ from upr_server.storage.records import (
     CHUNK,
     CLEAN,
     EXPIRY,
+    FLOOR,
     INDEX_KEY_PREFIX,
     KEY,
     LEASE,
@@ -353,6 +354,13 @@ def _check_purge(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -
         raise ValueError(f"tombstones up to {purge_seq} are purged, above the last number")
 
 
+def _check_floor(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -> None:
+    floor = parse_record(key, value, SeqNo)
+    _check_partition_key(key, value, count, highs)
+    if floor > highs.get(int.from_bytes(key[1:]), NUMBERS_END):
+        raise ValueError(f"superseded up to {floor} is dropped, above the last number")
+
+
 def _check_partition_key(key: bytes, _value: Buffer, count: int, _highs: dict[int, int]) -> None:
     if len(key) != len(partition_key(PARTITION, 0)) or int.from_bytes(key[1:]) >= count:
         raise ValueError("it is of a partition that is not there")
@@ -375,6 +383,7 @@ _LOG_RECORDS: Final[dict[bytes, Callable[[bytes, Buffer, int, dict[int, int]], N
     LEASE: _check_lease,
     MAP: _check_map,
     PARTITION: _check_partition_key,
+    FLOOR: _check_floor,
     PURGE: _check_purge,
     TOKEN: _check_token,
 }

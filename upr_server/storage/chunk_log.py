@@ -23,6 +23,7 @@ from upr_server.storage.records import (
     CHUNK,
     CHUNK_HEAD,
     CLEAN,
+    FLOOR,
     LEASE,
     MAP,
     NUMBERS_END,
@@ -36,6 +37,7 @@ from upr_server.storage.records import (
     chunk_head,
     chunk_key,
     lease_key,
+    number_in,
     pack_record,
     parse_chunk,
     parse_chunk_head,
@@ -190,9 +192,7 @@ class ChunkLog:
         return parse_record(key, sealed, PartitionRecord)
 
     def _purge_seq(self, reader: Reader, partition: int) -> SeqNo:
-        key = partition_key(PURGE, partition)
-        sealed = reader.get(key)
-        return SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)
+        return number_in(reader, partition_key(PURGE, partition))
 
     def begin(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
         """The server begins to serve: the mark of a clean stop goes, and `records` replace those of
@@ -233,6 +233,7 @@ class ChunkLog:
             self._put_tokens(writer, partition, tokens)
             if not record.high:
                 writer.delete(partition_key(PURGE, partition))
+                writer.delete(partition_key(FLOOR, partition))
             for key, sealed in list(writer.scan(LEASE, lease_key(NUMBERS_END))):
                 lease = parse_record(bytes(key), sealed, LeaseRecord)
                 if lease.is_whole and any(
@@ -321,9 +322,11 @@ class ChunkLog:
 
     def newest_end(self, partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
         """The highest snapshot end in [`floor`, `ceiling`] of which the log knows; None when it
-        knows of none. Above the index's watermark it knows of all. O(chunks above the ceiling)."""
+        knows of none. Above the index's watermark it knows of all; below one that a compaction went
+        by, of none, whatever has become of the index since. O(chunks above the ceiling)."""
         with self.environment.read() as reader:
             high = self._record(reader, partition).high
+            floor = max(floor, number_in(reader, partition_key(FLOOR, partition)))
             if ceiling >= high >= floor:
                 return high
             first, at = chunk_key(partition, floor), min(ceiling, high)

@@ -26,14 +26,15 @@ from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.records import (
     CHUNK_HEAD,
+    FLOOR,
     PURGE,
     IndexEntry,
     LeaseRecord,
     chunk_head,
     chunk_key,
     lease_key,
+    number_in,
     pack_record,
-    parse_record,
     partition_key,
 )
 
@@ -147,9 +148,12 @@ class Sweep:
         grown = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in written)
         grown -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced)
         key = partition_key(PURGE, number)
+        floor_key = partition_key(FLOOR, number)
+        # The index says what is superseded, and by what: also by what is not swept yet.
+        floor = self._index.watermark(number).seq
         with log.environment.read() as reader:
-            sealed = reader.get(key)
-            purge_seq = SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)
+            purge_seq = number_in(reader, key)
+            is_known = number_in(reader, floor_key) >= floor
         highest = SeqNo(max((seq for _, seq in purged), default=0))
         if not replaced:
             return purge_seq, 0
@@ -164,6 +168,8 @@ class Sweep:
             for lease in broken:
                 at = lease_key(lease.lease_id)
                 writer.put(at, pack_record(at, msgspec.structs.replace(lease, is_whole=False)))
+            if not is_known:
+                writer.put(floor_key, pack_record(floor_key, floor))
             if highest > purge_seq:
                 purge_seq = highest
                 writer.put(key, pack_record(key, purge_seq))

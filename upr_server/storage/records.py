@@ -10,6 +10,8 @@ map    key                          value
 both   a zero byte                  the number of the last commit (`lmdb_store` writes it)
 log    ``b``                        a `BucketRecord`: name, settings
 log    ``c``                        there after a clean stop only
+log    ``f`` partition              a compaction has dropped what was superseded up to this number:
+                                    below it nothing is a state that the partition was in
 log    ``g`` partition              the purge number
 log    ``l`` lease                  a `LeaseRecord`
 log    ``m``                        the partition map, as JSON; missing while there is none
@@ -38,6 +40,7 @@ from crc32c import crc32c
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
+from upr_server.storage.environment import Reader
 from upr_server.storage.errors import CorruptionError
 
 FORMAT_VERSION: Final = 1
@@ -45,6 +48,7 @@ FORMAT_VERSION: Final = 1
 
 BUCKET: Final = b"b"
 CLEAN: Final = b"c"
+FLOOR: Final = b"f"
 PURGE: Final = b"g"
 LEASE: Final = b"l"
 MAP: Final = b"m"
@@ -365,3 +369,13 @@ def parse_record(key: bytes, value: Buffer, kind: type[Record]) -> Record:
         return msgspec.msgpack.decode(unseal(key, value), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"the record {key!r} cannot be read: {error}") from error
+
+
+def number_in(reader: Reader, key: bytes) -> SeqNo:
+    """The number that stands under `key`; 0 when there is none.
+
+    Raises:
+        CorruptionError: It is not what was stored there.
+    """
+    sealed = reader.get(key)
+    return SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)
