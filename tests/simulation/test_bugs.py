@@ -4,15 +4,37 @@ without it that seed finds nothing. The numbers are those of `python -m tests.si
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.scenario import run_seed
 
-FOUND_BY: dict[str, int] = {}
+FOUND_BY: Final = {
+    "acknowledges_before_the_commit": 1,
+    "goes_on_after_a_failed_fsync": 0,
+    "skips_the_checksum": 27,
+    "records_the_log_only_at_snapshot_ends": 24,
+    "takes_a_ceiling_for_a_state": 36,
+    "compacts_under_a_backfill": 2,
+    "ends_a_snapshot_one_early": 0,
+    "collapses_past_a_cursor": 0,
+    "evicts_an_unindexed_key": 134,
+    "forgets_its_answers": 4,
+    "forgets_answers_on_replicas": 13,
+    "counts_itself_as_a_replica": 9,
+    "asks_only_the_first_node": 2,
+    "forgets_the_failover_entry": 1,
+    "reuses_a_history_id": 11,
+    "is_active_at_once_after_a_restart": 0,
+    "takes_writes_while_it_hands_over": 1,
+    "goes_on_where_the_histories_parted": 1,
+    "leaves_streams_open_when_it_becomes_active": 0,
+}
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", FOUND_BY)
 def test_a_bug_is_found(bug: str) -> None:
     seed = FOUND_BY[bug]
     with BUGS[bug]():
