@@ -33,6 +33,8 @@ SEEDS ?= 500
 FIRST ?= 0
 SEED ?=
 BUG ?=
+SIMULATED = $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST) $(if $(BUG),--until-found)) \
+	$(if $(BUG),--bug $(BUG))
 # Seconds for each target of the fuzzer, and one of them alone: make fuzz TIME=600 TARGET=server
 TIME ?= 60
 TARGET ?=
@@ -65,8 +67,7 @@ bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for
 	$(BIN)/python -m benchmarks $(ROW)
 
 simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; SEED=7 for one)
-	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) \
-		$(if $(BUG),--bug $(BUG) $(if $(SEED),,--until-found))
+	$(BIN)/python -m tests.simulation $(SIMULATED)
 
 fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds for each target)
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
