@@ -265,6 +265,24 @@ async def test_a_partition_without_replicas_comes_back_by_itself() -> None:
         assert [len(p.failover_log) for p in one.nodes["a"].held] == [1] + [2] * (P - 1)
 
 
+async def test_a_clean_stop_does_not_make_good_what_a_crash_has_lost() -> None:
+    """It was killed, and stopped before it had begun another history: it begins one after that."""
+    async with cluster("ab", partitions=1) as one:
+        await one.share([Owners("a")])
+        await write(one, "a", 100)
+        await one.nodes["a"].kill()
+        await one.nodes["b"].stop()
+        await one.start("a")
+        assert unconfirmed(one, "a")
+        await one.nodes["a"].stop()
+        await one.start("b")
+        await one.start("a")
+        await eventually(lambda: not unconfirmed(one, "a"), "a peer confirms the map")
+        (partition,) = one.nodes["a"].held
+        assert partition.state is PartitionState.ACTIVE
+        assert len(partition.failover_log) == 2
+
+
 async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
     async with cluster() as one:
         await write(one, "a", 100)

@@ -375,6 +375,9 @@ class Cluster:
         node.wear.fails_next = False
         node.wear.delay_s = self.mix.disk_s
         if not node.is_up:
+            # What it acknowledged until then is lost, too.
+            self.history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
+            self.history.add(Fault(f"{node.name} has lost its memory", ON_DISK, 2))
             self.network.crash(node.name, silently=False)
             self.outcome.restarts += 1
             if self._draw.random() < 0.5 and self.mix.has_replicas:

@@ -211,7 +211,10 @@ class Membership:
         """Whether this node would lose something if it took its stop for a clean one: see
         `_Held`."""
         held = self._held.get(bucket)
-        return held is not None and bool(held.doubtful)
+        if held is None:
+            return False
+        # Before a peer has confirmed the map, what was lost has had no consequences yet.
+        return bool(held.doubtful) or not (held.is_clean or held.is_confirmed)
 
     def peers(self, bucket: str) -> dict[str, str]:
         """The addresses of the other nodes of a bucket, by name."""
