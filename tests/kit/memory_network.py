@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -20,6 +21,7 @@ from tests.kit.fake_net import CuttableStream
 from upr_server import app
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
+from upr_server.daemon import Door, Surroundings
 from upr_server.storage.port import Store
 from upr_server.storage.simulated_store import SimulatedStore
 
@@ -27,21 +29,8 @@ HOST: Final = "127.0.0.1"
 PARTITIONS: Final = 2
 
 
-class _Socket:
-    """What is asked of a socket: which end is where."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    def getsockname(self) -> tuple[str, int]:
-        return HOST, self._port
-
-    getpeername = getsockname
-
-
 class _Listener(trio.abc.Listener[trio.abc.HalfCloseableStream]):
-    def __init__(self, port: int) -> None:
-        self.socket = _Socket(port)
+    def __init__(self) -> None:
         self.is_closed = False
         self._coming, self._accepted = trio.open_memory_channel[trio.abc.HalfCloseableStream](
             math.inf
@@ -76,7 +65,7 @@ class MemoryNetwork:
         self._listeners: dict[int, _Listener] = {}
         self._ends: dict[int, list[CuttableStream]] = {}
         monkeypatch.setattr(trio, "open_tcp_stream", self._connect)
-        monkeypatch.setattr(app, "listening", self._listening)
+        monkeypatch.setattr(app, "Surroundings", partial(Surroundings, open_door=self._open_door))
 
     @property
     def open(self) -> int:
@@ -89,11 +78,11 @@ class MemoryNetwork:
             end.cut()
 
     @asynccontextmanager
-    async def _listening(self, listen: str) -> AsyncIterator[list[_Listener]]:
+    async def _open_door(self, listen: str) -> AsyncIterator[Door]:
         port = int(listen.rpartition(":")[2]) or next(self._ports)
-        listener = self._listeners[port] = _Listener(port)
+        listener = self._listeners[port] = _Listener()
         try:
-            yield [listener]
+            yield Door([listener], port)
         finally:
             del self._listeners[port]
             await listener.aclose()
@@ -104,7 +93,6 @@ class MemoryNetwork:
         if listener is None or listener.is_closed or port in self.away:
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
         ours, theirs = trio.testing.memory_stream_pair()
-        theirs.socket = _Socket(port)  # type: ignore[attr-defined]
 
         def close() -> None:
             ours.send_stream.close()

@@ -39,6 +39,7 @@ from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_server.app import Server, running_server, serve
 from upr_server.config import Config
 from upr_server.daemon import listening, run_until_signal
+from upr_server.daemon.surroundings import open_door
 from upr_server.engine import QUOTA_BYTES_MIN, Want
 from upr_server.events import DiskStore, EventBus, EventStore, MemoryStore, queues
 from upr_server.events.consumer import Consumer
@@ -379,7 +380,7 @@ async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
             async def dial(address: Address) -> trio.abc.Stream:
                 ours, theirs = trio.testing.memory_stream_pair()
                 theirs.socket = _Nowhere()  # type: ignore[attr-defined]
-                nursery.start_soon(service.serve, theirs)  # type: ignore[arg-type]
+                nursery.start_soon(service.serve, theirs)
                 await trio.lowlevel.checkpoint()
                 return ours
 
@@ -733,12 +734,12 @@ async def test_a_server_until_a_signal(tmp_path: Path) -> None:
     (await cancelled_at_each_step(work, every=100)).check_inside(*SIGNALS)
 
 
-LISTENING: Final = tries(listening)
+LISTENING: Final = tries(listening, open_door)
 
 
 async def test_listening() -> None:
     async def work() -> None:
-        async with listening(f"{HOST}:0") as listeners:
+        async with listening(f"{HOST}:0") as listeners, open_door(f"{HOST}:0"):
             assert listeners
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*LISTENING)

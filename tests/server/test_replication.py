@@ -61,6 +61,11 @@ def unconfirmed(one: TestCluster, name: str) -> bool:
     return not server.service.cluster.statistics(BUCKET)["is_confirmed"]
 
 
+def states(one: TestCluster, name: str) -> list[PartitionState]:
+    """What a node is, by partition."""
+    return [partition.state for partition in one.nodes[name].held]
+
+
 def key_in(number: int) -> bytes:
     """A key of this partition."""
     return next(key for at in range(1000) if partition_of(key := b"%d" % at, P) == number)
@@ -226,10 +231,10 @@ async def test_a_failover_that_is_taken_back_trusts_nobody_who_has_lost_its_memo
             await one.nodes["a"].kill()
             await one.start("a")
         await one.share([before])
-        assert one.nodes["a"].held[0].state is PartitionState.PENDING
+        assert states(one, "a") == [PartitionState.PENDING]
         await one.share([Owners(replicas=everybody, lost="a")])
         await one.share([Owners("a", {"b": ""}, chosen=one.map.revision + 1)])
-        assert one.nodes["a"].held[0].state is PartitionState.ACTIVE
+        assert states(one, "a") == [PartitionState.ACTIVE]
         await write(one, "a", 5, "later")
         await same(one)
 
