@@ -105,6 +105,8 @@ async def _finals(one: Cluster, history: History) -> dict[PartitionId, SeqNo]:
         items: dict[PartitionId, dict[bytes, tuple[SeqNo, bytes]]] = {n: {} for n in found}
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
             numbers = [number for number, info in found.items() if info.state is state]
+            if not numbers:
+                continue
             async with consume(
                 node.address, partitions=numbers, state=state, end="now", by_map=False
             ) as consumer:
