@@ -113,7 +113,6 @@ class RecordedPublisher:
         self._generation = 0
         self.stopping = False
         self.acknowledged = 0
-        self.gave_up = 0
 
     def _lane(self, partition: int) -> Lane:
         keys: list[bytes] = []
@@ -149,7 +148,6 @@ class RecordedPublisher:
                     for partition in range(self._partitions):
                         nursery.start_soon(self._write, sink, self._lane(partition))
             except* UprError as errors:
-                self.gave_up += 1
                 self._history.add(Said(self.name, f"gave up: {errors.exceptions[0]}"))
             await trio.sleep(self._chance.random())
 
@@ -207,6 +205,28 @@ class RecordedPublisher:
         return Mutation(Operation.SET, key, value)
 
 
+async def contents_of(
+    url: str, numbers: list[PartitionId], state: PartitionState, dial: Dial = dial_tcp
+) -> dict[PartitionId, Items]:
+    """What one node holds of partitions that are all in one state there."""
+    found: dict[PartitionId, Items] = {number: {} for number in numbers}
+    if not numbers:
+        await trio.lowlevel.checkpoint()
+        return found
+    async with consume(
+        url, partitions=numbers, state=state, end="now", by_map=False, dial=dial
+    ) as consumer:
+        async for event in consumer:
+            if isinstance(event, ChunkReceived):
+                apply(found[event.partition], rows_of(event.chunk))
+    return found
+
+
+def rows_of(chunk: Chunk) -> tuple[Row, ...]:
+    """A chunk, as histories have it."""
+    return tuple(Row(row.seq, row.op, row.key, row.value) for row in chunk)
+
+
 @attrs.define
 class Kept:
     """What a consumer has on its disk: where it is, and what it was told up to there."""
@@ -260,7 +280,6 @@ class RecordedConsumer:
         """Some of what it had on disk earlier: from each of it it could go on."""
         self._now = self.kept
         self.events = 0
-        self.restarts = 0
         self.rollbacks = 0
         self._scope = trio.CancelScope()
 
@@ -292,7 +311,6 @@ class RecordedConsumer:
         await self._follow(end="now")
 
     def _restart(self, kept: Kept) -> None:
-        self.restarts += 1
         self._now = kept.copy()
         self._history.add(
             Restarted(
@@ -343,7 +361,7 @@ class RecordedConsumer:
             )
         elif isinstance(event, ChunkReceived):
             chunk = event.chunk
-            rows = tuple(Row(row.seq, row.op, row.key, row.value) for row in chunk)
+            rows = rows_of(chunk)
             history.add(Received(name, event.partition, chunk.start, chunk.end, rows))
             apply(now.items.setdefault(event.partition, {}), rows)
         elif isinstance(event, SnapshotEnd):

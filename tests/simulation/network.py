@@ -305,7 +305,6 @@ class Network:
         self._links: dict[tuple[str, str], Link] = {}
         self.reset_chance = 0.0
         self.resets = 0
-        self.dialled = 0
 
     def host(self, name: str) -> Host:
         """The host of this name; made when it is asked for."""
@@ -324,7 +323,6 @@ class Network:
 
     async def dial(self, start: str, address: Address) -> trio.abc.Stream:
         """Connects, as a `Dial` does for the host `start`."""
-        self.dialled += 1
         here, there = self.host(start), self.host(address.host)
         out, back = self.link(start, there.name), self.link(there.name, start)
         await out.mended()

@@ -10,7 +10,7 @@ from typing import Final
 
 import trio
 
-from tests.kit.history import ALL_LEVELS, Fault, History, Level, Said
+from tests.kit.history import Fault, History, Level, Said
 from tests.simulation.network import PORT, Network
 from tests.simulation.node import BUCKET, Node
 from upr_protocol.client import Address
@@ -223,6 +223,3 @@ class SimulatedOperator:
                 ):
                     return f"{name} has {here!r}, and {owners.active} {active!r}"
         return ""
-
-
-__all__ = ["ALL_LEVELS", "NotSettledError", "SimulatedOperator"]

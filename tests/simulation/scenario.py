@@ -17,15 +17,14 @@ import trio
 from tests.kit.checkers import BrokenPromiseError, check
 from tests.kit.history import ALL_LEVELS, Fault, History, Level, Said
 from tests.kit.history import Final as FinalState
-from tests.kit.recorded import RecordedConsumer, RecordedPublisher
+from tests.kit.recorded import RecordedConsumer, RecordedPublisher, contents_of
 from tests.simulation.limits import small_limits
 from tests.simulation.network import Link, Network
 from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, observed
 from tests.simulation.operator import REPLICATED, NotSettledError, SimulatedOperator
 from tests.simulation.world import EPOCH_S, Chance, run_in_world
-from upr_protocol.client import ChunkReceived, consume
 from upr_protocol.errors import UprError
-from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import PartitionState
 from upr_protocol.limits import WINDOW_BYTES_MIN
 
 URL: Final = f"upr://a,b,c/{BUCKET}"
@@ -489,27 +488,12 @@ class Cluster:
         for node in self.nodes.values():
             for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
                 held = [one for one in node.held if one.state is state]
-                if not held:
-                    continue
-                items: dict[PartitionId, dict[bytes, tuple[SeqNo, bytes]]] = {
-                    one.id: {} for one in held
-                }
-                async with consume(
+                items = await contents_of(
                     f"upr://{node.name}/{BUCKET}",
-                    partitions=list(items),
-                    state=state,
-                    end="now",
-                    by_map=False,
-                    identity="consumer:final",
-                    dial=partial(self.network.dial, "final"),
-                ) as consumer:
-                    async for event in consumer:
-                        if isinstance(event, ChunkReceived):
-                            for row in event.chunk:
-                                if row.op is Operation.SET:
-                                    items[event.partition][row.key] = (row.seq, row.value)
-                                else:
-                                    items[event.partition].pop(row.key, None)
+                    [one.id for one in held],
+                    state,
+                    partial(self.network.dial, "final"),
+                )
                 for one in held:
                     self.history.add(
                         FinalState(

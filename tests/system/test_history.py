@@ -11,15 +11,15 @@ from typing import Final
 import pytest
 import trio
 
-from tests.kit.checkers import check
+from tests.kit.checkers import Items, check
 from tests.kit.history import Fault, History, Level
 from tests.kit.history import Final as FinalState
 from tests.kit.process import eventually
-from tests.kit.recorded import LEVELS, RecordedConsumer, RecordedPublisher
+from tests.kit.recorded import LEVELS, RecordedConsumer, RecordedPublisher, contents_of
 from tests.system.test_failover import NAMES, PARTITIONS, Cluster, Node, caught_up, cluster
-from upr_protocol.client import ChunkReceived, connect, consume
+from upr_protocol.client import connect
 from upr_protocol.client.operator import fail_over
-from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 
 ROUNDS: Final = 3
 REPLICATED: Final[tuple[Level, ...]] = ("replicated", "replicated_persisted")
@@ -102,21 +102,10 @@ async def _finals(one: Cluster, history: History) -> dict[PartitionId, SeqNo]:
     for node in one.up:
         async with connect(node.address, by_map=False) as client:
             found = {info.partition: info for info in client.partitions()}
-        items: dict[PartitionId, dict[bytes, tuple[SeqNo, bytes]]] = {n: {} for n in found}
+        items: dict[PartitionId, Items] = {}
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
             numbers = [number for number, info in found.items() if info.state is state]
-            if not numbers:
-                continue
-            async with consume(
-                node.address, partitions=numbers, state=state, end="now", by_map=False
-            ) as consumer:
-                async for event in consumer:
-                    if isinstance(event, ChunkReceived):
-                        for row in event.chunk:
-                            if row.op is Operation.SET:
-                                items[event.partition][row.key] = (row.seq, row.value)
-                            else:
-                                items[event.partition].pop(row.key, None)
+            items |= await contents_of(str(node.address), numbers, state)
         for number, info in found.items():
             is_active = info.state is PartitionState.ACTIVE
             if is_active:

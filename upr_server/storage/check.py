@@ -46,6 +46,7 @@ from upr_server.storage.records import (
     expiry_key,
     index_key,
     lease_key,
+    number_in,
     parse_chunk,
     parse_expiry_key,
     parse_record,
@@ -347,18 +348,12 @@ def _check_lease(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -
             raise ValueError(f"it leases ({start}, {end}] of partition {partition}")
 
 
-def _check_purge(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -> None:
-    purge_seq = parse_record(key, value, SeqNo)
+def _check_dropped(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -> None:
+    through = parse_record(key, value, SeqNo)
     _check_partition_key(key, value, count, highs)
-    if purge_seq > highs.get(int.from_bytes(key[1:]), NUMBERS_END):
-        raise ValueError(f"tombstones up to {purge_seq} are purged, above the last number")
-
-
-def _check_floor(key: bytes, value: Buffer, count: int, highs: dict[int, int]) -> None:
-    floor = parse_record(key, value, SeqNo)
-    _check_partition_key(key, value, count, highs)
-    if floor > highs.get(int.from_bytes(key[1:]), NUMBERS_END):
-        raise ValueError(f"superseded up to {floor} is dropped, above the last number")
+    if through > highs.get(int.from_bytes(key[1:]), NUMBERS_END):
+        what = "tombstones are purged" if key[:1] == PURGE else "what was superseded is dropped"
+        raise ValueError(f"{what} up to {through}, above the last number")
 
 
 def _check_partition_key(key: bytes, _value: Buffer, count: int, _highs: dict[int, int]) -> None:
@@ -383,8 +378,8 @@ _LOG_RECORDS: Final[dict[bytes, Callable[[bytes, Buffer, int, dict[int, int]], N
     LEASE: _check_lease,
     MAP: _check_map,
     PARTITION: _check_partition_key,
-    FLOOR: _check_floor,
-    PURGE: _check_purge,
+    FLOOR: _check_dropped,
+    PURGE: _check_dropped,
     TOKEN: _check_token,
 }
 
@@ -432,9 +427,7 @@ class _Partition:
             with self._log.read() as reader:
                 record = _partition_record(reader, number)
                 high, received = record.high, record.received
-                key = partition_key(PURGE, number)
-                sealed = reader.get(key)
-                purge_seq = 0 if sealed is None else parse_record(key, sealed, SeqNo)
+                purge_seq = number_in(reader, partition_key(PURGE, number))
         except StorageError:
             self._is_whole = False  # the log's own stage says so
         mark = Watermark()
