@@ -6,6 +6,7 @@ promise that was broken. Histories of simulated clusters and of real processes a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
@@ -338,10 +339,13 @@ class Durability:
         if any(level not in fault.survives and fault.takes == 1 for _, fault in later):
             return False
         # Two machines are more than one copy survives.
-        soon = [at for at, fault in later if level not in fault.survives]
-        if level == "replicated":
-            soon = [at for at in soon if at <= operation.done_at + MEMORY_S]
-        return len(soon) < 2
+        most = operation.done_at + MEMORY_S if level == "replicated" else math.inf
+        taken = [
+            fault
+            for at, fault in later
+            if level not in fault.survives and (at <= most or fault.is_late)
+        ]
+        return len(taken) < 2
 
     def check(self, found: Items) -> None:
         """Whether all is there that must be, and nothing else.

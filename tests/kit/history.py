@@ -123,11 +123,13 @@ class Fault(msgspec.Struct, frozen=True):
         what: What.
         survives: Levels whose acknowledgements it must not touch.
         takes: How many such faults it takes to lose what was acknowledged at another level.
+        is_late: Whether it counts however long ago that was: what it takes is not only in memory.
     """
 
     what: str
     survives: tuple[Level, ...] = ALL_LEVELS
     takes: int = 1
+    is_late: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True):

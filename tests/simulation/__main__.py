@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -115,6 +116,7 @@ def outcomes(seeds: Sequence[int], processes: int, bug: str) -> Iterator[Outcome
 
 def pool_of(processes: int) -> Pool:
     """Processes that run seeds; Ctrl-C is for their parent."""
+    gc.freeze()  # what is there now need not be looked at after each seed
     return get_context("fork").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 

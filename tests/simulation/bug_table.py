@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def first_found(bug: str, seeds: int, processes: int) -> tuple[int, str] | None:
-    """The lowest seed that finds a bug, and the promise that it breaks."""
+    """The lowest seed that finds a bug, and no violation without it; and the broken promise."""
     with pool_of(processes) as pool:
         for outcome in pool.imap(partial(outcome_of, bug), range(seeds)):
-            if outcome.violation:
+            if outcome.violation and not outcome_of("", outcome.seed).violation:
                 return outcome.seed, outcome.promise
     return None
 

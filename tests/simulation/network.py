@@ -7,6 +7,7 @@ is mended, as retransmissions would.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -41,22 +42,29 @@ class Link:
     jitter_s: float
     bytes_per_s: float = 1e9
     is_cut: bool = False
-    _mended: trio.Event = attrs.field(factory=trio.Event)
+    _wait: list[trio.Event] = attrs.field(factory=list)
 
     def cut(self) -> None:
         """Nothing gets through any more."""
-        if not self.is_cut:
-            self.is_cut, self._mended = True, trio.Event()
+        self.is_cut = True
 
     def mend(self) -> None:
         """All is well, and fast."""
         self.is_cut, self.bytes_per_s = False, 1e9
-        self._mended.set()
+        waiting, self._wait = self._wait, []
+        for event in waiting:
+            event.set()
+
+    def when_mended(self, event: trio.Event) -> None:
+        """Sets `event` when something gets through again."""
+        self._wait.append(event)
 
     async def mended(self) -> None:
         """Waits until something gets through."""
         while self.is_cut:
-            await self._mended.wait()
+            event = trio.Event()
+            self.when_mended(event)
+            await event.wait()
 
 
 class Pipe:
@@ -79,10 +87,11 @@ class Pipe:
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._nbytes = 0
         self._due_at = 0.0
-        # What who waits for: something to have been sent, room to send more, the end of it all.
-        self._sent = trio.Event()
+        # What who waits for: that there is a reason to look again, or the time that something is
+        # due; and room to send more.
+        self._look = trio.Event()
+        self._until_due = trio.CancelScope()
         self._taken = trio.Event()
-        self._gone = trio.Event()
         self.is_broken = self.is_ended = self.is_dead = False
 
     def reset(self) -> None:
@@ -97,8 +106,8 @@ class Pipe:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        for event in (self._sent, self._taken, self._gone):
-            event.set()
+        self._look.set()
+        self._taken.set()
 
     def end(self) -> None:
         """The sender says no more."""
@@ -112,7 +121,10 @@ class Pipe:
         self._due_at = max(self._due_at, now + delay_s) + len(data) / link.bytes_per_s
         self._pieces.append((self._due_at, data))
         self._nbytes += len(data)
-        self._sent.set()
+        if self._due_at <= now:
+            self._look.set()
+        else:
+            self._until_due.deadline = self._next_due_at
 
     async def send(self, data: bytes) -> None:
         """Waits for room, a window at a time."""
@@ -136,9 +148,16 @@ class Pipe:
 
     async def receive(self, bytes_max: int) -> bytes:
         """What has come; nothing at the end."""
-        await trio.lowlevel.checkpoint()
+        if self._is_there:
+            await trio.lowlevel.checkpoint()
+        # One step of the loop for what is under way, and not one for each thing that is waited for:
+        # most of what a seed costs is the loop.
         while not self._is_there:
-            await self._come()
+            self._look = trio.Event()
+            if self._link.is_cut:
+                self._link.when_mended(self._look)
+            with trio.CancelScope(deadline=self._next_due_at) as self._until_due:
+                await self._look.wait()
         return self._take(bytes_max)
 
     @property
@@ -146,23 +165,14 @@ class Pipe:
         """Whether something has come that nobody took yet."""
         if self.is_broken:
             raise trio.BrokenResourceError("the simulated connection was reset")
-        is_due = bool(self._pieces) and self._pieces[0][0] <= trio.current_time()
-        return is_due and not self.is_dead and not self._link.is_cut
+        return self._next_due_at <= trio.current_time()
 
-    async def _come(self) -> None:
-        """Waits until it is worth to look again."""
-        if self.is_dead or not self._pieces:
-            self._sent = trio.Event()
-            await self._sent.wait()
-        elif self._link.is_cut:
-            with trio.move_on_after(1.0):
-                await trio.lowlevel.checkpoint()
-                await self._link.mended()
-        else:
-            if self._gone.is_set():
-                self._gone = trio.Event()
-            with trio.move_on_at(self._pieces[0][0]):
-                await self._gone.wait()
+    @property
+    def _next_due_at(self) -> float:
+        """When the next piece comes, as far as is known."""
+        if self.is_dead or self._link.is_cut or not self._pieces:
+            return math.inf
+        return self._pieces[0][0]
 
     def _take(self, bytes_max: int) -> bytes:
         now, found = trio.current_time(), []

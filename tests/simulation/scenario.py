@@ -24,7 +24,7 @@ from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, obser
 from tests.simulation.operator import REPLICATED, NotSettledError, SimulatedOperator
 from tests.simulation.world import EPOCH_S, Chance, run_in_world
 from upr_protocol.errors import UprError
-from upr_protocol.ids import PartitionState
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 
 URL: Final = f"upr://a,b,c/{BUCKET}"
@@ -175,6 +175,8 @@ class Cluster:
         ]
         self.consumers = [self._consumer(index) for index in range(3)]
         self._draw = self.chance.of("faults")
+        # What the actives had when a node lost its memory.
+        self._owed: dict[str, dict[PartitionId, SeqNo]] = {}
         self._background: trio.Nursery
 
     def _consumer(self, index: int) -> RecordedConsumer:
@@ -245,10 +247,28 @@ class Cluster:
     async def _kill(self, node: Node) -> None:
         if node.is_up:
             self.history.add(Fault(f"{node.name} is killed", DISKS))
-            # One replica may have had it in memory only.
-            self.history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
+            self._loses_memory(node)
             await node.kill(silently=self._draw.random() < 0.5)
             self.outcome.restarts += 1
+
+    def _loses_memory(self, node: Node) -> None:
+        """One replica may have had something in memory only."""
+        self.history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
+        highs = {
+            one.id: one.high_seq
+            for there in self.nodes.values()
+            for one in there.held
+            if one.state is PartitionState.ACTIVE
+        }
+        for name, before in self._owed.items():
+            has = {one.id: one.high_seq for one in self.nodes[name].held}
+            if name != node.name and any(
+                has.get(number, 0) < min(high, highs.get(number, high))
+                for number, high in before.items()
+            ):
+                what = f"{node.name} is gone before {name} has what it lost"
+                self.history.add(Fault(what, NOT_REPLICATED, 2, is_late=True))
+        self._owed[node.name] = highs
 
     async def _start(self, node: Node) -> None:
         if not node.is_up:
@@ -364,7 +384,7 @@ class Cluster:
     async def _disk_fails(self) -> None:
         node = self._node()
         self.history.add(Fault(f"the disk of {node.name} fails", DISKS))
-        self.history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
+        self._loses_memory(node)
         if self._draw.random() < 0.5:
             # So that something stands in line behind what fails.
             node.wear.delay_s = 0.2

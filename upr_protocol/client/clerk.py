@@ -45,7 +45,7 @@ class Clerk(Asker):
     def received(self, message: Message) -> None:
         """See `Handler`."""
         if isinstance(message, MapReply):
-            self._office.fleet.told(message)
+            self._office.fleet.told(self, message)
         else:
             super().received(message)
 

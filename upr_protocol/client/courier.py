@@ -66,7 +66,7 @@ class Courier:
         """See `Handler`."""
         office = self._office
         if isinstance(message, MapReply):
-            office.fleet.told(message)
+            office.fleet.told(self, message)
             return
         if isinstance(message, Refusal) and status_of(message.status) in ELSEWHERE:
             office.fleet.doubt(message.map_revision)

@@ -65,7 +65,7 @@ class Feed:
         if self._link is None:
             return
         if isinstance(message, MapReply):
-            self._fleet.told(message)
+            self._fleet.told(self, message)
             return
         for delivery in self._follower.take(message):
             self._mailbox.put(delivery)

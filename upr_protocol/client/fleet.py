@@ -4,11 +4,14 @@ The first link goes to the address that the user gave. When the node there holds
 that is all there is to it. Otherwise it is asked for the map, and from then on each partition is
 with the node that the map names. When a node does not take what is asked of it, or is away, every
 node that is known is asked for its map, and the newest counts; while there is no node for a
-partition they are asked again and again.
+partition they are asked again and again, less and less often. A node to which there is a link is
+asked on it: a failover makes every client ask, and each connection is work for the nodes that are
+left.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -34,6 +37,9 @@ LIVED_S: Final = 10.0
 PAUSE_MAX_S: Final = 0.5
 """Between two rounds of asking for the map: a partition that nobody takes is not waited for much
 longer than it takes to give it to another node."""
+
+CALM_S: Final = 2.0
+"""After so long without a round of asking the next one is a first one."""
 
 _ROUND_S: Final = 2.0
 """How long a round of asking may take, when nobody answers;"""
@@ -90,16 +96,34 @@ class _Node(Generic[M]):
         addresses: Where it may be; one, but for the node that is met first.
         member: Who deals with it.
         address: Where it was tried last.
-        is_up: Whether there is a link.
+        link: The link to it; None while there is none.
+        is_asked: Whether it was asked for its map on this link, and has not answered.
         is_down: Whether the last link, or attempt to make one, failed.
     """
 
     addresses: list[Address]
     member: M
     address: Address
-    is_up: bool = False
+    link: Link | None = None
+    is_asked: bool = False
     is_down: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a link."""
+        return self.link is not None
+
+    def ask(self) -> bool:
+        """Asks it for its map, if there is a link, and it is not being asked already."""
+        if self.link is None or self.is_asked:
+            return False
+        try:
+            self.link.send(GetMap(self.address.bucket, opaque=self.link.session.new_opaque()))
+        except UprError:
+            return False
+        self.is_asked = True
+        return True
 
 
 class Fleet(Generic[M]):
@@ -155,6 +179,9 @@ class Fleet(Generic[M]):
         self._backoffs: dict[PartitionId, Backoff] = {}
         self._doubted = False
         self._wake = trio.Event()
+        self._pauses = Backoff(draw, cap_s=PAUSE_MAX_S)
+        self._round_at = -math.inf
+        self._round = trio.CancelScope()
 
     async def run(self) -> None:
         """Connects and stays connected until the crew is finished. Cancelled, it closes its links.
@@ -207,7 +234,7 @@ class Fleet(Generic[M]):
                         error = link.failure
             except UprError as failure:
                 error = failure
-            was_up, node.is_up, node.is_down = node.is_up, False, True
+            was_up, node.link, node.is_down = node.is_up, None, True
             if self._crew.finished:
                 self._end(None)
                 return
@@ -230,10 +257,10 @@ class Fleet(Generic[M]):
         """A member's link has come as far as that the bucket is open; called before the member
         begins."""
         self._was_greeted = True
-        node = next((node for node in self._nodes if node.member is member), None)
+        node = self._node_of(member)
         if node is None:
             return  # it was dismissed this moment
-        node.is_up, node.is_down = True, False
+        node.link, node.is_asked, node.is_down = link, False, False
         revision = link.greeting.map_revision
         if not self._by_map or not revision:
             self.settled.set()
@@ -242,9 +269,11 @@ class Fleet(Generic[M]):
         if self.atlas.map is None:
             member.part(())
         if self.atlas.is_old:
-            opaque = link.session.new_opaque()
-            link.send(GetMap(node.address.bucket, opaque=opaque))
+            node.ask()
         self._settle()
+
+    def _node_of(self, member: M) -> _Node[M] | None:
+        return next((node for node in self._nodes if node.member is member), None)
 
     def _settle(self) -> None:
         if self.atlas.map is None or self.atlas.is_old:
@@ -254,17 +283,30 @@ class Fleet(Generic[M]):
 
     # What members hear.
 
-    def told(self, reply: MapReply) -> None:
+    def told(self, member: M, reply: MapReply) -> None:
         """A node told its map.
 
         Raises:
             RemoteProtocolError: It is none.
         """
-        self._learn(map_of(reply))
+        node = self._node_of(member)
+        if node is not None:
+            node.is_asked = False
+        self._answered(map_of(reply))
+
+    def _answered(self, found: ClusterMap | None) -> None:
+        """One node has told its map: the others of this round are not waited for much longer."""
+        revision = self.atlas.revision
+        self._learn(found)
+        self._round.deadline = min(self._round.deadline, trio.current_time() + _GRACE_S)
+        if self.atlas.revision > revision and not self.atlas.is_old:
+            self._round.cancel()
 
     def _learn(self, found: ClusterMap | None) -> None:
         if self._by_map and found is not None and self.atlas.take(found):
             self._rests.clear()
+            self._pauses.reset()
+            self._round_at = -math.inf
             self._route()
             self._settle()
             self._wake.set()
@@ -366,23 +408,32 @@ class Fleet(Generic[M]):
         )
 
     async def _watch(self) -> None:
-        """Asks for the map whenever there is a reason to."""
-        pauses = Backoff(self._draw, cap_s=PAUSE_MAX_S)
+        """Asks for the map whenever there is a reason to, but not all the time."""
         while True:
             self._wake = trio.Event()
             if not self._uneasy:
-                pauses.reset()
                 await self._wake.wait()
                 continue
-            self._doubted = False
-            revision = self.atlas.revision
-            await self._ask_around()
-            if self.atlas.revision > revision:
-                pauses.reset()
+            now = trio.current_time()
+            if now >= self._round_at:
+                if now >= self._round_at + CALM_S:
+                    self._pauses.reset()
+                self._doubted, self._round_at = False, math.inf
+                await self._ask_around()
+                if self._round_at == math.inf:
+                    self._round_at = trio.current_time() + self._pauses.next_wait_s()
             self._route()
             self._give_up_on_homeless()
             if self._uneasy:
-                await trio.sleep(pauses.next_wait_s())
+                await trio.sleep_until(self._next_look())
+
+    def _next_look(self) -> float:
+        """When there is something to do: to ask again, or to try a node that refused."""
+        now = trio.current_time()
+        rests = [
+            at for number, at in self._rests.items() if at > now and not self._where.get(number)
+        ]
+        return min([max(self._round_at, now), *rests])
 
     def _give_up_on_homeless(self) -> None:
         now = trio.current_time()
@@ -397,9 +448,11 @@ class Fleet(Generic[M]):
                 self._end(error)
 
     async def _ask_around(self) -> None:
-        """Asks every node for its map, until one has a newer one, or most have answered."""
-        revision, options = self.atlas.revision, self._options
-        with trio.move_on_after(_ROUND_S) as patience:
+        """Asks every node for its map, until one has a newer one, or most have answered. What was
+        asked on its link, and did not answer until the next round, may be gone without a word: it
+        is asked on a connection of its own."""
+        options = self._options
+        with trio.move_on_after(_ROUND_S) as self._round:
 
             async def ask(address: Address) -> None:
                 with suppress(UprError):
@@ -409,11 +462,10 @@ class Fleet(Generic[M]):
                         timeout_s=options.connect_timeout_s,
                         dial=options.dial,
                     )
-                    self._learn(found)
-                    patience.deadline = min(patience.deadline, trio.current_time() + _GRACE_S)
-                    if self.atlas.revision > revision and not self.atlas.is_old:
-                        patience.cancel()
+                    self._answered(found)
 
+            asked = {node.address for node in self._nodes if node.ask()}
             async with trio.open_nursery() as nursery:
                 for address in self.atlas.everywhere():
-                    nursery.start_soon(ask, address)
+                    if address not in asked:
+                        nursery.start_soon(ask, address)
