@@ -16,6 +16,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import SEND_TIMEOUT_S
+from upr_server.allocator import Tide
 from upr_server.engine import (
     Bucket,
     Buckets,
@@ -124,6 +125,7 @@ class Service:
         self._short: dict[Bucket, None] = {}
         # A bucket was deleted.
         self._has_garbage = False
+        self._tide = Tide()
         self._relief_wanted = trio.Event()
         self._started_at = trio.current_time()
 
@@ -422,16 +424,20 @@ class Service:
             connection.pay_credit()
 
     async def expire(self) -> None:
-        """Turns expired items into deletions, for ever."""
+        """Turns expired items into deletions, for ever; and returns memory that was freed."""
         while True:
             await trio.sleep(EXPIRY_INTERVAL_S)
             await self._expire(self.time())
             self._pay_credit()
-            if self._has_garbage:
-                # A bucket's parts know one another, and it is much in few objects: left alone,
-                # Python might not look for it for hours.
-                self._has_garbage = False
-                gc.collect()
+            self._return_memory()
+
+    def _return_memory(self) -> None:
+        if self._has_garbage:
+            # A bucket's parts know one another, and it is much in few objects: left alone, Python
+            # might not look for it for hours.
+            self._has_garbage = False
+            gc.collect()
+        self._tide.reached(sum([bucket.memory.total for bucket in self.buckets]))
 
     async def _expire(self, now: float) -> None:
         for bucket in self.buckets:
