@@ -1,0 +1,327 @@
+"""What goes wrong in a seed: machines, links, disks, clocks, and those who operate them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from random import Random
+from typing import Final
+
+import trio
+
+from tests.kit.history import Fault, History, Level, Said
+from tests.kit.recorded import RecordedConsumer
+from tests.simulation.mix import Mix
+from tests.simulation.network import Link, Network
+from tests.simulation.node import Node
+from tests.simulation.operator import REPLICATED, SimulatedOperator
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+
+HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
+
+DISKS: Final[tuple[Level, ...]] = ("persisted", "replicated", "replicated_persisted")
+"""What survives the loss of one machine's memory."""
+
+ON_DISK: Final[tuple[Level, ...]] = ("persisted", "replicated_persisted")
+"""What survives the loss of every machine's memory."""
+
+NOT_REPLICATED: Final[tuple[Level, ...]] = ("memory", "persisted", "replicated_persisted")
+"""To what it does not matter how long a replica has something in memory only."""
+
+
+class Faults:
+    """See the module.
+
+    Args:
+        mix: How many, and which how often.
+        draw: Chance.
+        nodes: The machines, by name.
+        network: Between them.
+        operator: Who is to see to it.
+        consumers: They crash, too.
+        history: Where it is written down.
+        background: Where servers run, and what is to end later.
+
+    Attributes:
+        count: How many there were.
+        restarts: How often a node was killed.
+    """
+
+    def __init__(
+        self,
+        mix: Mix,
+        draw: Random,
+        nodes: dict[str, Node],
+        network: Network,
+        operator: SimulatedOperator,
+        consumers: Sequence[RecordedConsumer],
+        history: History,
+        background: trio.Nursery,
+    ) -> None:
+        self.count = 0
+        self.restarts = 0
+        self._mix = mix
+        self._draw = draw
+        self._nodes = nodes
+        self._network = network
+        self._operator = operator
+        self._consumers = consumers
+        self._history = history
+        self._background = background
+        # What the actives had when a node lost its memory.
+        self._owed: dict[str, dict[PartitionId, SeqNo]] = {}
+
+    async def run(self) -> None:
+        """As many as the seed has, one after the other."""
+        names = list(self._mix.weights)
+        weights = list(self._mix.weights.values())
+        for _ in range(self._mix.faults):
+            await trio.sleep(self._draw.expovariate(1 / self._mix.gap_s))
+            (name,) = self._draw.choices(names, weights)
+            self.count += 1
+            self._history.add(Said("fault", name))
+            await FAULTS[name](self)
+
+    def _node(self) -> Node:
+        return self._draw.choice(list(self._nodes.values()))
+
+    def _leads(self, node: Node) -> bool:
+        return any(one.state is PartitionState.ACTIVE for one in node.held)
+
+    def _leader(self) -> Node:
+        """A node that is active for something, if there is any."""
+        found = [node for node in self._nodes.values() if self._leads(node)]
+        return self._draw.choice(found) if found else self._node()
+
+    async def _kill(self, node: Node) -> None:
+        if node.is_up:
+            self._history.add(Fault(f"{node.name} is killed", DISKS))
+            self._loses_memory(node)
+            await node.kill(silently=self._draw.random() < 0.5)
+            self.restarts += 1
+
+    def _loses_memory(self, node: Node) -> None:
+        """One replica may have had something in memory only."""
+        self._history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
+        highs = {
+            one.id: one.high_seq
+            for there in self._nodes.values()
+            for one in there.held
+            if one.state is PartitionState.ACTIVE
+        }
+        for name, before in self._owed.items():
+            has = {one.id: one.high_seq for one in self._nodes[name].held}
+            if name != node.name and any(
+                has.get(number, 0) < min(high, highs.get(number, high))
+                for number, high in before.items()
+            ):
+                what = f"{node.name} is gone before {name} has what it lost"
+                self._history.add(Fault(what, NOT_REPLICATED, 2, is_late=True))
+        self._owed[node.name] = highs
+
+    async def _start(self, node: Node) -> None:
+        if not node.is_up:
+            await node.start(self._background)
+
+    async def _fail_over(self) -> None:
+        node = self._leader()
+        await self._kill(node)
+        await trio.sleep(self._draw.choice((0.0, 0.1, 1.0)))
+        if self._draw.random() < 0.2:
+            # It is back before anybody does something.
+            await self._start(node)
+            await trio.sleep(self._draw.random())
+        await self._operator.fail_over(node.name)
+        await trio.sleep(self._draw.choice((0.0, 0.5, 2.0)))
+        await self._start(node)
+
+    async def _take_over(self) -> None:
+        source = self._leader()
+        to = self._draw.choice([name for name in self._nodes if name != source.name])
+        await self._operator.take_over(source.name, to)
+
+    async def _take_over_amid_trouble(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._take_over)
+            await trio.sleep(self._draw.random() * 0.3)
+            await self._draw.choice((self._cut, self._crash, self._resets))()
+
+    async def _wrong(self) -> None:
+        """Somebody believes a node to be gone that nobody but the operator has lost."""
+        node = self._leader()
+        links = [self._network.link("op", node.name), self._network.link(node.name, "op")]
+        for link in links:
+            link.cut()
+        await self._operator.fail_over(node.name, lose=self._draw.random() < 0.1)
+        await trio.sleep(self._draw.random() * 2)
+        for link in links:
+            link.mend()
+        # Until it hears of it, it acknowledges what nobody will keep.
+        with trio.move_on_after(20.0):
+            await trio.lowlevel.checkpoint()
+            while self._is_overtaken(node):  # noqa: ASYNC110  nodes tell nobody
+                await trio.sleep(0.1)
+        self._history.add(Fault(f"{node.name} has heard of the failover", REPLICATED))
+
+    def _is_overtaken(self, node: Node) -> bool:
+        """Whether it is active where another is, too."""
+        return any(
+            one.state is other[one.id].state is PartitionState.ACTIVE
+            for one in node.held
+            for other in (there.held for there in self._nodes.values() if there is not node)
+            if other
+        )
+
+    async def _crash(self) -> None:
+        node = self._node()
+        await self._kill(node)
+        await trio.sleep(self._draw.random())
+        if self._draw.random() < 0.2:
+            node.lose_index()
+        await self._start(node)
+
+    async def _restart(self) -> None:
+        node = self._node()
+        if node.is_up:
+            self._history.add(Said("fault", f"{node.name} is stopped"))
+            with trio.move_on_after(20.0):
+                await node.stop()
+            if node.is_up:
+                await self._kill(node)
+            await self._start(node)
+
+    async def _cut(self) -> None:
+        one, other = self._draw.sample(HOSTS, 2)
+        links = [self._network.link(one, other)]
+        if self._draw.random() < 0.5:
+            links.append(self._network.link(other, one))
+        for link in links:
+            link.cut()
+        self._history.add(Said("fault", f"{one} to {other} is cut, {len(links)} ways"))
+        self._background.start_soon(self._mend, links, self._draw.choice((0.2, 2.0, 15.0)))
+
+    async def _mend(self, links: list[Link], after_s: float) -> None:
+        await trio.sleep(after_s)
+        for link in links:
+            link.mend()
+
+    async def _isolate(self) -> None:
+        node = self._node()
+        links = [
+            link
+            for name in HOSTS
+            if name != node.name
+            for link in (self._network.link(name, node.name), self._network.link(node.name, name))
+        ]
+        for link in links:
+            link.cut()
+        self._background.start_soon(self._mend, links, self._draw.choice((0.5, 3.0)))
+
+    async def _trickle(self) -> None:
+        one, other = self._draw.sample([*self._nodes, "c0", "c1", "c2"], 2)
+        link = self._network.link(one, other)
+        link.bytes_per_s = 10 ** self._draw.uniform(2, 5)
+        self._background.start_soon(self._mend, [link], 3.0)
+
+    async def _resets(self) -> None:
+        """New connections do not last; those there are break."""
+        self._network.reset_chance = self._draw.choice((0.0, 0.3, 0.7))
+        self._network.break_all(self._draw)
+        await trio.sleep(self._draw.random())
+        self._network.reset_chance = 0.0
+
+    async def _disk_fails(self) -> None:
+        node = self._node()
+        self._history.add(Fault(f"the disk of {node.name} fails", DISKS))
+        self._loses_memory(node)
+        if self._draw.random() < 0.5:
+            # So that something stands in line behind what fails.
+            node.wear.delay_s = 0.2
+        await trio.sleep(0.3)
+        node.wear.fails_next = True
+        await trio.sleep(1.0)
+        node.wear.fails_next = False
+        node.wear.delay_s = self._mix.disk_s
+        if not node.is_up:
+            # What it acknowledged until then is lost, too.
+            self._history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
+            self._history.add(Fault(f"{node.name} has lost its memory", ON_DISK, 2))
+            self._network.crash(node.name, silently=False)
+            self.restarts += 1
+            if self._draw.random() < 0.5 and self._mix.has_replicas:
+                await self._operator.fail_over(node.name)
+            await self._start(node)
+
+    async def _disk_fills(self) -> None:
+        node = self._node()
+        # What is in memory only stays so for longer.
+        self._history.add(Fault(f"the disk of {node.name} is full", NOT_REPLICATED, 2))
+        node.wear.is_full = True
+        await trio.sleep(self._draw.random() * 3)
+        node.wear.is_full = False
+
+    async def _disk_slows(self) -> None:
+        node = self._node()
+        self._history.add(Fault(f"the disk of {node.name} is slow", NOT_REPLICATED, 2))
+        node.wear.delay_s = 1.0
+        await trio.sleep(self._draw.random() * 5)
+        node.wear.delay_s = self._mix.disk_s
+
+    async def _disk_rots(self) -> None:
+        """A bit flips. Whoever notices is given a new disk, once the others can do without."""
+        node = self._node()
+        if await self._operator.is_settled() and node.rot():
+            self._history.add(Said("fault", f"a bit flips at {node.name}"))
+            self._draw.choice(self._consumers).crash()
+            await trio.sleep(self._draw.random() * 5)
+            await self._replace_disk(node)
+
+    async def _replace_disk(self, node: Node) -> None:
+        # As after the death of a machine, and of what it had on disk.
+        self._history.add(Fault(f"{node.name} loses its disk", REPLICATED))
+        self._history.add(Fault(f"{node.name} loses a copy", (), 2))
+        leads = self._leads(node)
+        if node.is_up:
+            await node.kill(silently=False)
+            self.restarts += 1
+        node.lose_disk()
+        if leads:
+            await self._operator.fail_over(node.name)
+        await self._start(node)
+        for _ in range(20):
+            # Nobody takes the next machine away before this one has its copy.
+            await trio.sleep(1.0)
+            if await self._operator.is_settled():
+                break
+            with suppress(UprError):
+                await self._operator.add_back(node.name)
+
+    async def _clock_steps(self) -> None:
+        node = self._node()
+        node.clock_s += self._draw.choice((-3600.0, -1.0, 1.0, 3600.0))
+        await trio.lowlevel.checkpoint()
+
+    async def _consumer_crashes(self) -> None:
+        self._draw.choice(self._consumers).crash()
+        await trio.lowlevel.checkpoint()
+
+
+FAULTS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
+    "fail_over": Faults._fail_over,
+    "take_over": Faults._take_over,
+    "take_over_amid_trouble": Faults._take_over_amid_trouble,
+    "wrong": Faults._wrong,
+    "crash": Faults._crash,
+    "restart": Faults._restart,
+    "cut": Faults._cut,
+    "isolate": Faults._isolate,
+    "trickle": Faults._trickle,
+    "resets": Faults._resets,
+    "disk_fails": Faults._disk_fails,
+    "disk_fills": Faults._disk_fills,
+    "disk_slows": Faults._disk_slows,
+    "disk_rots": Faults._disk_rots,
+    "clock_steps": Faults._clock_steps,
+    "consumer_crashes": Faults._consumer_crashes,
+}
