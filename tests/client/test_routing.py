@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from tests.client.test_consumer import follow, until
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.mirror import Mirror
 from upr_protocol.client import (
+    Address,
     BarrierReached,
     Completed,
     Consumer,
@@ -210,6 +212,77 @@ async def test_a_node_that_does_not_even_refuse(
         cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
         await sink.flush()
         assert trio.current_time() - began < 1.0
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+
+
+@pytest.fixture
+def dials(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many connections clients asked for, by node."""
+    counted: Counter[str] = Counter()
+    dial = cluster.dial
+
+    async def counting(address: Address) -> trio.abc.Stream:
+        counted[address.host] += 1
+        return await dial(address)
+
+    monkeypatch.setattr(cluster, "dial", counting)
+    return counted
+
+
+async def test_nodes_to_which_there_is_a_link_are_asked_on_it(
+    cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    async with mirrored(cluster) as (consumer, mirror):
+        await consumer.barrier()
+        began = dials.copy()
+        # Who is to have it does not know yet.
+        cluster.move({0: Owners(active="b")}, tell="ac")
+        await trio.sleep(5)
+        cluster.tell("b")
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+    assert dials == began
+
+
+async def test_waiting_for_a_node_does_not_keep_the_others_busy(
+    cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
+) -> None:
+    """A failover that takes a while: each client asks, but not all the time."""
+    fill(cluster, 100)
+    async with mirrored(cluster) as (consumer, mirror):
+        await consumer.barrier()
+        began = dials.copy()
+        asked = [cluster.server(name).connections for name in "bc"]
+        before = sum(one.counts[GetMap] for some in asked for one in some)
+        cluster.move({0: Owners(), 3: Owners()})
+        cluster.kill("a")
+        await trio.sleep(60)
+        after = sum(one.counts[GetMap] for some in asked for one in some)
+        assert dials - began == {"a": dials["a"] - began["a"]}
+        # Twice a second to four times, as waits are drawn.
+        assert 60 * 2 < after - before < 60 * 4 * 2
+        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+
+
+async def test_a_link_that_says_nothing_is_not_relied_on(
+    cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
+) -> None:
+    fill(cluster, 100)
+    async with mirrored(cluster) as (consumer, mirror):
+        await consumer.barrier()
+        began = dials["b"]
+        cluster.server("b").held.add(GetMap)
+        cluster.kill("a")
+        cluster.move({0: Owners(active="b"), 3: Owners(active="b")}, tell="b")
+        with trio.fail_after(5):
+            await trio.lowlevel.checkpoint()
+            while dials["b"] == began:  # noqa: ASYNC110  a counter tells nobody
+                await trio.sleep(0.01)
+        cluster.server("b").held.clear()
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
 

@@ -97,7 +97,7 @@ class _Node(Generic[M]):
         member: Who deals with it.
         address: Where it was tried last.
         link: The link to it; None while there is none.
-        is_asked: Whether it was asked for its map on this link, and has not answered.
+        asked_at: Since when it has not answered what it was asked on this link; None if it has.
         is_down: Whether the last link, or attempt to make one, failed.
     """
 
@@ -105,7 +105,7 @@ class _Node(Generic[M]):
     member: M
     address: Address
     link: Link | None = None
-    is_asked: bool = False
+    asked_at: float | None = None
     is_down: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
@@ -115,14 +115,17 @@ class _Node(Generic[M]):
         return self.link is not None
 
     def ask(self) -> bool:
-        """Asks it for its map, if there is a link, and it is not being asked already."""
-        if self.link is None or self.is_asked:
+        """Asks it for its map, if there is a link; whether there is, and it may yet answer."""
+        if self.link is None:
             return False
+        now = trio.current_time()
+        if self.asked_at is not None:
+            return now < self.asked_at + _GRACE_S
         try:
             self.link.send(GetMap(self.address.bucket, opaque=self.link.session.new_opaque()))
         except UprError:
             return False
-        self.is_asked = True
+        self.asked_at = now
         return True
 
 
@@ -260,7 +263,7 @@ class Fleet(Generic[M]):
         node = self._node_of(member)
         if node is None:
             return  # it was dismissed this moment
-        node.link, node.is_asked, node.is_down = link, False, False
+        node.link, node.asked_at, node.is_down = link, None, False
         revision = link.greeting.map_revision
         if not self._by_map or not revision:
             self.settled.set()
@@ -291,7 +294,7 @@ class Fleet(Generic[M]):
         """
         node = self._node_of(member)
         if node is not None:
-            node.is_asked = False
+            node.asked_at = None
         self._answered(map_of(reply))
 
     def _answered(self, found: ClusterMap | None) -> None:
@@ -449,8 +452,8 @@ class Fleet(Generic[M]):
 
     async def _ask_around(self) -> None:
         """Asks every node for its map, until one has a newer one, or most have answered. What was
-        asked on its link, and did not answer until the next round, may be gone without a word: it
-        is asked on a connection of its own."""
+        asked on its link, and did not answer for a while, may be gone without a word: it is asked
+        on a connection of its own."""
         options = self._options
         with trio.move_on_after(_ROUND_S) as self._round:
 
