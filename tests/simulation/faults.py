@@ -120,7 +120,8 @@ class Faults:
                 self._history.add(Fault(what, NOT_REPLICATED, 2, is_late=True))
         self._owed[node.name] = highs
 
-    async def _start(self, node: Node) -> None:
+    async def start(self, node: Node) -> None:
+        """Starts a node, if it is down."""
         if not node.is_up:
             await node.start(self._background)
 
@@ -130,11 +131,11 @@ class Faults:
         await trio.sleep(self._draw.choice((0.0, 0.1, 1.0)))
         if self._draw.random() < 0.2:
             # It is back before anybody does something.
-            await self._start(node)
+            await self.start(node)
             await trio.sleep(self._draw.random())
         await self._operator.fail_over(node.name)
         await trio.sleep(self._draw.choice((0.0, 0.5, 2.0)))
-        await self._start(node)
+        await self.start(node)
 
     async def _take_over(self) -> None:
         source = self._leader()
@@ -179,7 +180,7 @@ class Faults:
         await trio.sleep(self._draw.random())
         if self._draw.random() < 0.2:
             node.lose_index()
-        await self._start(node)
+        await self.start(node)
 
     async def _restart(self) -> None:
         node = self._node()
@@ -189,7 +190,7 @@ class Faults:
                 await node.stop()
             if node.is_up:
                 await self._kill(node)
-            await self._start(node)
+            await self.start(node)
 
     async def _cut(self) -> None:
         one, other = self._draw.sample(HOSTS, 2)
@@ -244,14 +245,22 @@ class Faults:
         node.wear.fails_next = False
         node.wear.delay_s = self._mix.disk_s
         if not node.is_up:
-            # What it acknowledged until then is lost, too.
-            self._history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
-            self._history.add(Fault(f"{node.name} has lost its memory", ON_DISK, 2))
-            self._network.crash(node.name, silently=False)
-            self.restarts += 1
+            self._is_down(node)
             if self._draw.random() < 0.5 and self._mix.has_replicas:
                 await self._operator.fail_over(node.name)
-            await self._start(node)
+            await self.start(node)
+
+    def _is_down(self, node: Node) -> None:
+        """Its disk has failed: what it acknowledged until then is lost, too."""
+        self._history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
+        self._history.add(Fault(f"{node.name} has lost its memory", ON_DISK, 2))
+        self._network.crash(node.name, silently=False)
+        self.restarts += 1
+
+    async def start_anew(self, node: Node) -> None:
+        """Starts a node that its disk has brought down."""
+        self._is_down(node)
+        await self.start(node)
 
     async def _disk_fills(self) -> None:
         node = self._node()
@@ -288,7 +297,7 @@ class Faults:
         node.lose_disk()
         if leads:
             await self._operator.fail_over(node.name)
-        await self._start(node)
+        await self.start(node)
         for _ in range(20):
             # Nobody takes the next machine away before this one has its copy.
             await trio.sleep(1.0)

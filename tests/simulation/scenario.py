@@ -148,7 +148,7 @@ class Cluster:
                     for sink in self.publishers:
                         publishing.start_soon(sink.run)
                     await faults.run()
-                    await self._heal(background)
+                    await self._heal(faults)
                     for sink in self.publishers:
                         sink.stopping = True
                 await self.operator.settle()
@@ -164,7 +164,7 @@ class Cluster:
 
     # Quiet.
 
-    async def _heal(self, background: trio.Nursery) -> None:
+    async def _heal(self, faults: Faults) -> None:
         """The last fault is over: everything is whole, and everybody is there."""
         self.history.add(Said("fault", "no more"))
         self.network.mend()
@@ -172,11 +172,14 @@ class Cluster:
             node.wear.is_full = node.wear.fails_next = False
             node.wear.delay_s = min(self.mix.disk_s, 0.01)
             node.clock_s = 0.0
-            if not node.is_up:
-                await node.start(background)
+            await faults.start(node)
         for consumer in self.consumers:
             consumer.pause_s = 0.0
         await trio.sleep(1.0)
+        for node in self.nodes.values():
+            if not node.is_up:
+                # A commit that was under way when its disk was mended has failed all the same.
+                await faults.start_anew(node)
 
     async def _caught_up(self) -> None:
         for consumer in self.consumers:
