@@ -413,22 +413,22 @@ class Fleet(Generic[M]):
     async def _watch(self) -> None:
         """Asks for the map whenever there is a reason to, but not all the time."""
         while True:
-            self._wake = trio.Event()
-            if not self._uneasy:
-                await self._wake.wait()
-                continue
-            now = trio.current_time()
-            if now >= self._round_at:
-                if now >= self._round_at + CALM_S:
-                    self._pauses.reset()
-                self._doubted, self._round_at = False, math.inf
-                await self._ask_around()
-                if self._round_at == math.inf:
-                    self._round_at = trio.current_time() + self._pauses.next_wait_s()
-            self._route()
-            self._give_up_on_homeless()
+            if self._uneasy:
+                now = trio.current_time()
+                if now >= self._round_at:
+                    if now >= self._round_at + CALM_S:
+                        self._pauses.reset()
+                    self._doubted, self._round_at = False, math.inf
+                    await self._ask_around()
+                    if self._round_at == math.inf:
+                        self._round_at = trio.current_time() + self._pauses.next_wait_s()
+                self._route()
+                self._give_up_on_homeless()
             if self._uneasy:
                 await trio.sleep_until(self._next_look())
+            else:
+                self._wake = trio.Event()
+                await self._wake.wait()
 
     def _next_look(self) -> float:
         """When there is something to do: to ask again, or to try a node that refused."""
