@@ -16,7 +16,7 @@ FOUND_BY: Final = {
     "goes_on_after_a_failed_fsync": 0,
     "skips_the_checksum": 27,
     "records_the_log_only_at_snapshot_ends": 24,
-    "takes_a_ceiling_for_a_state": 12,
+    "takes_a_ceiling_for_a_state": 36,
     "compacts_under_a_backfill": 14,
     "ends_a_snapshot_one_early": 0,
     "collapses_past_a_cursor": 0,
