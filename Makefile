@@ -52,7 +52,7 @@ demo: $(INSTALLED) java ## write 336,776 flights with Spark, stream them to thre
 	$(BIN)/python deploy/demo.py
 
 test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/ruff check $(SOURCES)
