@@ -60,6 +60,35 @@ async def test_requests_follow_the_map(cluster: FakeCluster, autojump_clock: Moc
     assert set(cluster.any.contents().values()) == {b"6"}
 
 
+async def test_a_node_that_is_not_needed_may_answer_what_it_was_asked(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """All that `a` had goes to `b` while a change is on its way; `a` had made it already."""
+    key = key_of(cluster, 0)
+    a = cluster.server("a")
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        a.held.add(Mutate)
+        numbers: list[int | None] = []
+
+        async def count() -> None:
+            numbers.append((await client.increment(key)).count)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            await trio.sleep(1)
+            all_to_b = {number: Owners(active="b") for number in (0, 2, 3, 5)}
+            cluster.move(all_to_b, tell="bc")
+            # The new map is asked for.
+            await client.set(key_of(cluster, 2), "1")
+            await trio.sleep(5)
+            assert len(a.connections) == 1
+            a.release()
+        assert numbers == [1]
+        await trio.sleep(0.1)
+        assert not a.connections
+        assert client.statistics().open == 0
+
+
 async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:
     key = key_of(cluster, 2)
     async with connect(URL, dial=cluster.dial, patience_s=10) as client:

@@ -98,7 +98,7 @@ class FakeServer:
         self.identities: list[str] = []
         self.buckets: dict[str, tuple[int, int]] = {BUCKET: (partition_count, 0)}
         self.held: set[type[Message]] = set()
-        """Requests that are never answered."""
+        """Requests that are not answered before `release`."""
         self.reports: list[ReplicaAck] = []
         """What replicas reported."""
         self.answers: tuple[tuple[bytes, int, int, bytes], ...] = ()
@@ -157,6 +157,12 @@ class FakeServer:
         for connection in self.connections:
             connection.wake()
 
+    def release(self) -> None:
+        """What was held is dealt with now, and nothing is held any more."""
+        self.held.clear()
+        for connection in list(self.connections):
+            connection.release()
+
     def end_streams(self, status: Status) -> None:
         for connection in list(self.connections):
             connection.end_streams(status)
@@ -192,6 +198,7 @@ class FakeConnection:
         self.counts: Counter[type[Message]] = Counter()
         self._streams: dict[PartitionId, _Stream] = {}
         self._turn: PartitionId | None = None
+        self._held: list[Message] = []
         self.scope = trio.CancelScope()
         self._wake = trio.Event()
 
@@ -317,7 +324,17 @@ class FakeConnection:
     def _handle(self, message: Message) -> None:
         self.counts[type(message)] += 1
         if type(message) in self._server.held:
+            self._held.append(message)
             return
+        self._answer(message)
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for message in held:
+            self._answer(message)
+        self.wake()
+
+    def _answer(self, message: Message) -> None:
         if message.answers:
             status = self._server.refuse(message)
             if status is not None:

@@ -69,6 +69,7 @@ class Asker:
         self._credit_timeout_s = credit_timeout_s
         self._link: Link | None = None
         self._replies: dict[int, Reply[Any]] = {}
+        self._sending = 0
         self._changed = trio.Event()
 
     def __len__(self) -> int:
@@ -135,7 +136,14 @@ class Asker:
             ServerError: The server granted no credit in time.
             BrokenError, ClosedError: The connection is over.
         """
-        link = self.link
+        self._sending += 1
+        try:
+            return await self._send(self.link, call)
+        finally:
+            self._sending -= 1
+            self._notify()
+
+    async def _send(self, link: Link, call: Call[T]) -> Reply[T]:
         await self._await_room(link)
         opaque = link.session.new_opaque()
         request = call.request(opaque)
@@ -148,6 +156,12 @@ class Asker:
         self._replies[opaque] = reply
         self.requests += 1
         return reply
+
+    async def drain(self) -> None:
+        """Waits until everything that was asked here has its answer, or its error. Those who wait
+        for room count: a node that is to be left refuses them soon, and they go to the next."""
+        while self._sending or self._replies:
+            await self._changed.wait()
 
     async def _await_room(self, link: Link) -> None:
         while link.failure is None and (

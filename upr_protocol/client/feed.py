@@ -111,6 +111,9 @@ class Feed:
         """See `Member`."""
         self._follower.part(partitions)
 
+    async def drain(self) -> None:
+        """See `Member`. What had not come goes on elsewhere."""
+
     def take_on(self, partition: PartitionId) -> None:
         """Follows one more partition."""
         self._follower.take_on(partition)

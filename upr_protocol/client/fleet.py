@@ -60,6 +60,10 @@ class Member(Handler, Protocol):
     def part(self, partitions: Iterable[PartitionId]) -> None:
         """It was taken for the only node, and is not: only `partitions` stay with it."""
 
+    async def drain(self) -> None:
+        """Waits until closing the link takes nothing from anybody: what was asked on it may have
+        been done, and is not asked again."""
+
 
 M = TypeVar("M", bound=Member)
 
@@ -251,6 +255,11 @@ class Fleet(Generic[M]):
             self.doubt()
             await trio.sleep(node.member.patience.wait_s(self._judged(error), trio.current_time()))
 
+    async def _let_go(self, node: _Node[M]) -> None:
+        """Closes the link to a node that is not needed any more."""
+        await node.member.drain()
+        node.scope.cancel()
+
     def _judged(self, error: UprError) -> UprError:
         """What is final of the only node need not be so of one among several."""
         refused = isinstance(error, ServerError) and error.status is Status.NO_BUCKET
@@ -348,9 +357,10 @@ class Fleet(Generic[M]):
 
     def _route(self) -> None:
         """Gives each partition the node that the map names, as far as it names one."""
-        crew = self._crew
+        crew, nursery = self._crew, self._nursery
         if self.atlas.map is None:
             return
+        assert nursery is not None
         before, self._where = self._where, {}
         for partition in crew.partitions:
             self._where[partition] = self._home(partition, before.get(partition))
@@ -360,17 +370,16 @@ class Fleet(Generic[M]):
                 node.addresses = [node.address]
             elif needed:
                 self._nodes.remove(node)
-                node.scope.cancel()
                 for partition, address in before.items():
                     if address == node.address:
                         crew.place(partition, None)
                 crew.dismiss(node.member)
+                nursery.start_soon(self._let_go, node)
         at = {node.address: node for node in self._nodes}
         for address in sorted(needed - at.keys(), key=str):
             at[address] = _Node([address], crew.recruit(whole=False), address)
             self._nodes.append(at[address])
-            assert self._nursery is not None
-            self._nursery.start_soon(self._attend, at[address])
+            nursery.start_soon(self._attend, at[address])
         for node in self._nodes:
             node.member.part(p for p, address in self._where.items() if address == node.address)
         for partition, address in self._where.items():
