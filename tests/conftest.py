@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import trio
 from hypothesis import HealthCheck, settings
+
+from tests.kit import patience
 
 # How long an example takes says more about the machine and what else runs on it than about us.
 settings.register_profile("upr", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -16,6 +19,8 @@ settings.load_profile("upr")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has what it runs in the background ignore Ctrl-C, and so would what tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+setattr(trio.to_thread, "run_sync", patience.run_sync)  # noqa: B010  for the type checker
 
 SLOW: Final = ("system", "spark")
 """Folders in which one file takes minutes."""
