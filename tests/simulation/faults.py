@@ -104,6 +104,10 @@ class Faults:
     def _loses_memory(self, node: Node) -> None:
         """One replica may have had something in memory only."""
         self._history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
+        self._falls_behind(node)
+
+    def _falls_behind(self, node: Node) -> None:
+        """Until it has caught up there is a copy less of what the actives have now."""
         highs = {
             one.id: one.high_seq
             for there in self._nodes.values()
@@ -253,7 +257,7 @@ class Faults:
     def _is_down(self, node: Node) -> None:
         """Its disk has failed: what it acknowledged until then is lost, too."""
         self._history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
-        self._history.add(Fault(f"{node.name} has lost its memory", ON_DISK, 2))
+        self._loses_memory(node)
         self._network.crash(node.name, silently=False)
         self.restarts += 1
 
@@ -290,6 +294,7 @@ class Faults:
         # As after the death of a machine, and of what it had on disk.
         self._history.add(Fault(f"{node.name} loses its disk", REPLICATED))
         self._history.add(Fault(f"{node.name} loses a copy", (), 2))
+        self._falls_behind(node)
         leads = self._leads(node)
         if node.is_up:
             await node.kill(silently=False)

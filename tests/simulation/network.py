@@ -151,7 +151,7 @@ class Pipe:
         if self._is_there:
             await trio.lowlevel.checkpoint()
         # One step of the loop for what is under way, and not one for each thing that is waited for:
-        # most of what a seed costs is the loop.
+        # a seed costs tens of thousands of them.
         while not self._is_there:
             self._look = trio.Event()
             if self._link.is_cut:
