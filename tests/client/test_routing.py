@@ -268,6 +268,40 @@ async def test_waiting_for_a_node_does_not_keep_the_others_busy(
         assert mirror.contents == cluster.any.contents()
 
 
+async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_reason(
+    cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
+) -> None:
+    cluster.move({number: Owners(active="a") for number in range(6)})
+    fill(cluster, 100)
+    b, c = cluster.server("b"), cluster.server("c")
+    async with mirrored(cluster) as (consumer, mirror):
+        await consumer.barrier()
+        await trio.sleep(5)
+        assert not b.connections
+        began = dials.copy()
+        cluster.move({number: Owners() for number in range(6)})
+        cluster.kill("a")
+        await trio.sleep(60)
+        assert dials["b"] == began["b"] + 1
+        (asked,) = c.connections
+        assert 60 < asked.counts[GetMap] < 60 * 4
+        # It falls silent, and another link may fare better; and it is lost, and made again.
+        c.held.add(GetMap)
+        await trio.sleep(10)
+        c.held.clear()
+        assert 3 <= dials["c"] - began["c"] <= 6
+        cluster.nets["b"].cut()
+        await trio.sleep(1)
+        assert dials["b"] == began["b"] + 2
+        cluster.move({number: Owners(active="b") for number in range(6)})
+        await consumer.barrier()
+        assert mirror.contents == cluster.any.contents()
+        assert len(b.connections) == 2
+        await trio.sleep(5)
+        assert len(b.connections) == 1
+        assert not c.connections
+
+
 async def test_a_link_that_says_nothing_is_not_relied_on(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
@@ -436,6 +470,7 @@ async def test_an_old_active_does_not_hold_back_what_the_new_one_has(
     async with mirrored(cluster, state=PartitionState.REPLICA) as (consumer, mirror):
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
+        await trio.sleep(5)
         assert not cluster.server("a").connections
         assert not cluster.server("c").connections
         cluster.kill("b")

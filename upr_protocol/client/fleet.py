@@ -5,8 +5,8 @@ that is all there is to it. Otherwise it is asked for the map, and from then on 
 with the node that the map names. When a node does not take what is asked of it, or is away, every
 node that is known is asked for its map, and the newest counts; while there is no node for a
 partition they are asked again and again, less and less often. A node to which there is a link is
-asked on it: a failover makes every client ask, and each connection is work for the nodes that are
-left.
+asked on it, and the others on links that are kept while there is a reason to ask: a failover makes
+every client ask, and each connection is work for the nodes that are left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
 
 import attrs
@@ -24,9 +23,9 @@ from upr_protocol.client.address import Address
 from upr_protocol.client.atlas import Atlas
 from upr_protocol.client.backoff import Backoff
 from upr_protocol.client.link import Handler, Link, TrioOptions, open_link
-from upr_protocol.client.maps import fetch_map, map_of
+from upr_protocol.client.maps import map_of
 from upr_protocol.client.retry import Patience
-from upr_protocol.cluster import ClusterMap
+from upr_protocol.client.scout import Scout
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import GetMap, MapReply
@@ -41,11 +40,8 @@ longer than it takes to give it to another node."""
 CALM_S: Final = 2.0
 """After so long without a round of asking the next one is a first one."""
 
-_ROUND_S: Final = 2.0
-"""How long a round of asking may take, when nobody answers;"""
-
 _GRACE_S: Final = 0.1
-"""and how long the others are waited for when one has answered."""
+"""How long a node may take to answer on a link that it is busy with."""
 
 
 class Member(Handler, Protocol):
@@ -119,9 +115,10 @@ class _Node(Generic[M]):
         return self.link is not None
 
     def ask(self) -> bool:
-        """Asks it for its map, if there is a link; whether there is, and it may yet answer."""
+        """Asks it for its map, if there is a link; whether it may yet answer. While it is connected
+        to there is no need: it says which map it has when it greets."""
         if self.link is None:
-            return False
+            return not self.is_down
         now = trio.current_time()
         if self.asked_at is not None:
             return now < self.asked_at + _GRACE_S
@@ -188,7 +185,7 @@ class Fleet(Generic[M]):
         self._wake = trio.Event()
         self._pauses = Backoff(draw, cap_s=PAUSE_MAX_S)
         self._round_at = -math.inf
-        self._round = trio.CancelScope()
+        self._scouts: dict[Address, Scout] = {}
 
     async def run(self) -> None:
         """Connects and stays connected until the crew is finished. Cancelled, it closes its links.
@@ -304,17 +301,10 @@ class Fleet(Generic[M]):
         node = self._node_of(member)
         if node is not None:
             node.asked_at = None
-        self._answered(map_of(reply))
+        self._learn(reply)
 
-    def _answered(self, found: ClusterMap | None) -> None:
-        """One node has told its map: the others of this round are not waited for much longer."""
-        revision = self.atlas.revision
-        self._learn(found)
-        self._round.deadline = min(self._round.deadline, trio.current_time() + _GRACE_S)
-        if self.atlas.revision > revision and not self.atlas.is_old:
-            self._round.cancel()
-
-    def _learn(self, found: ClusterMap | None) -> None:
+    def _learn(self, reply: MapReply) -> None:
+        found = map_of(reply)
         if self._by_map and found is not None and self.atlas.take(found):
             self._rests.clear()
             self._pauses.reset()
@@ -427,10 +417,8 @@ class Fleet(Generic[M]):
                 if now >= self._round_at:
                     if now >= self._round_at + CALM_S:
                         self._pauses.reset()
-                    self._doubted, self._round_at = False, math.inf
-                    await self._ask_around()
-                    if self._round_at == math.inf:
-                        self._round_at = trio.current_time() + self._pauses.next_wait_s()
+                    self._doubted, self._round_at = False, now + self._pauses.next_wait_s()
+                    self._ask_around()
                 self._route()
                 self._give_up_on_homeless()
             if self._uneasy:
@@ -459,25 +447,16 @@ class Fleet(Generic[M]):
                 error.add_note(f"gave up after {now - since:.0f} s")
                 self._end(error)
 
-    async def _ask_around(self) -> None:
-        """Asks every node for its map, until one has a newer one, or most have answered. What was
-        asked on its link, and did not answer for a while, may be gone without a word: it is asked
-        on a connection of its own."""
-        options = self._options
-        with trio.move_on_after(_ROUND_S) as self._round:
-
-            async def ask(address: Address) -> None:
-                with suppress(UprError):
-                    found = await fetch_map(
-                        address,
-                        identity=options.identity,
-                        timeout_s=options.connect_timeout_s,
-                        dial=options.dial,
-                    )
-                    self._answered(found)
-
-            asked = {node.address for node in self._nodes if node.ask()}
-            async with trio.open_nursery() as nursery:
-                for address in self.atlas.everywhere():
-                    if address not in asked:
-                        nursery.start_soon(ask, address)
+    def _ask_around(self) -> None:
+        """Asks every node for its map. What was asked on its link, and did not answer for a while,
+        may be gone without a word: it is asked on a link of its own."""
+        assert self._nursery is not None
+        asked = {node.address for node in self._nodes if node.ask()}
+        for address in self.atlas.everywhere():
+            scout = self._scouts.get(address)
+            if address in asked or (scout is not None and scout.ask()):
+                continue
+            if scout is not None:
+                scout.scope.cancel()
+            scout = self._scouts[address] = Scout(address, self._options, self._learn)
+            self._nursery.start_soon(scout.run)
