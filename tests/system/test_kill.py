@@ -1,5 +1,5 @@
-"""Servers killed a hundred times under load: what was acknowledged as persisted is there, nothing
-was invented, and whoever follows ends with the server's contents.
+"""Servers killed fifty times under load, or a hundred: what was acknowledged as persisted is there,
+nothing was invented, and whoever follows ends with the server's contents.
 
 Real processes on one data directory and one port. A life of the server ends with SIGKILL at a drawn
 moment: under load, with its processes for the disk or without, or while it starts; now and then it
@@ -31,6 +31,7 @@ import attrs
 import pytest
 import trio
 
+from tests.kit.effort import effort
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.process import (
     ROOT,
@@ -82,13 +83,13 @@ nearly done, or just after."""
 
 Ending = Literal["killed", "killed with its processes", "stopped", "killed while it starts"]
 ENDINGS: Final[dict[Ending, int]] = {
-    "killed": 28,
-    "killed with its processes": 10,
-    "stopped": 8,
-    "killed while it starts": 14,
+    "killed": effort(14, 28),
+    "killed with its processes": effort(5, 10),
+    "stopped": effort(4, 8),
+    "killed while it starts": effort(7, 14),
 }
-"""How many lives end so in each of the two tests: of both together, 104 are killed. Their order is
-drawn, their number is not: how often lots are drawn depends on how fast the machine is."""
+"""How many lives end so in each of the two tests: of both together, 52 are killed, or 104. Their
+order is drawn, their number is not: how often lots are drawn depends on how fast the machine is."""
 
 
 # What is written.

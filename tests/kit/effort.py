@@ -1,0 +1,14 @@
+"""How much of a test that could go on for ever is done."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+THOROUGH: Final = bool(os.environ.get("UPR_THOROUGH"))
+"""Whether all of it is; else a sample, so that the suite is over in its time."""
+
+
+def effort(sample: int, whole: int) -> int:
+    """How many: of lives, bits, or mutations."""
+    return whole if THOROUGH else sample
