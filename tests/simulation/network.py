@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 from typing import Final
 
 import attrs
 import trio
 
+from tests.simulation.bugs.patch import replaced
+from upr_protocol.chunk import Buffer
 from upr_protocol.client import Address
+from upr_protocol.client import link as client_end
+from upr_protocol.client.write import unsent, write_now
+from upr_server.net import connection as server_end
 
 WINDOW_BYTES: Final = 64 * 1024
 """What a connection holds of each direction, sent and not yet received."""
@@ -129,22 +135,25 @@ class Pipe:
     async def send(self, data: bytes) -> None:
         """Waits for room, a window at a time."""
         await trio.lowlevel.checkpoint()
-        at = 0
+        at = self.send_now(data)
         while at < len(data):
-            if self.is_broken or self.is_ended:
-                raise trio.BrokenResourceError("the simulated connection is gone")
-            room = min(WINDOW_BYTES - self._nbytes, len(data) - at, self._left)
-            if room < min(WINDOW_BYTES // 2, len(data) - at, self._left):
-                room = 0  # not in ever smaller pieces
-            if self._left <= 0:
-                self._on_reset()
-            elif room <= 0:
-                self._taken = trio.Event()
-                await self._taken.wait()
-            else:
-                self._left -= room
-                self._push(data[at : at + room])
-                at += room
+            self._taken = trio.Event()
+            await self._taken.wait()
+            at += self.send_now(data[at:])
+
+    def send_now(self, data: bytes) -> int:
+        """Takes what there is room for; how much that is."""
+        if self._left <= 0 and data:
+            self._on_reset()
+        if self.is_broken or self.is_ended:
+            raise trio.BrokenResourceError("the simulated connection is gone")
+        room = min(WINDOW_BYTES - self._nbytes, len(data), self._left)
+        if room < min(WINDOW_BYTES // 2, len(data), self._left):
+            return 0  # not in ever smaller pieces
+        if room:
+            self._left -= room
+            self._push(data[:room])
+        return room
 
     async def receive(self, bytes_max: int) -> bytes:
         """What has come; nothing at the end."""
@@ -212,6 +221,11 @@ class SimulatedStream(trio.abc.HalfCloseableStream):
         self._check()
         await self._out.send(bytes(data))
 
+    def send_now(self, data: bytes) -> int:
+        """Takes what there is room for, as a socket does; how much that is."""
+        self._check()
+        return self._out.send_now(data)
+
     async def wait_send_all_might_not_block(self) -> None:
         self._check()
         await self._out.has_room()
@@ -232,6 +246,23 @@ class SimulatedStream(trio.abc.HalfCloseableStream):
             # Whoever goes on sending here is told.
             self._back.reset()
         await trio.lowlevel.checkpoint()
+
+
+def _write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+    if not isinstance(stream, SimulatedStream):
+        return write_now(stream, buffers)
+    return unsent(buffers, stream.send_now(b"".join(buffers)))
+
+
+@contextmanager
+def taken_at_once() -> Iterator[None]:
+    """Has both ends of simulated connections go the way that they go with sockets: what there is
+    room for is written at once, by whoever has it, and the rest by a task that waits."""
+    with (
+        replaced(client_end, "write_now", _write_now),
+        replaced(server_end, "write_now", _write_now),
+    ):
+        yield
 
 
 @attrs.define(eq=False)

@@ -20,7 +20,7 @@ from tests.kit.recorded import RecordedConsumer, RecordedPublisher, contents_of
 from tests.simulation.faults import FAULTS, Faults
 from tests.simulation.limits import small_limits
 from tests.simulation.mix import Mix
-from tests.simulation.network import Network
+from tests.simulation.network import Network, taken_at_once
 from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, observed
 from tests.simulation.operator import NotSettledError, SimulatedOperator
 from tests.simulation.world import EPOCH_S, Chance, run_in_world
@@ -265,7 +265,7 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
             gc.collect()
 
     failure: BaseException | None = None
-    with observed(), small_limits(), _quiet(), _uncollected():
+    with observed(), small_limits(), taken_at_once(), _quiet(), _uncollected():
         try:
             run_in_world(seed, main)
         except Exception as error:  # noqa: BLE001  whatever it is, it is what was looked for
