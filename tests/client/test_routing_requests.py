@@ -89,6 +89,34 @@ async def test_a_node_that_is_not_needed_may_answer_what_it_was_asked(
         assert client.statistics().open == 0
 
 
+async def test_a_node_that_is_not_needed_may_end_as_it_likes(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    key = key_of(cluster, 0)
+    a = cluster.server("a")
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        a.held.add(Mutate)
+
+        async def count() -> None:
+            with pytest.raises(ServerError):
+                await client.increment(key)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            await trio.sleep(1)
+            all_to_b = {number: Owners(active="b") for number in (0, 2, 3, 5)}
+            cluster.move(all_to_b, tell="bc")
+            await client.set(key_of(cluster, 2), "1")
+            await trio.sleep(5)
+            (connection,) = a.connections
+            # No other connection would fare better.
+            connection.session.fail(Status.UNKNOWN_MESSAGE, "what is that?")
+            connection.wake()
+        await trio.sleep(5)
+        assert (await client.increment(key)).count == 1
+        assert not a.connections
+
+
 async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:
     key = key_of(cluster, 2)
     async with connect(URL, dial=cluster.dial, patience_s=10) as client:

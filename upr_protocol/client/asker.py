@@ -159,7 +159,7 @@ class Asker:
 
     async def drain(self) -> None:
         """Waits until everything that was asked here has its answer, or its error. Those who wait
-        for room count: a node that is to be left refuses them soon, and they go to the next."""
+        for room or credit count: what they ask is refused, and they go to the next node."""
         while self._sending or self._replies:
             await self._changed.wait()
 
