@@ -9,6 +9,7 @@ from trio.testing import MockClock
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection
 from upr_protocol.client import NotDurableError, connect
+from upr_protocol.client.backoff import CAP_S
 from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Durability, PartitionId
@@ -230,7 +231,9 @@ async def test_a_lease_is_renewed_at_every_node_or_not_said_to_be(
         )
 
     monkeypatch.setattr(FakeConnection, "_on_lease", lease, raising=False)
-    async with connect("upr://b/b", dial=cluster.dial, patience_s=5) as client:
+    # Longer than the pause between two attempts to connect becomes.
+    patience_s = CAP_S + 2
+    async with connect("upr://b/b", dial=cluster.dial, patience_s=patience_s) as client:
         await client.renew_lease(7, time_to_live_s=60)
         assert asked() == "abc"
         cluster.kill("a")
