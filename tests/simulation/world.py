@@ -51,7 +51,6 @@ class Chance:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._given = 0
 
     def of(self, name: str) -> Random:
         """The stream of `name`: the same for the same seed and name, in every process."""
