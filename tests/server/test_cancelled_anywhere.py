@@ -701,14 +701,19 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
     """No process is left, and the directory can be used at once."""
     before = set(children_of(os.getpid()))
 
+    every = 24
+
     async def work() -> None:
         async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
             await store.load()
+            # So that it is cancelled once at least while the store is open.
+            for _ in range(every):
+                await trio.lowlevel.checkpoint()
 
     def look() -> None:
         assert set(children_of(os.getpid())) == before
 
-    found = await cancelled_at_each_step(work, look, every=24)
+    found = await cancelled_at_each_step(work, look, every=every)
     found.check_inside(open_store, ProcessStore.watch)
     async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
 

@@ -15,6 +15,7 @@ from pyspark import InheritableThread
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 
+from tests.kit.effort import effort
 from tests.spark.server import BlockingServer
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, ChunkReceived, SnapshotStart, consume
@@ -270,7 +271,7 @@ def test_what_cannot_be_read(
 def test_who_takes_little_leaves_nothing_behind(
     spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
 ) -> None:
-    """A hundred times: limited, taken from, and cancelled."""
+    """Many times: limited, taken from, and cancelled."""
     url = new_bucket(4)
     with durable_client(url) as client, BlockingClient(server.url()) as observer:
         client.apply(
@@ -282,11 +283,11 @@ def test_who_takes_little_leaves_nothing_behind(
 
         before = connections()
         frame = load(spark, url, leaseSeconds=2, minPartitions=2)
-        for _ in range(45):
+        for _ in range(effort(12, 45)):
             assert len(frame.limit(3).collect()) == 3
-        for _ in range(45):
+        for _ in range(effort(12, 45)):
             assert len(frame.select("key").take(1)) == 1
-        for number in range(10):
+        for number in range(effort(4, 10)):
             cancel_one(spark, load(spark, url, leaseSeconds=2), f"group {number}")
         until(lambda: connections() == before, "every connection is closed")
         until(lambda: leases(client)["held"] == 0, "no lease is held")

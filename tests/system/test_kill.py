@@ -1,5 +1,5 @@
-"""Servers killed fifty times under load, or a hundred: what was acknowledged as persisted is there,
-nothing was invented, and whoever follows ends with the server's contents.
+"""Servers killed dozens of times under load, or a hundred: what was acknowledged as persisted is
+there, nothing was invented, and whoever follows ends with the server's contents.
 
 Real processes on one data directory and one port. A life of the server ends with SIGKILL at a drawn
 moment: under load, with its processes for the disk or without, or while it starts; now and then it
@@ -83,12 +83,12 @@ nearly done, or just after."""
 
 Ending = Literal["killed", "killed with its processes", "stopped", "killed while it starts"]
 ENDINGS: Final[dict[Ending, int]] = {
-    "killed": effort(14, 28),
-    "killed with its processes": effort(5, 10),
-    "stopped": effort(4, 8),
-    "killed while it starts": effort(7, 14),
+    "killed": effort(10, 28),
+    "killed with its processes": effort(3, 10),
+    "stopped": effort(3, 8),
+    "killed while it starts": effort(4, 14),
 }
-"""How many lives end so in each of the two tests: of both together, 52 are killed, or 104. Their
+"""How many lives end so in each of the two tests: of both together, 34 are killed, or 104. Their
 order is drawn, their number is not: how often lots are drawn depends on how fast the machine is."""
 
 
