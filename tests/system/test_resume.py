@@ -3,9 +3,9 @@ server's contents.
 
 Fifty schedules, or a hundred, drawn from their seeds: when the consumer joins, how long each of its
 lives is, whether its connection is cut meanwhile, and what publishers write all the time. The
-consumer is a real process, and killing it is SIGKILL. Some are `upr tail --resume`, most are small programs on
-the client library (`tests/kit/recorder.py`). In the end its contents are compared, key by key, with
-what the server gives for each key and with what a fresh stream gives.
+consumer is a real process, and killing it is SIGKILL. Some are `upr tail --resume`, most are small
+programs on the client library (`tests/kit/recorder.py`). In the end its contents are compared, key
+by key, with what the server gives for each key and with what a fresh stream gives.
 """
 
 from __future__ import annotations
