@@ -116,14 +116,18 @@ class Counted:
 
 
 async def follow(consumer: Consumer, counted: Counted, stops: bool) -> None:
-    """Follows until everything was seen."""
+    """Follows until everything was seen, and was said to be complete.
+
+    One that has everything may not have been told so yet: it was slow, and what it had missed was
+    all of it in the first cycle.
+    """
     async for event in consumer:
         counted.apply(event)
         if stops and counted.is_inside(event):
             say(inside=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             stops = False
-        if counted.is_complete:
+        if counted.is_complete and counted.ready.is_set():
             return
 
 
