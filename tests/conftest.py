@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,10 @@ from tests.kit import patience
 # How long an example takes says more about the machine and what else runs on it than about us.
 settings.register_profile("upr", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("upr")
+
+# Servers and commands are started a thousand times: they are not to compile what they import each
+# time. What is imported here is compiled as pytest has it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has what it runs in the background ignore Ctrl-C, and so would what tests start.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 import trio
 
 from tests.events.conformance import Conformance, put, rows_of
@@ -87,12 +88,12 @@ async def test_what_is_damaged_is_thrown_away(tmp_path: Path) -> None:
         await put(store, {b"key": b"a value that is easily found"})
     data = (path / "data.mdb").read_bytes()
     assert b"easily found" in data
-    (path / "data.mdb").write_bytes(data.replace(b"easily found", b"rarely found"))
-    async with on_disk(path) as store:
-        assert await rows_of(store) == {}
-    (path / "data.mdb").write_bytes(b"no environment")
-    async with on_disk(path) as store:
-        assert await rows_of(store) == {}
+    for damaged in (data.replace(b"easily found", b"rarely found"), b"no environment"):
+        (path / "data.mdb").write_bytes(damaged)
+        with structlog.testing.capture_logs() as logs:
+            async with on_disk(path) as store:
+                assert await rows_of(store) == {}
+        assert [log["event"] for log in logs] == ["the ledger is damaged, and begins anew"]
 
 
 async def test_a_mark_that_cannot_be_removed_is_told_and_tried_again(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -89,7 +89,8 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
         try:
             yield process
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(240)
@@ -105,6 +106,8 @@ def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
             seen.append(line)
             if line.startswith("batch 0: 10 keys changed"):
                 break
+        else:
+            pytest.fail("it ended: " + "".join(seen))
         os.killpg(process.pid, signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(seen) + rest

@@ -327,9 +327,9 @@ async def test_a_file_that_was_cut_is_noticed_before_anything_is_written(
 ) -> None:
     file = data / "buckets" / BUCKET / part / "data.mdb"
     whole = file.read_bytes()
-    page = 4096
-    assert len(whole) > 20 * page
-    lengths = {0, 1, len(whole) // 3, len(whole) - page}
+    assert len(whole) > 20 * 4096
+    # Not the last page alone: that may be one that is free again, and then nothing is missing.
+    lengths = {0, 1, len(whole) // 3, len(whole) * 2 // 3}
     if part == "index":
         # It is then made anew from the log: see below.
         lengths -= {0}

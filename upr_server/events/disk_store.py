@@ -50,7 +50,9 @@ class DiskStore(EventStore):
         """See `EventStore`. What was there is there again if the context was left without an
         exception the last time; else the store is empty."""
         try:
-            await self._ask(OpenLedger())
+            damage = await self._ask(OpenLedger())
+            if damage:
+                log.warning("the ledger is damaged, and begins anew", error=damage)
         except StorageError as error:
             log.warning("events are kept in memory only", error=str(error))
             self._instead = MemoryStore()

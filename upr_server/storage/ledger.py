@@ -19,7 +19,6 @@ from struct import Struct
 from typing import Any, ClassVar, Final
 
 import msgspec
-import structlog
 
 from upr_server.storage.calls import Call
 from upr_server.storage.data_directory import sync
@@ -37,8 +36,6 @@ _NUMBER_END: Final = 1 << 64
 
 Row = tuple[bytes, bytes]
 """A key and its value."""
-
-log = structlog.get_logger(__name__)
 
 
 # What a commit does.
@@ -97,7 +94,10 @@ def operate(before: bytes | None, operation: Operate) -> bytes:
 
 
 class OpenLedger(Call, frozen=True, tag=True):
-    """Before anything else: finds what a clean stop has left, or begins anew."""
+    """Before anything else: finds what a clean stop has left, or begins anew. It is answered with
+    the damage for which that was, if there is any."""
+
+    answer_type: ClassVar[Any] = str
 
 
 class ReadLedger(Call, frozen=True, tag=True):
@@ -173,21 +173,27 @@ class Ledger:
             raise StoreFailedError("the ledger is closed")
         return self._environment
 
-    def _open(self) -> None:
+    def _open(self) -> str:
         self.close()
-        self._environment = self._found() or self._new()
+        damage = ""
+        if self._mark.exists():
+            try:
+                self._environment = self._left_by_a_clean_stop()
+            except StorageError as error:
+                damage = str(error)
+        if self._environment is None:
+            self._environment = self._new()
         self._is_marked = self._mark.exists()
+        return damage
 
-    def _found(self) -> LmdbEnvironment | None:
-        if not self._mark.exists():
-            return None
+    def _left_by_a_clean_stop(self) -> LmdbEnvironment:
+        environment = _environment(self._path)
         try:
-            environment = _environment(self._path)
             with environment.read() as reader:
                 _rows(reader, b"\1", b"\xff", 0)
-        except StorageError as error:
-            log.warning("the ledger is damaged, and begins anew", error=str(error))
-            return None
+        except StorageError:
+            environment.close()
+            raise
         return environment
 
     def _new(self) -> LmdbEnvironment:

@@ -8,10 +8,9 @@ everything that was committed before they were asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import trio
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
@@ -19,6 +18,10 @@ from upr_server.engine import Want
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.key_index import Due
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
+
+if TYPE_CHECKING:
+    # The store's processes know the port, and have no use for what takes half of their start.
+    import trio
 
 
 class Upkeep(msgspec.Struct, frozen=True):
