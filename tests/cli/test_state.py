@@ -17,6 +17,7 @@ import pytest
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import Line
+from tests.kit.effort import effort
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, Client, MapReader
@@ -151,7 +152,7 @@ def test_a_map_that_is_killed_at_any_moment_ends_as_the_server(
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     lots = random.Random(7)
     ids = count()
-    for _ in range(10):
+    for _ in range(effort(5, 10)):
         with (tmp_path / "out").open("wb") as file:
             process = start("tail", bucket, "--state", str(folder), stdout=file)
         while process.returncode is None:

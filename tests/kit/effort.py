@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Final
 
-THOROUGH: Final = bool(os.environ.get("UPR_THOROUGH"))
+VARIABLE: Final = "UPR_THOROUGH"
+THOROUGH: Final = bool(os.environ.get(VARIABLE))
 """Whether all of it is; else a sample, so that the suite is over in its time."""
 
 

@@ -17,6 +17,8 @@ from typing import Any, Final
 import attrs
 import trio
 
+from tests.kit.effort import VARIABLE
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 UPR_SERVER: Final = (sys.executable, "-c", "from upr_server.cli import main; main()")
 UPR: Final = (sys.executable, "-m", "upr_protocol.cli")
@@ -45,7 +47,11 @@ async def eventually(
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a process: this one's without any settings for us, and `changes`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("UPR_")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == VARIABLE or not name.startswith("UPR_")
+    }
     return {**kept, **changes}
 
 

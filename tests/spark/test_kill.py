@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.differences import differences
 from tests.kit.process import ROOT, environment
-from tests.spark.driver import Job
+from tests.spark.driver import JOB, Job, stream
 from tests.spark.server import blocking_server
 from tests.spark.test_read import durable_client, keys_of, overwrite, until
 from upr_protocol.chunk import Mutation
@@ -67,6 +67,13 @@ def run(job: Job) -> int:
         return process.returncode
 
 
+def finish(job: Job, spark: SparkSession, patch: pytest.MonkeyPatch) -> None:
+    """Has the driver in this process do a job; it does not die."""
+    job.once, job.dies = True, ""
+    patch.setenv(JOB, msgspec.json.encode(job).decode())
+    stream(spark)
+
+
 def batches_of(folder: Path) -> dict[int, list[Any]]:
     """Each batch's rows; they are the same each time that it was done."""
     found = {}
@@ -101,7 +108,9 @@ def write(client: BlockingClient, value: str) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_driver_that_dies_reads_its_batch_again(tmp_path: Path) -> None:
+def test_a_driver_that_dies_reads_its_batch_again(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between plan and read, and when its sink has written but Spark does not know. Every key is
     overwritten meanwhile, and all that nobody holds is compacted."""
     with blocking_server() as server:
@@ -113,8 +122,7 @@ def test_a_driver_that_dies_reads_its_batch_again(tmp_path: Path) -> None:
             for job.dies, job.in_batch in (("planned", 1), ("written", 2)):
                 assert run(job) == -signal.SIGKILL
                 overwrite(client, KEYS, 1)
-            job.dies = ""
-            assert run(job) == 0
+            finish(job, spark, monkeypatch)
             batches = batches_of(tmp_path)
             check(batches, client, from_start=True)
             times = {one: len(list((tmp_path / "batches" / one).iterdir())) for one in "0123"}
@@ -125,7 +133,9 @@ def test_a_driver_that_dies_reads_its_batch_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_driver_that_dies_in_its_first_batch_begins_where_it_began(tmp_path: Path) -> None:
+def test_a_driver_that_dies_in_its_first_batch_begins_where_it_began(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with blocking_server() as server:
         url = server.create_bucket("b", PARTITIONS)
         with durable_client(url) as client:
@@ -137,8 +147,7 @@ def test_a_driver_that_dies_in_its_first_batch_begins_where_it_began(tmp_path: P
                 write(client, "first")
                 assert process.wait(DRIVER_S) == -signal.SIGKILL
             write(client, "second")
-            job.once, job.dies = True, ""
-            assert run(job) == 0
+            finish(job, spark, monkeypatch)
             batches = batches_of(tmp_path)
             check(batches, client, from_start=False)
             values = [bytes.fromhex(row[4]) for rows in batches.values() for row in rows]

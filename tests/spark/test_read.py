@@ -283,11 +283,11 @@ def test_who_takes_little_leaves_nothing_behind(
 
         before = connections()
         frame = load(spark, url, leaseSeconds=2, minPartitions=2)
-        for _ in range(effort(12, 45)):
+        for _ in range(effort(6, 45)):
             assert len(frame.limit(3).collect()) == 3
-        for _ in range(effort(12, 45)):
+        for _ in range(effort(6, 45)):
             assert len(frame.select("key").take(1)) == 1
-        for number in range(effort(4, 10)):
+        for number in range(effort(3, 10)):
             cancel_one(spark, load(spark, url, leaseSeconds=2), f"group {number}")
         until(lambda: connections() == before, "every connection is closed")
         until(lambda: leases(client)["held"] == 0, "no lease is held")

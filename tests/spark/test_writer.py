@@ -267,10 +267,11 @@ def run_again(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=240,
     )
 
 
+@pytest.mark.timeout(300)
 def test_tasks_that_are_run_again(new_bucket: NewBucket) -> None:
     raised, killed, changing = new_bucket(), new_bucket(), new_bucket()
     done = run_again(raised, "raised", killed, "killed", changing, "changing")

@@ -25,8 +25,8 @@ from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_store import LmdbEnvironment
 from upr_server.storage.shelf import Shelf
 
-FLIPS: Final = effort(4_000, 10_000)
-FLIPS_OF_THE_TREE: Final = effort(1_000, 2_500)
+FLIPS: Final = effort(2_000, 10_000)
+FLIPS_OF_THE_TREE: Final = effort(500, 2_500)
 PAGE_BYTES: Final = 4096
 META_BYTES: Final = 2 * PAGE_BYTES
 HANGS_S: Final = 20

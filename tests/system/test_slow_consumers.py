@@ -39,7 +39,7 @@ from upr_protocol.client import Publisher, connect, publisher
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
 BUCKET: Final = "slow"
-COUNT: Final = effort(2_560_000, 5_000_000)
+COUNT: Final = effort(1_920_000, 5_000_000)
 PARTITIONS: Final = 64
 QUOTA_BYTES: Final = 256 * 1024 * 1024
 BOUND_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4
@@ -197,7 +197,7 @@ async def test_a_consumer_that_is_stopped_inside_a_snapshot(tmp_path: Path) -> N
 
 @pytest.mark.timeout(600)
 async def test_many_consumers_that_are_stopped(tmp_path: Path) -> None:
-    many = effort(200, 500)
+    many = effort(100, 500)
     _, descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors_max < 4 * many:
         pytest.skip(f"it needs {4 * many} descriptors, and there are {descriptors_max}")
