@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
 from trio.testing import MockClock
 
 from tests.kit.fake_cluster import FakeCluster
-from tests.kit.fake_server import FakeConnection
-from upr_protocol.client import NotDurableError, connect
+from tests.kit.fake_server import FakeConnection, FakeServer
+from upr_protocol.client import Client, NotDurableError, connect
 from upr_protocol.client.backoff import CAP_S
 from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError, ServerError, Status
@@ -61,32 +64,37 @@ async def test_requests_follow_the_map(cluster: FakeCluster, autojump_clock: Moc
     assert set(cluster.any.contents().values()) == {b"6"}
 
 
+@asynccontextmanager
+async def left_with_a_change(cluster: FakeCluster, client: Client) -> AsyncIterator[FakeServer]:
+    """All that `a` had has gone to `b`, and `client` knows it, while a change of a key of partition
+    0 is on its way to `a`."""
+    a = cluster.server("a")
+    a.held.add(Mutate)
+    await trio.sleep(1)
+    cluster.move({number: Owners(active="b") for number in (0, 2, 3, 5)}, tell="bc")
+    # The new map is asked for.
+    await client.set(key_of(cluster, 2), "1")
+    await trio.sleep(5)
+    assert len(a.connections) == 1
+    yield a
+    await trio.sleep(5)
+    assert not a.connections
+
+
 async def test_a_node_that_is_not_needed_may_answer_what_it_was_asked(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
-    """All that `a` had goes to `b` while a change is on its way; `a` had made it already."""
-    key = key_of(cluster, 0)
-    a = cluster.server("a")
-    async with connect("upr://b/b", dial=cluster.dial) as client:
-        a.held.add(Mutate)
+    """It had made the change already."""
+    async with connect("upr://b/b", dial=cluster.dial) as client, trio.open_nursery() as nursery:
         numbers: list[int | None] = []
 
         async def count() -> None:
-            numbers.append((await client.increment(key)).count)
+            numbers.append((await client.increment(key_of(cluster, 0))).count)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(count)
-            await trio.sleep(1)
-            all_to_b = {number: Owners(active="b") for number in (0, 2, 3, 5)}
-            cluster.move(all_to_b, tell="bc")
-            # The new map is asked for.
-            await client.set(key_of(cluster, 2), "1")
-            await trio.sleep(5)
-            assert len(a.connections) == 1
+        nursery.start_soon(count)
+        async with left_with_a_change(cluster, client) as a:
             a.release()
         assert numbers == [1]
-        await trio.sleep(0.1)
-        assert not a.connections
         assert client.statistics().open == 0
 
 
@@ -94,28 +102,19 @@ async def test_a_node_that_is_not_needed_may_end_as_it_likes(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     key = key_of(cluster, 0)
-    a = cluster.server("a")
-    async with connect("upr://b/b", dial=cluster.dial) as client:
-        a.held.add(Mutate)
+    async with connect("upr://b/b", dial=cluster.dial) as client, trio.open_nursery() as nursery:
 
         async def count() -> None:
             with pytest.raises(ServerError):
                 await client.increment(key)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(count)
-            await trio.sleep(1)
-            all_to_b = {number: Owners(active="b") for number in (0, 2, 3, 5)}
-            cluster.move(all_to_b, tell="bc")
-            await client.set(key_of(cluster, 2), "1")
-            await trio.sleep(5)
+        nursery.start_soon(count)
+        async with left_with_a_change(cluster, client) as a:
             (connection,) = a.connections
             # No other connection would fare better.
             connection.session.fail(Status.UNKNOWN_MESSAGE, "what is that?")
             connection.wake()
-        await trio.sleep(5)
         assert (await client.increment(key)).count == 1
-        assert not a.connections
 
 
 async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:

@@ -22,13 +22,14 @@ import trio
 from upr_protocol.client.address import Address
 from upr_protocol.client.atlas import Atlas
 from upr_protocol.client.backoff import Backoff
+from upr_protocol.client.inquiry import Inquiry
 from upr_protocol.client.link import Handler, Link, TrioOptions, open_link
 from upr_protocol.client.maps import map_of
 from upr_protocol.client.retry import Patience
 from upr_protocol.client.scout import Scout
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.wire import GetMap, MapReply
+from upr_protocol.wire import MapReply
 
 LIVED_S: Final = 10.0
 """A link that lasted so long was a good one: its loss is a first failure."""
@@ -97,7 +98,7 @@ class _Node(Generic[M]):
         member: Who deals with it.
         address: Where it was tried last.
         link: The link to it; None while there is none.
-        asked_at: Since when it has not answered what it was asked on this link; None if it has.
+        inquiry: What it was asked about its map on this link.
         is_down: Whether the last link, or attempt to make one, failed.
     """
 
@@ -105,7 +106,7 @@ class _Node(Generic[M]):
     member: M
     address: Address
     link: Link | None = None
-    asked_at: float | None = None
+    inquiry: Inquiry = attrs.field(factory=Inquiry)
     is_down: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
@@ -119,15 +120,7 @@ class _Node(Generic[M]):
         to there is no need: it says which map it has when it greets."""
         if self.link is None:
             return not self.is_down
-        now = trio.current_time()
-        if self.asked_at is not None:
-            return now < self.asked_at + _GRACE_S
-        try:
-            self.link.send(GetMap(self.address.bucket, opaque=self.link.session.new_opaque()))
-        except UprError:
-            return False
-        self.asked_at = now
-        return True
+        return self.inquiry.ask(self.link, self.address.bucket, _GRACE_S)
 
 
 class Fleet(Generic[M]):
@@ -269,7 +262,7 @@ class Fleet(Generic[M]):
         node = self._node_of(member)
         if node is None:
             return  # it was dismissed this moment
-        node.link, node.asked_at, node.is_down = link, None, False
+        node.link, node.inquiry, node.is_down = link, Inquiry(), False
         revision = link.greeting.map_revision
         if not self._by_map or not revision:
             self.settled.set()
@@ -300,7 +293,7 @@ class Fleet(Generic[M]):
         """
         node = self._node_of(member)
         if node is not None:
-            node.asked_at = None
+            node.inquiry.waits = False
         self._learn(reply)
 
     def _learn(self, reply: MapReply) -> None:

@@ -10,9 +10,10 @@ import attrs
 import trio
 
 from upr_protocol.client.address import Address
+from upr_protocol.client.inquiry import Inquiry
 from upr_protocol.client.link import Link, TrioOptions, open_link
 from upr_protocol.errors import UprError
-from upr_protocol.wire import GetMap, MapReply, Message
+from upr_protocol.wire import MapReply, Message
 
 IDLE_S: Final = 2.0
 """A scout who is not asked for so long closes the link: while a partition has no node, rounds of
@@ -42,8 +43,7 @@ class Scout:
         self._options = options
         self._told = told
         self._link: Link | None = None
-        self._asked_at = trio.current_time()
-        self._waits = True
+        self._inquiry = Inquiry(trio.current_time())
         self._is_over = False
 
     async def run(self) -> None:
@@ -53,40 +53,33 @@ class Scout:
             async with open_link(
                 attrs.evolve(self._address, bucket=""), self._options, self
             ) as link:
-                while link.failure is None and trio.current_time() < self._asked_at + IDLE_S:
-                    with trio.move_on_at(self._asked_at + IDLE_S):
+                while link.failure is None and trio.current_time() < self._idle_at:
+                    with trio.move_on_at(self._idle_at):
                         await link.ended.wait()
         self._is_over = True
 
+    @property
+    def _idle_at(self) -> float:
+        return self._inquiry.asked_at + IDLE_S
+
     def ask(self) -> bool:
         """Asks the node again, unless its answer is still waited for; whether it may yet come."""
-        now = trio.current_time()
         if self._is_over:
             return False
-        if self._waits:
-            return now < self._asked_at + PATIENCE_S
-        self._asked_at = now
-        return self._send()
-
-    def _send(self) -> bool:
-        assert self._link is not None
-        try:
-            self._link.send(GetMap(self._address.bucket, opaque=self._link.session.new_opaque()))
-        except UprError:
-            return False
-        self._waits = True
-        return True
+        if self._link is None:
+            return trio.current_time() < self._inquiry.asked_at + PATIENCE_S
+        return self._inquiry.ask(self._link, self._address.bucket, PATIENCE_S)
 
     # The link's side.
 
     def connected(self, link: Link) -> None:
         """See `Handler`."""
         self._link = link
-        self._send()
+        self.ask()
 
     def received(self, message: Message) -> None:
         """See `Handler`. A refusal is an answer, too: there is no such bucket here."""
-        self._waits = False
+        self._inquiry.waits = False
         if isinstance(message, MapReply):
             self._told(message)
 
