@@ -1,4 +1,4 @@
-"""Asking one node for a bucket's partition map, and giving it another."""
+"""Asking one node for a bucket's partition map and what it has of it, and giving it another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trio
 
 from upr_protocol.client.address import Address
 from upr_protocol.client.asker import Asker
-from upr_protocol.client.calls import Call
+from upr_protocol.client.calls import Call, PartitionInfo, partition_infos
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.cluster import ClusterMap, ClusterMapError
@@ -28,10 +28,13 @@ class NodeMap:
     Attributes:
         node: What maps call it.
         map: The bucket's map there; None when it holds the bucket alone.
+        partitions: The bucket's partitions, as they were under this map; none if they were not
+            asked for.
     """
 
     node: str
     map: ClusterMap | None
+    partitions: tuple[PartitionInfo, ...] = ()
 
 
 TIMEOUT_S: Final = 10.0
@@ -73,6 +76,34 @@ async def ask_node(
     """
     call = Call(lambda opaque: GetMap(address.bucket, opaque=opaque), _node_map)
     return await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
+
+
+async def look_at_node(
+    address: Address,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    timeout_s: float = TIMEOUT_S,
+    dial: Dial = dial_tcp,
+) -> NodeMap:
+    """The same of a node that has the bucket, with its partitions.
+
+    Raises:
+        BrokenError: There is no connection to be had, or no answer in time.
+        ServerError: There is no such bucket.
+        RemoteProtocolError: What is there is no map.
+    """
+    options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
+    call = Call(lambda opaque: GetMap(address.bucket, opaque=opaque), _node_map)
+    with trio.move_on_after(timeout_s):
+        while True:
+            asker = Asker(address, timeout_s)
+            async with open_link(address, options, asker) as link:
+                found = await asker.ask(call)
+                if link.greeting.map_revision == (found.map.revision if found.map else 0):
+                    infos = partition_infos(link.greeting.logs.values())
+                    return attrs.evolve(found, partitions=tuple(infos))
+            # It was given another map meanwhile, and its partitions may be others, too.
+    raise BrokenError(f"{address} did not answer in time")
 
 
 async def give_map(

@@ -13,7 +13,7 @@ from upr_protocol.client.address import Address
 from upr_protocol.client.calls import PartitionInfo
 from upr_protocol.client.client import Client, connect
 from upr_protocol.client.link import Dial, dial_tcp
-from upr_protocol.client.maps import NodeMap, ask_node
+from upr_protocol.client.maps import NodeMap, ask_node, look_at_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
 from upr_protocol.client.options import IDENTITY_DEFAULT
@@ -153,9 +153,7 @@ class Operator:
                 raise
             nowhere = attrs.evolve(address, bucket="")
             found = await self._ask(nowhere)
-        if not found.node:
-            raise NotDoneError(f"the server at {address} is part of no cluster")
-        return found
+        return _named(found, address)
 
     async def _ask(self, address: Address) -> NodeMap:
         return await ask_node(
@@ -166,19 +164,23 @@ class Operator:
         """What the node at `address` says, which should be called `name`. Never raises for a node
         that cannot be asked."""
         try:
-            found = await self.ask(address)
+            found = await self._look(address)
             if name and found.node != name:
                 raise BrokenError(f"{address} is where node {found.node!r} answers")
-            partitions: tuple[PartitionInfo, ...] = ()
-            try:
-                async with self.talk(address) as client:
-                    partitions = tuple(client.partitions())
-            except ServerError as error:
-                if error.status is not Status.NO_BUCKET:
-                    raise
-            return NodeReport(found.node, address, found.map, partitions)
+            return NodeReport(found.node, address, found.map, found.partitions)
         except UprError as error:
             return NodeReport(name, address, trouble=str(error))
+
+    async def _look(self, address: Address) -> NodeMap:
+        try:
+            found = await look_at_node(
+                address, identity=self.identity, timeout_s=self.tell_timeout_s, dial=self.dial
+            )
+        except ServerError as error:
+            if error.status is not Status.NO_BUCKET:
+                raise
+            return await self.ask(address)
+        return _named(found, address)
 
     async def reports(self, nodes: Mapping[str, Address]) -> dict[str, NodeReport]:
         """What several nodes say, asked at the same time."""
@@ -232,6 +234,12 @@ class Operator:
         if not any(report.partitions for report in nodes.values()):
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {self.address.bucket!r}")
         return Survey(self.address.bucket, first.name, counts, nodes)
+
+
+def _named(found: NodeMap, address: Address) -> NodeMap:
+    if not found.node:
+        raise NotDoneError(f"the server at {address} is part of no cluster")
+    return found
 
 
 def _maps(reports: Iterable[NodeReport]) -> list[ClusterMap]:
