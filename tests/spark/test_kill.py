@@ -162,7 +162,7 @@ def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:
         some = {b"key %d" % number: draw.randbytes(200) for number in range(20_000)}
         with durable_client(url) as client:
             client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
-        job = Job("copy", url, str(tmp_path), target, "local-cluster[2,1,1024]")
+        job = Job("copy", url, str(tmp_path), target, "local-cluster[1,1,1024]")
         job.options = {"minPartitions": "2"}
         assert run(job) == 0
         killed = {one.name for one in tmp_path.iterdir()}
