@@ -32,6 +32,7 @@ class Mix:
     often.
 
     Attributes:
+        pauses_s: How long a consumer may take over each event.
         weights: How often each kind of fault comes, beside the others.
     """
 
@@ -46,6 +47,7 @@ class Mix:
     jitter_s: float
     disk_s: float
     pause_s: float
+    pauses_s: tuple[float, ...]
     faults: int
     gap_s: float
     weights: dict[str, float]
@@ -67,7 +69,7 @@ class Mix:
             partitions=chance.choice((1, 2, 3)),
             has_replicas=has_replicas,
             quota_bytes=1024 * 1024 if large else 64 * 1024 * 1024,
-            value_bytes=60_000 if large else chance.choice((1, 20, 200)),
+            value_bytes=chance.choice((60_000, 200_000) if large else (1, 20, 200)),
             undo_mutations=chance.choice((0, 20, 200, 64 * 1024)),
             purge_age_s=chance.choice((3.0, 30.0, 3 * 24 * 3600.0)),
             levels=tuple(chance.choice(ALL_LEVELS) for _ in range(2)),
@@ -75,6 +77,8 @@ class Mix:
             jitter_s=chance.choice((0.0, 0.001, 0.05)),
             disk_s=chance.choice((0.0, 0.001, 0.01, 0.1)),
             pause_s=chance.choice((0.2, 0.8)),
+            # What is large fills the memory, so that who takes long is dropped.
+            pauses_s=(0.0, 0.05, 0.3, 3.0) if large else (0.0, 0.001, 0.05, 0.3),
             faults=chance.randint(7, 12),
             gap_s=chance.choice((0.2, 0.5, 1.0)),
             weights=weights,

@@ -120,7 +120,7 @@ class Cluster:
             chance,
             undoes=index == 0 or chance.random() < 0.3,
             state=PartitionState.REPLICA if reads_replicas else PartitionState.ACTIVE,
-            pause_s=chance.choice((0.0, 0.001, 0.05, 0.3)),
+            pause_s=chance.choice(self.mix.pauses_s),
             window_bytes=chance.choice((WINDOW_BYTES_MIN, 1024 * 1024)),
             dial=partial(self.network.dial, f"c{index}"),
         )

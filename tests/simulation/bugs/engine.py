@@ -12,7 +12,7 @@ from upr_protocol.ids import SEQ_MAX, SeqNo
 from upr_server.engine import Partition
 from upr_server.engine import manager as managers
 from upr_server.engine.cursor import Cursor, Place
-from upr_server.engine.manager import MutationManager, Registration
+from upr_server.engine.manager import MutationManager
 from upr_server.engine.replica_reports import ReplicaReports
 
 
@@ -30,19 +30,6 @@ def ends_a_snapshot_one_early() -> Iterator[None]:
         return item
 
     with replaced(Cursor, "next", next_item):
-        yield
-
-
-@contextmanager
-def drops_a_cursor_and_says_nothing() -> Iterator[None]:
-    """Who must be given something from disk first is not."""
-    register: Any = MutationManager.register
-
-    def without_backfill(self: MutationManager, *arguments: Any, **options: Any) -> Registration:
-        found = register(self, *arguments, **options)
-        return Registration(found.cursor, None)
-
-    with replaced(MutationManager, "register", without_backfill):
         yield
 
 
@@ -108,7 +95,6 @@ def counts_itself_as_a_replica() -> Iterator[None]:
 
 BUGS: Final = (
     ends_a_snapshot_one_early,
-    drops_a_cursor_and_says_nothing,
     collapses_past_a_cursor,
     evicts_an_unindexed_key,
     forgets_its_answers,

@@ -43,7 +43,7 @@ def reuses_a_history_id() -> Iterator[None]:
 
 
 @contextmanager
-def takes_the_larger_without_its_conditions() -> Iterator[None]:
+def promotes_the_highest_number() -> Iterator[None]:
     """Who has the highest number becomes active, whatever its history."""
     with replaced(Copy, "has_all_of", lambda self, other: self.high >= other.high):
         yield
@@ -129,7 +129,7 @@ BUGS: Final = (
     is_trusted_once_it_was_fenced,
     forgets_the_failover_entry,
     reuses_a_history_id,
-    takes_the_larger_without_its_conditions,
+    promotes_the_highest_number,
     is_active_at_once_after_a_restart,
     takes_writes_while_it_hands_over,
     trusts_a_lost_memory,

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
+from upr_protocol import failover
+from upr_protocol.chunk import Chunk
 from upr_protocol.client import resume
 from upr_protocol.errors import Status
-from upr_protocol.failover import Position, RollBack, Start, decide_start
+from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.net import streamer as streamers
 from upr_server.net.service import Service
+from upr_server.storage.backfill import Backfill
+from upr_server.storage.stream_reader import StreamReader
 
 
 @contextmanager
@@ -27,6 +31,50 @@ def goes_on_where_the_histories_parted() -> Iterator[None]:
         return found
 
     with replaced(streamers, "decide_start", decide):
+        yield
+
+
+@contextmanager
+def takes_the_larger_without_its_conditions() -> Iterator[None]:
+    """Who was cut in a snapshot goes on behind what he has of it, whoever it was that sent it, and
+    however far the server has come."""
+    ceiling: Any = failover._ceiling
+
+    def larger(server: FailoverLog, high: SeqNo, client: Position) -> Any:
+        has_left = client.log.until(client.last_complete).current != server.current
+        if client.partial is None or has_left:
+            return ceiling(server, high, client)
+        return client.highest_received, Reason.INSIDE_A_SNAPSHOT
+
+    with replaced(failover, "_ceiling", larger):
+        yield
+
+
+@contextmanager
+def drops_a_cursor_and_says_nothing() -> Iterator[None]:
+    """Who was slow, and was dropped, goes on with what memory has: of all that was freed it is
+    given the last change."""
+    read: Any = StreamReader._from_memory
+    take: Any = Backfill.take
+    of_dropped: list[Backfill] = []
+
+    def from_memory(self: StreamReader) -> Any:
+        is_following = self._cursor is not None
+        item = read(self)
+        if is_following and self._backfill is not None:
+            of_dropped.append(self._backfill)
+        return item
+
+    def take_the_last(self: Backfill) -> Any:
+        item = take(self)
+        if isinstance(item, Chunk) and any(self is one for one in of_dropped):
+            return Chunk.build(list(item)[-1:], item.start, item.end)
+        return item
+
+    with (
+        replaced(StreamReader, "_from_memory", from_memory),
+        replaced(Backfill, "take", take_the_last),
+    ):
         yield
 
 
@@ -61,6 +109,8 @@ def takes_a_part_for_a_whole() -> Iterator[None]:
 
 BUGS: Final = (
     goes_on_where_the_histories_parted,
+    takes_the_larger_without_its_conditions,
+    drops_a_cursor_and_says_nothing,
     leaves_streams_open_when_it_becomes_active,
     takes_a_part_for_a_whole,
 )
