@@ -1,4 +1,4 @@
-"""Servers killed dozens of times under load, or a hundred: what was acknowledged as persisted is
+"""Servers killed two dozen times under load, or a hundred: what was acknowledged as persisted is
 there, nothing was invented, and whoever follows ends with the server's contents.
 
 Real processes on one data directory and one port. A life of the server ends with SIGKILL at a drawn
