@@ -28,11 +28,11 @@ class ClusterMapError(UprError, ValueError):
 
 
 class Keeps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a new active must have, to go on in the history of the one before it.
+    """A place in a partition's histories, up to which somebody must have everything.
 
     Attributes:
-        history_id: The newest history in the failover log of the one before.
-        seq: The last number that it gave.
+        history_id: The newest history there.
+        seq: The last number there.
     """
 
     history_id: HistoryId
@@ -52,6 +52,9 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             begins a new one. Means nothing to a node that is active already.
         lost: While a failover is under way: the node that was active, and did not answer. It is one
             of the replicas, to come back as one; but never was one of those that acknowledged.
+        floor: What the last failover's new active had when it became active; None before there was
+            one. A replica that has less is being filled anew: what it acknowledged earlier it has
+            given up.
         chosen: The revision of the map in which a failover last named `active`, having compared all
             copies; 0 for none. A node that has lost its memory since an older map does not go on
             because a map says so that only puts back what was.
@@ -63,6 +66,7 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     keeps: Keeps | None = None
     lost: str = ""
     chosen: int = 0
+    floor: Keeps | None = None
 
     def state_of(self, node: str) -> PartitionState:
         """What `node` is for the partition."""

@@ -26,7 +26,7 @@ from upr_protocol.client.operator.plan import (
 )
 from upr_protocol.client.operator.replicas import checked_partitions
 from upr_protocol.client.operator.survey import Operator, Survey
-from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.cluster import ClusterMap, Keeps, Owners
 from upr_protocol.ids import PartitionId, PartitionState
 
 
@@ -244,11 +244,18 @@ class _Failover:
         chosen: dict[PartitionId, str] = {}
         behind: list[str] = []
         for number, copies in self._copies.items():
-            best = sorted(copy.node for copy in furthest(copies))
+            floor = None if lose_acknowledged else self._owners[number].floor
+            whole = furthest(copies)
+            best = sorted(copy.node for copy in whole if copy.reaches(floor))
             if to and (to in best or (lose_acknowledged and to in self._fenced)):
                 chosen[number] = to
             elif best and not to:
                 chosen[number] = best[number % len(best)]
+            elif whole and not best:
+                behind.append(
+                    f"partition {number}: {', '.join(sorted(copy.node for copy in whole))} is being "
+                    "filled anew, and has less than the last failover kept: bring back another node"
+                )
             elif not best:
                 behind.append(
                     f"partition {number}: the histories of "
@@ -264,10 +271,18 @@ class _Failover:
             )
         return chosen
 
+    def _place(self, number: PartitionId, node: str) -> Keeps:
+        return next(copy.place for copy in self._copies[number] if copy.node == node)
+
     async def promote(self, chosen: Mapping[PartitionId, str]) -> ClusterMap:
         """Tells the new actives, and then all others."""
         revision = self._revision
-        led = {n: led_by(self._owners[n], node, chosen=revision) for n, node in chosen.items()}
+        led = {
+            number: led_by(
+                self._owners[number], node, chosen=revision, floor=self._place(number, node)
+            )
+            for number, node in chosen.items()
+        }
         given = self._map(led)
         actives = list(dict.fromkeys(chosen.values()))
         failed = await self._giver.give_each(actives, given)

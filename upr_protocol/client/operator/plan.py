@@ -76,24 +76,42 @@ def _followers(owners: Owners, led_by: str) -> dict[str, str]:
 
 def fenced(owners: Owners) -> Owners:
     """Nobody is active, and nobody takes anything any more from the one that was."""
-    return Owners(replicas=_followers(owners, ""), lost=master_of(owners), chosen=owners.chosen)
+    return Owners(
+        replicas=_followers(owners, ""),
+        lost=master_of(owners),
+        chosen=owners.chosen,
+        floor=owners.floor,
+    )
 
 
-def led_by(owners: Owners, node: str, keeps: Keeps | None = None, *, chosen: int = 0) -> Owners:
+def led_by(
+    owners: Owners,
+    node: str,
+    keeps: Keeps | None = None,
+    *,
+    chosen: int = 0,
+    floor: Keeps | None = None,
+) -> Owners:
     """`node` is active, and all others follow, the old master too; `chosen` in the map of this
-    revision, or handed to it."""
+    revision, or handed to it. It begins a new history at `floor`, if that is given."""
     return Owners(
         active=node,
         replicas=_followers(owners, node),
         keeps=keeps,
         chosen=chosen or owners.chosen,
+        floor=floor or owners.floor,
     )
 
 
 def handed_over(owners: Owners) -> Owners:
     """The active takes no writes any more, and is followed."""
     master = master_of(owners)
-    return Owners(replicas=_followers(owners, master), handing_over=master, chosen=owners.chosen)
+    return Owners(
+        replicas=_followers(owners, master),
+        handing_over=master,
+        chosen=owners.chosen,
+        floor=owners.floor,
+    )
 
 
 # Copies.
@@ -127,6 +145,23 @@ class Copy:
         if mine.current == its.current:
             return self.high >= other.high
         return not its.entries or any(its.current == entry.history_id for entry in mine)
+
+    @property
+    def place(self) -> Keeps:
+        """Up to where it has everything."""
+        return Keeps(self.branch.current, self.high)
+
+    def reaches(self, floor: Keeps | None) -> bool:
+        """Whether it has everything up to there: it is as far in the same history, or in one that
+        began there or later."""
+        if floor is None or not floor.seq:
+            return True
+        end = self.high
+        for entry in self.branch:
+            if entry.history_id == floor.history_id:
+                return end >= floor.seq
+            end = entry.seq
+        return False
 
 
 def furthest(copies: Sequence[Copy]) -> list[Copy]:
