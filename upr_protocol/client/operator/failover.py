@@ -252,9 +252,10 @@ class _Failover:
             elif best and not to:
                 chosen[number] = best[number % len(best)]
             elif whole and not best:
+                names = ", ".join(sorted(copy.node for copy in whole))
                 behind.append(
-                    f"partition {number}: {', '.join(sorted(copy.node for copy in whole))} is being "
-                    "filled anew, and has less than the last failover kept: bring back another node"
+                    f"partition {number}: {names} is being filled anew, and has less than the last "
+                    "failover kept: bring back another node"
                 )
             elif not best:
                 behind.append(

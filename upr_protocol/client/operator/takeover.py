@@ -330,7 +330,10 @@ class _Takeover:
 
     async def _activate(self) -> ClusterMap:
         given = self._map(
-            {n: led_by(owners, self._to, self._kept(n)) for n, owners in self._owners.items()}
+            {
+                n: led_by(owners, self._to, self._kept(n), floor=self._keeps[n])
+                for n, owners in self._owners.items()
+            }
         )
         try:
             await self._giver.give(self._to, given)
@@ -356,6 +359,11 @@ class _Takeover:
         await self._give_back(refusers)
         raise NotDoneError(f"{why}; so {self._old} is active again for {self._text}")
 
+    def _in_new_histories(self) -> dict[PartitionId, Owners]:
+        return {
+            n: led_by(owners, self._old, floor=self._keeps[n]) for n, owners in self._owners.items()
+        }
+
     async def _give_back(self, refusers: list[str]) -> ClusterMap:
         """Makes the old active it again: in its history, if all who may have been told to become
         active accept a later map first; else in a new one."""
@@ -365,13 +373,13 @@ class _Takeover:
         safe = not self._new_histories and await self._are_held_back(refusers, kept)
         given = kept
         if not safe:
-            given = self._map({n: led_by(owners, self._old) for n, owners in self._owners.items()})
+            given = self._map(self._in_new_histories())
         try:
             await self._giver.give(self._old, given)
         except MapRefusedError:
             if not safe:
                 raise
-            given = self._map({n: led_by(owners, self._old) for n, owners in self._owners.items()})
+            given = self._map(self._in_new_histories())
             safe = False
             await self._giver.give(self._old, given)
         except OvertakenError:
