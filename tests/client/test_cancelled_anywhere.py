@@ -567,7 +567,8 @@ async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: 
         await add(server, other)
 
         async def work() -> None:
-            assert (await operator.survey()).map is not None
+            survey = await operator.survey()
+            assert survey.map == (await operator.ask(operator.address)).map
 
         found = await cancelled_at_each_step(work, lambda: whole([server, other]), every=3)
         found.check_inside(*SURVEY)
