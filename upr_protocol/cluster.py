@@ -52,9 +52,9 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             begins a new one. Means nothing to a node that is active already.
         lost: While a failover is under way: the node that was active, and did not answer. It is one
             of the replicas, to come back as one; but never was one of those that acknowledged.
-        floor: What the last failover's new active had when it became active; None before there was
-            one. A replica that has less is being filled anew: what it acknowledged earlier it has
-            given up.
+        floor: Up to where the node that a failover or takeover last made active had everything
+            then; None before there was one. A replica that has less is being filled anew: what it
+            acknowledged earlier it may have given up.
         chosen: The revision of the map in which a failover last named `active`, having compared all
             copies; 0 for none. A node that has lost its memory since an older map does not go on
             because a map says so that only puts back what was.

@@ -74,8 +74,8 @@ async def ask_node(
         ServerError: There is no such bucket.
         RemoteProtocolError: What is there is no map.
     """
-    call = Call(lambda opaque: GetMap(address.bucket, opaque=opaque), _node_map)
-    return await _ask(attrs.evolve(address, bucket=""), call, identity, timeout_s, dial)
+    nowhere = attrs.evolve(address, bucket="")
+    return await _ask(nowhere, _map_call(address.bucket), identity, timeout_s, dial)
 
 
 async def look_at_node(
@@ -92,13 +92,12 @@ async def look_at_node(
         ServerError: There is no such bucket.
         RemoteProtocolError: What is there is no map.
     """
-    options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
-    call = Call(lambda opaque: GetMap(address.bucket, opaque=opaque), _node_map)
+    options = _options(identity, timeout_s, dial)
     with trio.move_on_after(timeout_s):
         while True:
             asker = Asker(address, timeout_s)
             async with open_link(address, options, asker) as link:
-                found = await asker.ask(call)
+                found = await asker.ask(_map_call(address.bucket))
                 if link.greeting.map_revision == (found.map.revision if found.map else 0):
                     infos = partition_infos(link.greeting.logs.values())
                     return attrs.evolve(found, partitions=tuple(infos))
@@ -186,6 +185,14 @@ def _joining(bucket: str, address: str, opaque: int) -> Join:
     return Join(bucket, address, opaque=opaque)
 
 
+def _options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
+    return TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
+
+
+def _map_call(bucket: str) -> Call[NodeMap]:
+    return Call(lambda opaque: GetMap(bucket, opaque=opaque), _node_map)
+
+
 def _node_map(reply: MapReply) -> NodeMap:
     return NodeMap(reply.node, map_of(reply))
 
@@ -205,7 +212,7 @@ def map_of(reply: MapReply) -> ClusterMap | None:
 
 
 async def _ask(address: Address, call: Call[T], identity: str, timeout_s: float, dial: Dial) -> T:
-    options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
+    options = _options(identity, timeout_s, dial)
     asker = Asker(address, timeout_s)
     with trio.move_on_after(timeout_s):
         async with open_link(address, options, asker):

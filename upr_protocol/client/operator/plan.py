@@ -93,7 +93,7 @@ def led_by(
     floor: Keeps | None = None,
 ) -> Owners:
     """`node` is active, and all others follow, the old master too; `chosen` in the map of this
-    revision, or handed to it. It begins a new history at `floor`, if that is given."""
+    revision, or handed to it. It has everything up to `floor`, if that is given."""
     return Owners(
         active=node,
         replicas=_followers(owners, node),
