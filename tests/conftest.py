@@ -13,6 +13,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.kit import patience
 
+# What a comparison outside of test files compared is told, too.
+for _package in ("engine", "events", "indexer", "spark", "storage", "kit.fleet", "kit.mirror"):
+    pytest.register_assert_rewrite(f"tests.{_package}")
+
 # How long an example takes says more about the machine and what else runs on it than about us.
 settings.register_profile("upr", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("upr")

@@ -195,6 +195,9 @@ class Builder:
             identity="upr-indexer-build",
         ) as consumer:
             async for event in consumer:
+                # A partition that has just been begun again would go on behind this event, without
+                # what was before it. `_look` cancels this, but the event is in hand already.
+                await trio.lowlevel.checkpoint_if_cancelled()
                 self._take(consumer, event)
                 if not self._pool.has_room(BUILD_SHARE):
                     self._assembler.flush_all()

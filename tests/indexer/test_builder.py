@@ -1,0 +1,135 @@
+"""What becomes of a partition that has gone over to the running indexes' stream too early."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import trio
+
+from tests.indexer.kit import BUCKET, POOL_BYTES, a_server
+from tests.kit.process import eventually
+from upr_protocol.client import Address, Consumer, Event, SnapshotEnd, connect, consume
+from upr_protocol.failover import FailoverEntry, FailoverLog, Position
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.indexer import builder as builder_module
+from upr_server.indexer.builder import Builder
+from upr_server.indexer.index_file import IndexFile, Range
+from upr_server.indexer.mark import Mark
+from upr_server.indexer.piece import Piece, Row
+from upr_server.indexer.pipeline import Member, Pipeline, worker_thread
+from upr_server.indexer.pool import Pool
+from upr_server.indexer.stream import Stream
+
+PARTITION = PartitionId(0)
+COUNT = 10
+ANOTHER = FailoverLog((FailoverEntry(HistoryId(1), SeqNo(0)),))
+
+
+class ByKey:
+    """Every document has an entry: its key."""
+
+    def entry(self, row: Row) -> tuple[bytes, bytes] | None:
+        """See `Source`."""
+        return row.key, b""
+
+
+class OtherStream:
+    """The running indexes' stream: it is where the test says.
+
+    Attributes:
+        is_undoing: It undoes nothing.
+        there: How far it is: at first in some history of its own.
+    """
+
+    is_undoing = False
+
+    def __init__(self) -> None:
+        self.there = at(ANOTHER, 0)
+
+    def reached(self) -> dict[PartitionId, Mark]:
+        """See `Stream`."""
+        return {PARTITION: self.there}
+
+    def hold(self) -> None:
+        """See `Stream`."""
+
+    def release(self) -> None:
+        """See `Stream`."""
+
+
+class WithAWord:
+    """A consumer, and a word to be said just before one of its events: whoever has it in hand then
+    has not come to wait for anything."""
+
+    def __init__(self, consumer: Consumer, say: Callable[[Event], None]) -> None:
+        self._consumer = consumer
+        self._say = say
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def __aiter__(self) -> WithAWord:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._consumer)
+        self._say(event)
+        return event
+
+
+def set_up(there: OtherStream, path: Path, url: str) -> tuple[Builder, IndexFile]:
+    """A builder of one index, beside another stream."""
+    file, pool, work = IndexFile(path, BUCKET), Pool(POOL_BYTES), worker_thread()
+    members = [Member(file, ByKey())]
+    stream, running = cast("Stream", there), Pipeline(pool, work)
+    return Builder(Address.parse(url), pool, work, members, stream, running, 1), file
+
+
+async def test_what_came_before_it_begins_again_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history changes, and the partition is to be read again from 0, just as one more of its
+    snapshots is in hand. Were that taken, it would be all that is read again."""
+    other = OtherStream()
+    words: list[Callable[[], None]] = []
+
+    def say(event: Event) -> None:
+        if words and isinstance(event, SnapshotEnd):
+            words.pop()()
+
+    @asynccontextmanager
+    async def overheard(*args: Any, **options: Any) -> AsyncIterator[WithAWord]:
+        async with consume(*args, **options) as consumer:
+            yield WithAWord(consumer, say)
+
+    monkeypatch.setattr(builder_module, "consume", overheard)
+    async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
+        for number in range(COUNT):
+            await client.set(f"k{number}", json.dumps(number))
+        builder, file = set_up(other, tmp_path, server.url(BUCKET))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(builder.run)
+            await eventually(lambda: file.mark(PARTITION).seq == COUNT, "it was read")
+            here = file.mark(PARTITION)
+            # It goes over, and is pending: the other stream is not as far.
+            other.there = at(here.position.log, COUNT // 2)
+            builder.moved(Piece(PARTITION, other.there))
+            await eventually(lambda: not builder.behind(), "it has gone over")
+            words.append(lambda: builder.moved(Piece(PARTITION, at(ANOTHER, COUNT // 2))))
+            await client.set("k0", json.dumps("again"))
+            await eventually(lambda: not words, "the history has changed")
+            other.there = at(here.position.log, COUNT + 1)
+            await eventually(lambda: file.joined, "it was built")
+        found = file.scan(Range(), COUNT + 1, settled=True, with_timestamps=False)
+        assert found.entries == [b"k%d" % number for number in range(COUNT)]
+        file.close()
+
+
+def at(log: FailoverLog, seq: int) -> Mark:
+    """Behind a whole snapshot."""
+    return Mark(Position(log, SeqNo(seq), SeqNo(seq), None))
