@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 import attrs
-import trio
 
+from tests.simulation.world import JumpingClock
 from upr_server.storage.calls import READS, AnyCall, Forget
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.records import CHUNK
@@ -38,6 +38,7 @@ class FaultyStore(SimulatedStore):
     meanwhile finds it done or not.
 
     Args:
+        clock: The world's.
         room: The disks, which outlive it.
         wear: What they are like now.
         chance: For its delays.
@@ -46,12 +47,14 @@ class FaultyStore(SimulatedStore):
 
     def __init__(
         self,
+        clock: JumpingClock,
         room: SimulatedRoom,
         wear: Wear,
         chance: Random,
         on_failure: Callable[[str], None],
     ) -> None:
         super().__init__(room)
+        self._clock = clock
         self._wear = wear
         self._chance = chance
         self._on_failure = on_failure
@@ -83,7 +86,7 @@ class FaultyStore(SimulatedStore):
         return found
 
     async def _pause(self) -> None:
-        await trio.sleep(self._chance.random() * 2 * self._wear.delay_s)
+        await self._clock.sleep(self._chance.random() * 2 * self._wear.delay_s)
         if self.is_dead:
             raise StoreFailedError("the machine is off")
 

@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from tests.simulation.bugs.patch import replaced
+from tests.simulation.world import JumpingClock
 from upr_protocol.chunk import Buffer
 from upr_protocol.client import Address
 from upr_protocol.client import link as client_end
@@ -77,6 +78,7 @@ class Pipe:
     """One direction of a connection.
 
     Args:
+        clock: Says when something has come.
         link: The way it takes.
         chance: For its jitter.
         bytes_max: After so many bytes the connection is reset.
@@ -84,8 +86,14 @@ class Pipe:
     """
 
     def __init__(
-        self, link: Link, chance: Random, bytes_max: int, on_reset: Callable[[], None]
+        self,
+        clock: JumpingClock,
+        link: Link,
+        chance: Random,
+        bytes_max: int,
+        on_reset: Callable[[], None],
     ) -> None:
+        self._clock = clock
         self._link = link
         self._chance = chance
         self._left = bytes_max
@@ -93,10 +101,8 @@ class Pipe:
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._nbytes = 0
         self._due_at = 0.0
-        # What who waits for: that there is a reason to look again, or the time that something is
-        # due; and room to send more.
+        # What who waits for: that there is a reason to look again, and room to send more.
         self._look = trio.Event()
-        self._until_due = trio.CancelScope()
         self._taken = trio.Event()
         self.is_broken = self.is_ended = self.is_dead = False
 
@@ -129,8 +135,8 @@ class Pipe:
         self._nbytes += len(data)
         if self._due_at <= now:
             self._look.set()
-        else:
-            self._until_due.deadline = self._next_due_at
+        elif len(self._pieces) == 1:
+            self._clock.set_at(self._due_at, self._look)
 
     async def send(self, data: bytes) -> None:
         """Waits for room, a window at a time."""
@@ -159,14 +165,13 @@ class Pipe:
         """What has come; nothing at the end."""
         if self._is_there:
             await trio.lowlevel.checkpoint()
-        # One step of the loop for what is under way, and not one for each thing that is waited for:
-        # a seed costs tens of thousands of them.
         while not self._is_there:
             self._look = trio.Event()
             if self._link.is_cut:
                 self._link.when_mended(self._look)
-            with trio.CancelScope(deadline=self._next_due_at) as self._until_due:
-                await self._look.wait()
+            elif self._pieces and not self.is_dead:
+                self._clock.set_at(self._pieces[0][0], self._look)
+            await self._look.wait()
         return self._take(bytes_max)
 
     @property
@@ -245,7 +250,6 @@ class SimulatedStream(trio.abc.HalfCloseableStream):
             self._out.end()
             # Whoever goes on sending here is told.
             self._back.reset()
-        await trio.lowlevel.checkpoint()
 
 
 def _write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -329,16 +333,21 @@ class Network:
     """See the module.
 
     Args:
+        clock: The world's.
         chance: For all that is drawn here.
         delay_s: What links delay, at least.
         jitter_s: What may come on top.
 
     Attributes:
+        clock: See above.
         reset_chance: How likely a new connection is to be one that is reset after some bytes.
         resets: How many connections were.
     """
 
-    def __init__(self, chance: Random, delay_s: float, jitter_s: float) -> None:
+    def __init__(
+        self, clock: JumpingClock, chance: Random, delay_s: float, jitter_s: float
+    ) -> None:
+        self.clock = clock
         self._chance = chance
         self._delay_s = delay_s
         self._jitter_s = jitter_s
@@ -367,7 +376,7 @@ class Network:
         here, there = self.host(start), self.host(address.host)
         out, back = self.link(start, there.name), self.link(there.name, start)
         await out.mended()
-        await trio.sleep(out.delay_s + back.delay_s)
+        await self.clock.sleep(out.delay_s + back.delay_s)
         await back.mended()
         if there.is_silent or here.is_silent:
             await trio.sleep_forever()
@@ -384,7 +393,7 @@ class Network:
             # Greetings take some hundred bytes, and are to be cut as often as what follows.
             bytes_max[self._chance.randrange(2)] = int(4 ** (self._chance.random() * 9))
         connection.pipes = [
-            Pipe(link, self._chance, most, reset)
+            Pipe(self.clock, link, self._chance, most, reset)
             for link, most in zip((out, back), bytes_max, strict=True)
         ]
         for host in connection.hosts:

@@ -115,7 +115,11 @@ class Node:
         self._scope, self._stopping, self.ended = trio.CancelScope(), trio.Event(), trio.Event()
         self.is_killed = False
         self.store = FaultyStore(
-            self.room, self.wear, self.chance, partial(self._failed, self.life)
+            self.network.clock,
+            self.room,
+            self.wear,
+            self.chance,
+            partial(self._failed, self.life),
         )
         nursery.start_soon(self._run)
         await trio.lowlevel.checkpoint()

@@ -23,7 +23,7 @@ from tests.simulation.mix import Mix
 from tests.simulation.network import Network, taken_at_once
 from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, observed
 from tests.simulation.operator import NotSettledError, SimulatedOperator
-from tests.simulation.world import EPOCH_S, Chance, run_in_world
+from tests.simulation.world import EPOCH_S, Chance, JumpingClock, run_in_world
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import WINDOW_BYTES_MIN
 
@@ -61,19 +61,20 @@ class Cluster:
 
     Args:
         seed: The seed.
+        clock: The world's.
 
     Attributes:
         history: What happened.
         outcome: What is counted.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, clock: JumpingClock) -> None:
         self.chance = Chance(seed)
         self.history = History(trio.current_time)
         self.outcome = Outcome(seed)
         self.mix = mix = Mix.drawn(self.chance.of("mix"), FAULTS)
         self.history.add(Said("seed", f"{seed}: {mix}"))
-        self.network = Network(self.chance.of("network"), mix.delay_s, mix.jitter_s)
+        self.network = Network(clock, self.chance.of("network"), mix.delay_s, mix.jitter_s)
         self.nodes = {
             name: Node(
                 name,
@@ -253,8 +254,8 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
     """One seed, from its beginning to its verdict."""
     clusters: list[Cluster] = []
 
-    async def main() -> None:
-        cluster = Cluster(seed)
+    async def main(clock: JumpingClock) -> None:
+        cluster = Cluster(seed, clock)
         clusters.append(cluster)
         try:
             with trio.fail_after(3600.0):

@@ -11,7 +11,7 @@ import trio
 import trio._core._run as trio_run
 
 from tests.kit.process import ROOT
-from tests.simulation.world import run_in_world
+from tests.simulation.world import JumpingClock, run_in_world
 
 SEED = 7
 
@@ -44,7 +44,7 @@ def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
                 found.append(number)
             await trio.sleep(1000)
 
-        async def main() -> float:
+        async def main(_clock: JumpingClock) -> float:
             async with trio.open_nursery() as nursery:
                 for number in range(8):
                     nursery.start_soon(one, number)
@@ -60,6 +60,10 @@ def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
 def test_trio_is_as_it_was_outside_of_a_world() -> None:
     """Hypothesis, in the same process, has wishes of its own."""
     before = trio_run._r.getstate(), trio_run._ALLOW_DETERMINISTIC_SCHEDULING
-    run_in_world(1, trio.lowlevel.checkpoint)
+
+    async def main(_clock: JumpingClock) -> None:
+        await trio.lowlevel.checkpoint()
+
+    run_in_world(1, main)
     assert (trio_run._r.getstate(), trio_run._ALLOW_DETERMINISTIC_SCHEDULING) == before
     assert isinstance(trio_run._r, Random)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
 from random import Random
 from typing import Any, Final, TypeVar
 
@@ -22,10 +24,15 @@ class JumpingClock(trio.abc.Clock):
 
     Trio's own mock clock sees one round of the loop later that nothing happens, as something might
     come from a thread or a socket. Here there are none.
+
+    What the simulated world itself waits for is in an agenda of the clock's: a cancel scope with a
+    deadline costs more than all that a node does with a small message.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
+        self._agenda: list[tuple[float, int, trio.Event]] = []
+        self._numbers = count()
 
     def start_clock(self) -> None:
         pass
@@ -35,10 +42,29 @@ class JumpingClock(trio.abc.Clock):
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
         """How long to wait, when all do: not at all, if there is something to wait for."""
+        agenda = self._agenda
+        if agenda and agenda[0][0] <= deadline:
+            self._now = max(self._now, agenda[0][0])
+            while agenda and agenda[0][0] <= self._now:
+                heappop(agenda)[-1].set()
+            return 0.0
         if deadline == math.inf:
             return math.inf
         self._now = max(self._now, deadline)
         return 0.0
+
+    def set_at(self, time: float, event: trio.Event) -> None:
+        """Sets `event` at some time to come, whether or not anybody waits for it still."""
+        heappush(self._agenda, (time, next(self._numbers), event))
+
+    async def sleep(self, duration_s: float) -> None:
+        """Waits, as `trio.sleep` does."""
+        if duration_s <= 0:
+            await trio.lowlevel.checkpoint()
+            return
+        event = trio.Event()
+        self.set_at(self._now + duration_s, event)
+        await event.wait()
 
 
 class Chance:
@@ -57,16 +83,17 @@ class Chance:
         return Random(f"{self.seed}/{name}")
 
 
-def run_in_world(seed: int, main: Callable[[], Awaitable[T]]) -> T:
-    """Runs `main` so that nothing but the seed decides what happens: in virtual time, which jumps
-    ahead whenever all wait.
+def run_in_world(seed: int, main: Callable[[JumpingClock], Awaitable[T]]) -> T:
+    """Runs `main`, given the clock, so that nothing but the seed decides what happens: in virtual
+    time, which jumps ahead whenever all wait.
 
     Trio runs the tasks that are ready in an order that it draws; here it draws the same each time.
     These are private parts of Trio, which is pinned: tests/simulation/test_world.py says when they
     have changed.
     """
     with _deterministic(seed):
-        return trio.run(main, clock=JumpingClock(), strict_exception_groups=True)
+        clock = JumpingClock()
+        return trio.run(main, clock, clock=clock, strict_exception_groups=True)
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
-from upr_protocol.wire.columns import octets, row, text, tuple_of
+from upr_protocol.wire.columns import octets, pack_text, row, text, tuple_of, unpack_text
 from upr_protocol.wire.message import Message, Sender, check_end
 
 _ENDS: Final = Struct("<QQQ")
+_MAP: Final = Struct("<QI")
 _U32: Final = Struct("<I")
 _ANSWER: Final = Struct("<16sQQI")
 
@@ -36,6 +37,26 @@ class MapReply(Message, frozen=True):
     document: str
     node: str = ""
 
+    # Nodes and clients ask for maps again and again, and more so while something is wrong.
+
+    def body(self) -> tuple[Buffer, ...]:
+        document = self.document.encode()
+        head = _MAP.pack(self.revision, len(document))
+        return (head + document + pack_text(self.node),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            revision, length = _MAP.unpack_from(data)
+            at = _MAP.size + length
+            document = data[_MAP.size : at].decode()
+            node, end = unpack_text(data, at)
+            check_end(data, end)
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"MapReply cannot be read: {error}") from error
+        return cls(revision, document, node, partition=partition, opaque=opaque, status=status)
+
 
 class GetMap(Message, frozen=True):
     """Asks for a bucket's partition map, and for the node's name."""
@@ -48,6 +69,19 @@ class GetMap(Message, frozen=True):
     )
 
     bucket: str
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (pack_text(self.bucket),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            bucket, end = unpack_text(data, 0)
+            check_end(data, end)
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"GetMap cannot be read: {error}") from error
+        return cls(bucket, partition=partition, opaque=opaque, status=status)
 
 
 class SetMap(Message, frozen=True):

@@ -29,6 +29,7 @@ from upr_protocol.wire.message import Message, Sender, check_end
 
 _U64: Final = Struct("<Q")
 _STREAM: Final = Struct("<BQQ?")
+_PARTITION: Final = Struct("<BQQQ")
 
 
 class Hello(Message, frozen=True):
@@ -119,6 +120,26 @@ class PartitionLog(Message, frozen=True):
     persisted_seq: SeqNo
     purge_seq: SeqNo
     log: FailoverLog
+
+    # Whoever opens a bucket is sent one for each of its partitions.
+
+    def body(self) -> tuple[Buffer, ...]:
+        head = _PARTITION.pack(self.state, self.high_seq, self.persisted_seq, self.purge_seq)
+        return (head + pack_log(self.log),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            state, high, persisted, purge = _PARTITION.unpack_from(data)
+            log, end = unpack_log(data, _PARTITION.size)
+            check_end(data, end)
+            return cls(
+                PartitionState(state), high, persisted, purge, log,
+                partition=partition, opaque=opaque, status=status,
+            )  # fmt: skip
+        except (StructError, ValueError) as error:
+            raise RemoteProtocolError(f"PartitionLog cannot be read: {error}") from error
 
 
 class Opened(Message, frozen=True):
