@@ -128,7 +128,7 @@ class Pipe:
             self._push(b"")
 
     def _push(self, data: bytes) -> None:
-        link, now = self._link, trio.current_time()
+        link, now = self._link, self._clock.current_time()
         delay_s = link.delay_s + self._chance.random() * link.jitter_s
         self._due_at = max(self._due_at, now + delay_s) + len(data) / link.bytes_per_s
         self._pieces.append((self._due_at, data))
@@ -179,7 +179,7 @@ class Pipe:
         """Whether something has come that nobody took yet."""
         if self.is_broken:
             raise trio.BrokenResourceError("the simulated connection was reset")
-        return self._next_due_at <= trio.current_time()
+        return self._next_due_at <= self._clock.current_time()
 
     @property
     def _next_due_at(self) -> float:
@@ -189,7 +189,7 @@ class Pipe:
         return self._pieces[0][0]
 
     def _take(self, bytes_max: int) -> bytes:
-        now, found = trio.current_time(), []
+        now, found = self._clock.current_time(), []
         # An end stays where it is, for whoever asks again.
         while self._pieces and bytes_max and self._pieces[0][0] <= now and self._pieces[0][1]:
             due_at, data = self._pieces.popleft()

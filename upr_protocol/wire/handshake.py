@@ -30,6 +30,8 @@ from upr_protocol.wire.message import Message, Sender, check_end
 _U64: Final = Struct("<Q")
 _STREAM: Final = Struct("<BQQ?")
 _PARTITION: Final = Struct("<BQQQ")
+_WISHES: Final = Struct("<IIH")
+_AGREED: Final = Struct("<BIHIHH")
 
 
 class Hello(Message, frozen=True):
@@ -59,6 +61,28 @@ class Hello(Message, frozen=True):
     window_bytes: int
     idle_interval_s: int
 
+    # Who looks for a node that answers connects again and again.
+
+    def body(self) -> tuple[Buffer, ...]:
+        versions = bytes((len(self.versions), *self.versions))
+        wishes = _WISHES.pack(self.features, self.window_bytes, self.idle_interval_s)
+        return (versions + wishes + pack_text(self.identity),)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        try:
+            at = 1 + data[0]
+            features, window_bytes, idle_interval_s = _WISHES.unpack_from(data, at)
+            identity, end = unpack_text(data, at + _WISHES.size)
+            check_end(data, end)
+        except (StructError, IndexError, ValueError) as error:
+            raise RemoteProtocolError(f"Hello cannot be read: {error}") from error
+        return cls(
+            identity, tuple(data[1:at]), features, window_bytes, idle_interval_s,
+            partition=partition, opaque=opaque, status=status,
+        )  # fmt: skip
+
 
 class HelloReply(Message, frozen=True):
     """The server's answer: what was agreed, and the limits it holds its peers to."""
@@ -84,6 +108,36 @@ class HelloReply(Message, frozen=True):
     requests_open_max: int
     identity: str
     mechanisms: tuple[str, ...] = ()
+
+    def body(self) -> tuple[Buffer, ...]:
+        agreed = _AGREED.pack(
+            self.version, self.features, self.idle_interval_s, self.frame_body_bytes_max,
+            self.open_barriers_max, self.requests_open_max,
+        )  # fmt: skip
+        mechanisms = b"".join(map(pack_text, self.mechanisms))
+        count = bytes((len(self.mechanisms),))
+        return (agreed + pack_text(self.identity) + count + mechanisms,)
+
+    @classmethod
+    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+        data = bytes(body)
+        mechanisms = []
+        try:
+            version, features, idle_interval_s, body_max, barriers, requests = _AGREED.unpack_from(
+                data
+            )
+            identity, at = unpack_text(data, _AGREED.size)
+            count, at = data[at], at + 1
+            for _ in range(count):
+                mechanism, at = unpack_text(data, at)
+                mechanisms.append(mechanism)
+            check_end(data, at)
+        except (StructError, IndexError, ValueError) as error:
+            raise RemoteProtocolError(f"HelloReply cannot be read: {error}") from error
+        return cls(
+            version, features, idle_interval_s, body_max, barriers, requests, identity,
+            tuple(mechanisms), partition=partition, opaque=opaque, status=status,
+        )  # fmt: skip
 
 
 class Error(Message, frozen=True):
