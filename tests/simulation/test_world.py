@@ -57,6 +57,30 @@ def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
     assert order(1)[1] >= 1000
 
 
+def test_what_the_world_waits_for_and_deadlines_come_in_their_order() -> None:
+    found: list[tuple[str, float]] = []
+
+    async def main(clock: JumpingClock) -> None:
+        async def of_the_world(after_s: float) -> None:
+            await clock.sleep(after_s)
+            found.append(("world", trio.current_time()))
+
+        async def of_trio(after_s: float) -> None:
+            await trio.sleep(after_s)
+            found.append(("trio", trio.current_time()))
+
+        # That nobody waits for it any more holds nobody up.
+        clock.set_at(2.5, trio.Event())
+        async with trio.open_nursery() as nursery:
+            for after_s in (3.0, 1.0, 0.0):
+                nursery.start_soon(of_the_world, after_s)
+            for after_s in (2.0, 4.0):
+                nursery.start_soon(of_trio, after_s)
+
+    run_in_world(1, main)
+    assert found == [("world", 0.0), ("world", 1.0), ("trio", 2.0), ("world", 3.0), ("trio", 4.0)]
+
+
 def test_trio_is_as_it_was_outside_of_a_world() -> None:
     """Hypothesis, in the same process, has wishes of its own."""
     before = trio_run._r.getstate(), trio_run._ALLOW_DETERMINISTIC_SCHEDULING
