@@ -107,6 +107,13 @@ def _fail() -> None:
     raise StoreFailedError("EIO: the simulated disk does not write")
 
 
+def spared(room: SimulatedRoom) -> None:
+    """What was to fail at a commit that has not come yet does not fail any more."""
+    for disks in room.disks.values():
+        for disk in disks:
+            disk.fault = None
+
+
 def repaired(room: SimulatedRoom) -> None:
     """The machine starts: what its disks have is there."""
     for disks in room.disks.values():
