@@ -4,7 +4,7 @@ same to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Final
 
@@ -56,6 +56,9 @@ LEVELS: Final[dict[Level, tuple[Durability, int]]] = {
     "replicated_persisted": (Durability.REPLICATED_AND_PERSISTED, 1),
 }
 
+Sleep = Callable[[float], Awaitable[None]]
+"""Waits for so many seconds."""
+
 VERSIONS_MAX: Final = 30
 """Snapshot ends that a consumer can go back to."""
 
@@ -98,10 +101,12 @@ class RecordedPublisher:
         value_bytes: int,
         expiry: Callable[[], int] | None = None,
         dial: Dial = dial_tcp,
+        sleep: Sleep = trio.sleep,
     ) -> None:
         self.name = name
         self._url = url
         self._dial = dial
+        self._sleep = sleep
         self._history = history
         self._chance = chance
         self._level: Level = level
@@ -149,11 +154,11 @@ class RecordedPublisher:
                         nursery.start_soon(self._write, sink, self._lane(partition))
             except* UprError as errors:
                 self._history.add(Said(self.name, f"gave up: {errors.exceptions[0]}"))
-            await trio.sleep(self._chance.random())
+            await self._sleep(self._chance.random())
 
     async def _write(self, sink: Publisher, lane: Lane) -> None:
         while not self.stopping:
-            await trio.sleep(self._chance.expovariate(1 / self._pause_s))
+            await self._sleep(self._chance.expovariate(1 / self._pause_s))
             numbers, rows = zip(*self._rows(lane), strict=True)
             chunk = Chunk.build(rows)
             try:
@@ -265,10 +270,12 @@ class RecordedConsumer:
         pause_s: float,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         dial: Dial = dial_tcp,
+        sleep: Sleep = trio.sleep,
     ) -> None:
         self.name = name
         self._url = url
         self._dial = dial
+        self._sleep = sleep
         self._history = history
         self._chance = chance
         self._undoes = undoes
@@ -303,7 +310,7 @@ class RecordedConsumer:
                     if isinstance(error, LocalProtocolError):
                         raise
                     self._history.add(Said(self.name, f"{error}"))
-            await trio.sleep(self._chance.random() * 0.5)
+            await self._sleep(self._chance.random() * 0.5)
 
     async def catch_up_from(self, kept: Kept) -> None:
         """Goes on from what it had at some time, to what there is now."""
@@ -338,7 +345,7 @@ class RecordedConsumer:
             async for event in consumer:
                 self._take(consumer, event)
                 if self.pause_s:
-                    await trio.sleep(self._chance.random() * 2 * self.pause_s)
+                    await self._sleep(self._chance.random() * 2 * self.pause_s)
                 if self._chance.random() < 0.05:
                     self.kept = self._now.copy()
                     if self._chance.random() < 0.1:
@@ -376,7 +383,7 @@ class RecordedConsumer:
 
     async def _undo(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         del reason
-        await trio.sleep(self._chance.random() * 0.1)
+        await self._sleep(self._chance.random() * 0.1)
         versions = self._now.versions.get(partition, {})
         to = max((end for end in versions if end <= ceiling), default=SeqNo(0))
         self._go_back(partition, ceiling, to)

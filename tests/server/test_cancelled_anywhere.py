@@ -54,6 +54,7 @@ from upr_server.net.cluster import Alone
 from upr_server.net.connection import REPLIES_BYTES_MAX
 from upr_server.net.events import NoEvents
 from upr_server.replication import Membership, Peers
+from upr_server.replication.neighbours import Neighbours
 from upr_server.replication.replicator import Replicator
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.flusher import Flusher
@@ -560,6 +561,7 @@ REPLICA: Final = tries(
     Membership.run,
     Membership.stop,
     Peers.run,
+    Neighbours.ask,
     Replicator.run,
     Replicator.stop,
     Replicator.keep_logs,

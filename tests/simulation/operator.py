@@ -190,11 +190,15 @@ class SimulatedOperator:
             except NotDoneError as error:
                 if attempt < 10:
                     raise
+                highs = {
+                    name: survey.nodes[name].copy(number).high  # type: ignore[arg-type]
+                    for name in owners.replicas
+                    if survey.reaches(name) and survey.nodes[name].partitions
+                }
+                if not highs:
+                    return f"no replica of partition {number} answers"
                 self._history.add(Fault(f"partition {number} loses something: {error}", ()))
-                to = max(
-                    (name for name in owners.replicas),
-                    key=lambda name: survey.nodes[name].copy(number).high,  # type: ignore[arg-type]
-                )
+                to = max(highs, key=highs.__getitem__)
                 await fail_over(operator, partitions=[number], to=to, lose_acknowledged=True)
             self.failovers += 1
             return "failed over"

@@ -25,8 +25,9 @@ from tests.simulation.network import Network, taken_at_once
 from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, observed
 from tests.simulation.operator import NotSettledError, SimulatedOperator
 from tests.simulation.world import EPOCH_S, Chance, JumpingClock, run_in_world
-from upr_protocol.ids import PartitionState
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
+from upr_server.net.service import EXPIRY_INTERVAL_S
 
 URL: Final = f"upr://a,b,c/{BUCKET}"
 
@@ -106,6 +107,7 @@ class Cluster:
                 value_bytes=mix.value_bytes,
                 expiry=lambda: int(EPOCH_S + trio.current_time() + EXPIRES_S),
                 dial=partial(self.network.dial, f"p{index}"),
+                sleep=clock.sleep,
             )
             for index, level in enumerate(mix.levels)
         ]
@@ -125,6 +127,7 @@ class Cluster:
             pause_s=chance.choice(self.mix.pauses_s),
             window_bytes=chance.choice((WINDOW_BYTES_MIN, 1024 * 1024)),
             dial=partial(self.network.dial, f"c{index}"),
+            sleep=self.network.clock.sleep,
         )
 
     async def run(self) -> None:
@@ -154,8 +157,7 @@ class Cluster:
                     for sink in self.publishers:
                         sink.stopping = True
                 await self.operator.settle()
-                # What expires does so before anybody compares. A new active learns of it from disk.
-                await trio.sleep(EXPIRES_S + 8.0)
+                await self._has_expired()
                 await self.operator.settle()
                 await self._caught_up()
                 work.cancel_scope.cancel()
@@ -185,18 +187,29 @@ class Cluster:
                 # A commit that was under way when its disk was mended has failed all the same.
                 await faults.start_anew(node)
 
+    async def _has_expired(self) -> None:
+        """What expires does so before anybody compares; a new active learns of it from disk."""
+        await trio.sleep(EXPIRES_S)
+        before: object = None
+        while before != (highs := self._highs()):
+            before = highs
+            await trio.sleep(2 * EXPIRY_INTERVAL_S)
+
+    def _highs(self) -> dict[PartitionId, SeqNo]:
+        """How far the actives are."""
+        return {
+            one.id: one.high_seq
+            for node in self.nodes.values()
+            for one in node.held
+            if one.state is PartitionState.ACTIVE
+        }
+
     async def _caught_up(self) -> None:
         for consumer in self.consumers:
             with trio.move_on_after(CATCH_UP_S):
                 await trio.lowlevel.checkpoint()
                 while True:
-                    highs = {
-                        one.id: one.high_seq
-                        for node in self.nodes.values()
-                        for one in node.held
-                        if one.state is PartitionState.ACTIVE
-                    }
-                    ends = consumer.ends()
+                    highs, ends = self._highs(), consumer.ends()
                     if all(ends.get(number, 0) >= high for number, high in highs.items()):
                         break
                     await trio.sleep(0.2)

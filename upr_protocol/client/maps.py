@@ -78,6 +78,17 @@ async def ask_node(
     return await _ask(nowhere, _map_call(address.bucket), identity, timeout_s, dial)
 
 
+async def ask_on(asker: Asker, bucket: str) -> NodeMap:
+    """The same on a link that is there. Cancelled, it is not asked for any more.
+
+    Raises:
+        BrokenError: The link is over.
+        ServerError: There is no such bucket.
+        RemoteProtocolError: What is there is no map.
+    """
+    return await asker.ask(_map_call(bucket))
+
+
 async def look_at_node(
     address: Address,
     *,
@@ -92,12 +103,12 @@ async def look_at_node(
         ServerError: There is no such bucket.
         RemoteProtocolError: What is there is no map.
     """
-    options = _options(identity, timeout_s, dial)
+    options = map_options(identity, timeout_s, dial)
     with trio.move_on_after(timeout_s):
         while True:
             asker = Asker(address, timeout_s)
             async with open_link(address, options, asker) as link:
-                found = await asker.ask(_map_call(address.bucket))
+                found = await ask_on(asker, address.bucket)
                 if link.greeting.map_revision == (found.map.revision if found.map else 0):
                     infos = partition_infos(link.greeting.logs.values())
                     return attrs.evolve(found, partitions=tuple(infos))
@@ -185,7 +196,8 @@ def _joining(bucket: str, address: str, opaque: int) -> Join:
     return Join(bucket, address, opaque=opaque)
 
 
-def _options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
+def map_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
+    """How to connect to a node for what is asked and answered here."""
     return TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
 
 
@@ -212,7 +224,7 @@ def map_of(reply: MapReply) -> ClusterMap | None:
 
 
 async def _ask(address: Address, call: Call[T], identity: str, timeout_s: float, dial: Dial) -> T:
-    options = _options(identity, timeout_s, dial)
+    options = map_options(identity, timeout_s, dial)
     asker = Asker(address, timeout_s)
     with trio.move_on_after(timeout_s):
         async with open_link(address, options, asker):

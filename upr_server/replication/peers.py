@@ -4,17 +4,18 @@ that has lost its map is told it."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 import structlog
 import trio
 
 from upr_protocol.client import Address
-from upr_protocol.client.maps import ask_node, have_join
+from upr_protocol.client.maps import have_join, map_options
 from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import UprError
 from upr_server.replication.membership import Membership
+from upr_server.replication.neighbours import Neighbours
 
 ASK_INTERVAL_S: Final = 2.0
 """How often one of the other nodes is asked, each in its turn."""
@@ -36,20 +37,41 @@ class Peers:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
+        self._neighbours: Neighbours | None = None
         self._next: dict[str, int] = defaultdict(int)
         self._told: set[str] = set()
 
     async def run(self) -> None:
         """Asks, for ever."""
         membership = self._membership
-        while True:
-            unconfirmed = membership.unconfirmed()
-            for bucket in unconfirmed:
-                await self._confirm(bucket)
-            for found in membership.maps():
-                if found.bucket not in unconfirmed:
-                    await self._ask_one(found.bucket)
-            await trio.sleep(CONFIRM_INTERVAL_S if membership.unconfirmed() else ASK_INTERVAL_S)
+        async with trio.open_nursery() as links:
+            self._neighbours = Neighbours(
+                links,
+                map_options(self._identity, ASK_TIMEOUT_S, membership.surroundings.dial),
+            )
+            while True:
+                await self._ask_around()
+                self._neighbours.keep(self._all())
+                await trio.sleep(CONFIRM_INTERVAL_S if membership.unconfirmed() else ASK_INTERVAL_S)
+
+    @property
+    def _identity(self) -> str:
+        return f"node:{self._membership.node}"
+
+    def _all(self) -> Iterator[Address]:
+        """Where the other nodes are, of all maps."""
+        for found in self._membership.maps():
+            for there in self._membership.peers(found.bucket).values():
+                yield _at(there, found.bucket)
+
+    async def _ask_around(self) -> None:
+        membership = self._membership
+        unconfirmed = membership.unconfirmed()
+        for bucket in unconfirmed:
+            await self._confirm(bucket)
+        for found in membership.maps():
+            if found.bucket not in unconfirmed:
+                await self._ask_one(found.bucket)
 
     async def _ask_one(self, bucket: str) -> None:
         peers = self._membership.peers(bucket)
@@ -96,11 +118,8 @@ class Peers:
         """The map of the node `name`, if it is that which answers there."""
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
-                told = await ask_node(
-                    Address.parse(f"upr://{address}/{bucket}"),
-                    identity=f"node:{self._membership.node}",
-                    dial=self._membership.surroundings.dial,
-                )
+                assert self._neighbours is not None
+                told = await self._neighbours.ask(_at(address, bucket))
                 ours = self._membership.map_of(bucket)
                 if told.node != name:
                     self._tell_once(f"{address} is {told.node}, and not {name} as the map says")
@@ -127,11 +146,10 @@ class Peers:
             node=name,
         )
         source = ours.nodes[self._membership.node]
-        where = Address.parse(f"upr://{address}/{ours.bucket}")
         await have_join(
-            where,
+            _at(address, ours.bucket),
             source,
-            identity=f"node:{self._membership.node}",
+            identity=self._identity,
             dial=self._membership.surroundings.dial,
         )
 
@@ -148,3 +166,7 @@ class Peers:
             await call(*args)
         except UprError as error:
             log.error("a partition map cannot be carried out", error=str(error))
+
+
+def _at(host_port: str, bucket: str) -> Address:
+    return Address.parse(f"upr://{host_port}/{bucket}")
