@@ -561,6 +561,21 @@ async def test_what_expires_is_deleted_by_a_new_active() -> None:
         raise AssertionError("items that expired are still there")
 
 
+async def test_a_new_active_indexes_what_it_had_left_out_without_being_asked() -> None:
+    """A bucket that nobody writes to rests for ten seconds at a time."""
+    async with cluster() as one:
+        await write(one, "a", 50)
+        await one.quiet()
+        await trio.sleep(3.0)
+        await one.nodes["a"].kill()
+        await one.fail_over("a", Random(1))
+        active = [
+            one.nodes[owners.active].held[number]
+            for number, owners in enumerate_partitions(one.map.partitions)
+        ]
+        await eventually(lambda: all(p.can_be_asked for p in active), "it is indexed", 4.0)
+
+
 async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> None:
     async with cluster() as one:
         async with publisher(one.nodes["a"].url, by_map=False) as sender:

@@ -473,6 +473,9 @@ class Membership:
             self._host.end_streams(
                 held.disk.bucket, partition.id, Status.STATE_CHANGED, of_replicas=not hands_over
             )
+        if state is PartitionState.ACTIVE:
+            # What the index does not know yet nobody can ask for, nor can it expire.
+            held.disk.upkeeper.wake()
         if state is not PartitionState.REPLICA:
             held.incoming.pop(partition.id, None)
 
