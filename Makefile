@@ -61,7 +61,8 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports --no-logo --no-cache
 	grep -rlZE 'async (def|with|for)' --include='*.py' $(SOURCES) | xargs -0 -n 20 -P $(CORES) \
-		$(BIN)/flake8-async --enable ASYNC1,ASYNC2,ASYNC4,ASYNC912,ASYNC913
+		$(BIN)/flake8-async --enable ASYNC1,ASYNC2,ASYNC4,ASYNC912,ASYNC913 \
+		--startable-in-context-manager _hold
 	$(BIN)/python docs/generate_protocol.py --check docs/protocol.md
 
 bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)

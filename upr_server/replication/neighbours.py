@@ -69,12 +69,10 @@ class Neighbours:
             self._links[where].close()
 
     async def _connect(self, where: Address) -> _Neighbour:
-        found: _Neighbour = await self._nursery.start(self._stay_connected, where)
+        found: _Neighbour = await self._nursery.start(self._hold, where)
         return found
 
-    async def _stay_connected(
-        self, where: Address, task_status: trio.TaskStatus[_Neighbour]
-    ) -> None:
+    async def _hold(self, where: Address, task_status: trio.TaskStatus[_Neighbour]) -> None:
         asker = Asker(where, self._options.connect_timeout_s)
         with trio.CancelScope() as scope:
             async with open_link(where, self._options, asker) as link:
