@@ -58,6 +58,7 @@ from upr_protocol.cluster import ClusterMap
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
 from upr_server.app import Server
+from upr_server.replication.peers import ASK_INTERVAL_S
 
 KEYS: Final = [b"key-%d" % number for number in range(20)]
 OF_FIRST: Final = [key for key in KEYS if partition_of(key, PARTITIONS) == 0]
@@ -87,6 +88,8 @@ async def add(server: Server, other: Server) -> None:
     added = await add_replicas(operator, "z", f"{HOST}:{other.port}")
     with trio.fail_after(60):
         await wait_caught_up(operator, "z", added, Behind())
+    # The two know each other from now on: the links on which they ask each other stay.
+    await trio.sleep(2 * ASK_INTERVAL_S)
 
 
 @asynccontextmanager
