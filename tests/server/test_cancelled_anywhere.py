@@ -55,6 +55,7 @@ from upr_server.net.connection import REPLIES_BYTES_MAX
 from upr_server.net.events import NoEvents
 from upr_server.replication import Membership, Peers
 from upr_server.replication.neighbours import Neighbours
+from upr_server.replication.peers import ASK_INTERVAL_S
 from upr_server.replication.replicator import Replicator
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.flusher import Flusher
@@ -497,6 +498,8 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
     async with node("z", store=slow_store()) as other:
         there = f"{HOST}:{other.port}"
         await _name_replica(server, there)
+        # From now on there is a link on which the one asks the other.
+        await trio.sleep(2 * ASK_INTERVAL_S)
 
         async def work() -> None:
             await _membership(other).join("b", f"{HOST}:{server.port}")
