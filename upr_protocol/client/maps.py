@@ -79,7 +79,7 @@ async def ask_node(
 
 
 async def ask_on(asker: Asker, bucket: str) -> NodeMap:
-    """The same on a link that is there. Cancelled, it is not asked for any more.
+    """The same on a link that is there. Cancelled, the answer is waited for no more.
 
     Raises:
         BrokenError: The link is over.
