@@ -1,0 +1,337 @@
+"""Every asynchronous operation of the indexer, cancelled at each of its steps in turn.
+
+Beside a real server, on a network in memory and in the time of a mock clock; what the indexer gives
+to threads is done in the loop. After each cancellation no task and no connection is left, nobody
+holds anything, and the indexes hold what they are to hold. What runs for ever is cancelled with the
+indexer that it is part of. An operation that is in no test here fails the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.indexer.kit import (
+    BUCKET,
+    an_indexer,
+    by_brute_force,
+    name_of,
+    scan,
+    until_ready,
+)
+from tests.indexer.test_oracle import World
+from tests.kit import async_names
+from tests.kit.cancellation import cancelled_at_each_step
+from tests.kit.memory_network import HOST, MemoryNetwork, check, node
+from tests.kit.process import eventually
+from upr_protocol.client import connect
+from upr_protocol.ids import Durability
+from upr_server.app import Server
+from upr_server.indexer.announcements import Announcements
+from upr_server.indexer.app import serve, serving
+from upr_server.indexer.bell import Bell
+from upr_server.indexer.builder import Builder
+from upr_server.indexer.catalog import Catalog
+from upr_server.indexer.config import Config
+from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.indexer import Indexer, NoIndexError, running_indexer
+from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.pipeline import Pipeline
+from upr_server.indexer.pool import STREAM_SHARE, Pool
+from upr_server.indexer.stream import Stream
+
+T = TypeVar("T")
+
+Function = Callable[..., Any]
+
+CITY: Final = IndexDefinition(("city",))
+DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
+CONTENTS: Final = {b"k%d" % n: json.dumps({"city": "abc"[n % 3]}).encode() for n in range(9)}
+EVERY: Final = 7
+"""Of so many steps one is tried where there are hundreds."""
+
+TRIED: Final[set[Function]] = set()
+"""Those that tests below say they cancel; each test sees that it does."""
+
+
+def tries(*functions: Function) -> tuple[Function, ...]:
+    TRIED.update(functions)
+    return functions
+
+
+async def in_the_loop(function: Callable[..., T], *arguments: Any, **_options: Any) -> T:
+    """What a thread does, without one: it can be cancelled before it begins, and not after."""
+    await trio.lowlevel.checkpoint()
+    found = function(*arguments)
+    await trio.lowlevel.cancel_shielded_checkpoint()
+    return found
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
+    monkeypatch.setattr(trio.to_thread, "run_sync", in_the_loop)
+    return MemoryNetwork(monkeypatch)
+
+
+@pytest.fixture
+async def server(network: MemoryNetwork, autojump_clock: MockClock) -> AsyncIterator[Server]:
+    async with node("a", BUCKET) as server, connect(server.url(BUCKET)) as client:
+        for key, value in CONTENTS.items():
+            await client.set(key, value)
+        yield server
+
+
+def whole(server: Server, indexer: Indexer) -> None:
+    """Nobody holds anything of an indexer, nor of its server."""
+    check(server)
+    assert indexer.pool._scans == 0
+    assert indexer.pool.used == 0
+    assert not any(index.scans for index in indexer._indexes.values())
+
+
+# Questions.
+
+QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
+    Indexer.status: lambda indexer, _: indexer.status(name_of("d/city")),
+    Indexer.scan: lambda indexer, _: scan(indexer, "d/city"),
+    Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
+    Stream.barrier: lambda indexer, _: indexer.stream.barrier(),
+    Catalog.current: lambda indexer, _: indexer._catalog.current(),
+    Pipeline.sync: lambda indexer, _: indexer.pipeline.sync(),
+    Indexer.create: lambda indexer, number: indexer.create(f"d{number}", DESIGN),
+}
+tries(*QUESTIONS)
+
+
+@pytest.mark.parametrize("function", QUESTIONS)
+async def test_a_question(
+    network: MemoryNetwork,
+    server: Server,
+    autojump_clock: MockClock,
+    tmp_path: Path,
+    function: Function,
+) -> None:
+    numbers = count()
+    async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
+        await indexer.create("d", DESIGN)
+        await until_ready(indexer, "d/city")
+        await trio.sleep(5)
+        open_before = network.open
+
+        async def work() -> None:
+            await QUESTIONS[function](indexer, next(numbers))
+
+        async def undo() -> None:
+            number = next(numbers) - 1
+            with suppress(NoIndexError):
+                await indexer.drop(f"d{number}")
+            await eventually(lambda: indexer.names() == [name_of("d/city")], "they are dropped")
+            await trio.sleep(5)
+
+        def look() -> None:
+            whole(server, indexer)
+            assert network.open == open_before
+
+        async def then() -> None:
+            await work()
+            assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+
+        # Behind each that is created an index is built.
+        every = 3 if function is Indexer.create else 1
+        found = await cancelled_at_each_step(work, look, then=then, undo=undo, every=every)
+    found.check_inside(function)
+
+
+DROP: Final = tries(Indexer.drop)
+
+
+async def test_a_design_is_dropped(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
+
+        async def there() -> None:
+            await indexer.create("d", DESIGN)
+            await until_ready(indexer, "d/city")
+            await trio.sleep(5)
+
+        async def work() -> None:
+            await indexer.drop("d")
+
+        async def then() -> None:
+            await work()
+            with pytest.raises(NoIndexError):
+                await work()
+            await eventually(lambda: not indexer.names(), "it is dropped")
+
+        await there()
+        found = await cancelled_at_each_step(
+            work, lambda: whole(server, indexer), then=then, undo=there, every=3
+        )
+    found.check_inside(*DROP)
+
+
+ROOM: Final = tries(Pool.room)
+
+
+async def test_a_stream_waits_for_room(autojump_clock: MockClock) -> None:
+    pool = Pool(100)
+
+    async def hold() -> None:
+        await pool.room(STREAM_SHARE)
+        pool.take(80)
+        try:
+            await trio.sleep(1)
+        finally:
+            pool.give_back(80)
+
+    async def work() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(hold)
+
+    def look() -> None:
+        assert pool.used == 0
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*ROOM)
+
+
+# All of it.
+
+RUN: Final = tries(
+    running_indexer,
+    Indexer.run,
+    Builder.run,
+    Pipeline.run,
+    Stream.run,
+    Overlay.run,
+    Announcements.run,
+    Barriers.run,
+    Bell.until,
+    Bell.wait,
+)
+
+
+async def test_an_indexer(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """From nothing to an index that is built, asked, fed, and dropped."""
+    contents, numbers = dict(CONTENTS), count()
+    open_before = network.open
+
+    async def work() -> None:
+        async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
+            await indexer.create("d", DESIGN)
+            await until_ready(indexer, "d/city")
+            await scan(indexer, "d/city")
+            contents[b"new"] = b'{"city": %d}' % next(numbers)
+            async with connect(server.url(BUCKET)) as client:
+                await client.set(b"new", contents[b"new"])
+            assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
+            await indexer.drop("d")
+            await eventually(lambda: not indexer.names(), "it is dropped")
+
+    def look() -> None:
+        check(server)
+        assert network.open == open_before
+
+    found = await cancelled_at_each_step(work, look, then=work, every=EVERY)
+    found.check_inside(*RUN)
+
+
+UNDOING: Final = tries(Stream.run, Pipeline.drain, Pipeline.sync)
+
+
+async def test_a_rollback(
+    network: MemoryNetwork, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """Whatever had been taken back by then, the rest is taken back by the next."""
+    world, numbers = World(0, tmp_path), count()
+    world.ring = 1000
+    rollbacks = 0
+    async with world.running():
+        await world.crash("indexer")
+
+        async def part() -> None:
+            """The indexer has what the server loses."""
+            await world.start_indexer()
+            await world.client.set("_design/d", DESIGN, durability=Durability.PERSISTED)
+            for key, value in CONTENTS.items():
+                await world.client.set(key, value, durability=Durability.PERSISTED)
+            await until_ready(world.indexer, "d/city")
+            world.hold_commits()
+            for key in list(CONTENTS)[:4]:
+                await world.client.set(key, b'{"city": %d}' % next(numbers))
+            await world.client.delete("k5")
+            assert len(await scan(world.indexer, "d/city")) == len(CONTENTS) - 1
+            await world.crash("indexer")
+            await world.crash("server")
+            await world.start_server()
+
+        async def work() -> None:
+            nonlocal rollbacks
+            async with an_indexer(world.server.url(BUCKET), tmp_path) as indexer:
+                await until_ready(indexer, "d/city")
+                assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+                rollbacks += indexer.stream.rollbacks
+
+        await part()
+        found = await cancelled_at_each_step(
+            work, lambda: check(world.server), then=work, undo=part, every=4 * EVERY
+        )
+        assert rollbacks
+    found.check_inside(*UNDOING)
+
+
+SERVING: Final = tries(serving)
+
+
+async def test_over_http(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
+        await trio.sleep(5)
+
+        async def work() -> None:
+            async with serving(indexer, f"{HOST}:0"):
+                await trio.lowlevel.checkpoint()
+
+        (await cancelled_at_each_step(work, then=work)).check_inside(*SERVING)
+
+
+SIGNALS: Final = tries(serve)
+
+
+async def test_until_a_signal(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    config = Config(bucket=server.url(BUCKET), listen=f"{HOST}:0", data_dir=str(tmp_path))
+
+    def on_listening(_url: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    async def work() -> None:
+        await serve(config, on_listening)
+
+    # A signal that nobody heard before the end comes to whoever heard it before.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        found = await cancelled_at_each_step(work, then=work, every=EVERY)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found.check_inside(*SIGNALS)
+
+
+def test_nothing_is_forgotten() -> None:
+    tried = {async_names.name_of(function) for function in TRIED}
+    assert tried == async_names.below("upr_server.indexer")
