@@ -6,6 +6,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from upr_protocol.client import (
     Failure,
     ResumeState,
     RolledBack,
+    SnapshotEnd,
     StreamEnded,
     Writer,
     Written,
@@ -403,6 +405,23 @@ def test_a_partition_that_fails_over(fake: ThreadedFake) -> None:
                 rolled_back.append((event.partition, event.ceiling, event.to))
     assert rolled_back == [(1, 3, 0)]
     assert mirror.contents == fake.server.contents()
+
+
+def test_killed_before_it_has_gone_back_it_is_told_again(
+    fake: ThreadedFake, tmp_path: Path
+) -> None:
+    """Though it asks a server then that has all it had."""
+    fill(fake, 50)
+    path, not_parted = tmp_path / "state", deepcopy(fake.server.partitions[1])
+    with consumer(fake, resume=path, end="now") as stream:
+        assert [event for event in stream if isinstance(event, SnapshotEnd)]
+    fake.server.partitions[1].fail_over(99, 3)
+    with consumer(fake, resume=path, end="now") as stream:
+        assert any(isinstance(event, RolledBack) for event in stream)  # it is in hand
+    fake.server.partitions[1] = not_parted
+    with consumer(fake, resume=path, end="now") as stream:
+        told = [event for event in stream if isinstance(event, RolledBack)]
+    assert [(event.partition, event.ceiling) for event in told] == [(1, 3)]
 
 
 def test_a_refusal_that_stays(fake: ThreadedFake) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
@@ -37,8 +37,15 @@ from upr_protocol.client import (
 )
 from upr_protocol.client import resume as rules
 from upr_protocol.errors import BrokenError, ServerError
-from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
-from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.failover import (
+    FailoverLog,
+    PartialSnapshot,
+    Position,
+    Retry,
+    RollBack,
+    decide_start,
+)
+from upr_protocol.ids import SEQ_MAX, HistoryId, Operation, PartitionId, SeqNo
 
 URL = "upr://fake/b"
 
@@ -139,6 +146,36 @@ def positions(draw: st.DrawFn) -> Position:
     if draw(st.booleans()):
         return Position(log, complete, complete, None)
     return Position(log, complete, highest, PartialSnapshot(ids[0], complete, end))
+
+
+@st.composite
+def someone_elses_logs(draw: st.DrawFn, position: Position) -> FailoverLog:
+    """Of a server that has some of the branches that led to a position, or all, and maybe more."""
+    log = FailoverLog(position.log.entries[draw(st.integers(0, len(position.log))) :])
+    if draw(st.booleans()):
+        first = log.entries[0].seq if log.entries else 0
+        log = log.branch(HistoryId(draw(HISTORY_IDS)), SeqNo(draw(st.integers(first, SEQ_MAX))))
+    return log
+
+
+@given(st.data(), positions())
+def test_who_is_going_back_is_told_so_by_whomever_it_asks(
+    data: st.DataObject, position: Position
+) -> None:
+    ceiling = SeqNo(data.draw(st.integers(0, position.last_complete)))
+    assume(ceiling < position.highest_received)
+    assume(rules.GOING_BACK not in [entry.history_id for entry in position.log])
+    going = rules.going_back(position, ceiling)
+    assert rules.going_back(going, ceiling) == going
+    try:
+        server = data.draw(someone_elses_logs(position))
+    except ValueError:  # an ID twice
+        reject()
+    assume(server.current != rules.GOING_BACK)
+    high = SeqNo(data.draw(st.one_of(st.just(SEQ_MAX), SEQS)))
+    found = decide_start(server, high, SeqNo(0), going)
+    assert isinstance(found, Retry) or (isinstance(found, RollBack) and found.ceiling <= ceiling)
+    assert rules.rolled_back(going, SeqNo(0)) == rules.rolled_back(position, SeqNo(0))
 
 
 STATES = st.builds(

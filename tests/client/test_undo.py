@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import pytest
 import trio
@@ -26,6 +27,8 @@ from upr_protocol.client import (
     StreamAccepted,
     consume,
 )
+from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.resume import GOING_BACK
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.wire import Go, ReplicaAck, Stream
@@ -191,6 +194,7 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
         server.put(b"new", b"v")
         await say_until_completed(consumer)
         assert said == [
+            ([(GOING_BACK, 24), (1000, 0)], 33),
             RolledBack,
             ([(1000, 0)], 20),
             ([(77, 24), (1000, 0)], 20),
@@ -199,6 +203,72 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
             SnapshotEnd,
             Completed,
         ]
+
+
+async def test_what_is_undone_is_told_before_what_came_meanwhile(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """Of another node's partition, for instance. The application stands further back already: no
+    state that it could keep with that may say otherwise."""
+    fill(server, 30)
+    said: list[tuple[type, int]] = []
+
+    async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        await trio.sleep(1)
+        consumer._feeds.mailbox.put(Delivery(Completed(99)))
+        return SeqNo(20)
+
+    async with consume(URL, dial=net.dial, undo=undo) as consumer:
+        await until_completed(consumer)
+        net.cut()
+        server.partitions[0].fail_over(77, 24)
+        async for event in consumer:
+            said.append((type(event), consumer.resume_state.position(P).highest_received))
+            if event == Completed(99):
+                break
+    assert said == [(RolledBack, 20), (Completed, 20)]
+
+
+class _KilledError(Exception):
+    """The process has died."""
+
+
+@pytest.mark.parametrize("undoes", [True, False])
+async def test_killed_before_it_could_say_where_it_went_back_to_it_is_told_again(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock, *, undoes: bool
+) -> None:
+    """Though it asks a server then that has all it had."""
+    fill(server, 30)
+    store, not_parted = MemoryStore(), deepcopy(server.partitions[0])
+
+    async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        await trio.sleep(1)
+        raise _KilledError
+
+    async def until_killed() -> None:
+        async with consume(
+            URL, dial=net.dial, resume=store, undo=undo if undoes else None
+        ) as consumer:
+            await until_completed(consumer)
+            net.cut()
+            server.partitions[0].fail_over(77, 24)
+            async for event in consumer:
+                if isinstance(event, RolledBack):
+                    raise _KilledError
+
+    with pytest.raises(_KilledError):
+        await until_killed()
+    assert store.state is not None
+    assert store.state.position(P).highest_received == 30
+    server.partitions[0] = not_parted
+    undoing = Undoing()
+    async with consume(
+        URL, dial=net.dial, resume=store, undo=undoing if undoes else None
+    ) as consumer:
+        event, *_ = await until_completed(consumer)
+        assert isinstance(event, RolledBack)
+        assert (event.ceiling, event.to) == (24, 20 if undoes else 0)
+    assert store.state.position(P) == Position(not_parted.log, SeqNo(30), SeqNo(30), None)
 
 
 async def test_answers_come_before_the_end_of_their_snapshot(

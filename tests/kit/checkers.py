@@ -307,6 +307,7 @@ class _Operation:
     sent: Sent
     done: bool | None = None
     done_at: float = 0.0
+    numbered_at: float = 0.0
 
 
 class Durability:
@@ -316,6 +317,7 @@ class Durability:
     def __init__(self) -> None:
         self._operations: dict[bytes, list[_Operation]] = defaultdict(list)
         self._faults: list[tuple[float, Fault]] = []
+        self._numbered_at: dict[tuple[PartitionId, HistoryId, SeqNo], float] = {}
 
     def take(self, at: float, event: Event) -> None:
         """The next event."""
@@ -327,6 +329,10 @@ class Durability:
         elif isinstance(event, Answered):
             operation = self._operations[event.key][event.number]
             operation.done, operation.done_at = event.done, at
+            number = event.partition, event.history_id, event.seq
+            operation.numbered_at = self._numbered_at.get(number, at)
+        elif isinstance(event, Accepted):
+            self._numbered_at[event.partition, event.history_id, event.row.seq] = at
         elif isinstance(event, Fault):
             self._faults.append((at, event))
 
@@ -335,7 +341,11 @@ class Durability:
         if not operation.done:
             return False
         level: Level = operation.sent.level
-        later = [(at, one) for at, one in self._faults if at >= operation.done_at]
+        later = [
+            (at, one)
+            for at, one in self._faults
+            if at >= (operation.numbered_at if one.on_the_way else operation.done_at)
+        ]
         if any(level not in fault.survives and fault.takes == 1 for _, fault in later):
             return False
         # Two machines are more than one copy survives.

@@ -124,12 +124,15 @@ class Fault(msgspec.Struct, frozen=True):
         survives: Levels whose acknowledgements it must not touch.
         takes: How many such faults it takes to lose what was acknowledged at another level.
         is_late: Whether it counts however long ago that was: what it takes is not only in memory.
+        on_the_way: Whether it concerns all that was numbered before it: answers may still be on
+            their way from a node that goes on living.
     """
 
     what: str
     survives: tuple[Level, ...] = ALL_LEVELS
     takes: int = 1
     is_late: bool = False
+    on_the_way: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True):

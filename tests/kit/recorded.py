@@ -289,6 +289,7 @@ class RecordedConsumer:
         self.events = 0
         self.rollbacks = 0
         self._scope = trio.CancelScope()
+        self._consumer: Consumer | None = None
 
     def crash(self) -> None:
         """It is killed, and goes on with what it last kept."""
@@ -341,7 +342,8 @@ class RecordedConsumer:
             patience_s=20.0,
             dial=self._dial,
             draw=self._chance.random,
-        ) as consumer:
+        ) as self._consumer:
+            consumer = self._consumer
             async for event in consumer:
                 self._take(consumer, event)
                 if self.pause_s:
@@ -387,6 +389,13 @@ class RecordedConsumer:
         versions = self._now.versions.get(partition, {})
         to = max((end for end in versions if end <= ceiling), default=SeqNo(0))
         self._go_back(partition, ceiling, to)
+        if self._chance.random() < 0.5:
+            # For good: it may be killed before it can say how far it went.
+            assert self._consumer is not None
+            self._now.state = self._consumer.dealt_with
+            self.kept = self._now.copy()
+            self.old.append(self.kept)
+            await self._sleep(self._chance.random() * 0.1)
         return to
 
     def _go_back(self, partition: PartitionId, ceiling: SeqNo, to: SeqNo) -> None:

@@ -167,7 +167,8 @@ class Faults:
             await trio.lowlevel.checkpoint()
             while self._is_overtaken(node):  # noqa: ASYNC110  nodes tell nobody
                 await trio.sleep(0.1)
-        self._history.add(Fault(f"{node.name} has heard of the failover", REPLICATED))
+        what = f"{node.name} has heard of the failover"
+        self._history.add(Fault(what, REPLICATED, on_the_way=True))
 
     def _is_overtaken(self, node: Node) -> bool:
         """Whether it is active where another is, too."""

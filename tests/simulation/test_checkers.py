@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
+import msgspec
 import pytest
 
 from tests.kit.checkers import BrokenPromiseError, check
@@ -79,7 +81,8 @@ SENT: list[Event] = [
 
 def broken(events: Sequence[Event]) -> str:
     """The promise that a history breaks; empty for none."""
-    history = History(lambda: 0.0)
+    clock = count()
+    history = History(lambda: float(next(clock)))
     for event in events:
         history.add(event)
     try:
@@ -216,6 +219,16 @@ WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
 def test_what_is_wrong(what: str) -> None:
     promise, events = WRONG[what]
     assert broken(events()) == promise
+
+
+def test_what_was_numbered_before_a_fault_and_answered_behind_it() -> None:
+    """The answer was on its way."""
+    answered = Answered(b"l", 0, True, P, FIRST, SeqNo(2))
+    for on_the_way, promise in ((True, ""), (False, "I1")):
+        heard = Fault("it hears of the failover", ("replicated",), on_the_way=on_the_way)
+        sent = [msgspec.structs.replace(one, level="memory") for one in SENT]
+        assert broken([*sent, *numbered(ONE, TWO), heard, answered, ended(ONE)]) == promise
+        assert broken([*sent, *numbered(ONE), heard, *numbered(TWO), answered, ended(ONE)]) == "I1"
 
 
 def test_a_consumer_goes_on_with_what_it_had_kept() -> None:

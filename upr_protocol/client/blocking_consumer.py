@@ -19,7 +19,7 @@ from upr_protocol.client.blocking_link import (
 )
 from upr_protocol.client.course import Course
 from upr_protocol.client.delivery import RollBackAsked
-from upr_protocol.client.events import Event
+from upr_protocol.client.events import Event, RolledBack
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
@@ -201,6 +201,9 @@ class BlockingConsumer:
                 delivery = self._feeds.inbox.popleft()
                 event = delivery.event
                 assert not isinstance(event, RollBackAsked)  # nobody undoes here
+                if isinstance(event, RolledBack):
+                    ledger.going_back(event)
+                    self.save()
                 if event is not None:
                     ledger.hand_on(delivery, event)
                     return event

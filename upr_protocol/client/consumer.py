@@ -15,8 +15,8 @@ from upr_protocol.client.address import Address
 from upr_protocol.client.background import background
 from upr_protocol.client.barriers import Barriers
 from upr_protocol.client.course import Course
-from upr_protocol.client.delivery import RollBackAsked
-from upr_protocol.client.events import BarrierReached, Event
+from upr_protocol.client.delivery import Delivery, RollBackAsked
+from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.feeds import Feeds
 from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.ledger import Ledger
@@ -108,7 +108,10 @@ class Consumer:
         self._store = store
         self._ledger = Ledger(state, limits, feeds.acknowledge, trio.current_time())
         self._undo = undo
-        self._to_undo: RollBackAsked | None = None
+        # A rollback that the application is yet to be asked for, or told of; and one that it is to
+        # be told of next.
+        self._to_go_back: Delivery | None = None
+        self._back: Delivery | None = None
         self._iterating = False
         self._barriers = Barriers(feeds)
         self._saves = 0
@@ -152,15 +155,18 @@ class Consumer:
 
     def _take(self) -> Event | None:
         """Takes one delivery; its event, when that is for the application. Otherwise `_wait`."""
-        if self._to_undo is not None:
+        if self._to_go_back is not None:
             return None
-        delivery = self._feeds.mailbox.get_nowait()
+        delivery, self._back = self._back, None
         if delivery is None:
-            return None
+            delivery = self._feeds.mailbox.get_nowait()
+            if delivery is None:
+                return None
+            if isinstance(delivery.event, RollBackAsked | RolledBack):
+                self._to_go_back = delivery
+                return None
         event = delivery.event
-        if isinstance(event, RollBackAsked):
-            self._to_undo = event
-            return None
+        assert not isinstance(event, RollBackAsked)
         if event is None or self._is_awaited(event):
             self._ledger.deal_with(delivery)
             return None
@@ -175,19 +181,26 @@ class Consumer:
         save is due."""
         if self._save_at() <= trio.current_time():
             await self.save()
-        if self._to_undo is not None:
-            await self._go_back(self._to_undo)
-        if not len(self._feeds.mailbox):
+        if self._to_go_back is not None:
+            await self._go_back(self._to_go_back)
+        elif not len(self._feeds.mailbox):
             with trio.move_on_at(self._save_at()):
                 await self._feeds.mailbox.wait()
             self._turn_ends_at = trio.current_time() + _TURN_S
 
-    async def _go_back(self, asked: RollBackAsked) -> None:
-        """Has undone what the server asked for; cancelled, it is for the next call."""
-        assert self._undo is not None
-        to = await self._undo(asked.partition, asked.ceiling, asked.reason)
-        self._to_undo = None
-        self._feeds.rolled_back(asked.partition, to)
+    async def _go_back(self, delivery: Delivery) -> None:
+        """Before the application hears of a rollback: has it undone where somebody undoes. What
+        follows is `RolledBack`, before anything that came meanwhile. Cancelled, it is for the next
+        call."""
+        event = delivery.event
+        assert isinstance(event, RollBackAsked | RolledBack)
+        self._ledger.going_back(event)
+        await self.save()
+        if isinstance(event, RollBackAsked):
+            assert self._undo is not None
+            to = await self._undo(event.partition, event.ceiling, event.reason)
+            delivery = self._feeds.rolled_back(event.partition, to)
+        self._to_go_back, self._back = None, delivery
 
     # Replicas.
 

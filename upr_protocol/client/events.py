@@ -94,7 +94,7 @@ class RolledBack(msgspec.Struct, frozen=True):
 
     Whatever it has of the partition above `to` is to be dropped; with `to` 0, all it has. The
     stream then goes on from `to`, also where it had started from "now". A consumer that was given
-    an `Undo` has gone back already.
+    an `Undo` has gone back already. Killed before the event is dealt with, it is told again.
 
     Attributes:
         partition: The partition.

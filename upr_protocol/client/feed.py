@@ -136,14 +136,16 @@ class Feed:
         if self._follower.acknowledge(delivery) and self._link is not None:
             self._link.poke()
 
-    def rolled_back(self, partition: PartitionId, to: SeqNo) -> None:
-        """The application has undone what it was asked to; `RolledBack` follows.
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """The application has undone what it was asked to; gives `RolledBack`, for the application
+        before anything else: it stands there now.
 
         Raises:
             ValueError: `to` is above the ceiling.
         """
-        self._mailbox.put(self._follower.rolled_back(partition, to))
+        delivery = self._follower.rolled_back(partition, to)
         self._look()
+        return delivery
 
     def report(self, report: ReplicaAck) -> None:
         """Sends what a replica has; dropped when there is no connection."""

@@ -92,13 +92,9 @@ class Feeds:
             for feed in self._feeds:
                 feed.acknowledge(delivery)
 
-    def rolled_back(self, partition: PartitionId, to: SeqNo) -> None:
-        """The application has undone what it was asked to; `RolledBack` follows.
-
-        Raises:
-            ValueError: `to` is above the ceiling.
-        """
-        self._feed_of(partition).rolled_back(partition, to)
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """See `Feed.rolled_back`."""
+        return self._feed_of(partition).rolled_back(partition, to)
 
     def report(self, report: ReplicaAck) -> None:
         """Sends what a replica has; dropped when there is no connection."""

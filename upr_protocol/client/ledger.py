@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import attrs
 
-from upr_protocol.client.delivery import Delivery
-from upr_protocol.client.events import ChunkReceived, Event
+from upr_protocol.client import resume
+from upr_protocol.client.delivery import Delivery, RollBackAsked, Weight
+from upr_protocol.client.events import ChunkReceived, Event, RolledBack
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.saving import SaveLimits, SavePlan
 
@@ -74,6 +75,13 @@ class Ledger:
         if self._current is not None:
             current, self._current = self._current, None
             self.deal_with(current)
+
+    def going_back(self, event: RollBackAsked | RolledBack) -> None:
+        """The application is about to be told to go back. It may be killed when it has, and before
+        it can say so; so the state says that it is going to, and should be saved now."""
+        partition = event.partition
+        position = resume.going_back(self.state.position(partition), event.ceiling)
+        self.deal_with(Delivery(None, (partition, position), weight=Weight.HEAVY))
 
     def drop(self) -> None:
         """What is in its hands was not dealt with, as far as anyone knows."""

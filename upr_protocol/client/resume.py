@@ -8,6 +8,9 @@ A position is moved by what the stream says, and by nothing else:
   That snapshot begins at the last complete end, wherever the stream that carried it began: a
   consumer cut inside a snapshot has its front already;
 - a snapshot is **complete**: its end is the last complete one, and nothing is partial;
+- a rollback is **asked for**: until the consumer has said where it went back to, it is of a history
+  of its own above the ceiling. If it dies half-way, whatever server it asks then has not that
+  history, and asks for the rollback again, though it may have all that is being undone;
 - a **rollback**: what is above the number it goes back to was never received.
 """
 
@@ -24,6 +27,10 @@ from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Pos
 from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, HistoryId, PartitionId, SeqNo
 
 _VERSION: Final = 1
+
+GOING_BACK: Final = HistoryId(2**64 - 1)
+"""The history of who is about to go back; see `going_back`. That a server draws it is as likely as
+that two servers draw the same."""
 
 
 class ResumeStateError(UprError, ValueError):
@@ -61,9 +68,22 @@ def completed(position: Position, end: SeqNo) -> Position:
     return Position(position.log, end, end, None)
 
 
+def going_back(position: Position, ceiling: SeqNo) -> Position:
+    """The consumer is about to go back to `ceiling` or below it: whoever it asks before it has says
+    so, too."""
+    # No rule asks anybody to keep a part of a snapshot and give up another.
+    ceiling = min(ceiling, position.last_complete)
+    log = _without_going_back(position.log).branch(GOING_BACK, ceiling)
+    return msgspec.structs.replace(position, log=log)
+
+
 def rolled_back(position: Position, to: SeqNo) -> Position:
     """The consumer went back to `to`, a complete snapshot's end or 0."""
-    return Position(position.log.until(to), to, to, None)
+    return Position(_without_going_back(position.log).until(to), to, to, None)
+
+
+def _without_going_back(log: FailoverLog) -> FailoverLog:
+    return FailoverLog(tuple(entry for entry in log if entry.history_id != GOING_BACK))
 
 
 @attrs.define

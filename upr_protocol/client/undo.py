@@ -14,7 +14,11 @@ class Undo(Protocol):
         """Brings the application back.
 
         It is called while the application asks for its next event, so everything before is dealt
-        with. Cancelled, or after a crash, it is called again: what is undone stays undone.
+        with. Cancelled, or after a crash, it is called again: what is undone stays undone. The
+        resume state says by then that the application is about to go back, and is saved if there
+        is a store. An application that keeps the state itself and undoes here for good keeps
+        `Consumer.dealt_with` with that; or it undoes when `RolledBack` comes, which is its next
+        event, together with the state of that.
 
         Args:
             partition: The partition.

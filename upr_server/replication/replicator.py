@@ -22,6 +22,7 @@ from upr_protocol.client import (
     StreamAccepted,
     consume,
 )
+from upr_protocol.client.resume import GOING_BACK
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.daemon import Surroundings
@@ -228,8 +229,10 @@ class Replicator:
         """Puts the logs that the master has told on disk, before any data."""
         for number in numbers:
             incoming = self._incoming[number]
-            if number in state.positions:
-                incoming.accepted(state.positions[number].log)
+            position = state.positions.get(number)
+            # What it goes back to it keeps itself, in one with what it undoes.
+            if position is not None and position.log.current != GOING_BACK:
+                incoming.accepted(position.log)
             if incoming.has_news:
                 self._is_dirty(number)
         await self._flush()

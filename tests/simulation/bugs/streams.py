@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_protocol import failover
 from upr_protocol.chunk import Chunk
 from upr_protocol.client import resume
+from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.feeds import Feeds
+from upr_protocol.client.ledger import Ledger
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.net import streamer as streamers
 from upr_server.net.service import Service
 from upr_server.storage.backfill import Backfill
@@ -36,17 +38,16 @@ def goes_on_where_the_histories_parted() -> Iterator[None]:
 
 @contextmanager
 def takes_the_larger_without_its_conditions() -> Iterator[None]:
-    """Who was cut in a snapshot goes on behind what he has of it, whoever it was that sent it, and
-    however far the server has come."""
-    ceiling: Any = failover._ceiling
+    """Who was cut in a snapshot goes on behind what he has of it: whoever it was that sent it,
+    however far the server has come, and whatever ends the first snapshot that is sent."""
 
-    def larger(server: FailoverLog, high: SeqNo, client: Position) -> Any:
-        has_left = client.log.until(client.last_complete).current != server.current
-        if client.partial is None or has_left:
-            return ceiling(server, high, client)
-        return client.highest_received, Reason.INSIDE_A_SNAPSHOT
+    def decide(server: FailoverLog, high: SeqNo, purge: SeqNo, client: Position) -> Any:
+        common = client.log.until(client.last_complete).current == server.current
+        if client.partial is not None and common and client.highest_received <= high:
+            return Start(client.highest_received, SeqNo(0), Reason.INSIDE_A_SNAPSHOT)
+        return decide_start(server, high, purge, client)
 
-    with replaced(failover, "_ceiling", larger):
+    with replaced(streamers, "decide_start", decide):
         yield
 
 
@@ -95,6 +96,27 @@ def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
 
 
 @contextmanager
+def tells_of_a_rollback_too_late() -> Iterator[None]:
+    """An application that has gone back is told other things first: what it keeps with them says
+    that it has what it has undone; found by the simulation."""
+
+    def rolled_back(self: Feeds, partition: PartitionId, to: SeqNo) -> Delivery:
+        self.mailbox.put(self._feed_of(partition).rolled_back(partition, to))
+        return Delivery(None)
+
+    with replaced(Feeds, "rolled_back", rolled_back):
+        yield
+
+
+@contextmanager
+def forgets_that_it_is_going_back() -> Iterator[None]:
+    """An application that is killed when it has gone back, and before it could say so, is taken to
+    have what it had."""
+    with replaced(Ledger, "going_back", lambda *_: None):
+        yield
+
+
+@contextmanager
 def takes_a_part_for_a_whole() -> Iterator[None]:
     """A client resumes behind what it has of a snapshot as if that was all of it."""
 
@@ -112,5 +134,7 @@ BUGS: Final = (
     takes_the_larger_without_its_conditions,
     drops_a_cursor_and_says_nothing,
     leaves_streams_open_when_it_becomes_active,
+    tells_of_a_rollback_too_late,
+    forgets_that_it_is_going_back,
     takes_a_part_for_a_whole,
 )
