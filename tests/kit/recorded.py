@@ -256,6 +256,7 @@ class RecordedConsumer:
         undoes: Whether it keeps earlier versions, and goes back to one; else it begins again.
         state: What the partitions must be where it reads them.
         pause_s: How long it takes over each event, on average.
+        keeps: How often it keeps what it has, beside how often it is told something.
     """
 
     def __init__(
@@ -268,6 +269,7 @@ class RecordedConsumer:
         undoes: bool,
         state: PartitionState,
         pause_s: float,
+        keeps: float = 0.05,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         dial: Dial = dial_tcp,
         sleep: Sleep = trio.sleep,
@@ -281,10 +283,13 @@ class RecordedConsumer:
         self._undoes = undoes
         self._state = state
         self._window_bytes = window_bytes
+        self._keeps = keeps
         self.pause_s = pause_s
         self.kept = Kept(ResumeState(Address.parse(url).bucket))
         self.old: list[Kept] = []
         """Some of what it had on disk earlier: from each of it it could go on."""
+        self.undone: list[Kept] = []
+        """What it had on disk when it had gone back, and had not said so yet."""
         self._now = self.kept
         self.events = 0
         self.rollbacks = 0
@@ -348,7 +353,7 @@ class RecordedConsumer:
                 self._take(consumer, event)
                 if self.pause_s:
                     await self._sleep(self._chance.random() * 2 * self.pause_s)
-                if self._chance.random() < 0.05:
+                if self._chance.random() < self._keeps:
                     self.kept = self._now.copy()
                     if self._chance.random() < 0.1:
                         self.old.append(self.kept)
@@ -394,7 +399,7 @@ class RecordedConsumer:
             assert self._consumer is not None
             self._now.state = self._consumer.dealt_with
             self.kept = self._now.copy()
-            self.old.append(self.kept)
+            self.undone.append(self.kept)
             await self._sleep(self._chance.random() * 0.1)
         return to
 

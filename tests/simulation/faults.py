@@ -198,7 +198,9 @@ class Faults:
             await self.start(node)
 
     async def _cut(self) -> None:
-        one, other = self._draw.sample(HOSTS, 2)
+        # A replica that hears nothing for a while is what consumers of replicas meet.
+        among = list(self._nodes) if self._draw.random() < 0.5 else HOSTS
+        one, other = self._draw.sample(among, 2)
         links = [self._network.link(one, other)]
         if self._draw.random() < 0.5:
             links.append(self._network.link(other, one))

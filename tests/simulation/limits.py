@@ -7,12 +7,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_server.engine import collapse
-from upr_server.storage import backfill, shelf
+from upr_server.engine import closed_snapshot, collapse, segment
+from upr_server.storage import backfill, compaction, shelf
 
 SMALL: Final = (
     (shelf, "GARBAGE_BYTES", 4096),
     (shelf, "SWEEP_BYTES", 1024),
+    (compaction, "CHUNK_BYTES", 1024),
+    (closed_snapshot, "SEGMENT_BYTES", 256),
+    (segment, "SEGMENT_BYTES", 256),
+    (collapse, "CHUNK_BYTES", 256),
     (collapse, "COLLAPSE_SNAPSHOTS_MIN", 3),
     (collapse, "COLLAPSE_BYTES_MIN", 512),
     (backfill, "READ_BYTES", 2048),

@@ -116,15 +116,16 @@ class Cluster:
 
     def _consumer(self, index: int) -> RecordedConsumer:
         chance = self.chance.of(f"consumer {index}")
-        reads_replicas = index == 2 and chance.random() < 0.5 and self.mix.has_replicas
+        reads_replicas = index > 0 and chance.random() < 0.5 and self.mix.has_replicas
         return RecordedConsumer(
             f"c{index}",
             URL,
             self.history,
             chance,
-            undoes=index == 0 or chance.random() < 0.3,
+            undoes=index == 0 or chance.random() < 0.6,
             state=PartitionState.REPLICA if reads_replicas else PartitionState.ACTIVE,
             pause_s=chance.choice(self.mix.pauses_s),
+            keeps=chance.choice((0.05, 0.3, 1.0)),
             window_bytes=chance.choice((WINDOW_BYTES_MIN, 1024 * 1024)),
             dial=partial(self.network.dial, f"c{index}"),
             sleep=self.network.clock.sleep,
@@ -221,8 +222,8 @@ class Cluster:
     async def _from_old_states(self) -> None:
         """From any resume state ever handed out: the same final state."""
         for consumer in self.consumers:
-            if consumer.old:
-                kept = self.chance.of(f"old {consumer.name}").choice(consumer.old)
+            chance = self.chance.of(f"old {consumer.name}")
+            for kept in (chance.choice(some) for some in (consumer.old, consumer.undone) if some):
                 with trio.move_on_after(CATCH_UP_S) as scope:
                     await consumer.catch_up_from(kept)
                 if scope.cancelled_caught:
