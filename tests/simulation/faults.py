@@ -71,6 +71,8 @@ class Faults:
         self._background = background
         # What the actives had when a node lost its memory.
         self._owed: dict[str, dict[PartitionId, SeqNo]] = {}
+        for node in nodes.values():
+            node.on_death = self._has_died
 
     async def run(self) -> None:
         """As many as the seed has, one after the other."""
@@ -252,22 +254,16 @@ class Faults:
         node.wear.fails_next = False
         node.wear.delay_s = self._mix.disk_s
         if not node.is_up:
-            self._is_down(node)
             if self._draw.random() < 0.5 and self._mix.has_replicas:
                 await self._operator.fail_over(node.name)
             await self.start(node)
 
-    def _is_down(self, node: Node) -> None:
-        """Its disk has failed: what it acknowledged until then is lost, too."""
+    def _has_died(self, node: Node) -> None:
+        """Its disk has failed: what it acknowledged until now is lost, too."""
         self._history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
         self._loses_memory(node)
         self._network.crash(node.name, silently=False)
         self.restarts += 1
-
-    async def start_anew(self, node: Node) -> None:
-        """Starts a node that its disk has brought down."""
-        self._is_down(node)
-        await self.start(node)
 
     async def _disk_fills(self) -> None:
         node = self._node()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -60,6 +60,7 @@ class Node:
         clock_s: What its clock is ahead of the true time.
         life: Counts its starts.
         server: The server; None while it is down.
+        on_death: Called with the node when its disk has brought it down.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Node:
     ended: trio.Event = attrs.field(factory=trio.Event)
     is_killed: bool = False
     is_rotten: bool = False
+    on_death: Callable[[Node], None] = lambda _: None
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     _stopping: trio.Event = attrs.field(factory=trio.Event)
 
@@ -141,18 +143,22 @@ class Node:
             replication_timeout_s=5.0,
             shutdown_deadline_s=1.0,
         )
+        has_died = False
         try:
             with self._scope:
                 async with running_server(config, self.store, self._surroundings()) as server:
                     self.server = server
                     await self._stopping.wait()
         except Exception as error:
-            if not (self.is_killed or _is_all_of_disk(error, self._expected())):
+            has_died = not self.is_killed
+            if has_died and not _is_all_of_disk(error, self._expected()):
                 raise ServerDiedError(f"I10: {self.name} died of {first_of(error)!r}") from error
         finally:
             self.server = None
             self.ended.set()
             self.history.add(Said(self.name, "is down"))
+        if has_died:
+            self.on_death(self)
 
     async def stop(self) -> None:
         """Ends it cleanly, if its disk lets it."""

@@ -184,9 +184,8 @@ class Cluster:
             consumer.pause_s = 0.0
         await trio.sleep(1.0)
         for node in self.nodes.values():
-            if not node.is_up:
-                # A commit that was under way when its disk was mended has failed all the same.
-                await faults.start_anew(node)
+            # A commit that was under way when its disk was mended has failed all the same.
+            await faults.start(node)
 
     async def _has_expired(self) -> None:
         """What expires does so before anybody compares; a new active learns of it from disk."""
