@@ -9,12 +9,10 @@ from typing import Any, Final
 from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
 from upr_protocol.client import resume
-from upr_protocol.client.delivery import Delivery
-from upr_protocol.client.feeds import Feeds
 from upr_protocol.client.ledger import Ledger
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.net import streamer as streamers
 from upr_server.net.service import Service
 from upr_server.storage.backfill import Backfill
@@ -96,19 +94,6 @@ def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
 
 
 @contextmanager
-def tells_of_a_rollback_too_late() -> Iterator[None]:
-    """An application that has gone back is told other things first: what it keeps with them says
-    that it has what it has undone; found by the simulation."""
-
-    def rolled_back(self: Feeds, partition: PartitionId, to: SeqNo) -> Delivery:
-        self.mailbox.put(self._feed_of(partition).rolled_back(partition, to))
-        return Delivery(None)
-
-    with replaced(Feeds, "rolled_back", rolled_back):
-        yield
-
-
-@contextmanager
 def forgets_that_it_is_going_back() -> Iterator[None]:
     """An application that is killed when it has gone back, and before it could say so, is taken to
     have what it had."""
@@ -134,7 +119,6 @@ BUGS: Final = (
     takes_the_larger_without_its_conditions,
     drops_a_cursor_and_says_nothing,
     leaves_streams_open_when_it_becomes_active,
-    tells_of_a_rollback_too_late,
     forgets_that_it_is_going_back,
     takes_a_part_for_a_whole,
 )
