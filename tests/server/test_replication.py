@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -28,6 +29,7 @@ from upr_protocol.client import (
     give_map,
     publisher,
 )
+from upr_protocol.client.resume import GOING_BACK
 from upr_protocol.cluster import Keeps, Owners
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
@@ -43,7 +45,8 @@ from upr_protocol.ids import (
 )
 from upr_server.engine import Partition, WriterToken
 from upr_server.replication.incoming import Incoming
-from upr_server.storage.simulated_store import SimulatedRoom
+from upr_server.storage.chunk_log import PartitionWrite
+from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 
 P = 4
 
@@ -302,8 +305,18 @@ async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
 
 
 @pytest.mark.parametrize("undo_mutations", [0, 64 * 1024])
-async def test_what_the_new_active_never_had_is_undone(undo_mutations: int) -> None:
+async def test_what_the_new_active_never_had_is_undone(
+    undo_mutations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A replica that ran ahead: exactly, as long as it is not indexed; else from nothing."""
+    put: list[HistoryId] = []
+    real = SimulatedStore.commit
+
+    async def noted(store: SimulatedStore, bucket: str, writes: Sequence[PartitionWrite]) -> None:
+        put.extend(HistoryId(one) for write in writes for one, _ in write.record.failover_log)
+        await real(store, bucket, writes)
+
+    monkeypatch.setattr(SimulatedStore, "commit", noted)
     async with cluster(undo_mutations=undo_mutations) as one:
         await write(one, "a", 100)
         await one.quiet()
@@ -330,6 +343,8 @@ async def test_what_the_new_active_never_had_is_undone(undo_mutations: int) -> N
         await same(one)
         assert [p.high_seq for p in one.nodes["b"].held] == before
         assert all(high > low for high, low in zip(highs, before, strict=True))
+    assert put
+    assert GOING_BACK not in put, "what a client says of itself is not a partition's history"
 
 
 async def test_answers_to_publishers_survive_a_failover() -> None:
