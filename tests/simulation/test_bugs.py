@@ -35,6 +35,7 @@ FOUND_BY: Final = {
     "acknowledges_what_was_behind_a_failure": 71,
     "trusts_a_lost_memory": 233,
     "promotes_who_is_being_filled": 281,
+    "takes_a_ceiling_for_a_state": 348,
 }
 
 
