@@ -551,6 +551,38 @@ async def test_no_newer_map_makes_a_node_active_that_was_killed(is_up: bool) -> 
         await same(one)
 
 
+async def test_a_node_that_was_killed_does_not_hand_over() -> None:
+    """The takeover has seen it active, before; what it lost would be numbered again in the same
+    history. Found by the simulation."""
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        await one.nodes["a"].kill()
+        await one.start("a")
+        handing_over = Owners("", {"b": "", "c": ""}, handing_over="a")
+        given = one.map.next({PartitionId(n): handing_over for n in range(P)})
+        with pytest.raises(ServerError, match="use `upr failover`"):
+            await one.give(given, "a")
+        await one.fail_over("a", Random(1))
+        await same(one)
+
+
+async def test_a_node_that_was_killed_after_it_handed_over_may_do_so_again() -> None:
+    """It had everything on disk before it did."""
+    async with cluster() as one:
+        await write(one, "a", 100)
+        await one.quiet()
+        handing_over = Owners("", {"b": "", "c": ""}, handing_over="a")
+        for _ in range(2):
+            given = one.map.next({PartitionId(n): handing_over for n in range(P)})
+            await one.give(given, "a")
+            await one.nodes["a"].kill()
+            await one.start("a")
+        await one.give(one.map, "b", "c")
+        await one.share([Owners("b", {"a": "", "c": ""})] * P)
+        await same(one)
+
+
 def has_map(one: TestCluster, name: str) -> bool:
     server = one.nodes[name].server
     assert server is not None

@@ -313,11 +313,25 @@ class Membership:
                 f"the bucket has {len(held.disk.bucket.partitions)} partitions here, not "
                 f"{len(new.partitions)}",
             )
+        if not is_told:
+            self._check_hands_over(held, new)
         async with held.turn:
             await self._change(held, new)
         if self._host.disk_of(new.bucket) is held.disk:
             # It was not deleted meanwhile.
             self._held[new.bucket] = held
+
+    def _check_hands_over(self, held: _Held, new: ClusterMap) -> None:
+        """Who hands over says by it that it has all that it gave others."""
+        for number in held.doubtful:
+            # What was handed over before is on disk, whatever came since.
+            was = held.map.partitions[number].handing_over
+            if self.node == new.partitions[number].handing_over != was:
+                raise ServerError(
+                    Status.WRONG_STATE,
+                    f"{self.node} was killed while it was active for partition {number}, or has "
+                    "lost its disk; its replicas may have more: use `upr failover`",
+                )
 
     async def _first(self, new: ClusterMap, *, is_told: bool) -> _Held:
         """Of a bucket that had no map yet: this node held it alone, or not at all. If a peer told
