@@ -36,6 +36,7 @@ FOUND_BY: Final = {
     "trusts_a_lost_memory": 233,
     "promotes_who_is_being_filled": 281,
     "takes_a_ceiling_for_a_state": 348,
+    "hands_over_what_it_doubts": 9794,
 }
 
 

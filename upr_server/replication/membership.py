@@ -325,8 +325,8 @@ class Membership:
         """Who hands over says by it that it has all that it gave others."""
         for number in held.doubtful:
             # What was handed over before is on disk, whatever came since.
-            was = held.map.partitions[number].handing_over
-            if self.node == new.partitions[number].handing_over != was:
+            before, after = held.map.partitions[number], new.partitions[number]
+            if after.handing_over == self.node and before.handing_over != self.node:
                 raise ServerError(
                     Status.WRONG_STATE,
                     f"{self.node} was killed while it was active for partition {number}, or has "
