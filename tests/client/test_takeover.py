@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from tests.kit.fleet import PARTITIONS, Fleet, Gives, running_fleet
+from upr_protocol.client import give_map
 from upr_protocol.client.operator import (
     Limits,
     NotDoneError,
+    giver,
     take_over,
 )
-from upr_protocol.client.operator.plan import led_by
+from upr_protocol.client.operator.plan import led_by, partitions_text
 from upr_protocol.cluster import Keeps
 from upr_protocol.failover import FailoverLog
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
 
 ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
@@ -270,6 +273,87 @@ async def test_who_may_have_been_made_active_and_does_not_answer(
         fleet.check()
         fleet.proxies["b"].heal()
         await fleet.until(lambda: fleet.states("b") == REPLICA)
+        fleet.check()
+
+
+@pytest.mark.parametrize("to", ["b", "c", "a"])
+async def test_who_became_active_while_the_command_was_repeated(
+    monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    gives = Gives(monkeypatch)
+    async with running_fleet("abc") as fleet:
+        await fleet.set("a", {f"key {n}": "0" for n in range(20)})
+        before = logs(fleet, "a")
+        gives.reset(1)
+        with gives.scope:
+            await take_over(fleet.operator(), to="b", all_of="a")
+        gives.stop_at = -1
+        handed = fleet.map("a")
+        await fleet.until(lambda: highs(fleet, "b") == highs(fleet, "a"))
+
+        async def late(*args: Any, **options: Any) -> None:
+            """What the first command said last is carried out once the second has looked."""
+            monkeypatch.setattr(giver, "give_map", give_map)
+            active = [
+                led_by(owners, "b", Keeps(log.current, high))
+                for owners, log, high in zip(
+                    handed.partitions, before, highs(fleet, "a"), strict=True
+                )
+            ]
+            await fleet.give("b", handed.revision + 1, dict(enumerate(active)), handed)
+            await fleet.set("b", {"acknowledged": "1"})
+            await give_map(*args, **options)
+
+        monkeypatch.setattr(giver, "give_map", late)
+        number = partition_of(b"acknowledged", PARTITIONS)
+        rest = partitions_text(n for n in range(PARTITIONS) if n != number)
+        with pytest.raises(
+            NotDoneError,
+            match=f"so (b is active for partition {number}|a is active again for {rest}) and ",
+        ):
+            await take_over(fleet.operator("c"), to=to, all_of="a")
+        fleet.check()
+        assert await fleet.get("b", "acknowledged") == "1"
+        assert fleet.map("b").partitions[number].active == "b"
+        assert all(fleet.map("a").partitions[n].active == "a" for n in range(4) if n != number)
+        # The same command again finishes it; and nothing was lost, nor any history added.
+        for old in {"a", "b"} - {to}:
+            await take_over(fleet.operator("c"), to=to, all_of=old)
+        assert fleet.states(to) == ACTIVE
+        assert logs(fleet, to) == before
+        assert await fleet.get(to, "acknowledged") == "1"
+        await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "b") == highs(fleet, "c"))
+        fleet.check()
+
+
+async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_fleet("ab", partitions=1) as fleet:
+        before = fleet.partition("a").failover_log
+
+        async def give(expected_revision: int, document: str) -> object:
+            given = await real(expected_revision, document)
+            monkeypatch.setattr(cluster, "give", real)
+            await fleet.set("b", {"acknowledged": "1"})
+            fleet.proxies["b"].half_open()
+            fleet.proxies["b"].cut()
+            return given
+
+        def tell(sentence: str) -> None:
+            if "hands over" in sentence:
+                monkeypatch.setattr(cluster, "give", give)
+            if "it may be active now, or not" in sentence:
+                fleet.proxies["b"].heal()
+
+        cluster = fleet.servers["b"].service.cluster
+        real = cluster.give
+        operator = fleet.operator(tell=tell, give_timeout_s=0.3, tell_timeout_s=5)
+        await take_over(operator, to="b", all_of="a")
+        assert fleet.states("b") == [PartitionState.ACTIVE]
+        assert fleet.partition("b").failover_log == before
+        assert await fleet.get("b", "acknowledged") == "1"
+        await fleet.until(lambda: fleet.partition("a").high_seq == fleet.partition("b").high_seq)
         fleet.check()
 
 

@@ -163,6 +163,12 @@ class Copy:
             end = entry.seq
         return False
 
+    def goes_on_from(self, place: Keeps) -> bool:
+        """Whether it has everything up to there, and more: in the same history, or in one that
+        began there or later."""
+        shares = any(entry.history_id == place.history_id for entry in self.branch)
+        return shares and self.high > place.seq and self.reaches(place)
+
 
 def furthest(copies: Sequence[Copy]) -> list[Copy]:
     """Those that have everything that any of them has; none when two have histories that parted,

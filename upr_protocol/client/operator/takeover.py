@@ -7,13 +7,14 @@
 5. The old active and all others learn of it.
 
 When 3 takes too long, or 4 is refused, the old active goes on in its history; but whoever may have
-been told to become active must have accepted a later map before. When nobody can say what became of
-4, the old active goes on in a new history: two nodes are never active in one.
+been told to become active must have accepted a later map before, and have taken nothing in: who did
+is active again instead. When nobody can say what became of 4, the old active goes on in a new
+history: two nodes are never active in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import attrs
@@ -23,14 +24,16 @@ from upr_protocol.client.calls import PartitionNumbers
 from upr_protocol.client.operator.errors import (
     MapRefusedError,
     NotDoneError,
-    OvertakenError,
     PartlyDoneError,
     UnreachableError,
 )
 from upr_protocol.client.operator.failover import chosen_partitions
 from upr_protocol.client.operator.giver import Giver
 from upr_protocol.client.operator.plan import (
+    Copy,
+    fenced,
     first_revision,
+    furthest,
     handed_over,
     holders_of,
     led_by,
@@ -57,6 +60,8 @@ _UNTOLD_S: Final = 0.3
 """A target that has everything by then need not be told that the active hands over: its streams go
 on. One whose streams broke can only connect again when it knows."""
 
+_WAS_ACTIVE: Final = "an interrupted command had another node become active"
+
 
 @attrs.frozen
 class Limits:
@@ -80,7 +85,8 @@ async def take_over(
     limits: Limits | None = None,
 ) -> ClusterMap:
     """Makes a replica active in place of the active. Cancelled, it may leave partitions that are
-    handed over and that nobody is active for; the same command again goes on from there.
+    handed over and that nobody is active for; the same command again goes on from there. Cancelled
+    in its turn, that may leave them fenced: `fail_over` goes on from there, and loses nothing.
 
     Args:
         operator: How to ask; at any node.
@@ -140,6 +146,8 @@ class _Takeover:
         self._revision = first_revision(self._base.revision)
         self._giver = Giver(operator, survey)
         self._keeps: dict[PartitionId, Keeps] = {}
+        self._held_back: dict[PartitionId, list[Copy]] = {}
+        self._new_histories = False
         self._resumed = any(owners.handing_over for owners in self._owners.values())
 
     async def run(self) -> ClusterMap:
@@ -154,13 +162,20 @@ class _Takeover:
                     f"{self._to} does not come close to {self._old}: it has "
                     f"{self._lag():,} changes less; see `upr partitions`, or give it longer"
                 )
+        others = self._others()
+        if self._resumed and not await self._hold_back(others):
+            self._tell(f"{self._to} will begin new histories")
+            self._new_histories = True
         given = await self._hand_over()
+        if self._ahead():
+            return await self._return(_WAS_ACTIVE)
+        if self._resumed:
+            await self._giver.spread(others, given)
         with trio.move_on_after(self._limits.handover_s) as scope:
             await self._catch_up(given)
         if scope.cancelled_caught:
-            refusers = self._others() if self._resumed else []
-            await self._return(
-                f"{self._to} did not have everything within {self._limits.handover_s:g} s", refusers
+            return await self._return(
+                f"{self._to} did not have everything within {self._limits.handover_s:g} s"
             )
         return await self._activate()
 
@@ -274,8 +289,6 @@ class _Takeover:
 
     async def _catch_up(self, given: ClusterMap) -> None:
         """Waits until the target has exactly what the old active has."""
-        if self._resumed:
-            await self._resume(given)
         untold_until = trio.current_time() + _UNTOLD_S
         told = self._resumed
         while True:
@@ -291,37 +304,47 @@ class _Takeover:
                 self._tell(f"{self._to} does not say how far it is: {error}")
                 await trio.sleep(_CLOSE_POLL_S)
 
-    async def _resume(self, given: ClusterMap) -> None:
-        """An earlier command was interrupted here, and may have told any of the others to become
-        active: each must have accepted a later map, and none may have more than the old active.
-        Where that is not so, what follows begins a new history."""
-        if not await self._are_held_back(self._others(), given):
-            self._tell(f"{self._to} will begin new histories")
-            self._resumed = False
-            self._new_histories = True
+    # Who may have become active.
 
-    _new_histories = False
+    async def _hold_back(self, nodes: list[str]) -> bool:
+        """Fences `nodes`, any of which may have been told to become active: they refuse that from
+        now on, and take nothing more. What they took in stays, as they follow nobody.
 
-    async def _are_held_back(self, nodes: list[str], given: ClusterMap) -> bool:
-        """Gives `nodes` a map which outdates all that an earlier one told them; and whether it is
-        certain that none of them was active meanwhile."""
+        Returns:
+            Whether it is certain what all of them have.
+        """
+        handed = {n: o for n, o in self._owners.items() if o.handing_over or not self._resumed}
+        given = self._map({number: fenced(owners) for number, owners in handed.items()})
         failed = await self._giver.give_each(nodes, given, self._operator.tell_timeout_s)
         for error in failed.values():
-            self._tell(f"{error}; an interrupted command may have made it active")
-        if failed:
-            return False
-        for name in nodes:
-            try:
-                rows = await self._numbers(name)
-            except PartlyDoneError as error:
-                self._tell(str(error))
-                return False
-            for row in rows:
-                keeps = self._keeps[row.partition]
-                if row.history_id == keeps.history_id and row.high_seq > keeps.seq:
-                    self._tell(f"{name} was active for partition {row.partition} meanwhile")
-                    return False
-        return True
+            self._tell(f"{error}; it may have become active")
+        places = {name: self._giver.addresses[name] for name in nodes if name not in failed}
+        is_certain = not failed
+        for name, report in (await self._operator.reports(places)).items():
+            if report.trouble or not report.partitions:
+                self._tell(f"{name} does not say what it has: {report.trouble}")
+                is_certain = False
+                continue
+            for number in handed:
+                self._held_back.setdefault(number, []).append(report.copy(number))
+        return is_certain
+
+    def _ahead(self) -> dict[PartitionId, Copy]:
+        """Who was active meanwhile, of those that are held back, and took something in: they have
+        everything of the old active, and more."""
+        found: dict[PartitionId, Copy] = {}
+        for number, copies in self._held_back.items():
+            ahead = [copy for copy in copies if copy.goes_on_from(self._keeps[number])]
+            if not ahead:
+                continue
+            best = furthest(ahead)
+            if not best:
+                raise PartlyDoneError(
+                    f"{', '.join(copy.node for copy in ahead)} have changes of partition {number} "
+                    "that the others do not have: choose one of them with `upr failover`"
+                )
+            found[number] = next((copy for copy in best if copy.node == self._to), best[0])
+        return found
 
     # The new active.
 
@@ -338,9 +361,9 @@ class _Takeover:
         try:
             await self._giver.give(self._to, given)
         except MapRefusedError as error:
-            await self._return(str(error), [self._to])
+            return await self._return(str(error), [self._to])
         except UnreachableError as error:
-            await self._return(f"{error}; it may be active now, or not", [self._to])
+            return await self._return(f"{error}; it may be active now, or not", [self._to])
         self._tell(f"{self._to}: revision {given.revision}, active for {self._text}")
         await self._giver.spread([name for name in given.nodes if name != self._to], given)
         return given
@@ -351,45 +374,80 @@ class _Takeover:
         """Has the old active be it again, as the operator wishes."""
         for row in await self._numbers(self._old):
             self._keeps[row.partition] = Keeps(row.history_id, row.high_seq)
-        return await self._give_back(self._others())
+        return self._checked(await self._give_back(self._others()), _WAS_ACTIVE)
 
-    async def _return(self, why: str, refusers: list[str]) -> None:
+    async def _return(self, why: str, refusers: Iterable[str] = ()) -> ClusterMap:
         """Has the old active be it again, and says why."""
         self._tell(why)
-        await self._give_back(refusers)
-        raise NotDoneError(f"{why}; so {self._old} is active again for {self._text}")
+        return self._checked(await self._give_back(list(refusers)), why)
 
-    def _in_new_histories(self) -> dict[PartitionId, Owners]:
-        return {
-            n: led_by(owners, self._old, floor=self._keeps[n]) for n, owners in self._owners.items()
-        }
+    def _checked(self, given: ClusterMap, why: str) -> ClusterMap:
+        """Raises `NotDoneError` unless the target is active for everything."""
+        led: dict[str, list[PartitionId]] = {}
+        for number in self._owners:
+            led.setdefault(given.partitions[number].active, []).append(number)
+        if list(led) == [self._to]:
+            return given
+        how = " and ".join(
+            f"{name} is active{' again' if name == self._old else ''} for {partitions_text(found)}"
+            for name, found in led.items()
+        )
+        goes_on = "" if list(led) == [self._old] else ". Repeat the command to go on from there"
+        raise NotDoneError(f"{why}; so {how}{goes_on}")
+
+    def _led_again(self, ahead: Mapping[PartitionId, Copy]) -> dict[PartitionId, Owners]:
+        """The old active leads, but where another is ahead of it."""
+        found = {}
+        for number, owners in self._owners.items():
+            node, place = self._old, self._keeps[number]
+            if number in ahead:
+                node, place = ahead[number].node, ahead[number].place
+            is_new = self._new_histories
+            found[number] = led_by(
+                owners,
+                node,
+                None if is_new else place,
+                floor=place if is_new or number in ahead else None,
+            )
+        return found
 
     async def _give_back(self, refusers: list[str]) -> ClusterMap:
-        """Makes the old active it again: in its history, if all who may have been told to become
-        active accept a later map first; else in a new one."""
-        kept = self._map(
-            {n: led_by(owners, self._old, self._keeps[n]) for n, owners in self._owners.items()}
-        )
-        safe = not self._new_histories and await self._are_held_back(refusers, kept)
-        given = kept
-        if not safe:
-            given = self._map(self._in_new_histories())
+        """Makes the old active it again: in its history, if all `refusers`, who may have been told
+        to become active, are held back; else in a new one. Who was active meanwhile, and took
+        something in, is active again."""
+        if not await self._hold_back(refusers):
+            self._new_histories = True
+        ahead = self._ahead()
         try:
-            await self._giver.give(self._old, given)
-        except MapRefusedError:
-            if not safe:
-                raise
-            given = self._map(self._in_new_histories())
-            safe = False
-            await self._giver.give(self._old, given)
-        except OvertakenError:
-            raise
+            try:
+                given = await self._give_actives(ahead)
+            except MapRefusedError:
+                if self._new_histories:
+                    raise
+                self._new_histories = True
+                given = await self._give_actives(ahead)
         except UnreachableError as error:
             raise PartlyDoneError(
                 f"{error}. Nobody may be active for {self._text}: repeat the command, with --to "
                 f"{self._old} to leave it where it was; or if it is gone, use `upr failover`"
             ) from error
-        history = "its history" if safe else "a new history"
-        self._tell(f"{self._old}: revision {given.revision}, active again in {history}")
-        await self._giver.spread([name for name in given.nodes if name != self._old], given)
+        await self._giver.spread(
+            [name for name in given.nodes if name not in self._actives_of(given)], given
+        )
+        return given
+
+    def _actives_of(self, given: ClusterMap) -> list[str]:
+        return list(dict.fromkeys(given.partitions[number].active for number in self._owners))
+
+    async def _give_actives(self, ahead: Mapping[PartitionId, Copy]) -> ClusterMap:
+        """Gives the map that comes of it to those who are active by it."""
+        given = self._map(self._led_again(ahead))
+        for name in self._actives_of(given):
+            await self._giver.give(name, given)
+            history = "a new history" if self._new_histories else "its history"
+            self._tell(
+                f"{name}: revision {given.revision}, active again in {history}"
+                if name == self._old
+                else f"{name}: revision {given.revision}, active, as it was"
+            )
         return given
