@@ -30,6 +30,8 @@ WINDOW_BYTES: Final = 64 * 1024
 
 ENDLESS: Final = 1 << 62
 
+FAST_BYTES_PER_S: Final = 1e9
+
 PORT: Final = 12000
 """Where every host listens that listens at all."""
 
@@ -47,20 +49,28 @@ class Link:
 
     delay_s: float
     jitter_s: float
-    bytes_per_s: float = 1e9
+    bytes_per_s: float = FAST_BYTES_PER_S
     is_cut: bool = False
     _wait: list[trio.Event] = attrs.field(factory=list)
+    _held_up: dict[Pipe, None] = attrs.field(factory=dict)
 
     def cut(self) -> None:
         """Nothing gets through any more."""
         self.is_cut = True
 
     def mend(self) -> None:
-        """All is well, and fast."""
-        self.is_cut, self.bytes_per_s = False, 1e9
+        """All is well, and fast; also for what is on its way."""
+        self.is_cut, self.bytes_per_s = False, FAST_BYTES_PER_S
+        held_up, self._held_up = self._held_up, {}
+        for pipe in held_up:
+            pipe.hurry()
         waiting, self._wait = self._wait, []
         for event in waiting:
             event.set()
+
+    def holds_up(self, pipe: Pipe) -> None:
+        """What `pipe` carries now takes long, until this is mended."""
+        self._held_up[pipe] = None
 
     def when_mended(self, event: trio.Event) -> None:
         """Sets `event` when something gets through again."""
@@ -133,10 +143,18 @@ class Pipe:
         self._due_at = max(self._due_at, now + delay_s) + len(data) / link.bytes_per_s
         self._pieces.append((self._due_at, data))
         self._nbytes += len(data)
+        if link.bytes_per_s < FAST_BYTES_PER_S:
+            link.holds_up(self)
         if self._due_at <= now:
             self._look.set()
         elif len(self._pieces) == 1:
             self._clock.set_at(self._due_at, self._look)
+
+    def hurry(self) -> None:
+        """What trickled comes at once: it has been sent long ago."""
+        self._due_at = self._clock.current_time()
+        self._pieces = deque((min(due_at, self._due_at), data) for due_at, data in self._pieces)
+        self._look.set()
 
     async def send(self, data: bytes) -> None:
         """Waits for room, a window at a time."""
