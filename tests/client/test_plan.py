@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import attrs
 import pytest
 from hypothesis import given, settings
@@ -157,6 +159,36 @@ def test_what_was_acknowledged_is_kept(data: st.DataObject) -> None:
         chosen.log = chosen.log.branch(HistoryId(history), chosen.high)
         owners = led_by(fence, chosen.name, floor=copied.place)
         assert sorted(holders_of(owners)) == sorted(of)
+
+
+@given(st.data())
+@settings(max_examples=effort(200, 4000))
+def test_who_goes_on_from_a_place_has_everything_up_to_it_and_more(data: st.DataObject) -> None:
+    """Each node copies the front of another, and may write on: at the end of that one's history, or
+    in a new one."""
+    nodes = [Node("n0")]
+    nodes[0].log = FailoverLog.of([(1, 0)])
+    ends, change = {1: 0}, 0
+    for number in range(1, data.draw(st.integers(2, 8), "nodes")):
+        source = data.draw(st.sampled_from(nodes))
+        node = Node(f"n{number}")
+        node.changes = source.changes[: data.draw(st.integers(0, len(source.changes)), "has")]
+        node.log = source.log.until(node.high)
+        if data.draw(st.booleans(), "in a new history"):
+            node.log = node.log.branch(HistoryId(number + 1), node.high)
+            ends[number + 1] = node.high
+        if ends[node.log.current] == node.high:
+            for _ in range(data.draw(st.integers(0, 3), "writes")):
+                change += 1
+                node.changes.append(change)
+            ends[node.log.current] = node.high
+        nodes.append(node)
+    for one, other in itertools.product(nodes, nodes):
+        there = Copy(one.name, one.log, one.high).place
+        knows = any(entry.history_id == one.log.current for entry in other.log)
+        has_more = one.high < other.high and other.changes[: one.high] == one.changes
+        found = Copy(other.name, other.log, other.high).goes_on_from(there)
+        assert found is (knows and has_more)
 
 
 @st.composite

@@ -37,6 +37,7 @@ FOUND_BY: Final = {
     "promotes_who_is_being_filled": 281,
     "takes_a_ceiling_for_a_state": 348,
     "hands_over_what_it_doubts": 9794,
+    "gives_up_what_another_took_in": 7751,
 }
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_protocol.client.operator import Operator
+from upr_protocol.client.operator import Operator, takeover
 from upr_protocol.client.operator.plan import Copy
 from upr_protocol.client.operator.survey import NodeReport
 from upr_protocol.errors import BrokenError
@@ -125,6 +125,14 @@ def hands_over_what_it_doubts() -> Iterator[None]:
 
 
 @contextmanager
+def gives_up_what_another_took_in() -> Iterator[None]:
+    """A takeover that goes on from one that was interrupted does not look at who became active by
+    that, and what he acknowledged is rolled back; found by the simulation."""
+    with replaced(takeover._Takeover, "_ahead", lambda *_: {}):
+        yield
+
+
+@contextmanager
 def asks_only_the_first_node() -> Iterator[None]:
     """An operator takes the word of the first node that answers, though it has nothing; found by
     the simulation."""
@@ -142,6 +150,7 @@ def asks_only_the_first_node() -> Iterator[None]:
 
 BUGS: Final = (
     asks_only_the_first_node,
+    gives_up_what_another_took_in,
     hands_over_what_it_doubts,
     is_trusted_once_it_was_fenced,
     forgets_the_failover_entry,
