@@ -50,8 +50,9 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             empty for none.
         keeps: What `active` must have to become so in the history of the one before; None when it
             begins a new one. Means nothing to a node that is active already.
-        lost: While a failover is under way: the node that was active, and did not answer. It is one
-            of the replicas, to come back as one; but never was one of those that acknowledged.
+        lost: While a failover is under way, or a takeover that was interrupted is gone on with: the
+            node that was active. It is one of the replicas, to come back as one; but never was one
+            of those that acknowledged.
         floor: Up to where the node that a failover or takeover last made active had everything
             then; None before there was one. A replica that has less is being filled anew: what it
             acknowledged earlier it may have given up.
