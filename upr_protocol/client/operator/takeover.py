@@ -6,10 +6,10 @@
 4. The target becomes active, in the same history, which it refuses unless it has just that.
 5. The old active and all others learn of it.
 
-When 3 takes too long, or 4 is refused, the old active goes on in its history; but whoever may have
-been told to become active must have accepted a later map before, and have taken nothing in: who did
-is active again instead. When nobody can say what became of 4, the old active goes on in a new
-history: two nodes are never active in one.
+When 3 takes too long, or 4 is refused, the old active goes on in its history. When nobody can say
+what became of 4, or a command before this one was interrupted there, others may have been told to
+become active: they are held back first, and who took something in is active again. Whoever becomes
+active after that begins a new history: one that was active may have given numbers that it lost.
 """
 
 from __future__ import annotations
@@ -163,9 +163,11 @@ class _Takeover:
                     f"{self._lag():,} changes less; see `upr partitions`, or give it longer"
                 )
         others = self._others()
-        if self._resumed and not await self._hold_back(others):
-            self._tell(f"{self._to} will begin new histories")
-            self._new_histories = True
+        if self._resumed:
+            self._tell(
+                "an earlier command was interrupted: what it handed over begins new histories"
+            )
+            await self._hold_back(others)
         given = await self._hand_over()
         if self._ahead():
             return await self._return(_WAS_ACTIVE)
@@ -311,7 +313,7 @@ class _Takeover:
         now on, and take nothing more. What they took in stays, as they follow nobody.
 
         Returns:
-            Whether it is certain what all of them have.
+            Whether all are.
         """
         handed = {n: o for n, o in self._owners.items() if o.handing_over or not self._resumed}
         given = self._map({number: fenced(owners) for number, owners in handed.items()})
@@ -319,15 +321,13 @@ class _Takeover:
         for error in failed.values():
             self._tell(f"{error}; it may have become active")
         places = {name: self._giver.addresses[name] for name in nodes if name not in failed}
-        is_certain = not failed
         for name, report in (await self._operator.reports(places)).items():
             if report.trouble or not report.partitions:
                 self._tell(f"{name} does not say what it has: {report.trouble}")
-                is_certain = False
                 continue
             for number in handed:
                 self._held_back.setdefault(number, []).append(report.copy(number))
-        return is_certain
+        return not failed
 
     def _ahead(self) -> dict[PartitionId, Copy]:
         """Who was active meanwhile, of those that are held back, and took something in: they have
@@ -348,13 +348,17 @@ class _Takeover:
 
     # The new active.
 
-    def _kept(self, number: PartitionId) -> Keeps | None:
-        return None if self._new_histories else self._keeps[number]
+    def _kept(self, number: PartitionId, place: Keeps) -> Keeps | None:
+        """Where a history goes on; None where another may have been active in it meanwhile. One
+        that was, and was killed, does not know any more which numbers it has given."""
+        if self._new_histories or self._owners[number].handing_over:
+            return None
+        return place
 
     async def _activate(self) -> ClusterMap:
         given = self._map(
             {
-                n: led_by(owners, self._to, self._kept(n), floor=self._keeps[n])
+                n: led_by(owners, self._to, self._kept(n, self._keeps[n]), floor=self._keeps[n])
                 for n, owners in self._owners.items()
             }
         )
@@ -363,6 +367,7 @@ class _Takeover:
         except MapRefusedError as error:
             return await self._return(str(error), [self._to])
         except UnreachableError as error:
+            self._new_histories = True
             return await self._return(f"{error}; it may be active now, or not", [self._to])
         self._tell(f"{self._to}: revision {given.revision}, active for {self._text}")
         await self._giver.spread([name for name in given.nodes if name != self._to], given)
@@ -402,19 +407,14 @@ class _Takeover:
             node, place = self._old, self._keeps[number]
             if number in ahead:
                 node, place = ahead[number].node, ahead[number].place
-            is_new = self._new_histories
-            found[number] = led_by(
-                owners,
-                node,
-                None if is_new else place,
-                floor=place if is_new or number in ahead else None,
-            )
+            keeps = self._kept(number, place)
+            floor = place if keeps is None or number in ahead else None
+            found[number] = led_by(owners, node, keeps, floor=floor)
         return found
 
     async def _give_back(self, refusers: list[str]) -> ClusterMap:
-        """Makes the old active it again: in its history, if all `refusers`, who may have been told
-        to become active, are held back; else in a new one. Who was active meanwhile, and took
-        something in, is active again."""
+        """Makes the old active it again, once `refusers` are held back; or who was active
+        meanwhile and took something in."""
         if not await self._hold_back(refusers):
             self._new_histories = True
         ahead = self._ahead()
@@ -444,10 +444,7 @@ class _Takeover:
         given = self._map(self._led_again(ahead))
         for name in self._actives_of(given):
             await self._giver.give(name, given)
-            history = "a new history" if self._new_histories else "its history"
-            self._tell(
-                f"{name}: revision {given.revision}, active again in {history}"
-                if name == self._old
-                else f"{name}: revision {given.revision}, active, as it was"
-            )
+            goes_on = all(given.partitions[n].keeps for n in self._owners)
+            history = "its history" if goes_on else "a new history"
+            self._tell(f"{name}: revision {given.revision}, active again in {history}")
         return given
