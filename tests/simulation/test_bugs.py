@@ -38,6 +38,7 @@ FOUND_BY: Final = {
     "takes_a_ceiling_for_a_state": 348,
     "hands_over_what_it_doubts": 9794,
     "gives_up_what_another_took_in": 7751,
+    "goes_on_where_another_was_active": 13836,
 }
 
 

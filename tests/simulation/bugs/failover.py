@@ -10,6 +10,7 @@ from tests.simulation.bugs.patch import replaced
 from upr_protocol.client.operator import Operator, takeover
 from upr_protocol.client.operator.plan import Copy
 from upr_protocol.client.operator.survey import NodeReport
+from upr_protocol.cluster import Keeps
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
 from upr_server.daemon import Surroundings
@@ -133,6 +134,18 @@ def gives_up_what_another_took_in() -> Iterator[None]:
 
 
 @contextmanager
+def goes_on_where_another_was_active() -> Iterator[None]:
+    """A takeover that goes on from one that was interrupted keeps the history; found by the
+    simulation."""
+
+    def kept(self: takeover._Takeover, _number: Any, place: Keeps) -> Keeps | None:
+        return None if self._new_histories else place
+
+    with replaced(takeover._Takeover, "_kept", kept):
+        yield
+
+
+@contextmanager
 def asks_only_the_first_node() -> Iterator[None]:
     """An operator takes the word of the first node that answers, though it has nothing; found by
     the simulation."""
@@ -151,6 +164,7 @@ def asks_only_the_first_node() -> Iterator[None]:
 BUGS: Final = (
     asks_only_the_first_node,
     gives_up_what_another_took_in,
+    goes_on_where_another_was_active,
     hands_over_what_it_doubts,
     is_trusted_once_it_was_fenced,
     forgets_the_failover_entry,
