@@ -22,6 +22,7 @@ from upr_server import app
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.daemon import Door, Surroundings
+from upr_server.net import service as net_service
 from upr_server.storage.port import Store
 from upr_server.storage.simulated_store import SimulatedStore
 
@@ -66,6 +67,9 @@ class MemoryNetwork:
         self._ends: dict[int, list[CuttableStream]] = {}
         monkeypatch.setattr(trio, "open_tcp_stream", self._connect)
         monkeypatch.setattr(app, "Surroundings", partial(Surroundings, open_door=self._open_door))
+        # Looking for what has expired is never at rest, as it would begin each second, and whoever
+        # looks then finds partitions pinned.
+        monkeypatch.setattr(net_service, "EXPIRY_INTERVAL_S", math.inf)
 
     @property
     def open(self) -> int:

@@ -31,7 +31,7 @@ FOUND_BY: Final = {
     "goes_on_where_the_histories_parted": 1,
     "leaves_streams_open_when_it_becomes_active": 0,
     "drops_a_cursor_and_says_nothing": 0,
-    "takes_the_larger_without_its_conditions": 119,
+    "takes_the_larger_without_its_conditions": 248,
     "acknowledges_what_was_behind_a_failure": 71,
     "trusts_a_lost_memory": 233,
     "promotes_who_is_being_filled": 281,
