@@ -218,7 +218,6 @@ class _Copy:
     items: Items = attrs.field(factory=dict)
     inside: Began | None = None
     keys: set[bytes] = attrs.field(factory=set)
-    logs: dict[SeqNo, FailoverLog] = attrs.field(factory=dict)
 
 
 class Snapshots:
@@ -244,10 +243,8 @@ class Snapshots:
         elif isinstance(event, WentBack):
             self._went_back(event)
         elif isinstance(event, Restarted):
-            for who, partition in list(self._copies):
-                if who == event.consumer:
-                    before = self._copies.pop((who, partition))
-                    self._copies[who, partition].logs = before.logs
+            for who in [who for who in self._copies if who[0] == event.consumer]:
+                del self._copies[who]
             for partition, (at, items) in event.kept.items():
                 copy = self._copies[event.consumer, partition]
                 copy.at, copy.items = at, dict(items)
@@ -282,7 +279,6 @@ class Snapshots:
         if copy.inside is None or not copy.inside.end == copy.at == event.end:
             raise BrokenPromiseError("I6", f"{event} ends {copy.inside} at {copy.at}")
         copy.inside = None
-        copy.logs[event.end] = event.log
         expected = self.truth.items(event.partition, event.log, event.end)
         if copy.items != expected:
             raise BrokenPromiseError(
@@ -298,7 +294,7 @@ class Snapshots:
             raise BrokenPromiseError("I7", f"{event}: {best} is the newest complete snapshot end")
         items: Items = {}
         if event.to:
-            items = dict(self.truth.items(event.partition, copy.logs[event.to], event.to))
+            items = dict(self.truth.items(event.partition, event.log, event.to))
         copy.at, copy.items, copy.inside = event.to, items, None
 
 

@@ -98,7 +98,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 class WentBack(msgspec.Struct, frozen=True):
     """A consumer undid all above `to`, as it was told that it has at most `ceiling` in common; it
-    had come to `was`, and had these snapshot ends to go back to."""
+    had come to `was`, and had these snapshot ends to go back to. `log` is what it had been told at
+    `to`."""
 
     consumer: str
     partition: PartitionId
@@ -106,6 +107,7 @@ class WentBack(msgspec.Struct, frozen=True):
     to: SeqNo
     was: SeqNo
     ends: tuple[SeqNo, ...]
+    log: FailoverLog = FailoverLog()
 
 
 class Restarted(msgspec.Struct, frozen=True):

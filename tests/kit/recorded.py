@@ -45,6 +45,7 @@ from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.outcome import NotDurableError, outcomes
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import LocalProtocolError, UprError
+from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT
@@ -232,13 +233,21 @@ def rows_of(chunk: Chunk) -> tuple[Row, ...]:
     return tuple(Row(row.seq, row.op, row.key, row.value) for row in chunk)
 
 
+@attrs.frozen
+class Version:
+    """What a consumer had of a partition at a snapshot's end, and the log that it had been told."""
+
+    items: Items
+    log: FailoverLog
+
+
 @attrs.define
 class Kept:
     """What a consumer has on its disk: where it is, and what it was told up to there."""
 
     state: ResumeState
     items: dict[PartitionId, Items] = attrs.field(factory=dict)
-    versions: dict[PartitionId, dict[SeqNo, Items]] = attrs.field(factory=dict)
+    versions: dict[PartitionId, dict[SeqNo, Version]] = attrs.field(factory=dict)
 
     def copy(self) -> Kept:
         """One that goes its own way."""
@@ -382,7 +391,7 @@ class RecordedConsumer:
             log = now.state.positions[event.partition].log
             history.add(Ended(name, event.partition, event.end, log))
             versions = now.versions.setdefault(event.partition, {})
-            versions[event.end] = dict(now.items.get(event.partition, {}))
+            versions[event.end] = Version(dict(now.items.get(event.partition, {})), log)
             if len(versions) > VERSIONS_MAX:
                 del versions[next(iter(versions))]
         elif isinstance(event, RolledBack) and not self._undoes:
@@ -408,7 +417,9 @@ class RecordedConsumer:
         now = self._now
         versions = now.versions.setdefault(partition, {})
         was = now.state.position(partition).highest_received
-        self._history.add(WentBack(self.name, partition, ceiling, to, was, tuple(versions)))
-        now.items[partition] = dict(versions[to]) if to else {}
+        found = versions[to] if to else Version({}, FailoverLog())
+        ends = tuple(versions)
+        self._history.add(WentBack(self.name, partition, ceiling, to, was, ends, found.log))
+        now.items[partition] = dict(found.items)
         for end in [end for end in versions if end > to]:
             del versions[end]

@@ -111,15 +111,32 @@ FAILED_OVER: list[Event] = [
     *streamed(1, TWO, end=2),
     Fault("failover", ("replicated",)),
     *numbered(REPLACED, history_id=SECOND, node="b"),
-    WentBack("c", P, SeqNo(1), SeqNo(1), SeqNo(2), (SeqNo(1), SeqNo(2))),
+    WentBack("c", P, SeqNo(1), SeqNo(1), SeqNo(2), (SeqNo(1), SeqNo(2)), LOG),
     *streamed(1, REPLACED, end=2, log=LATER),
     ended(REPLACED, node="b", log=LATER),
 ]
+
+FROM_BEFORE: list[Event] = [
+    *SENT,
+    *numbered(ONE, TWO, THREE),
+    *streamed(0, ONE, TWO, end=2),
+    Fault("failover", ()),
+    *numbered(REPLACED, history_id=SECOND, node="b"),
+    WentBack("c", P, SeqNo(1), SeqNo(0), SeqNo(2), (SeqNo(2),)),
+    *streamed(0, REPLACED, end=2, log=LATER),
+    # What it had kept before counts again, as does the first history.
+    Restarted("c", {P: (SeqNo(3), {b"l": (SeqNo(2), b"v2"), b"k": (SeqNo(3), b"v3")})}),
+    WentBack("c", P, SeqNo(2), SeqNo(2), SeqNo(3), (SeqNo(2),), LOG),
+    *streamed(2, THREE, end=3),
+    ended(TWO, THREE),
+]
+"""A consumer goes back to an end of earlier; later it had another one of this number."""
 
 
 def test_what_is_right() -> None:
     assert not broken(RIGHT)
     assert not broken(FAILED_OVER)
+    assert not broken(FROM_BEFORE)
     # Of processes nobody knows what their actives gave: consumers say what there is.
     assert not broken([one for one in RIGHT if not isinstance(one, Accepted)])
     assert not broken([one for one in FAILED_OVER if not isinstance(one, Accepted)])
@@ -197,7 +214,7 @@ WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
         lambda: replaced(
             FAILED_OVER,
             FAILED_OVER[-5],
-            WentBack("c", P, SeqNo(1), SeqNo(1), SeqNo(2), (SeqNo(2),)),
+            WentBack("c", P, SeqNo(1), SeqNo(1), SeqNo(2), (SeqNo(2),), LOG),
         ),
     ),
     "two give one number in one history": (
