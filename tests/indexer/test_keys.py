@@ -76,6 +76,7 @@ def test_a_prefix_is_a_range(first: object, other: object, second: object, behin
 
 
 @given(st.binary(max_size=20))
+@example(bytes.fromhex("08 0010000000000000 0000"))
 def test_any_bytes_are_a_key_or_refused(data: bytes) -> None:
     try:
         parts, end = decode_parts(data, 1)
@@ -97,3 +98,22 @@ def test_arrays_too_deep_are_refused() -> None:
         deep = [deep]
     with pytest.raises(IndexKeyError):
         encode_parts([deep])
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        "bff0000000000000 8005",  # 1 and 5 more, which is 6
+        "bff8000000000000 8001",  # 1.5 and 1 more
+        "c340000000000000 8003",  # 2**53 and 3 more: its double is another
+        "ffefffffffffffff 8001",  # the largest double, of which nothing is left
+    ],
+)
+def test_what_is_left_is_what_some_number_leaves(number: str) -> None:
+    with pytest.raises(IndexKeyError):
+        decode_parts(bytes.fromhex(f"08 {number}"), 1)
+    assert decode_parts(encode_parts([2**53 + 1, -(2**63), 2**64 - 1]), 3)[0] == [
+        2**53 + 1,
+        -(2**63),
+        2**64 - 1,
+    ]

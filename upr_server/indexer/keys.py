@@ -161,9 +161,10 @@ def _decode_number(data: bytes, at: int) -> float:
     (double,) = _DOUBLE.unpack(_BITS.pack(bits))
     rest -= _REST_ZERO
     whole: int = int(double) + rest
-    if rest or (double.is_integer() and _EXACT_MIN <= whole <= _EXACT_MAX):
-        return whole
-    return float(double)
+    is_exact = double.is_integer() and _EXACT_MIN <= whole <= _EXACT_MAX
+    if rest and not (is_exact and float(whole) == double):
+        raise ValueError("something is left that no number leaves")
+    return whole if is_exact else float(double)
 
 
 def end_of_prefix(prefix: bytes) -> bytes:
