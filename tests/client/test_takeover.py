@@ -104,8 +104,11 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
                     await _mend(fleet, old, new)
             fleet.check()
             assert fleet.states(new) == ACTIVE
-            if not gives.scope.cancelled_caught:
-                assert logs(fleet, new) == before
+            # Where it was handed over when it was interrupted, somebody may have been active since.
+            more = int(gives.scope.cancelled_caught)
+            for was, now in zip(before, logs(fleet, new), strict=True):
+                assert now.entries[len(now) - len(was) :] == was.entries
+                assert len(now) - len(was) in (0, more)
             await fleet.set(new, {"key": str(stop_at)})
             await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "b"))
             nodes.reverse()
