@@ -12,13 +12,13 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from upr_protocol.cluster import NODE_NAME
 from upr_protocol.limits import (
     IDENTITY_BYTES_MAX,
     PARTITIONS_DEFAULT,
     PARTITIONS_MAX,
     SEND_TIMEOUT_S,
 )
+from upr_protocol.partition_map import NODE_NAME
 from upr_server.daemon import ConfigError, load_settings, parse_listen
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
 from upr_server.storage.data_directory import default_data_dir

@@ -16,7 +16,7 @@ from benchmarks.kit.ingest import CONNECTIONS, publish, publishers
 from benchmarks.kit.processes import HOST, UprServer, Worker
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 from upr_protocol.client import Address, BlockingClient, give_map
-from upr_protocol.cluster import ClusterMap, Owners
+from upr_protocol.partition_map import Assignment, PartitionMap
 
 FRACTIONS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Of the rate without a replica, tried one after the other until one is kept up with."""
@@ -74,9 +74,9 @@ def watched(url: str) -> Iterator[Lag]:
 def replicate(active: UprServer, replica: UprServer) -> None:
     """Has one server follow the other for all partitions."""
     nodes = {"active": f"{HOST}:{active.port}", "replica": f"{HOST}:{replica.port}"}
-    owners = Owners("active", {"replica": ""})
-    made = ClusterMap(
-        bucket=UprServer.BUCKET, revision=1, nodes=nodes, partitions=(owners,) * PARTITIONS
+    assignment = Assignment("active", {"replica": ""})
+    made = PartitionMap(
+        bucket=UprServer.BUCKET, revision=1, nodes=nodes, partitions=(assignment,) * PARTITIONS
     )
 
     async def give() -> None:

@@ -54,9 +54,9 @@ from upr_protocol.client.operator import (
     take_over,
     wait_caught_up,
 )
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
+from upr_protocol.partition_map import PartitionMap
 from upr_server.app import Server
 from upr_server.replication.peers import ASK_INTERVAL_S
 
@@ -508,7 +508,7 @@ async def _give_map(server: Server, folder: Path) -> None:
     there = Address.parse(server.url("b"))
     found = server.service.cluster.map_of("b")
     if found is None:
-        await give_map(there, 0, ClusterMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}"))
+        await give_map(there, 0, PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}"))
     else:
         await give_map(there, found.revision, found.next({}))
 
@@ -617,7 +617,7 @@ async def test_a_takeover(
 
         async def then() -> None:
             survey = await operator.survey()
-            if any(owners.active != "z" for owners in survey.mapped().partitions):
+            if any(assignment.active != "z" for assignment in survey.mapped().partitions):
                 await take_over(operator, to="z", partitions=range(PARTITIONS))
             whole(servers)
             await take_over(operator, to="a", partitions=range(PARTITIONS))
@@ -642,7 +642,7 @@ async def test_a_failover(
 
         async def then() -> None:
             survey = await operator.survey()
-            if any(owners.active != "z" for owners in survey.mapped().partitions):
+            if any(assignment.active != "z" for assignment in survey.mapped().partitions):
                 await work()
             whole(servers)
             network.away.discard(server.port)

@@ -118,7 +118,7 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
             gives.stop_at = -1
             if gives.scope.cancelled_caught:
                 interrupted += 1
-                if any(owners.active != new for owners in fleet.map(other).partitions):
+                if any(assignment.active != new for assignment in fleet.map(other).partitions):
                     try:
                         await fail_over(fleet.operator(other), all_of=old, to=new)
                     except NotDoneError as error:

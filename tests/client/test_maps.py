@@ -9,9 +9,9 @@ from trio.testing import MockClock
 from tests.kit.fake_cluster import FakeCluster
 from upr_protocol.client import Address
 from upr_protocol.client.maps import NodeMap, look_at_node
-from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import PartitionState
+from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import GetMap
 
 ADDRESS = Address.parse("upr://a/b")
@@ -40,7 +40,7 @@ async def test_partitions_and_map_are_of_one_moment(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(look)
         await trio.sleep(1)
-        cluster.move({1: Owners(active="a")})
+        cluster.move({1: Assignment(active="a")})
         a.release()
     assert found[0].map == cluster.map
     assert actives(found[0]) == [True, True]

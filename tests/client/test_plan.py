@@ -26,9 +26,9 @@ from upr_protocol.client.operator.plan import (
     revised,
     witnesses_of,
 )
-from upr_protocol.cluster import ClusterMap, ClusterMapError, Keeps, Owners
 from upr_protocol.failover import FailoverLog, Position, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap, PartitionMapError
 
 
 def copy(name: str, high: int, *pairs: tuple[int, int]) -> Copy:
@@ -60,7 +60,7 @@ def test_who_is_being_filled_anew_has_given_up_what_it_acknowledged() -> None:
     """Found by the simulation: at 27 `b` began a history; `c` went back to nothing, and follows."""
     before = FailoverLog.of([(1, 0)])
     floor = Copy("b", before, SeqNo(27)).place
-    assert floor == Keeps(HistoryId(1), SeqNo(27))
+    assert floor == HistoryPoint(HistoryId(1), SeqNo(27))
     for high, is_whole in ((0, False), (26, False), (27, True), (40, True)):
         assert Copy("c", before, SeqNo(high)).reaches(floor) is is_whole
     since = before.branch(HistoryId(2), SeqNo(27))
@@ -110,13 +110,13 @@ def test_what_was_acknowledged_is_kept(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 4), "nodes")
     everyone = [Node(f"n{number}") for number in range(size)]
     needed = data.draw(st.integers(1, size - 1), "acknowledged")
-    owners = Owners(active="n0", replicas={node.name: "" for node in everyone[1:]})
+    assignment = Assignment(active="n0", replicas={node.name: "" for node in everyone[1:]})
     of = {node.name: node for node in everyone}
     of["n0"].log = FailoverLog.of([(1, 0)])
     history, change = 1, 0
     acknowledged: list[int] = []
     for _ in range(data.draw(st.integers(1, 5), "failovers")):
-        master = of[owners.active]
+        master = of[assignment.active]
         connected: dict[str, Node] = {}
         for _ in range(data.draw(st.integers(0, 6), "steps")):
             action = data.draw(st.sampled_from(["write", "connect", "take", "acknowledge"]))
@@ -125,7 +125,7 @@ def test_what_was_acknowledged_is_kept(data: st.DataObject) -> None:
                     change += 1
                     master.changes.append(change)
             elif action == "connect":
-                name = data.draw(st.sampled_from(sorted(owners.replicas)))
+                name = data.draw(st.sampled_from(sorted(assignment.replicas)))
                 if of[name].connect(master, data):
                     connected[name] = of[name]
             elif action == "take" and connected:
@@ -138,16 +138,16 @@ def test_what_was_acknowledged_is_kept(data: st.DataObject) -> None:
                     acknowledged = max(acknowledged, master.changes[: ends[needed - 1]], key=len)
         there = data.draw(
             st.lists(
-                st.sampled_from(witnesses_of(owners)),
-                min_size=fences_needed(owners, needed),
+                st.sampled_from(witnesses_of(assignment)),
+                min_size=fences_needed(assignment, needed),
                 unique=True,
             ),
             "fenced",
         )
-        fence = fenced(owners)
-        assert witnesses_of(fence) == witnesses_of(owners)
+        fence = fenced(assignment)
+        assert witnesses_of(fence) == witnesses_of(assignment)
         copies = [Copy(name, of[name].log, of[name].high) for name in there]
-        best = [one for one in furthest(copies) if one.reaches(owners.floor)]
+        best = [one for one in furthest(copies) if one.reaches(assignment.floor)]
         for one in best:
             kept = of[one.node].changes
             assert kept[: len(acknowledged)] == acknowledged, (one.node, kept, acknowledged)
@@ -157,8 +157,8 @@ def test_what_was_acknowledged_is_kept(data: st.DataObject) -> None:
         chosen = of[copied.node]
         history += 1
         chosen.log = chosen.log.branch(HistoryId(history), chosen.high)
-        owners = led_by(fence, chosen.name, floor=copied.place)
-        assert sorted(holders_of(owners)) == sorted(of)
+        assignment = led_by(fence, chosen.name, floor=copied.place)
+        assert sorted(holders_of(assignment)) == sorted(of)
 
 
 @given(st.data())
@@ -192,14 +192,14 @@ def test_who_goes_on_from_a_place_has_everything_up_to_it_and_more(data: st.Data
 
 
 @st.composite
-def owned(draw: st.DrawFn) -> Owners:
+def owned(draw: st.DrawFn) -> Assignment:
     names = draw(st.permutations("abcde"))
     count = draw(st.integers(1, 5))
     replicas = {
         name: draw(st.sampled_from(["", *names[: at + 1]]))
         for at, name in enumerate(names[1:count])
     }
-    one = Owners(active=names[0], replicas=replicas)
+    one = Assignment(active=names[0], replicas=replicas)
     return draw(st.sampled_from([one, handed_over(one), fenced(one)]))
 
 
@@ -207,22 +207,24 @@ NODES = dict.fromkeys("abcde", "h:1")
 
 
 @given(owned(), st.data())
-def test_every_map_that_is_made_can_be(owners: Owners, data: st.DataObject) -> None:
-    base = ClusterMap(bucket="b", revision=5, nodes=NODES, partitions=(owners,))
+def test_every_map_that_is_made_can_be(assignment: Assignment, data: st.DataObject) -> None:
+    base = PartitionMap(bucket="b", revision=5, nodes=NODES, partitions=(assignment,))
     base.check()
-    to = data.draw(st.sampled_from(holders_of(owners)))
-    for changed in (fenced(owners), handed_over(owners), led_by(owners, to)):
+    to = data.draw(st.sampled_from(holders_of(assignment)))
+    for changed in (fenced(assignment), handed_over(assignment), led_by(assignment, to)):
         found = revised(base, 6, {PartitionId(0): changed})
-        assert ClusterMap.decode(found.encode()) == found
-        assert sorted(holders_of(changed)) == sorted(holders_of(owners))
-    assert fenced(fenced(owners)) == fenced(owners)
-    assert master_of(fenced(owners)) == master_of(handed_over(owners)) == master_of(owners)
-    old = master_of(owners)
-    stopped = fenced(owners)
+        assert PartitionMap.decode(found.encode()) == found
+        assert sorted(holders_of(changed)) == sorted(holders_of(assignment))
+    assert fenced(fenced(assignment)) == fenced(assignment)
+    assert (
+        master_of(fenced(assignment)) == master_of(handed_over(assignment)) == master_of(assignment)
+    )
+    old = master_of(assignment)
+    stopped = fenced(assignment)
     # Nobody takes anything any more from the one that was active, or from who is not fenced.
-    assert all(stopped.source_of(name) == "" for name in witnesses_of(owners))
+    assert all(stopped.source_of(name) == "" for name in witnesses_of(assignment))
     assert old not in stopped.replicas.values()
-    assert set(led_by(owners, to).replicas) == set(holders_of(owners)) - {to}
+    assert set(led_by(assignment, to).replicas) == set(holders_of(assignment)) - {to}
 
 
 def test_revisions_and_sentences() -> None:
@@ -231,25 +233,30 @@ def test_revisions_and_sentences() -> None:
     assert ranges_text([7, 0, 1, 2, 3]) == "0-3, 7"
     assert partitions_text([5]) == "partition 5"
     assert partitions_text([5, 6]) == "partitions 5-6"
-    owners = Owners("a", {"b": "", "c": "b", "d": "a"})
-    assert witnesses_of(owners) == ["b", "d"]
-    assert [fences_needed(owners, n) for n in (1, 2, 3, 4)] == [2, 1, 0, 0]
+    assignment = Assignment("a", {"b": "", "c": "b", "d": "a"})
+    assert witnesses_of(assignment) == ["b", "d"]
+    assert [fences_needed(assignment, n) for n in (1, 2, 3, 4)] == [2, 1, 0, 0]
 
 
 def test_who_was_lost() -> None:
-    lost = Owners(replicas={"a": "", "b": ""}, lost="a")
-    base = ClusterMap(bucket="b", revision=5, nodes=NODES, partitions=(lost,))
+    lost = Assignment(replicas={"a": "", "b": ""}, lost="a")
+    base = PartitionMap(bucket="b", revision=5, nodes=NODES, partitions=(lost,))
     base.check()
     for wrong in (
-        Owners(active="b", replicas={"a": ""}, lost="a"),
-        Owners(handing_over="b", replicas={"a": ""}, lost="a"),
-        Owners(replicas={"b": ""}, lost="a"),
+        Assignment(active="b", replicas={"a": ""}, lost="a"),
+        Assignment(handing_over="b", replicas={"a": ""}, lost="a"),
+        Assignment(replicas={"b": ""}, lost="a"),
     ):
-        with pytest.raises(ClusterMapError, match="who was lost is a replica"):
+        with pytest.raises(PartitionMapError, match="who was lost is a replica"):
             revised(base, 6, {PartitionId(0): wrong})
 
 
 def test_who_was_chosen_is_remembered_by_every_map_that_follows() -> None:
-    owners = led_by(fenced(Owners("a", {"b": "", "c": ""})), "b", chosen=33)
-    assert (owners.active, owners.chosen) == ("b", 33)
-    assert fenced(owners).chosen == handed_over(owners).chosen == led_by(owners, "c").chosen == 33
+    assignment = led_by(fenced(Assignment("a", {"b": "", "c": ""})), "b", chosen=33)
+    assert (assignment.active, assignment.chosen) == ("b", 33)
+    assert (
+        fenced(assignment).chosen
+        == handed_over(assignment).chosen
+        == led_by(assignment, "c").chosen
+        == 33
+    )

@@ -26,9 +26,9 @@ from upr_protocol.client import (
     consume,
     publisher,
 )
-from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError, Status
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import GetMap, Mutate, Stream
 
 URL = "upr://a,b,c/b"
@@ -142,7 +142,7 @@ async def test_a_partition_moves(cluster: FakeCluster, autojump_clock: MockClock
         await consumer.barrier()
         # Others to that node, which asked for the map, may still be about to close.
         (untouched,) = (c for c in cluster.server("c").connections if c.counts[Stream])
-        cluster.move({0: Owners(active="b"), 3: Owners(active="b")})
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="b")})
         for number in range(100):
             await sink.set(f"key-{number}", f"after-{number}")
         await sink.flush()
@@ -162,7 +162,7 @@ async def test_publishing_goes_to_the_active_and_counts_once(
             for _ in range(50):
                 await sink.increment(f"counter-{random.randrange(40)}")
             number = round_ % 6
-            cluster.move({number: Owners(active="abc"[round_ % 3])}, tell="abc"[round_ % 2 :])
+            cluster.move({number: Assignment(active="abc"[round_ % 3])}, tell="abc"[round_ % 2 :])
         cluster.tell("abc")
         await sink.flush()
         assert not sink.failures
@@ -185,7 +185,7 @@ async def test_a_node_is_gone_and_its_partitions_elsewhere(
         await trio.sleep(3)
         assert sink.statistics().unanswered
         began = trio.current_time()
-        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         await sink.flush()
         assert trio.current_time() - began < 1.0
         await consumer.barrier()
@@ -209,7 +209,7 @@ async def test_a_node_that_does_not_even_refuse(
             await sink.set(f"key-{number}", "after")
         await trio.sleep(5)
         began = trio.current_time()
-        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         await sink.flush()
         assert trio.current_time() - began < 1.0
         await consumer.barrier()
@@ -238,7 +238,7 @@ async def test_nodes_to_which_there_is_a_link_are_asked_on_it(
         await consumer.barrier()
         began = dials.copy()
         # Who is to have it does not know yet.
-        cluster.move({0: Owners(active="b")}, tell="ac")
+        cluster.move({0: Assignment(active="b")}, tell="ac")
         await trio.sleep(5)
         cluster.tell("b")
         await consumer.barrier()
@@ -256,14 +256,14 @@ async def test_waiting_for_a_node_does_not_keep_the_others_busy(
         began = dials.copy()
         asked = [cluster.server(name).connections for name in "bc"]
         before = sum(one.counts[GetMap] for some in asked for one in some)
-        cluster.move({0: Owners(), 3: Owners()})
+        cluster.move({0: Assignment(), 3: Assignment()})
         cluster.kill("a")
         await trio.sleep(60)
         after = sum(one.counts[GetMap] for some in asked for one in some)
         assert dials - began == {"a": dials["a"] - began["a"]}
         # Twice a second to four times, as waits are drawn.
         assert 60 * 2 < after - before < 60 * 4 * 2
-        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
 
@@ -271,7 +271,7 @@ async def test_waiting_for_a_node_does_not_keep_the_others_busy(
 async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_reason(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
-    cluster.move({number: Owners(active="a") for number in range(6)})
+    cluster.move({number: Assignment(active="a") for number in range(6)})
     fill(cluster, 100)
     b, c = cluster.server("b"), cluster.server("c")
     async with mirrored(cluster) as (consumer, mirror):
@@ -279,7 +279,7 @@ async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_
         await trio.sleep(5)
         assert not b.connections
         began = dials.copy()
-        cluster.move({number: Owners() for number in range(6)})
+        cluster.move({number: Assignment() for number in range(6)})
         cluster.kill("a")
         await trio.sleep(60)
         assert dials["b"] == began["b"] + 1
@@ -293,7 +293,7 @@ async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_
         cluster.nets["b"].cut()
         await trio.sleep(1)
         assert dials["b"] == began["b"] + 2
-        cluster.move({number: Owners(active="b") for number in range(6)})
+        cluster.move({number: Assignment(active="b") for number in range(6)})
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
         assert len(b.connections) == 2
@@ -311,7 +311,7 @@ async def test_a_link_that_says_nothing_is_not_relied_on(
         began = dials["b"]
         cluster.server("b").held.add(GetMap)
         cluster.kill("a")
-        cluster.move({0: Owners(active="b"), 3: Owners(active="b")}, tell="b")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="b")}, tell="b")
         with trio.fail_after(5):
             await trio.lowlevel.checkpoint()
             while dials["b"] == began:  # noqa: ASYNC110  a counter tells nobody
@@ -327,12 +327,12 @@ async def test_the_host_that_was_asked_first_is_needed_no_more(
     async with publisher("upr://a/b", dial=cluster.dial) as sink:
         await sink.set("k", "1")
         await sink.flush()
-        cluster.move({0: Owners(active="b"), 3: Owners(active="c")}, tell="bc")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         cluster.kill("a")
         for number in range(60):
             await sink.set(f"key-{number}", "2")
         await sink.flush()
-        cluster.move({number: Owners(active="c") for number in range(6)}, tell="bc")
+        cluster.move({number: Assignment(active="c") for number in range(6)}, tell="bc")
         cluster.kill("b")
         for number in range(60):
             await sink.set(f"key-{number}", "3")
@@ -350,15 +350,15 @@ async def test_a_takeover_stalls_publishers_for_less_than_a_second(
         await sink.set(key, "1")
         await sink.flush()
         for pause_s in (0.0, 0.02, 0.3):
-            cluster.move({0: Owners(handing_over="a", replicas={"b": ""})})
+            cluster.move({0: Assignment(handing_over="a", replicas={"b": ""})})
             await sink.set(key, "2")
             await trio.sleep(pause_s)
             assert sink.statistics().unanswered <= 1
-            cluster.move({0: Owners(active="b")})
+            cluster.move({0: Assignment(active="b")})
             began = trio.current_time()
             await sink.flush()
             assert trio.current_time() - began < 0.5
-            cluster.move({0: Owners(active="a")})
+            cluster.move({0: Assignment(active="a")})
             await sink.set(key, "3")
             await sink.flush()
     assert cluster.any.contents() == {key.encode(): b"3"}
@@ -367,7 +367,7 @@ async def test_a_takeover_stalls_publishers_for_less_than_a_second(
 async def test_a_partition_without_an_active_is_waited_for(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
-    cluster.move({2: Owners(replicas={"a": ""})})
+    cluster.move({2: Assignment(replicas={"a": ""})})
     fill(cluster, 100)
     async with (
         mirrored(cluster, end="now") as (consumer, mirror),
@@ -380,14 +380,14 @@ async def test_a_partition_without_an_active_is_waited_for(
         assert scope.cancelled_caught
         assert 2 not in mirror.ends
         assert len(mirror.ends) == 5
-        cluster.move({2: Owners(active="a")})
+        cluster.move({2: Assignment(active="a")})
         await sink.flush()
         await trio.sleep(5)
         assert len(mirror.ends) == 6
 
 
 async def test_patience_ends(cluster: FakeCluster, autojump_clock: MockClock) -> None:
-    cluster.move({2: Owners()})
+    cluster.move({2: Assignment()})
     gave_up = pytest.raises(BrokenError, match="no node is active for partition 2")
     async with consume(URL, dial=cluster.dial, patience_s=20) as consumer:
         with gave_up:
@@ -416,20 +416,20 @@ async def test_patience_is_for_one_time_without_a_node(
             await sink.flush()
             for turn in range(3):
                 old, new = "abab"[turn], "abab"[turn + 1]
-                cluster.move({number: Owners(handing_over=old) for number in (0, 3)})
+                cluster.move({number: Assignment(handing_over=old) for number in (0, 3)})
                 await sink.set(quiet if turn == 2 else busy, "2")
                 await trio.sleep(4)
                 assert sink.statistics().unanswered == 1
-                cluster.move({number: Owners(active=new) for number in (0, 3)})
+                cluster.move({number: Assignment(active=new) for number in (0, 3)})
                 await sink.flush()
                 await trio.sleep(20)
-            cluster.move({number: Owners() for number in (0, 3)})
+            cluster.move({number: Assignment() for number in (0, 3)})
             await sink.set(busy, "3")
             await trio.sleep(6)
             began = trio.current_time()
             await sink.set(quiet, "3")
             await trio.sleep(3)
-            cluster.move({3: Owners(active="c")})
+            cluster.move({3: Assignment(active="c")})
             await trio.sleep(1)
             assert sink.statistics().unanswered == 1
 
@@ -451,7 +451,7 @@ async def test_a_stale_map_is_asked_for_again(
     async with publisher("upr://b/b", dial=cluster.dial) as sink:
         await sink.set("k", "1")
         await sink.flush()
-        cluster.move({number: Owners(active="c") for number in range(6)}, tell="a")
+        cluster.move({number: Assignment(active="c") for number in range(6)}, tell="a")
         for number in range(60):
             await sink.set(f"key-{number}", "2")
         await trio.sleep(1)
@@ -465,7 +465,9 @@ async def test_an_old_active_does_not_hold_back_what_the_new_one_has(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     """A replica is read where there is one, and where that is away from another."""
-    cluster.move({number: Owners(active="a", replicas={"b": "", "c": ""}) for number in range(6)})
+    cluster.move(
+        {number: Assignment(active="a", replicas={"b": "", "c": ""}) for number in range(6)}
+    )
     fill(cluster, 100)
     async with mirrored(cluster, state=PartitionState.REPLICA) as (consumer, mirror):
         await consumer.barrier()
@@ -478,7 +480,7 @@ async def test_an_old_active_does_not_hold_back_what_the_new_one_has(
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
         assert cluster.server("c").connections
-        cluster.move({number: Owners(active="c", replicas={"a": ""}) for number in range(6)})
+        cluster.move({number: Assignment(active="c", replicas={"a": ""}) for number in range(6)})
         fill(cluster, 100, b"x")
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
@@ -518,7 +520,7 @@ async def test_from_now_on_every_node(cluster: FakeCluster, autojump_clock: Mock
     async with mirrored(cluster, start="now") as (consumer, mirror):
         await consumer.barrier()
         assert mirror.contents == {}
-        cluster.move({0: Owners(active="c"), 1: Owners(active="a")})
+        cluster.move({0: Assignment(active="c"), 1: Assignment(active="a")})
         fill(cluster, 60, b"w")
         await consumer.barrier()
         assert len(mirror.contents) == 60
@@ -545,7 +547,7 @@ async def test_a_barrier_comes_back_though_partitions_move(
             cluster.server("b").resume()
             await trio.sleep(1)
             assert not reached
-            cluster.move({number: Owners(active="a") for number in range(6)})
+            cluster.move({number: Assignment(active="a") for number in range(6)})
             await trio.sleep(1)
         (event,) = reached
         assert set(event.ends) == set(range(6))
@@ -581,7 +583,7 @@ async def test_what_is_resumed_from_a_file_goes_on_anywhere(
                 mirror.apply(await anext(consumer))
             state = consumer.resume_state
         mirror = Mirror(mirror.items)
-        cluster.move({turn: Owners(active="abc"[turn % 3])})
+        cluster.move({turn: Assignment(active="abc"[turn % 3])})
     async with consume(URL, dial=cluster.dial, resume=state, end="now") as consumer:
         async for event in consumer:
             mirror.apply(event)
@@ -638,11 +640,11 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                         await sink.increment(f"counter-{draw.randrange(30)}")
                         added += 1
                     if what == "move":
-                        cluster.move({number: Owners(active=name)})
+                        cluster.move({number: Assignment(active=name)})
                     elif what == "none":
-                        cluster.move({number: Owners(replicas={name: ""})})
+                        cluster.move({number: Assignment(replicas={name: ""})})
                     elif what == "stale":
-                        cluster.move({number: Owners(active=name)}, tell=name)
+                        cluster.move({number: Assignment(active=name)}, tell=name)
                     elif what == "tell":
                         cluster.tell(name)
                     elif what == "cut":
@@ -656,8 +658,8 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                     net.down = False
                 cluster.move(
                     {
-                        number: Owners(active=owners.active or "a")
-                        for number, owners in enumerate(cluster.map.partitions)
+                        number: Assignment(active=assignment.active or "a")
+                        for number, assignment in enumerate(cluster.map.partitions)
                     }
                 )
                 began = trio.current_time()

@@ -15,9 +15,9 @@ from upr_protocol.client import (
     BlockingConsumer,
     Written,
 )
-from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Operation
+from upr_protocol.partition_map import Assignment
 
 URL = "upr://a,b,c/b"
 PARTITIONS = 6
@@ -59,7 +59,7 @@ def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
     with client(nodes, "upr://c/b") as asker:
         for key in KEYS:
             asker.set(key, "1")
-        nodes.move({0: Owners(active="b"), 1: Owners(active="c")})
+        nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
         for key in KEYS:
             asker.increment(key)
         items = asker.get_many(KEYS)
@@ -67,7 +67,7 @@ def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
         assert [row.partition for row in asker.seqnos()] == list(range(PARTITIONS))
         assert [info.partition for info in asker.partitions()] == list(range(PARTITIONS))
         nodes.kill("a")
-        nodes.move({3: Owners(active="b")}, tell="bc")
+        nodes.move({3: Assignment(active="b")}, tell="bc")
         with pytest.raises(BrokenError):
             asker.seqnos()  # nobody listened while it was lost
         assert len(asker.seqnos()) == PARTITIONS
@@ -78,18 +78,18 @@ def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
 def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
     with client(nodes, "upr://nobody,b/b") as asker:
         assert all(isinstance(result, Written) for result in asker.apply(increments(300)))
-        nodes.move({0: Owners(active="b"), 1: Owners(active="c")})
+        nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
         asker.apply(increments(300))
         nodes.kill("a")
-        nodes.move({3: Owners(active="b")}, tell="bc")
+        nodes.move({3: Assignment(active="b")}, tell="bc")
         asker.apply(increments(300))
-        nodes.move({number: Owners(active="c") for number in range(PARTITIONS)}, tell="bc")
+        nodes.move({number: Assignment(active="c") for number in range(PARTITIONS)}, tell="bc")
         asker.apply(increments(300))
     assert counted(nodes) == 1200
 
 
 def test_nobody_is_active(nodes: ThreadedCluster) -> None:
-    nodes.move({2: Owners()})
+    nodes.move({2: Assignment()})
     with (
         client(nodes, patience_s=1.0) as asker,
         pytest.raises(BrokenError, match="no node takes a partition"),
@@ -108,12 +108,12 @@ def test_streams_follow_their_partitions(nodes: ThreadedCluster) -> None:
         asker.apply(increments(300))
         read(consumer, mirror)
         assert mirror.contents == nodes.cluster.any.contents()
-        nodes.move({0: Owners(active="b"), 1: Owners(active="c")})
+        nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
         asker.apply(increments(300))
         read(consumer, mirror)
         assert mirror.contents == nodes.cluster.any.contents()
         nodes.kill("a")
-        nodes.move({3: Owners(active="b")}, tell="bc")
+        nodes.move({3: Assignment(active="b")}, tell="bc")
         asker.apply(increments(300))
         read(consumer, mirror)
         assert mirror.contents == nodes.cluster.any.contents()

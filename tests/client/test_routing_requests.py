@@ -13,9 +13,9 @@ from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection, FakeServer
 from upr_protocol.client import Client, NotDurableError, connect
 from upr_protocol.client.backoff import CAP_S
-from upr_protocol.cluster import Owners
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import Get, Lease, LeaseReply, Mutate
 
 URL = "upr://a,b,c/b"
@@ -56,7 +56,7 @@ async def test_requests_follow_the_map(cluster: FakeCluster, autojump_clock: Moc
     async with connect(URL, dial=cluster.dial) as client:
         for turn in range(6):
             names = "abc"[turn % 2] + "abc"[turn % 3]
-            cluster.move({turn: Owners(active=names[0])}, tell=set(names))
+            cluster.move({turn: Assignment(active=names[0])}, tell=set(names))
             for key in KEYS[:20]:
                 await client.increment(key)
             cluster.tell("abc")
@@ -71,7 +71,7 @@ async def left_with_a_change(cluster: FakeCluster, client: Client) -> AsyncItera
     a = cluster.server("a")
     a.held.add(Mutate)
     await trio.sleep(1)
-    cluster.move({number: Owners(active="b") for number in (0, 2, 3, 5)}, tell="bc")
+    cluster.move({number: Assignment(active="b") for number in (0, 2, 3, 5)}, tell="bc")
     # The new map is asked for.
     await client.set(key_of(cluster, 2), "1")
     await trio.sleep(5)
@@ -121,17 +121,17 @@ async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock:
     key = key_of(cluster, 2)
     async with connect(URL, dial=cluster.dial, patience_s=10) as client:
         await client.set(key, "1")
-        cluster.move({2: Owners(handing_over="c")})
+        cluster.move({2: Assignment(handing_over="c")})
 
         async def appoint() -> None:
             await trio.sleep(4)
-            cluster.move({2: Owners(active="a")})
+            cluster.move({2: Assignment(active="a")})
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(appoint)
             await client.set(key, "2")
             assert 4 <= trio.current_time() < 4.6
-        cluster.move({2: Owners()})
+        cluster.move({2: Assignment()})
         with pytest.raises((BrokenError, ServerError)):
             await client.set(key, "3")
         # Nothing is wrong with the others.
@@ -157,7 +157,7 @@ async def test_a_lost_node_breaks_what_is_open_and_nothing_later(
             nursery.start_soon(ask)
             await trio.sleep(1)
             cluster.kill("a")
-        cluster.move({0: Owners(active="b"), 3: Owners(active="b")}, tell="bc")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="b")}, tell="bc")
         item = await client.get(key)
         assert item is not None
         assert item.value == b"1"
@@ -177,7 +177,7 @@ async def test_numbers_and_histories_come_from_each_partition_s_node(
         assert [row.partition for row in await client.seqnos([4, 1])] == [1, 4]
         infos = client.partitions()
         assert [info.partition for info in infos] == list(map(PartitionId, range(6)))
-        cluster.move({0: Owners(active="b")})
+        cluster.move({0: Assignment(active="b")})
         assert len(await client.seqnos()) == 6
 
 
@@ -206,7 +206,7 @@ async def test_a_client_begins_when_its_nodes_are_reached(
         assert [info.partition for info in client.partitions()] == [1, 2, 4, 5]
     assert trio.current_time() == 0
     cluster.silent.add("a")
-    cluster.move({0: Owners(), 1: Owners()})
+    cluster.move({0: Assignment(), 1: Assignment()})
     async with connect("upr://b/b", dial=cluster.dial, connect_timeout_s=3) as client:
         assert [info.partition for info in client.partitions()] == [2, 4, 5]
     assert trio.current_time() == pytest.approx(3)
@@ -251,7 +251,7 @@ async def test_a_lease_is_renewed_at_every_node_or_not_said_to_be(
         assert asked() == "abbbbcccc"
         # A partition that is nowhere has no node to be asked.
         cluster.kill("a")
-        cluster.move({0: Owners(), 3: Owners(active="c")})
+        cluster.move({0: Assignment(), 3: Assignment(active="c")})
         await trio.sleep(3)
         await client.renew_lease(7, time_to_live_s=60)
         assert asked() == "bbbbbccccc"

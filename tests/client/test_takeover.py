@@ -15,10 +15,10 @@ from upr_protocol.client.operator import (
     take_over,
 )
 from upr_protocol.client.operator.plan import led_by, partitions_text
-from upr_protocol.cluster import Keeps
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
+from upr_protocol.partition_map import HistoryPoint
 
 ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
 REPLICA = [PartitionState.REPLICA] * PARTITIONS
@@ -119,7 +119,7 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
 
 async def _mend(fleet: Fleet, old: str, new: str) -> None:
     """What `upr partitions` shows says whether there is something left to do."""
-    if all(owners.active == new for owners in fleet.map(new).partitions):
+    if all(assignment.active == new for assignment in fleet.map(new).partitions):
         await fleet.until(lambda: fleet.states(old) == REPLICA)
     else:
         await take_over(fleet.operator(), to=new, all_of=old)
@@ -266,8 +266,10 @@ async def test_who_may_have_been_made_active_and_does_not_answer(
         fleet.proxies["b"].cut()
         given = fleet.map("a")
         active = [
-            led_by(owners, "b", Keeps(log.current, high))
-            for owners, log, high in zip(given.partitions, before, highs(fleet, "a"), strict=True)
+            led_by(assignment, "b", HistoryPoint(log.current, high))
+            for assignment, log, high in zip(
+                given.partitions, before, highs(fleet, "a"), strict=True
+            )
         ]
         await fleet.give("b", given.revision + 1, dict(enumerate(active)), given)
         assert fleet.states("b") == ACTIVE
@@ -300,8 +302,8 @@ async def test_who_became_active_while_the_command_was_repeated(
             """What the first command said last is carried out once the second has looked."""
             monkeypatch.setattr(giver, "give_map", give_map)
             active = [
-                led_by(owners, "b", Keeps(log.current, high))
-                for owners, log, high in zip(
+                led_by(assignment, "b", HistoryPoint(log.current, high))
+                for assignment, log, high in zip(
                     handed.partitions, before, highs(fleet, "a"), strict=True
                 )
             ]

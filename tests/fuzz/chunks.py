@@ -10,10 +10,10 @@ from crc32c import crc32c
 from tests.fuzz.frames import MENDED
 from tests.fuzz.mending import mended_chunk
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
-from upr_protocol.cluster import ClusterMap, ClusterMapError
 from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.replication.replicator import _checked
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
@@ -173,8 +173,8 @@ def record(data: bytes) -> None:
             parse_record(key, value, kind)
     with suppress(CorruptionError):
         IndexEntry.parse(key, value)
-    with suppress(ClusterMapError):
-        ClusterMap.decode(value[4:])
+    with suppress(PartitionMapError):
+        PartitionMap.decode(value[4:])
     with suppress(RemoteProtocolError):
         _checked([(bytes(16), 1, 2, value[4:])])
     for parse in (parse_chunk_key, parse_token_key, parse_expiry_key):

@@ -32,7 +32,6 @@ from tests.protocol.session.kit import (
     stream_reply,
 )
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -45,6 +44,7 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     Ack,
     Barrier,
@@ -221,8 +221,8 @@ def _record() -> Iterator[tuple[str, bytes]]:
         packed = pack_record(key, found)
         yield name, _MENDED + key + packed[4:]
     nodes = {"a": "host:1", "b": "[::1]:12000", "c": "h:1"}
-    owners = Owners(active="a", replicas={"b": "", "c": "b"})
-    told = ClusterMap(bucket="b", revision=3, nodes=nodes, partitions=(owners, Owners()))
+    assignment = Assignment(active="a", replicas={"b": "", "c": "b"})
+    told = PartitionMap(bucket="b", revision=3, nodes=nodes, partitions=(assignment, Assignment()))
     yield "map", _MENDED + key + told.encode().encode()
     result = MutateResult(
         HistoryId(7), SeqNo(1), SeqNo(2), Cas(1), [(1, Status.EXISTS)], [(0, 5)], chain=1

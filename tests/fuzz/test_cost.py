@@ -17,8 +17,8 @@ from tests.fuzz.targets import TARGETS
 from tests.protocol.session.kit import encoded, stored, stream
 from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.chunk import plain_chunk, published_chunk
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     Ack,
     BarrierReply,
@@ -126,9 +126,9 @@ def _map(count: int) -> bytes:
     """Each replica follows the one before it."""
     names = [f"n{number}" for number in range(count)]
     replicas = dict(zip(names[1:], names, strict=False))
-    owners = Owners(active=names[0], replicas=dict(reversed(replicas.items())))
+    assignment = Assignment(active=names[0], replicas=dict(reversed(replicas.items())))
     nodes = dict.fromkeys(names, "h:1")
-    found = ClusterMap(bucket="b", revision=1, nodes=nodes, partitions=(owners,))
+    found = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=(assignment,))
     return found.encode().encode()
 
 

@@ -12,9 +12,9 @@ import trio
 from tests.kit.process import eventually
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import Address, ChunkReceived, consume, fetch_map, give_map
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
@@ -119,14 +119,14 @@ class TestCluster:
 
     def __init__(self, nodes: dict[str, Node], nursery: trio.Nursery) -> None:
         self.nodes = nodes
-        self.map = ClusterMap.of_one(BUCKET, 1, "a", "127.0.0.1:1")
+        self.map = PartitionMap.of_one(BUCKET, 1, "a", "127.0.0.1:1")
         self._nursery = nursery
 
     async def start(self, name: str) -> None:
         """Starts a node."""
         await self.nodes[name].start(self._nursery)
 
-    async def give(self, given: ClusterMap, *names: str) -> None:
+    async def give(self, given: PartitionMap, *names: str) -> None:
         """Gives a map to nodes, one after the other."""
         for name in names:
             address = Address.parse(self.nodes[name].url)
@@ -143,34 +143,36 @@ class TestCluster:
                         raise
         self.map = given
 
-    async def share(self, owners: Iterable[Owners]) -> None:
+    async def share(self, assignments: Iterable[Assignment]) -> None:
         """Makes the next map, and gives it to all nodes that are up."""
         up = [name for name, node in self.nodes.items() if node.server is not None]
-        await self.give(self.map.next(dict(enumerate_partitions(owners))), *up)
+        await self.give(self.map.next(dict(enumerate_partitions(assignments))), *up)
 
     async def fail_over(self, victim: str, draw: Random) -> None:
         """Fences those that are left, and lets the furthest of them be active where the victim was;
         the victim is to be a replica when it comes back."""
         up = [name for name, node in self.nodes.items() if node.server is not None]
         lost = {
-            PartitionId(number): owners
-            for number, owners in enumerate(self.map.partitions)
-            if owners.active == victim
+            PartitionId(number): assignment
+            for number, assignment in enumerate(self.map.partitions)
+            if assignment.active == victim
         }
         fenced = self.map.next(
             {
-                number: Owners(replicas={name: "" for name in owners.replicas if name in up})
-                for number, owners in lost.items()
+                number: Assignment(
+                    replicas={name: "" for name in assignment.replicas if name in up}
+                )
+                for number, assignment in lost.items()
             }
         )
         draw.shuffle(up)
         await self.give(fenced, *up)
-        changes: dict[PartitionId, Owners] = {}
-        for number, owners in lost.items():
-            there = [name for name in owners.replicas if name in up]
+        changes: dict[PartitionId, Assignment] = {}
+        for number, assignment in lost.items():
+            there = [name for name in assignment.replicas if name in up]
             best = max(there, key=lambda name: self._rank(name, number))
             others = {name: "" for name in (*there, victim) if name != best}
-            changes[number] = Owners(best, others)
+            changes[number] = Assignment(best, others)
         given = self.map.next(changes)
         first = next(iter(changes.values())).active if changes else up[0]
         await self.give(given, first, *(name for name in up if name != first))
@@ -182,9 +184,9 @@ class TestCluster:
 
     async def quiet(self) -> None:
         """Waits until every replica has what its active has."""
-        for number, owners in enumerate(self.map.partitions):
-            active = self.nodes[owners.active].held[number]
-            for name in owners.replicas:
+        for number, assignment in enumerate(self.map.partitions):
+            active = self.nodes[assignment.active].held[number]
+            for name in assignment.replicas:
                 node = self.nodes[name]
 
                 def follows(
@@ -226,14 +228,16 @@ class TestCluster:
                                 items[row.key] = row
         return found
 
-    async def map_of(self, name: str) -> ClusterMap | None:
+    async def map_of(self, name: str) -> PartitionMap | None:
         """The map that a node has."""
         return await fetch_map(Address.parse(self.nodes[name].url))
 
 
-def enumerate_partitions(owners: Iterable[Owners]) -> Iterable[tuple[PartitionId, Owners]]:
-    """Owners by partition."""
-    return ((PartitionId(number), one) for number, one in enumerate(owners))
+def enumerate_partitions(
+    assignments: Iterable[Assignment],
+) -> Iterable[tuple[PartitionId, Assignment]]:
+    """Assignment by partition."""
+    return ((PartitionId(number), one) for number, one in enumerate(assignments))
 
 
 @asynccontextmanager
@@ -254,11 +258,11 @@ async def cluster(
         for name in names:
             await made.start(name)
         first, others = names[0], names[1:]
-        made.map = ClusterMap(
+        made.map = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: node.address for name, node in nodes.items()},
-            partitions=(Owners(first, dict.fromkeys(others, "")),) * partitions,
+            partitions=(Assignment(first, dict.fromkeys(others, "")),) * partitions,
         )
         await made.give(made.map, *names)
         yield made

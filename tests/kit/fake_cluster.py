@@ -9,8 +9,8 @@ import trio
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import BUCKET, FakeServer
 from upr_protocol.client import Address
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.ids import PartitionId
+from upr_protocol.partition_map import Assignment, PartitionMap
 
 
 class FakeCluster:
@@ -34,14 +34,14 @@ class FakeCluster:
             server.partitions = servers[0].partitions
             server.peers = servers
             self.nets[name] = FakeNet(nursery, server)
-        owners = tuple(
-            Owners(active=names[number % len(names)]) for number in range(partition_count)
+        assignments = tuple(
+            Assignment(active=names[number % len(names)]) for number in range(partition_count)
         )
-        self.map = ClusterMap(
+        self.map = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: f"{name}:12000" for name in names},
-            partitions=owners,
+            partitions=assignments,
         )
         self.tell(names)
 
@@ -62,10 +62,12 @@ class FakeCluster:
             raise ConnectionRefusedError(f"there is nothing at {address}")
         return await net.dial(address)
 
-    def move(self, changed: dict[int, Owners], *, tell: Iterable[str] | None = None) -> ClusterMap:
+    def move(
+        self, changed: dict[int, Assignment], *, tell: Iterable[str] | None = None
+    ) -> PartitionMap:
         """The next map, told to those nodes; by default to all."""
         self.map = self.map.next(
-            {PartitionId(number): owners for number, owners in changed.items()}
+            {PartitionId(number): assignment for number, assignment in changed.items()}
         )
         self.tell(self.nets if tell is None else tell)
         return self.map

@@ -14,11 +14,11 @@ import trio
 
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import Chunk, ChunkBuilder
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, Retry, RollBack, decide_start
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo, SnapshotKind
+from upr_protocol.partition_map import PartitionMap
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import (
     Await,
@@ -107,7 +107,7 @@ class FakeServer:
         """Whether nothing is streamed, and no barrier comes back."""
 
         self.name = ""
-        self.map: ClusterMap | None = None
+        self.map: PartitionMap | None = None
         """The partition map that it has; None: it holds the bucket alone."""
         self.peers: list[FakeServer] = [self]
         """Those that have the same partitions."""
@@ -122,7 +122,7 @@ class FakeServer:
             return self.partitions[partition].state
         return self.map.partitions[partition].state_of(self.name)
 
-    def set_map(self, new: ClusterMap) -> None:
+    def set_map(self, new: PartitionMap) -> None:
         """Takes another map: streams of partitions that it is something else for end."""
         self.map = new
         for connection in list(self.connections):

@@ -14,8 +14,8 @@ from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Address, connect, give_map
 from upr_protocol.client.operator import Behind, Operator, add_replicas, giver, wait_caught_up
 from upr_protocol.client.operator.plan import revised
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
@@ -155,7 +155,7 @@ class Fleet:
         """What a server is."""
         return [self.partition(name, number).state for number in range(self._partitions)]
 
-    def map(self, name: str) -> ClusterMap:
+    def map(self, name: str) -> PartitionMap:
         """The map that a server has."""
         found = self.servers[name].service.cluster.map_of(BUCKET)
         assert found is not None
@@ -174,12 +174,12 @@ class Fleet:
         return None if found is None else bytes(found.value).decode()
 
     async def give(
-        self, name: str, revision: int, changed: Mapping[int, Owners], base: ClusterMap
+        self, name: str, revision: int, changed: Mapping[int, Assignment], base: PartitionMap
     ) -> None:
         """Gives one node a map, whatever it has."""
-        owners = {PartitionId(number): one for number, one in changed.items()}
+        assignments = {PartitionId(number): one for number, one in changed.items()}
         cluster = self.servers[name].service.cluster
-        given = revised(base, revision, owners)
+        given = revised(base, revision, assignments)
         await cluster.give(cluster.revision(BUCKET), given.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:

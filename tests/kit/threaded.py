@@ -14,7 +14,7 @@ from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_net import ENDLESS
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import Address
-from upr_protocol.cluster import Owners
+from upr_protocol.partition_map import Assignment
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class ThreadedCluster:
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
         self.thread.nursery.start_soon(self.cluster.server(name).serve, stream)
 
-    def move(self, changed: dict[int, Owners], *, tell: str | None = None) -> None:
+    def move(self, changed: dict[int, Assignment], *, tell: str | None = None) -> None:
         """See `FakeCluster`."""
         self.thread.call(lambda: self.cluster.move(changed, tell=tell))
 

@@ -33,9 +33,9 @@ from tests.storage.test_store import BUCKET, create, some_write
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
 from upr_protocol.client.address import Address
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import ServerError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server, serve
 from upr_server.config import Config
 from upr_server.daemon import listening, run_until_signal
@@ -422,11 +422,11 @@ class _Nowhere:
 # The cluster.
 
 
-def _map(server: Server) -> ClusterMap:
+def _map(server: Server) -> PartitionMap:
     found = server.service.cluster.map_of("b")
     if found is not None:
         return found.next({})
-    return ClusterMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
+    return PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
 
 
 def _membership(server: Server) -> Membership:
@@ -480,12 +480,12 @@ async def test_a_map(
 
 async def _name_replica(server: Server, address: str) -> None:
     """Its map says that the node `z` follows it."""
-    owners = Owners(active="a", replicas={"z": ""})
-    given = ClusterMap(
+    assignment = Assignment(active="a", replicas={"z": ""})
+    given = PartitionMap(
         bucket="b",
         revision=2,
         nodes={"a": f"{HOST}:{server.port}", "z": address},
-        partitions=(owners,) * PARTITIONS,
+        partitions=(assignment,) * PARTITIONS,
     )
     await _give(server)
     await _membership(server).give(1, given.encode())

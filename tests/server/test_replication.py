@@ -30,7 +30,6 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.resume import GOING_BACK
-from upr_protocol.cluster import Keeps, Owners
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -43,6 +42,7 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
+from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_server.engine import Partition, WriterToken
 from upr_server.replication.incoming import Incoming
 from upr_server.storage.chunk_log import PartitionWrite
@@ -106,7 +106,7 @@ async def test_replicas_have_what_their_active_has() -> None:
 
 async def test_a_replica_of_a_replica() -> None:
     async with cluster() as one:
-        await one.share([Owners("a", {"b": "", "c": "b"})] * P)
+        await one.share([Assignment("a", {"b": "", "c": "b"})] * P)
         await write(one, "a", 200)
         await same(one)
 
@@ -179,7 +179,7 @@ async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:
         one.nodes["b"].room = SimulatedRoom()
         await one.start("b")
         # It is to follow one that is down.
-        await one.share([Owners("a", {"b": "c", "c": ""})] * P)
+        await one.share([Assignment("a", {"b": "c", "c": ""})] * P)
         with pytest.raises(ServerError, match="has not heard of its master yet"):
             await follow(one.nodes["b"].url, state)
 
@@ -229,14 +229,14 @@ async def test_a_failover_that_is_taken_back_trusts_nobody_who_has_lost_its_memo
         await one.nodes["a"].kill()
         await one.start("a")
         everybody = {"a": "", "b": ""}
-        await one.share([Owners(replicas=everybody, lost="a")])
+        await one.share([Assignment(replicas=everybody, lost="a")])
         if is_killed_again:
             await one.nodes["a"].kill()
             await one.start("a")
         await one.share([before])
         assert states(one, "a") == [PartitionState.PENDING]
-        await one.share([Owners(replicas=everybody, lost="a")])
-        await one.share([Owners("a", {"b": ""}, chosen=one.map.revision + 1)])
+        await one.share([Assignment(replicas=everybody, lost="a")])
+        await one.share([Assignment("a", {"b": ""}, chosen=one.map.revision + 1)])
         assert states(one, "a") == [PartitionState.ACTIVE]
         await write(one, "a", 5, "later")
         await same(one)
@@ -262,7 +262,7 @@ async def test_an_active_that_was_stopped_waits_until_a_peer_confirms_it() -> No
 
 async def test_a_partition_without_replicas_comes_back_by_itself() -> None:
     async with cluster("ab") as one:
-        await one.share([Owners("a", {"b": ""})] + [Owners("a")] * (P - 1))
+        await one.share([Assignment("a", {"b": ""})] + [Assignment("a")] * (P - 1))
         await write(one, "a", 100)
         await one.quiet()
         await one.nodes["a"].kill()
@@ -276,7 +276,7 @@ async def test_a_partition_without_replicas_comes_back_by_itself() -> None:
 async def test_a_clean_stop_does_not_make_good_what_a_crash_has_lost() -> None:
     """It was killed, and stopped before it had begun another history: it begins one after that."""
     async with cluster("ab", partitions=1) as one:
-        await one.share([Owners("a")])
+        await one.share([Assignment("a")])
         await write(one, "a", 100)
         await one.nodes["a"].kill()
         await one.nodes["b"].stop()
@@ -297,7 +297,7 @@ async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
         await one.quiet()
         await one.nodes["a"].kill()
         await one.fail_over("a", Random(1))
-        actives = {owners.active for owners in one.map.partitions}
+        actives = {assignment.active for assignment in one.map.partitions}
         assert "a" not in actives
         await one.start("a")
         await same(one)
@@ -322,7 +322,8 @@ async def test_what_the_new_active_never_had_is_undone(
         await one.quiet()
         # `c` hears of nothing more.
         await one.give(
-            one.map.next({PartitionId(n): Owners("a", {"b": "", "c": "b"}) for n in range(P)}), "a"
+            one.map.next({PartitionId(n): Assignment("a", {"b": "", "c": "b"}) for n in range(P)}),
+            "a",
         )
         await one.nodes["c"].kill()
         await write(one, "a", 50, "lost")
@@ -335,8 +336,8 @@ async def test_what_the_new_active_never_had_is_undone(
         highs = [partition.high_seq for partition in one.nodes["b"].held]
         await one.nodes["a"].kill()
         await one.start("c")
-        owners = Owners("c", {"a": "", "b": ""})
-        given = one.map.next({PartitionId(n): owners for n in range(P)})
+        assignment = Assignment("c", {"a": "", "b": ""})
+        given = one.map.next({PartitionId(n): assignment for n in range(P)})
         before = [partition.high_seq for partition in one.nodes["c"].held]
         await one.give(given, "c", "b")
         await one.start("a")
@@ -400,8 +401,8 @@ async def test_levels() -> None:
 
 async def test_a_late_map_changes_nothing() -> None:
     async with cluster() as one:
-        late = one.map.next({PartitionId(0): Owners("b", {"a": "", "c": ""})})
-        await one.share([Owners("a", {"b": "", "c": ""})] * P)
+        late = one.map.next({PartitionId(0): Assignment("b", {"a": "", "c": ""})})
+        await one.share([Assignment("a", {"b": "", "c": ""})] * P)
         for name in "abc":
             with pytest.raises(ServerError) as refused:
                 await give_map(Address.parse(one.nodes[name].url), late.revision - 1, late)
@@ -414,16 +415,16 @@ async def test_a_history_is_kept_only_by_who_has_all_of_it() -> None:
     async with cluster("ab") as one:
         await write(one, "a", 100)
         await one.quiet()
-        handing = Owners(replicas={"b": ""}, handing_over="a")
+        handing = Assignment(replicas={"b": ""}, handing_over="a")
         await one.share([handing] * P)
         with pytest.raises(ServerError):
             await write(one, "a", 1)
         kept = []
         for partition in one.nodes["a"].held:
-            keeps = Keeps(partition.failover_log.current, partition.high_seq)
-            kept.append(Owners("b", {"a": ""}, keeps=keeps))
+            keeps = HistoryPoint(partition.failover_log.current, partition.high_seq)
+            kept.append(Assignment("b", {"a": ""}, keeps=keeps))
         wrong = list(kept)
-        wrong[1] = Owners("b", {"a": ""}, keeps=Keeps(HistoryId(1), SeqNo(5)))
+        wrong[1] = Assignment("b", {"a": ""}, keeps=HistoryPoint(HistoryId(1), SeqNo(5)))
         with pytest.raises(ServerError) as refused:
             await one.give(one.map.next(dict(enumerate_partitions(wrong))), "b")
         assert refused.value.status is Status.WRONG_STATE
@@ -559,7 +560,7 @@ async def test_a_node_that_was_killed_does_not_hand_over() -> None:
         await one.quiet()
         await one.nodes["a"].kill()
         await one.start("a")
-        handing_over = Owners("", {"b": "", "c": ""}, handing_over="a")
+        handing_over = Assignment("", {"b": "", "c": ""}, handing_over="a")
         given = one.map.next({PartitionId(n): handing_over for n in range(P)})
         with pytest.raises(ServerError, match="use `upr failover`"):
             await one.give(given, "a")
@@ -572,14 +573,14 @@ async def test_a_node_that_was_killed_after_it_handed_over_may_do_so_again() -> 
     async with cluster() as one:
         await write(one, "a", 100)
         await one.quiet()
-        handing_over = Owners("", {"b": "", "c": ""}, handing_over="a")
+        handing_over = Assignment("", {"b": "", "c": ""}, handing_over="a")
         for _ in range(2):
             given = one.map.next({PartitionId(n): handing_over for n in range(P)})
             await one.give(given, "a")
             await one.nodes["a"].kill()
             await one.start("a")
         await one.give(one.map, "b", "c")
-        await one.share([Owners("b", {"a": "", "c": ""})] * P)
+        await one.share([Assignment("b", {"a": "", "c": ""})] * P)
         await same(one)
 
 
@@ -600,7 +601,7 @@ async def test_what_expires_is_deleted_by_a_new_active() -> None:
 
         deadline = trio.current_time() + 20
         while trio.current_time() < deadline:
-            names = {owners.active for owners in one.map.partitions}
+            names = {assignment.active for assignment in one.map.partitions}
             found = [await one.contents(name) for name in names]
             if not any(items for by_partition in found for items in by_partition.values()):
                 return
@@ -617,8 +618,8 @@ async def test_a_new_active_indexes_what_it_had_left_out_without_being_asked() -
         await one.nodes["a"].kill()
         await one.fail_over("a", Random(1))
         active = [
-            one.nodes[owners.active].held[number]
-            for number, owners in enumerate_partitions(one.map.partitions)
+            one.nodes[assignment.active].held[number]
+            for number, assignment in enumerate_partitions(one.map.partitions)
         ]
         await eventually(lambda: all(p.can_be_asked for p in active), "it is indexed", 4.0)
 

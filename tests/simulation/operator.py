@@ -18,9 +18,9 @@ from upr_protocol.client.maps import give_map
 from upr_protocol.client.operator import Operator, add_replicas, fail_over, take_over
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.takeover import Limits
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionState
+from upr_protocol.partition_map import Assignment, PartitionMap
 
 HOST: Final = "op"
 
@@ -63,19 +63,19 @@ class SimulatedOperator:
             dial=partial(self._network.dial, HOST),
         )
 
-    async def begin(self, partitions: int, *, has_replicas: bool) -> ClusterMap:
+    async def begin(self, partitions: int, *, has_replicas: bool) -> PartitionMap:
         """Gives all nodes the first map: one is active for everything, and the others follow; or
         each has partitions of its own, and nobody follows."""
         names = list(self._nodes)
         first, *others = names
-        owners = [Owners(first, dict.fromkeys(others, ""))] * partitions
+        assignments = [Assignment(first, dict.fromkeys(others, ""))] * partitions
         if not has_replicas:
-            owners = [Owners(names[number % len(names)]) for number in range(partitions)]
-        given = ClusterMap(
+            assignments = [Assignment(names[number % len(names)]) for number in range(partitions)]
+        given = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: f"{name}:{PORT}" for name in self._nodes},
-            partitions=tuple(owners),
+            partitions=tuple(assignments),
         )
         for name in self._nodes:
             address = Address.parse(f"upr://{name}/{BUCKET}")
@@ -173,14 +173,15 @@ class SimulatedOperator:
         operator = self._operator()
         survey = await operator.survey()
         base = survey.mapped()
-        for number, owners in enumerate(base.partitions):
-            if owners.active and survey.nodes[owners.active].trouble:
-                return f"{owners.active} does not answer: {survey.nodes[owners.active].trouble}"
+        for number, assignment in enumerate(base.partitions):
+            active = assignment.active
+            if active and survey.nodes[active].trouble:
+                return f"{active} does not answer: {survey.nodes[active].trouble}"
             states = {name: report.state(number) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
-            if owners.active and states[owners.active] is PartitionState.ACTIVE:
+            if assignment.active and states[assignment.active] is PartitionState.ACTIVE:
                 continue
-            if owners.handing_over:
-                to = next(iter(owners.replicas))
+            if assignment.handing_over:
+                to = next(iter(assignment.replicas))
                 await take_over(operator, to=to, partitions=[number], limits=Limits(5.0, 5.0))
                 return "handed over"
             if attempt < 3:
@@ -192,7 +193,7 @@ class SimulatedOperator:
                     raise
                 highs = {
                     name: survey.nodes[name].copy(number).high  # type: ignore[arg-type]
-                    for name in owners.replicas
+                    for name in assignment.replicas
                     if survey.reaches(name) and survey.nodes[name].partitions
                 }
                 if not highs:
@@ -209,13 +210,13 @@ class SimulatedOperator:
                 return f"{name} was empty"
         return self._behind(base)
 
-    def _behind(self, base: ClusterMap) -> str:
+    def _behind(self, base: PartitionMap) -> str:
         """Which replica is not yet what its active is; nothing if none."""
-        for number, owners in enumerate(base.partitions):
-            if not self._nodes[owners.active].held:
-                return f"{owners.active} has no bucket"
-            active = self._nodes[owners.active].held[number]
-            for name in owners.replicas:
+        for number, assignment in enumerate(base.partitions):
+            if not self._nodes[assignment.active].held:
+                return f"{assignment.active} has no bucket"
+            active = self._nodes[assignment.active].held[number]
+            for name in assignment.replicas:
                 held = self._nodes[name].held
                 if not held:
                     return f"{name} has no bucket"
@@ -225,5 +226,5 @@ class SimulatedOperator:
                     active.high_seq,
                     active.failover_log,
                 ):
-                    return f"{name} has {here!r}, and {owners.active} {active!r}"
+                    return f"{name} has {here!r}, and {assignment.active} {active!r}"
         return ""

@@ -38,10 +38,10 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.operator import Limits, NotDoneError, Operator, fail_over, take_over
-from upr_protocol.cluster import ClusterMap, Owners
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, Durability, HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.partition_map import Assignment, PartitionMap
 
 ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "4"))
 BUCKET: Final = "b"
@@ -128,7 +128,7 @@ class Cluster:
         """Somebody who gives commands at a node that is up."""
         return Operator(self.up[0].address)
 
-    async def map(self) -> ClusterMap:
+    async def map(self) -> PartitionMap:
         """The newest map."""
         maps = [await fetch_map(node.address) for node in self.up]
         return max((one for one in maps if one is not None), key=lambda one: one.revision)
@@ -163,15 +163,15 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
         first = made.nodes["a"]
         async with connect(attrs.evolve(first.address, bucket="")) as client:
             await client.create_bucket(BUCKET, partition_count=PARTITIONS)
-        owners = []
+        assignments = []
         for number in range(PARTITIONS):
             active = NAMES[number % len(NAMES)]
-            owners.append(Owners(active, {name: "" for name in NAMES if name != active}))
-        given = ClusterMap(
+            assignments.append(Assignment(active, {name: "" for name in NAMES if name != active}))
+        given = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: f"127.0.0.1:{node.port}" for name, node in made.nodes.items()},
-            partitions=tuple(owners),
+            partitions=tuple(assignments),
         )
         for node in made.nodes.values():
             await give_map(node.address, 0, given)
@@ -341,7 +341,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
                     victim = one.nodes[draw.choice(NAMES)]
                     await victim.kill()
                     found = await one.map()
-                    if any(owners.active == victim.name for owners in found.partitions):
+                    if any(assignment.active == victim.name for assignment in found.partitions):
                         await fail_over(one.operator(), all_of=victim.name)
                     await trio.sleep(draw.uniform(0, 0.2))
                     await victim.start(one.nursery)
@@ -380,8 +380,8 @@ async def caught_up(one: Cluster) -> None:
         for node in one.up:
             async with connect(node.address, by_map=False) as client:
                 for info in client.partitions():
-                    owners = found.partitions[info.partition]
-                    if owners.active == node.name:
+                    assignment = found.partitions[info.partition]
+                    if assignment.active == node.name:
                         rows = await client.seqnos([info.partition])
                         behind += rows[0].high_seq - rows[0].replicated_seq > 2000
                         behind += info.state is not PartitionState.ACTIVE
@@ -415,7 +415,7 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
                 before = ledger.acknowledgements
                 await eventually(partial(ledger.is_past, before + 8), "they go on")
                 found = await one.map()
-                assert all(owners.active == name for owners in found.partitions)
+                assert all(assignment.active == name for assignment in found.partitions)
             stopped.set()
         await one.quiet()
         async with connect(one.nodes["a"].address, by_map=False) as client:

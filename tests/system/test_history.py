@@ -90,7 +90,7 @@ async def _replace(one: Cluster, victim: Node, history: History) -> None:
     history.add(Fault(f"{victim.name} is killed", REPLICATED))
     await victim.kill()
     found = await one.map()
-    if any(owners.active == victim.name for owners in found.partitions):
+    if any(assignment.active == victim.name for assignment in found.partitions):
         await fail_over(one.operator(), all_of=victim.name)
     history.add(Fault(f"{victim.name} was replaced", REPLICATED))
     await victim.start(one.nursery)

@@ -13,8 +13,8 @@ from upr_protocol.cli.table import print_table
 from upr_protocol.cli.target import TargetCommand, bucket_argument
 from upr_protocol.client import Address, PartitionInfo
 from upr_protocol.client.operator import NodeReport, Operator, Survey, ranges_text
-from upr_protocol.cluster import Owners
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment
 
 _COLUMNS: Final = ("partition", "node", "state", "history", "high_seq", "persisted_seq", "lag")
 _TOTALS: Final = ("partitions", "node", "state", "high_seq", "persisted_seq", "lag")
@@ -80,25 +80,27 @@ def _print_map(survey: Survey) -> None:
 def _rows(survey: Survey) -> list[_Row]:
     count = max(len(report.partitions) for report in survey.nodes.values())
     if survey.map is None:
-        owners = [Owners(active=survey.asked)] * count
+        assignments = [Assignment(active=survey.asked)] * count
     else:
-        owners = list(survey.map.partitions)
+        assignments = list(survey.map.partitions)
     return [
-        row for number, one in enumerate(owners) for row in _of(survey, PartitionId(number), one)
+        row
+        for number, one in enumerate(assignments)
+        for row in _of(survey, PartitionId(number), one)
     ]
 
 
-def _of(survey: Survey, number: PartitionId, owners: Owners) -> list[_Row]:
+def _of(survey: Survey, number: PartitionId, assignment: Assignment) -> list[_Row]:
     """The holders of one partition, and who still is something for it."""
-    master = owners.active or owners.handing_over
-    names = dict.fromkeys(owners.holders())
+    master = assignment.active or assignment.handing_over
+    names = dict.fromkeys(assignment.holders())
     for name, report in survey.nodes.items():
         if report.state(number) is not PartitionState.DEAD:
             names[name] = None
     leading = _info(survey.nodes.get(master), number)
     rows = []
     for name in names:
-        wanted = owners.state_of(name)
+        wanted = assignment.state_of(name)
         info = _info(survey.nodes.get(name), number)
         if info is None:
             state = UNREACHABLE if survey.nodes[name].trouble else PartitionState.DEAD.name.lower()

@@ -7,9 +7,9 @@ has revision 0.
 from __future__ import annotations
 
 from upr_protocol.client.address import Address
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import PartitionMap
 
 
 class Atlas:
@@ -27,7 +27,7 @@ class Atlas:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self.map: ClusterMap | None = None
+        self.map: PartitionMap | None = None
         self.wanted = 0
 
     @property
@@ -44,7 +44,7 @@ class Atlas:
         """Some node has a map of this revision."""
         self.wanted = max(self.wanted, revision)
 
-    def take(self, found: ClusterMap) -> bool:
+    def take(self, found: PartitionMap) -> bool:
         """Takes in a node's map; whether it is newer than the one before.
 
         Raises:
@@ -77,9 +77,11 @@ class Atlas:
         elif state is PartitionState.REPLICA:
             nodes = self.map.replicas_of(partition)
         else:
-            owners = self.map.partitions[partition]
+            assignment = self.map.partitions[partition]
             nodes = [
-                self.map.nodes[name] for name in owners.holders() if owners.state_of(name) is state
+                self.map.nodes[name]
+                for name in assignment.holders()
+                if assignment.state_of(name) is state
             ]
         return [self._address.of_node(node) for node in nodes if node]
 

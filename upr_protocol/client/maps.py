@@ -13,9 +13,9 @@ from upr_protocol.client.asker import Asker
 from upr_protocol.client.calls import Call, PartitionInfo, partition_infos
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.cluster import ClusterMap, ClusterMapError
 from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class NodeMap:
     """
 
     node: str
-    map: ClusterMap | None
+    map: PartitionMap | None
     partitions: tuple[PartitionInfo, ...] = ()
 
 
@@ -47,7 +47,7 @@ async def fetch_map(
     identity: str = IDENTITY_DEFAULT,
     timeout_s: float = TIMEOUT_S,
     dial: Dial = dial_tcp,
-) -> ClusterMap | None:
+) -> PartitionMap | None:
     """The partition map of the bucket that `address` names, as the node there has it; None when
     that node holds the bucket alone.
 
@@ -119,7 +119,7 @@ async def look_at_node(
 async def give_map(
     address: Address,
     expected_revision: int,
-    given: ClusterMap,
+    given: PartitionMap,
     *,
     identity: str = IDENTITY_DEFAULT,
     timeout_s: float = TIMEOUT_S,
@@ -155,7 +155,7 @@ async def have_join(
     identity: str = IDENTITY_DEFAULT,
     timeout_s: float = TIMEOUT_S,
     dial: Dial = dial_tcp,
-) -> ClusterMap | None:
+) -> PartitionMap | None:
     """Has the node at `address` ask the one at `source` for the bucket's map, and carry it out.
 
     Returns:
@@ -170,7 +170,7 @@ async def have_join(
 
 
 async def _join(
-    address: Address, given: ClusterMap, identity: str, timeout_s: float, dial: Dial
+    address: Address, given: PartitionMap, identity: str, timeout_s: float, dial: Dial
 ) -> None:
     """Has a node that does not have the bucket yet ask the others for the map."""
     for there in given.nodes.values():
@@ -209,7 +209,7 @@ def _node_map(reply: MapReply) -> NodeMap:
     return NodeMap(reply.node, map_of(reply))
 
 
-def map_of(reply: MapReply) -> ClusterMap | None:
+def map_of(reply: MapReply) -> PartitionMap | None:
     """The map in a node's answer; None when the node holds the bucket alone.
 
     Raises:
@@ -218,8 +218,8 @@ def map_of(reply: MapReply) -> ClusterMap | None:
     if not reply.revision:
         return None
     try:
-        return ClusterMap.decode(reply.document)
-    except ClusterMapError as error:
+        return PartitionMap.decode(reply.document)
+    except PartitionMapError as error:
         raise RemoteProtocolError(str(error)) from error
 
 

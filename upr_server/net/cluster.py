@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId
+from upr_protocol.partition_map import PartitionMap
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.records import PartialRecord
 
@@ -19,7 +19,7 @@ class Cluster(Protocol):
     def node(self) -> str:
         """What maps call this node."""
 
-    def map_of(self, bucket: str) -> ClusterMap | None:
+    def map_of(self, bucket: str) -> PartitionMap | None:
         """The bucket's map; None while this node holds it alone."""
 
     def revision(self, bucket: str) -> int:
@@ -31,10 +31,10 @@ class Cluster(Protocol):
     def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
         """Whether the node `name` follows this one for a partition."""
 
-    async def give(self, expected_revision: int, document: str) -> ClusterMap:
+    async def give(self, expected_revision: int, document: str) -> PartitionMap:
         """Carries out a map in place of that with `expected_revision`."""
 
-    async def join(self, bucket: str, address: str) -> ClusterMap:
+    async def join(self, bucket: str, address: str) -> PartitionMap:
         """Asks another node for a bucket's map, and carries it out."""
 
     def restore(
@@ -65,7 +65,7 @@ class Alone:
 
     node = ""
 
-    def map_of(self, bucket: str) -> ClusterMap | None:  # noqa: ARG002
+    def map_of(self, bucket: str) -> PartitionMap | None:  # noqa: ARG002
         """See `Cluster`."""
         return None
 
@@ -81,11 +81,11 @@ class Alone:
         """See `Cluster`."""
         return False
 
-    async def give(self, expected_revision: int, document: str) -> ClusterMap:  # noqa: ARG002
+    async def give(self, expected_revision: int, document: str) -> PartitionMap:  # noqa: ARG002
         """See `Cluster`."""
         raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
 
-    async def join(self, bucket: str, address: str) -> ClusterMap:  # noqa: ARG002
+    async def join(self, bucket: str, address: str) -> PartitionMap:  # noqa: ARG002
         """See `Cluster`."""
         raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
 

@@ -10,10 +10,10 @@ import structlog
 import trio
 
 from upr_protocol.client import Address, fetch_map
-from upr_protocol.cluster import ClusterMap, ClusterMapError, Owners
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment, PartitionMap, PartitionMapError
 from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.replication.host import Host
@@ -53,7 +53,7 @@ class _Held:
     """
 
     disk: BucketDisk
-    map: ClusterMap
+    map: PartitionMap
     is_confirmed: bool
     is_clean: bool
     doubtful: dict[PartitionId, int] = attrs.field(factory=dict)
@@ -104,12 +104,12 @@ class Membership:
 
     # What others ask.
 
-    def map_of(self, bucket: str) -> ClusterMap | None:
+    def map_of(self, bucket: str) -> PartitionMap | None:
         """The bucket's map; None while this node holds it alone."""
         held = self._held.get(bucket)
         return None if held is None else held.map
 
-    def maps(self) -> list[ClusterMap]:
+    def maps(self) -> list[PartitionMap]:
         """All maps that there are here."""
         return [held.map for held in self._held.values()]
 
@@ -127,8 +127,8 @@ class Membership:
         held = self._held.get(bucket)
         if held is None:
             return []
-        owners = held.map.partitions[partition]
-        return [name for name in owners.replicas if owners.source_of(name) == self.node]
+        assignment = held.map.partitions[partition]
+        return [name for name in assignment.replicas if assignment.source_of(name) == self.node]
 
     def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
         """Whether the node `name` follows this one for a partition."""
@@ -155,18 +155,18 @@ class Membership:
             is_clean: Whether this node was stopped cleanly.
 
         Raises:
-            ClusterMapError: What is on disk is no map.
+            PartitionMapError: What is on disk is no map.
         """
-        found = ClusterMap.decode(document)
+        found = PartitionMap.decode(document)
         held = _Held(disk, found, is_confirmed=False, is_clean=is_clean)
         self._held[found.bucket] = held
         disk.upkeeper.keep = self._undo_mutations
         for partition in disk.bucket.partitions:
-            owners = found.partitions[partition.id]
-            state = owners.state_of(self.node)
+            assignment = found.partitions[partition.id]
+            state = assignment.state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
-            if not is_clean and _was_master(owners, self.node):
+            if not is_clean and _was_master(assignment, self.node):
                 # What it had in memory is lost, and may have been acknowledged: a replica has it.
                 held.doubtful[partition.id] = found.revision
             partition.become(state, partition.failover_log)
@@ -225,7 +225,7 @@ class Membership:
 
     # Maps.
 
-    async def give(self, expected_revision: int, document: str) -> ClusterMap:
+    async def give(self, expected_revision: int, document: str) -> PartitionMap:
         """Carries out a map, if the one before it is that of `expected_revision`; or if it was
         carried out already: the answer may have been lost, or a peer may have told of it.
 
@@ -252,7 +252,7 @@ class Membership:
                 await self._carry_out(given)
         return given
 
-    async def join(self, bucket: str, address: str) -> ClusterMap:
+    async def join(self, bucket: str, address: str) -> PartitionMap:
         """Asks another node for a bucket's map, and carries it out.
 
         Raises:
@@ -277,7 +277,7 @@ class Membership:
         assert held is not None, "it was carried out, or a newer one is here"
         return held
 
-    async def adopt(self, found: ClusterMap) -> bool:
+    async def adopt(self, found: PartitionMap) -> bool:
         """Carries out a peer's map, if it is newer than the one that is here.
 
         Returns:
@@ -300,7 +300,7 @@ class Membership:
                     async with held.turn:
                         await self._change(held, held.map)
 
-    async def _carry_out(self, new: ClusterMap, *, is_told: bool = False) -> None:
+    async def _carry_out(self, new: PartitionMap, *, is_told: bool = False) -> None:
         if new.revision <= self.revision(new.bucket):
             raise ServerError(
                 Status.REVISION_CONFLICT,
@@ -321,7 +321,7 @@ class Membership:
             # It was not deleted meanwhile.
             self._held[new.bucket] = held
 
-    def _check_hands_over(self, held: _Held, new: ClusterMap) -> None:
+    def _check_hands_over(self, held: _Held, new: PartitionMap) -> None:
         """Who hands over says by it that it has all that it gave others."""
         for number in held.doubtful:
             # What was handed over before is on disk, whatever came since.
@@ -333,7 +333,7 @@ class Membership:
                     "lost its disk; its replicas may have more: use `upr failover`",
                 )
 
-    async def _first(self, new: ClusterMap, *, is_told: bool) -> _Held:
+    async def _first(self, new: PartitionMap, *, is_told: bool) -> _Held:
         """Of a bucket that had no map yet: this node held it alone, or not at all. If a peer told
         it, and no operator gave it, this node knew it once: what it has of the bucket was begun
         anew."""
@@ -344,12 +344,12 @@ class Membership:
                 f"{', '.join(sorted(new.nodes))}",
             )
         disk = self._host.disk_of(new.bucket)
-        owners = Owners(active=self.node)
+        assignment = Assignment(active=self.node)
         doubtful: dict[PartitionId, int] = {}
         is_lost = is_told
         if disk is None:
             disk = await self._host.create_held(new.bucket, len(new.partitions))
-            owners = Owners()
+            assignment = Assignment()
             # Unless this is where the bucket begins, it holds nothing of what it is said to have:
             # perhaps its disk was lost.
             is_lost = new.revision > 1
@@ -360,15 +360,15 @@ class Membership:
                 if _was_master(there, self.node)
             }
         disk.upkeeper.keep = self._undo_mutations
-        before = ClusterMap(
+        before = PartitionMap(
             bucket=new.bucket,
             revision=0,
             nodes=new.nodes,
-            partitions=(owners,) * len(disk.bucket.partitions),
+            partitions=(assignment,) * len(disk.bucket.partitions),
         )
         return _Held(disk, before, is_confirmed=True, is_clean=True, doubtful=doubtful)
 
-    async def _change(self, held: _Held, new: ClusterMap) -> None:
+    async def _change(self, held: _Held, new: PartitionMap) -> None:
         disk, bucket = held.disk, held.disk.bucket
         states = {
             partition: self._state_in(held, partition.id, new.partitions[partition.id])
@@ -454,23 +454,23 @@ class Membership:
             f"{disk.flusher.full or 'it is slow'}"
         )
 
-    def _state_in(self, held: _Held, number: PartitionId, owners: Owners) -> PartitionState:
+    def _state_in(self, held: _Held, number: PartitionId, assignment: Assignment) -> PartitionState:
         """What a map makes of a partition."""
-        state = owners.state_of(self.node)
+        state = assignment.state_of(self.node)
         since = held.doubtful.get(number)
         if (
             state is PartitionState.ACTIVE
             and since is not None
-            and self._is_doubtful(since, owners)
+            and self._is_doubtful(since, assignment)
         ):
             return PartitionState.PENDING
         return state
 
-    def _is_doubtful(self, since: int, owners: Owners) -> bool:
+    def _is_doubtful(self, since: int, assignment: Assignment) -> bool:
         """Whether a doubt that began with the map of revision `since` outlasts another map."""
-        return owners.active in ("", self.node) and owners.chosen <= since
+        return assignment.active in ("", self.node) and assignment.chosen <= since
 
-    def _is_confirming(self, held: _Held, new: ClusterMap) -> bool:
+    def _is_confirming(self, held: _Held, new: PartitionMap) -> bool:
         """Whether this node is to be what it was when it went away."""
         return not held.is_confirmed and new.revision == held.map.revision
 
@@ -494,18 +494,18 @@ class Membership:
             held.incoming.pop(partition.id, None)
 
     def _log_after(
-        self, held: _Held, new: ClusterMap, partition: Partition, state: PartitionState
+        self, held: _Held, new: PartitionMap, partition: Partition, state: PartitionState
     ) -> FailoverLog:
         """The failover log with which a partition will be in `state`."""
         failover_log = partition.failover_log
         if state is not PartitionState.ACTIVE or partition.state is PartitionState.ACTIVE:
             return failover_log
-        owners = new.partitions[partition.id]
+        assignment = new.partitions[partition.id]
         if self._is_confirming(held, new):
             keeps = held.is_clean
-        elif owners.keeps is not None:
+        elif assignment.keeps is not None:
             keeps = True
-            _check_keeps(owners, partition)
+            _check_keeps(assignment, partition)
         else:
             keeps = False
         if keeps and failover_log.entries:
@@ -515,19 +515,19 @@ class Membership:
     # Following.
 
     def _wanted(
-        self, held: _Held, new: ClusterMap
+        self, held: _Held, new: PartitionMap
     ) -> dict[str, tuple[str, dict[PartitionId, PartitionState]]]:
         """Whom to follow: by node its address, and for each partition its state there."""
         wanted: dict[str, tuple[str, dict[PartitionId, PartitionState]]] = {}
         for partition in held.disk.bucket.partitions:
-            owners = new.partitions[partition.id]
-            source = owners.source_of(self.node)
+            assignment = new.partitions[partition.id]
+            source = assignment.source_of(self.node)
             if source:
                 _, partitions = wanted.setdefault(source, (new.nodes[source], {}))
-                partitions[partition.id] = owners.state_of(source)
+                partitions[partition.id] = assignment.state_of(source)
         return wanted
 
-    async def _stop_following(self, held: _Held, new: ClusterMap) -> None:
+    async def _stop_following(self, held: _Held, new: PartitionMap) -> None:
         """Ends what `new` does not want, or wants otherwise; what came is on disk then."""
         wanted = self._wanted(held, new)
         for name, replicator in list(held.replicators.items()):
@@ -572,20 +572,24 @@ class Membership:
         }
 
 
-def _was_master(owners: Owners, node: str) -> bool:
+def _was_master(assignment: Assignment, node: str) -> bool:
     """Whether `node` was the last to take writes of a partition, and others follow."""
-    return bool(owners.replicas) and node in (owners.active, owners.handing_over, owners.lost)
+    return bool(assignment.replicas) and node in (
+        assignment.active,
+        assignment.handing_over,
+        assignment.lost,
+    )
 
 
-def _decoded(document: str) -> ClusterMap:
+def _decoded(document: str) -> PartitionMap:
     try:
-        return ClusterMap.decode(document)
-    except ClusterMapError as error:
+        return PartitionMap.decode(document)
+    except PartitionMapError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
 
 
-def _check_keeps(owners: Owners, partition: Partition) -> None:
-    keeps = owners.keeps
+def _check_keeps(assignment: Assignment, partition: Partition) -> None:
+    keeps = assignment.keeps
     assert keeps is not None
     found = partition.failover_log.current, partition.high_seq
     if found != (keeps.history_id, keeps.seq):

@@ -12,8 +12,8 @@ import trio
 
 from upr_protocol.client import Address
 from upr_protocol.client.maps import have_join, map_options
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import UprError
+from upr_protocol.partition_map import PartitionMap
 from upr_server.replication.membership import Membership
 from upr_server.replication.neighbours import Neighbours
 
@@ -85,7 +85,7 @@ class Peers:
         """Asks all: the newest map counts, and one that answers is enough."""
         membership = self._membership
         revision = membership.revision(bucket)
-        answers: list[ClusterMap] = []
+        answers: list[PartitionMap] = []
         if not membership.peers(bucket):
             await self._try(membership.confirm, bucket, revision)
             return
@@ -114,7 +114,7 @@ class Peers:
         elif newest.revision < revision or newest == membership.map_of(bucket):
             await self._try(membership.confirm, bucket, revision)
 
-    async def _fetch(self, name: str, address: str, bucket: str) -> ClusterMap | None:
+    async def _fetch(self, name: str, address: str, bucket: str) -> PartitionMap | None:
         """The map of the node `name`, if it is that which answers there."""
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
@@ -137,7 +137,7 @@ class Peers:
             log.debug("a node does not tell its map", address=address, error=str(error))
         return None
 
-    async def _remind(self, name: str, address: str, ours: ClusterMap) -> None:
+    async def _remind(self, name: str, address: str, ours: PartitionMap) -> None:
         """A node has the bucket, and does not know that it is one of several: it has lost its disk,
         and the bucket was made anew. Until it knows it takes writes that nobody will keep."""
         log.warning(
@@ -158,7 +158,7 @@ class Peers:
             self._told.add(sentence)
             log.warning(sentence)
 
-    async def _adopt(self, found: ClusterMap) -> None:
+    async def _adopt(self, found: PartitionMap) -> None:
         await self._try(self._membership.adopt, found)
 
     async def _try(self, call: Callable[..., Awaitable[object]], *args: object) -> None:

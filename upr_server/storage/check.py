@@ -14,10 +14,10 @@ from typing import Final
 import msgspec
 
 from upr_protocol.chunk import Buffer, Chunk
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import ChunkError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionState, SeqNo
+from upr_protocol.partition_map import PartitionMap
 from upr_server.storage.environment import Reader
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.lmdb_store import COMMIT, LmdbEnvironment
@@ -367,7 +367,7 @@ def _check_clean(key: bytes, value: Buffer, _count: int, _highs: dict[int, int])
 
 
 def _check_map(key: bytes, value: Buffer, count: int, _highs: dict[int, int]) -> None:
-    found = ClusterMap.decode(parse_record(key, value, str))
+    found = PartitionMap.decode(parse_record(key, value, str))
     if key != MAP or len(found.partitions) != count:
         raise ValueError(f"it is a partition map of {len(found.partitions)} partitions")
 

@@ -10,9 +10,9 @@ from tests.simulation.bugs.patch import replaced
 from upr_protocol.client.operator import Operator, takeover
 from upr_protocol.client.operator.plan import Copy
 from upr_protocol.client.operator.survey import NodeReport
-from upr_protocol.cluster import Keeps
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
+from upr_protocol.partition_map import HistoryPoint
 from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.replication.membership import Membership
@@ -96,8 +96,8 @@ def takes_writes_while_it_hands_over() -> Iterator[None]:
 def trusts_a_lost_memory() -> Iterator[None]:
     """A node that was killed while it was active takes what it has on disk for all that it gave."""
 
-    def state_in(self: Membership, _held: Any, _number: Any, owners: Any) -> PartitionState:
-        found: PartitionState = owners.state_of(self.node)
+    def state_in(self: Membership, _held: Any, _number: Any, assignment: Any) -> PartitionState:
+        found: PartitionState = assignment.state_of(self.node)
         return found
 
     with replaced(Membership, "_state_in", state_in):
@@ -109,8 +109,8 @@ def is_trusted_once_it_was_fenced() -> Iterator[None]:
     """A node that has lost its memory is active again with a map that puts back what was before a
     failover that failed; found by the simulation."""
 
-    def is_doubtful(self: Membership, _since: int, owners: Any) -> bool:
-        found: bool = owners.active == self.node
+    def is_doubtful(self: Membership, _since: int, assignment: Any) -> bool:
+        found: bool = assignment.active == self.node
         return found
 
     with replaced(Membership, "_is_doubtful", is_doubtful):
@@ -138,7 +138,7 @@ def goes_on_where_another_was_active() -> Iterator[None]:
     """A takeover that goes on from one that was interrupted keeps the history; found by the
     simulation."""
 
-    def kept(self: takeover._Takeover, _number: Any, place: Keeps) -> Keeps | None:
+    def kept(self: takeover._Takeover, _number: Any, place: HistoryPoint) -> HistoryPoint | None:
         return None if self._new_histories else place
 
     with replaced(takeover._Takeover, "_kept", kept):

@@ -26,8 +26,8 @@ from upr_protocol.client.operator.plan import (
 )
 from upr_protocol.client.operator.replicas import checked_partitions
 from upr_protocol.client.operator.survey import Operator, Survey
-from upr_protocol.cluster import ClusterMap, Keeps, Owners
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 
 
 def chosen_partitions(survey: Survey, partitions: Iterable[int], all_of: str) -> list[PartitionId]:
@@ -45,8 +45,8 @@ def chosen_partitions(survey: Survey, partitions: Iterable[int], all_of: str) ->
         )
     found = [
         PartitionId(number)
-        for number, owners in enumerate(base.partitions)
-        if master_of(owners) == all_of
+        for number, assignment in enumerate(base.partitions)
+        if master_of(assignment) == all_of
     ]
     if not found:
         raise NotDoneError(f"{all_of} is active for nothing: there is nothing to do")
@@ -61,7 +61,7 @@ async def fail_over(
     to: str = "",
     acknowledged: int = 1,
     lose_acknowledged: bool = False,
-) -> ClusterMap:
+) -> PartitionMap:
     """Makes other nodes active. Cancelled, or ended by an error, it leaves nobody active in what it
     has fenced; the same command again goes on from there.
 
@@ -108,7 +108,7 @@ class _Failover:
         self._operator = operator
         self._survey = survey
         self._base = survey.mapped()
-        self._owners: dict[PartitionId, Owners] = {
+        self._assignments: dict[PartitionId, Assignment] = {
             number: self._base.partitions[number] for number in partitions
         }
         self._acknowledged = acknowledged
@@ -118,7 +118,9 @@ class _Failover:
         self._fenced: list[str] = []
 
     def _holders(self) -> list[str]:
-        found = dict.fromkeys(n for owners in self._owners.values() for n in holders_of(owners))
+        found = dict.fromkeys(
+            n for assignment in self._assignments.values() for n in holders_of(assignment)
+        )
         return list(found)
 
     # Before anything is changed.
@@ -126,13 +128,13 @@ class _Failover:
     def check_nobody_leads(self) -> None:
         """Refuses while the active is there."""
         alive: dict[str, list[int]] = {}
-        for number, owners in self._owners.items():
-            master = master_of(owners)
+        for number, assignment in self._assignments.items():
+            master = master_of(assignment)
             if not self._survey.reaches(master):
                 continue
             state = self._survey.nodes[master].state(number)
             if state is PartitionState.ACTIVE or (
-                state is PartitionState.PENDING and master == owners.handing_over
+                state is PartitionState.PENDING and master == assignment.handing_over
             ):
                 alive.setdefault(master, []).append(number)
         for master, numbers in alive.items():
@@ -145,7 +147,9 @@ class _Failover:
         """Refuses a node that holds nothing."""
         if not to:
             return
-        without = [n for n, owners in self._owners.items() if to not in holders_of(owners)]
+        without = [
+            n for n, assignment in self._assignments.items() if to not in holders_of(assignment)
+        ]
         if without:
             raise NotDoneError(
                 f"{to} has no copy of {partitions_text(without)}: choose another node"
@@ -156,10 +160,10 @@ class _Failover:
         there = set(has)
         numbers: list[int] = []
         away: dict[str, None] = {}
-        for number, owners in self._owners.items():
-            witnesses = witnesses_of(owners)
+        for number, assignment in self._assignments.items():
+            witnesses = witnesses_of(assignment)
             found = sum(name in there for name in witnesses)
-            if found < fences_needed(owners, self._acknowledged):
+            if found < fences_needed(assignment, self._acknowledged):
                 numbers.append(number)
                 away.update(dict.fromkeys(name for name in witnesses if name not in there))
         return numbers, list(away)
@@ -183,7 +187,11 @@ class _Failover:
     def check_anybody(self, has: Iterable[str] | None = None) -> None:
         """Refuses where nobody has a copy."""
         there = set(self._fenced if has is None else has)
-        bare = [n for n, owners in self._owners.items() if not there & set(holders_of(owners))]
+        bare = [
+            n
+            for n, assignment in self._assignments.items()
+            if not there & set(holders_of(assignment))
+        ]
         if bare:
             raise NotDoneError(
                 f"nobody who answers has a copy of {partitions_text(bare)}: bring back a node that "
@@ -192,14 +200,16 @@ class _Failover:
 
     # Fencing.
 
-    def _map(self, changed: Mapping[PartitionId, Owners]) -> ClusterMap:
+    def _map(self, changed: Mapping[PartitionId, Assignment]) -> PartitionMap:
         found = revised(self._base, self._revision, dict(changed))
         self._revision += 1
         return found
 
     async def fence(self) -> None:
         """Has all who answer take nothing more from the old active, and looks at what they have."""
-        given = self._map({number: fenced(owners) for number, owners in self._owners.items()})
+        given = self._map(
+            {number: fenced(assignment) for number, assignment in self._assignments.items()}
+        )
         there = [name for name in self._holders() if self._survey.reaches(name)]
         failed = await self._giver.give_each(there, given)
         for name, error in failed.items():
@@ -212,12 +222,12 @@ class _Failover:
                 )
                 continue
             self._fenced.append(name)
-            for number, owners in self._owners.items():
-                if name in holders_of(owners) and number < len(report.partitions):
+            for number, assignment in self._assignments.items():
+                if name in holders_of(assignment) and number < len(report.partitions):
                     self._copies[number].append(report.copy(number))
         self._operator.tell(
             f"{', '.join(self._fenced) or 'nobody'}: revision {given.revision}, fenced for "
-            f"{partitions_text(self._owners)}"
+            f"{partitions_text(self._assignments)}"
         )
 
     async def check_fenced(self) -> None:
@@ -228,7 +238,7 @@ class _Failover:
 
     async def put_back(self, why: str) -> None:
         """Has the fenced be what they were, and says why."""
-        given = self._map(self._owners)
+        given = self._map(self._assignments)
         failed = await self._giver.give_each(
             [name for name in self._holders() if self._survey.reaches(name)], given
         )
@@ -244,7 +254,7 @@ class _Failover:
         chosen: dict[PartitionId, str] = {}
         behind: list[str] = []
         for number, copies in self._copies.items():
-            floor = None if lose_acknowledged else self._owners[number].floor
+            floor = None if lose_acknowledged else self._assignments[number].floor
             whole = furthest(copies)
             best = sorted(copy.node for copy in whole if copy.reaches(floor))
             if to and (to in best or (lose_acknowledged and to in self._fenced)):
@@ -272,15 +282,15 @@ class _Failover:
             )
         return chosen
 
-    def _place(self, number: PartitionId, node: str) -> Keeps:
+    def _place(self, number: PartitionId, node: str) -> HistoryPoint:
         return next(copy.place for copy in self._copies[number] if copy.node == node)
 
-    async def promote(self, chosen: Mapping[PartitionId, str]) -> ClusterMap:
+    async def promote(self, chosen: Mapping[PartitionId, str]) -> PartitionMap:
         """Tells the new actives, and then all others."""
         revision = self._revision
         led = {
             number: led_by(
-                self._owners[number], node, chosen=revision, floor=self._place(number, node)
+                self._assignments[number], node, chosen=revision, floor=self._place(number, node)
             )
             for number, node in chosen.items()
         }
@@ -295,12 +305,12 @@ class _Failover:
             said = "; ".join(map(str, failed.values()))
             if len(failed) < len(actives):
                 # What was done holds; the rest is as it was before.
-                owners = {
-                    n: fenced(self._owners[n]) if node in failed else led[n]
+                assignments = {
+                    n: fenced(self._assignments[n]) if node in failed else led[n]
                     for n, node in chosen.items()
                 }
                 await self._giver.spread(
-                    [name for name in given.nodes if name not in failed], self._map(owners)
+                    [name for name in given.nodes if name not in failed], self._map(assignments)
                 )
             raise PartlyDoneError(
                 f"{said}. Repeat the command: until then nobody is active for "

@@ -16,8 +16,8 @@ from upr_protocol.client.operator.errors import (
     UnreachableError,
 )
 from upr_protocol.client.operator.survey import Operator, Survey
-from upr_protocol.cluster import ClusterMap
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.partition_map import PartitionMap
 
 _AGAIN_S: Final = 0.05
 """How soon a node that did not answer is asked again."""
@@ -44,7 +44,7 @@ class Giver:
         """Where each node is."""
         return self._addresses
 
-    async def give(self, node: str, given: ClusterMap, timeout_s: float | None = None) -> None:
+    async def give(self, node: str, given: PartitionMap, timeout_s: float | None = None) -> None:
         """Has a node carry out a map. One that does not answer is asked for its map, and given this
         one again: what came late is refused then.
 
@@ -87,7 +87,7 @@ class Giver:
                 raise UnreachableError(f"node {node} does not answer: {failure}") from failure
             await trio.sleep(_AGAIN_S)
 
-    async def _has(self, node: str, given: ClusterMap) -> bool:
+    async def _has(self, node: str, given: PartitionMap) -> bool:
         """Whether a node has this map; notes the revision that it has instead."""
         try:
             found = await self._operator.ask(self._addresses[node])
@@ -106,7 +106,7 @@ class Giver:
         return False
 
     async def give_each(
-        self, nodes: Iterable[str], given: ClusterMap, timeout_s: float | None = None
+        self, nodes: Iterable[str], given: PartitionMap, timeout_s: float | None = None
     ) -> dict[str, PartlyDoneError]:
         """Gives several nodes a map, at the same time.
 
@@ -126,7 +126,7 @@ class Giver:
                 nursery.start_soon(one, node)
         return failed
 
-    async def spread(self, nodes: Iterable[str], given: ClusterMap) -> None:
+    async def spread(self, nodes: Iterable[str], given: PartitionMap) -> None:
         """Gives the rest of the nodes a map. Those that do not take it are only told of: nodes ask
         each other."""
         wanted = [node for node in nodes if node in self._addresses]

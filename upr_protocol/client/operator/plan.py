@@ -13,9 +13,9 @@ from typing import Final
 import attrs
 import msgspec
 
-from upr_protocol.cluster import ClusterMap, Keeps, Owners
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 
 RUN_REVISIONS: Final = 16
 """More than the maps that one command gives."""
@@ -26,91 +26,95 @@ def first_revision(newest: int) -> int:
     return (newest // RUN_REVISIONS + 1) * RUN_REVISIONS
 
 
-def revised(base: ClusterMap, revision: int, changed: Mapping[PartitionId, Owners]) -> ClusterMap:
+def revised(
+    base: PartitionMap, revision: int, changed: Mapping[PartitionId, Assignment]
+) -> PartitionMap:
     """`base` with other owners of some partitions.
 
     Raises:
-        ClusterMapError: It would be no map.
+        PartitionMapError: It would be no map.
     """
     partitions = list(base.partitions)
-    for number, owners in changed.items():
-        partitions[number] = owners
+    for number, assignment in changed.items():
+        partitions[number] = assignment
     found = msgspec.structs.replace(base, revision=revision, partitions=tuple(partitions))
     found.check()
     return found
 
 
-# Owners.
+# Assignment.
 
 
-def master_of(owners: Owners) -> str:
+def master_of(assignment: Assignment) -> str:
     """The node that was the last to take writes, if it does no more; empty for none."""
-    return owners.active or owners.handing_over or owners.lost
+    return assignment.active or assignment.handing_over or assignment.lost
 
 
-def witnesses_of(owners: Owners) -> list[str]:
+def witnesses_of(assignment: Assignment) -> list[str]:
     """The replicas that follow the master itself: those that acknowledge to it."""
-    master = master_of(owners)
+    master = master_of(assignment)
     return [
         name
-        for name, source in owners.replicas.items()
-        if name != owners.lost and source in ("", master)
+        for name, source in assignment.replicas.items()
+        if name != assignment.lost and source in ("", master)
     ]
 
 
-def holders_of(owners: Owners) -> list[str]:
+def holders_of(assignment: Assignment) -> list[str]:
     """Every node that has a copy, the master first."""
-    return list(dict.fromkeys(name for name in (master_of(owners), *owners.replicas) if name))
+    return list(
+        dict.fromkeys(name for name in (master_of(assignment), *assignment.replicas) if name)
+    )
 
 
-def _followers(owners: Owners, led_by: str) -> dict[str, str]:
+def _followers(assignment: Assignment, led_by: str) -> dict[str, str]:
     """All who hold a partition, but for `led_by`, with whom they follow; nobody follows the old
     master, or names the new one."""
-    nobody = ("", master_of(owners), led_by)
+    nobody = ("", master_of(assignment), led_by)
     return {
-        name: "" if owners.replicas.get(name, "") in nobody else owners.replicas[name]
-        for name in (*owners.replicas, *filter(None, [master_of(owners)]))
+        name: "" if assignment.replicas.get(name, "") in nobody else assignment.replicas[name]
+        for name in (*assignment.replicas, *filter(None, [master_of(assignment)]))
         if name != led_by
     }
 
 
-def fenced(owners: Owners) -> Owners:
+def fenced(assignment: Assignment) -> Assignment:
     """Nobody is active, and nobody takes anything any more from the one that was."""
-    return Owners(
-        replicas=_followers(owners, ""),
-        lost=master_of(owners),
-        chosen=owners.chosen,
-        floor=owners.floor,
+    return Assignment(
+        replicas=_followers(assignment, ""),
+        lost=master_of(assignment),
+        chosen=assignment.chosen,
+        floor=assignment.floor,
     )
 
 
 def led_by(
-    owners: Owners,
+    assignment: Assignment,
     node: str,
-    keeps: Keeps | None = None,
+    keeps: HistoryPoint | None = None,
     *,
     chosen: int = 0,
-    floor: Keeps | None = None,
-) -> Owners:
+    floor: HistoryPoint | None = None,
+) -> Assignment:
     """`node` is active, and all others follow, the old master too; `chosen` in the map of this
     revision, or handed to it. It has everything up to `floor`, if that is given."""
-    return Owners(
+    return Assignment(
         active=node,
-        replicas=_followers(owners, node),
+        replicas=_followers(assignment, node),
         keeps=keeps,
-        chosen=chosen or owners.chosen,
-        floor=floor or owners.floor,
+        chosen=chosen or assignment.chosen,
+        floor=floor or assignment.floor,
     )
 
 
-def handed_over(owners: Owners) -> Owners:
+def handed_over(assignment: Assignment) -> Assignment:
     """The active takes no writes any more, and is followed."""
-    master = master_of(owners)
-    return Owners(
-        replicas=_followers(owners, master),
+    master = master_of(assignment)
+    return Assignment(
+        replicas=_followers(assignment, master),
         handing_over=master,
-        chosen=owners.chosen,
-        floor=owners.floor,
+        chosen=assignment.chosen,
+        floor=assignment.floor,
     )
 
 
@@ -147,11 +151,11 @@ class Copy:
         return not its.entries or any(its.current == entry.history_id for entry in mine)
 
     @property
-    def place(self) -> Keeps:
+    def place(self) -> HistoryPoint:
         """Up to where it has everything."""
-        return Keeps(self.branch.current, self.high)
+        return HistoryPoint(self.branch.current, self.high)
 
-    def reaches(self, floor: Keeps | None) -> bool:
+    def reaches(self, floor: HistoryPoint | None) -> bool:
         """Whether it has everything up to there: it is as far in the same history, or in one that
         began there or later."""
         if floor is None or not floor.seq:
@@ -163,7 +167,7 @@ class Copy:
             end = entry.seq
         return False
 
-    def goes_on_from(self, place: Keeps) -> bool:
+    def goes_on_from(self, place: HistoryPoint) -> bool:
         """Whether it has everything up to there, and more: in the same history, or in one that
         began there or later."""
         shares = any(entry.history_id == place.history_id for entry in self.branch)
@@ -176,10 +180,10 @@ def furthest(copies: Sequence[Copy]) -> list[Copy]:
     return [one for one in copies if all(one.has_all_of(other) for other in copies)]
 
 
-def fences_needed(owners: Owners, acknowledged: int) -> int:
+def fences_needed(assignment: Assignment, acknowledged: int) -> int:
     """How many of the replicas that acknowledge must be fenced, so that one of them has everything
     that `acknowledged` of them have acknowledged."""
-    return max(0, len(witnesses_of(owners)) - acknowledged + 1)
+    return max(0, len(witnesses_of(assignment)) - acknowledged + 1)
 
 
 # Sentences.

@@ -19,8 +19,8 @@ from upr_protocol.client.operator.plan import (
     revised,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
-from upr_protocol.cluster import NODE_NAME, ClusterMap, ClusterMapError, Owners
 from upr_protocol.ids import PartitionId
+from upr_protocol.partition_map import NODE_NAME, Assignment, PartitionMap, PartitionMapError
 
 _POLL_S: Final = 0.2
 
@@ -109,18 +109,18 @@ async def add_replicas(
             f"node {node} has a bucket {survey.bucket!r} of its own, which it would lose: delete "
             "it there first, with `upr bucket delete`"
         )
-    changed: dict[PartitionId, Owners] = {}
+    changed: dict[PartitionId, Assignment] = {}
     for number in checked_partitions(survey, partitions):
-        owners = base.partitions[number]
-        if owners.active == node:
+        assignment = base.partitions[number]
+        if assignment.active == node:
             continue
-        if not owners.active:
+        if not assignment.active:
             raise NotDoneError(
                 f"{partitions_text([number])} has no active: end that first, with `upr takeover` "
                 "or `upr failover`"
             )
-        replicas = {**owners.replicas, node: "" if source == owners.active else source}
-        changed[number] = msgspec.structs.replace(owners, replicas=replicas, keeps=None)
+        replicas = {**assignment.replicas, node: "" if source == assignment.active else source}
+        changed[number] = msgspec.structs.replace(assignment, replicas=replicas, keeps=None)
     if not changed:
         raise NotDoneError(f"{node} is active for all of them already")
     if address:
@@ -159,7 +159,7 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
             raise NotDoneError(f"{address!r} is not HOST:PORT")
 
 
-def _first_map(survey: Survey, address: str, own_address: str) -> ClusterMap:
+def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
     """Of a bucket that the node which is asked holds alone; revision 1, which no node is given."""
     count = len(survey.nodes[survey.asked].partitions)
     there = survey.nodes[survey.asked].address
@@ -170,23 +170,25 @@ def _first_map(survey: Survey, address: str, own_address: str) -> ClusterMap:
             "reach it"
         )
     try:
-        found = ClusterMap.of_one(survey.bucket, count, survey.asked, own)
+        found = PartitionMap.of_one(survey.bucket, count, survey.asked, own)
         found.check()
-    except ClusterMapError as error:
+    except PartitionMapError as error:
         raise NotDoneError(f"{error}; set `node` in that server's configuration") from error
     return found
 
 
-def _masters(given: ClusterMap) -> list[str]:
-    found = dict.fromkeys(master_of(owners) for owners in given.partitions)
+def _masters(given: PartitionMap) -> list[str]:
+    found = dict.fromkeys(master_of(assignment) for assignment in given.partitions)
     return [name for name in found if name]
 
 
-def _revised(base: ClusterMap, survey: Survey, changed: dict[PartitionId, Owners]) -> ClusterMap:
+def _revised(
+    base: PartitionMap, survey: Survey, changed: dict[PartitionId, Assignment]
+) -> PartitionMap:
     newest = 0 if survey.map is None else survey.map.revision
     try:
         return revised(base, first_revision(newest), changed)
-    except ClusterMapError as error:
+    except PartitionMapError as error:
         raise NotDoneError(str(error)) from error
 
 
@@ -219,19 +221,19 @@ async def remove_replicas(
             f"{node} is active for {partitions_text(led)}: have another take over first, with "
             "`upr takeover`"
         )
-    changed: dict[PartitionId, Owners] = {}
+    changed: dict[PartitionId, Assignment] = {}
     for number in wanted:
-        owners = base.partitions[number]
-        if node in owners.replicas:
+        assignment = base.partitions[number]
+        if node in assignment.replicas:
             replicas = {
                 name: "" if there == node else there
-                for name, there in owners.replicas.items()
+                for name, there in assignment.replicas.items()
                 if name != node
             }
-            changed[number] = msgspec.structs.replace(owners, replicas=replicas, keeps=None)
+            changed[number] = msgspec.structs.replace(assignment, replicas=replicas, keeps=None)
     partitions_left = [changed.get(PartitionId(n), o) for n, o in enumerate(base.partitions)]
     nodes = base.nodes
-    if not any(node in holders_of(owners) for owners in partitions_left):
+    if not any(node in holders_of(assignment) for assignment in partitions_left):
         nodes = {name: there for name, there in nodes.items() if name != node}
     if not changed and nodes == base.nodes:
         raise NotDoneError(f"{node} is no replica of any of them")
@@ -280,7 +282,7 @@ async def wait_caught_up(
 
 
 def _compare(
-    base: ClusterMap,
+    base: PartitionMap,
     wanted: list[PartitionId],
     actives: dict[str, NodeReport],
     replica: NodeReport,

@@ -17,9 +17,9 @@ from upr_protocol.client.maps import NodeMap, ask_node, look_at_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.cluster import ClusterMap, newest
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import PartitionMap, newest
 
 TELL_TIMEOUT_S: Final = 2.0
 """How long a node may take to tell something, before it counts as unreachable."""
@@ -39,7 +39,7 @@ class NodeReport:
 
     name: str
     address: Address
-    map: ClusterMap | None = None
+    map: PartitionMap | None = None
     partitions: tuple[PartitionInfo, ...] = ()
     trouble: str = ""
 
@@ -73,14 +73,14 @@ class Survey:
 
     bucket: str
     asked: str
-    map: ClusterMap | None
+    map: PartitionMap | None
     nodes: Mapping[str, NodeReport]
 
     def reaches(self, name: str) -> bool:
         """Whether a node answers."""
         return name in self.nodes and not self.nodes[name].trouble
 
-    def mapped(self) -> ClusterMap:
+    def mapped(self) -> PartitionMap:
         """The newest map.
 
         Raises:
@@ -242,5 +242,5 @@ def _named(found: NodeMap, address: Address) -> NodeMap:
     return found
 
 
-def _maps(reports: Iterable[NodeReport]) -> list[ClusterMap]:
+def _maps(reports: Iterable[NodeReport]) -> list[PartitionMap]:
     return [report.map for report in reports if report.map is not None]

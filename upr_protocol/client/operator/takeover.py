@@ -42,9 +42,9 @@ from upr_protocol.client.operator.plan import (
     revised,
 )
 from upr_protocol.client.operator.survey import Operator, Survey
-from upr_protocol.cluster import ClusterMap, Keeps, Owners
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 
 CLOSE_CHANGES: Final = 256
 """How many changes a target may be behind in any case, over all partitions, when the active hands
@@ -83,7 +83,7 @@ async def take_over(
     partitions: Iterable[int] = (),
     all_of: str = "",
     limits: Limits | None = None,
-) -> ClusterMap:
+) -> PartitionMap:
     """Makes a replica active in place of the active. Cancelled, it may leave partitions that are
     handed over and that nobody is active for; the same command again goes on from there. Cancelled
     in its turn, that may leave them fenced: `fail_over` goes on from there, and loses nothing.
@@ -107,9 +107,9 @@ async def take_over(
     base = survey.mapped()
     by_master: dict[str, list[PartitionId]] = {}
     for number in chosen_partitions(survey, partitions, all_of):
-        owners = base.partitions[number]
-        if owners.active != to:
-            by_master.setdefault(master_of(owners), []).append(number)
+        assignment = base.partitions[number]
+        if assignment.active != to:
+            by_master.setdefault(master_of(assignment), []).append(number)
     if not by_master:
         raise NotDoneError(f"{to} is active for all of them already")
     found = base
@@ -139,18 +139,18 @@ class _Takeover:
         self._to = to
         self._limits = limits
         self._base = survey.mapped()
-        self._owners: dict[PartitionId, Owners] = {
+        self._assignments: dict[PartitionId, Assignment] = {
             number: self._base.partitions[number] for number in partitions
         }
         self._text = partitions_text(partitions)
         self._revision = first_revision(self._base.revision)
         self._giver = Giver(operator, survey)
-        self._keeps: dict[PartitionId, Keeps] = {}
+        self._keeps: dict[PartitionId, HistoryPoint] = {}
         self._held_back: dict[PartitionId, list[Copy]] = {}
         self._new_histories = False
-        self._resumed = any(owners.handing_over for owners in self._owners.values())
+        self._resumed = any(assignment.handing_over for assignment in self._assignments.values())
 
-    async def run(self) -> ClusterMap:
+    async def run(self) -> PartitionMap:
         self._check()
         if self._to == self._old:
             return await self._go_back()
@@ -185,9 +185,11 @@ class _Takeover:
 
     def _check(self) -> None:
         survey, old, to = self._survey, self._old, self._to
-        if not old or any(owners.lost for owners in self._owners.values()):
+        if not old or any(assignment.lost for assignment in self._assignments.values()):
             raise NotDoneError(f"nobody is active for {self._text}: use `upr failover`")
-        without = [n for n, owners in self._owners.items() if to not in holders_of(owners)]
+        without = [
+            n for n, assignment in self._assignments.items() if to not in holders_of(assignment)
+        ]
         if without:
             raise NotDoneError(
                 f"{to} has no copy of {partitions_text(without)}: make it a replica first, with "
@@ -199,9 +201,9 @@ class _Takeover:
                 f"{old} cannot be reached ({why}): if it is gone, use `upr failover`"
             )
         survey.check_reaches(to)
-        for number, owners in self._owners.items():
+        for number, assignment in self._assignments.items():
             state = survey.nodes[old].state(number)
-            if owners.active and state is not PartitionState.ACTIVE:
+            if assignment.active and state is not PartitionState.ACTIVE:
                 raise NotDoneError(
                     f"{old} is {state.name.lower()} for partition {number}, though the map says "
                     "active. If it was stopped cleanly, repeat this once another node has "
@@ -213,7 +215,7 @@ class _Takeover:
         if to.trouble or old.trouble or len(to.partitions) != len(old.partitions):
             return -1
         lag = 0
-        for number in self._owners:
+        for number in self._assignments:
             theirs, its = old.partitions[number], to.partitions[number]
             same = theirs.log == its.log
             lag += theirs.high_seq - (its.high_seq if same else 0)
@@ -224,7 +226,7 @@ class _Takeover:
     def _has(self) -> int:
         """The changes that the target has, over all partitions."""
         partitions = self._survey.nodes[self._to].partitions
-        return sum(info.high_seq for info in partitions if info.partition in self._owners)
+        return sum(info.high_seq for info in partitions if info.partition in self._assignments)
 
     async def _come_close(self) -> None:
         """Waits until the target has nearly everything, in the same histories."""
@@ -244,18 +246,22 @@ class _Takeover:
 
     # Handing over.
 
-    def _map(self, changed: dict[PartitionId, Owners]) -> ClusterMap:
+    def _map(self, changed: dict[PartitionId, Assignment]) -> PartitionMap:
         found = revised(self._base, self._revision, changed)
         self._revision += 1
         return found
 
     def _others(self) -> list[str]:
         """All who have a copy, but for the old active."""
-        found = dict.fromkeys(n for owners in self._owners.values() for n in holders_of(owners))
+        found = dict.fromkeys(
+            n for assignment in self._assignments.values() for n in holders_of(assignment)
+        )
         return [name for name in found if name != self._old]
 
-    async def _hand_over(self) -> ClusterMap:
-        given = self._map({n: handed_over(owners) for n, owners in self._owners.items()})
+    async def _hand_over(self) -> PartitionMap:
+        given = self._map(
+            {n: handed_over(assignment) for n, assignment in self._assignments.items()}
+        )
         try:
             await self._giver.give(self._old, given)
         except UnreachableError as error:
@@ -266,7 +272,7 @@ class _Takeover:
         except MapRefusedError as error:
             raise NotDoneError(str(error)) from error
         for row in await self._numbers(self._old):
-            self._keeps[row.partition] = Keeps(row.history_id, row.high_seq)
+            self._keeps[row.partition] = HistoryPoint(row.history_id, row.high_seq)
         self._tell(f"{self._old}: revision {given.revision}, hands over {self._text}")
         return given
 
@@ -275,7 +281,7 @@ class _Takeover:
         address = self._giver.addresses[node]
         try:
             async with self._operator.talk(address) as client:
-                return await client.seqnos(self._owners)
+                return await client.seqnos(self._assignments)
         except UprError as error:
             raise PartlyDoneError(
                 f"{node} does not answer any more ({error}), and {self._text} may be handed over: "
@@ -284,19 +290,19 @@ class _Takeover:
 
     def _has_everything(self, rows: list[PartitionNumbers]) -> bool:
         return all(
-            Keeps(row.history_id, row.high_seq) == self._keeps[row.partition]
+            HistoryPoint(row.history_id, row.high_seq) == self._keeps[row.partition]
             and row.persisted_seq == row.high_seq
             for row in rows
         )
 
-    async def _catch_up(self, given: ClusterMap) -> None:
+    async def _catch_up(self, given: PartitionMap) -> None:
         """Waits until the target has exactly what the old active has."""
         untold_until = trio.current_time() + _UNTOLD_S
         told = self._resumed
         while True:
             try:
                 async with self._operator.talk(self._giver.addresses[self._to]) as client:
-                    while not self._has_everything(await client.seqnos(self._owners)):
+                    while not self._has_everything(await client.seqnos(self._assignments)):
                         if not told and trio.current_time() > untold_until:
                             told = True
                             await self._giver.spread([self._to], given)
@@ -315,8 +321,8 @@ class _Takeover:
         Returns:
             Whether all are.
         """
-        handed = {n: o for n, o in self._owners.items() if o.handing_over or not self._resumed}
-        given = self._map({number: fenced(owners) for number, owners in handed.items()})
+        handed = {n: o for n, o in self._assignments.items() if o.handing_over or not self._resumed}
+        given = self._map({number: fenced(assignment) for number, assignment in handed.items()})
         failed = await self._giver.give_each(nodes, given, self._operator.tell_timeout_s)
         for error in failed.values():
             self._tell(f"{error}; it may have become active")
@@ -348,18 +354,18 @@ class _Takeover:
 
     # The new active.
 
-    def _kept(self, number: PartitionId, place: Keeps) -> Keeps | None:
+    def _kept(self, number: PartitionId, place: HistoryPoint) -> HistoryPoint | None:
         """Where a history goes on; None where another may have been active in it meanwhile. One
         that was, and was killed, does not know any more which numbers it has given."""
-        if self._new_histories or self._owners[number].handing_over:
+        if self._new_histories or self._assignments[number].handing_over:
             return None
         return place
 
-    async def _activate(self) -> ClusterMap:
+    async def _activate(self) -> PartitionMap:
         given = self._map(
             {
-                n: led_by(owners, self._to, self._kept(n, self._keeps[n]), floor=self._keeps[n])
-                for n, owners in self._owners.items()
+                n: led_by(assignment, self._to, self._kept(n, self._keeps[n]), floor=self._keeps[n])
+                for n, assignment in self._assignments.items()
             }
         )
         try:
@@ -375,21 +381,21 @@ class _Takeover:
 
     # Back.
 
-    async def _go_back(self) -> ClusterMap:
+    async def _go_back(self) -> PartitionMap:
         """Has the old active be it again, as the operator wishes."""
         for row in await self._numbers(self._old):
-            self._keeps[row.partition] = Keeps(row.history_id, row.high_seq)
+            self._keeps[row.partition] = HistoryPoint(row.history_id, row.high_seq)
         return self._checked(await self._give_back(self._others()), _WAS_ACTIVE)
 
-    async def _return(self, why: str, refusers: Iterable[str] = ()) -> ClusterMap:
+    async def _return(self, why: str, refusers: Iterable[str] = ()) -> PartitionMap:
         """Has the old active be it again, and says why."""
         self._tell(why)
         return self._checked(await self._give_back(list(refusers)), why)
 
-    def _checked(self, given: ClusterMap, why: str) -> ClusterMap:
+    def _checked(self, given: PartitionMap, why: str) -> PartitionMap:
         """Raises `NotDoneError` unless the target is active for everything."""
         led: dict[str, list[PartitionId]] = {}
-        for number in self._owners:
+        for number in self._assignments:
             led.setdefault(given.partitions[number].active, []).append(number)
         if list(led) == [self._to]:
             return given
@@ -400,19 +406,19 @@ class _Takeover:
         goes_on = "" if list(led) == [self._old] else ". Repeat the command to go on from there"
         raise NotDoneError(f"{why}; so {how}{goes_on}")
 
-    def _led_again(self, ahead: Mapping[PartitionId, Copy]) -> dict[PartitionId, Owners]:
+    def _led_again(self, ahead: Mapping[PartitionId, Copy]) -> dict[PartitionId, Assignment]:
         """The old active leads, but where another is ahead of it."""
         found = {}
-        for number, owners in self._owners.items():
+        for number, assignment in self._assignments.items():
             node, place = self._old, self._keeps[number]
             if number in ahead:
                 node, place = ahead[number].node, ahead[number].place
             keeps = self._kept(number, place)
             floor = place if keeps is None or number in ahead else None
-            found[number] = led_by(owners, node, keeps, floor=floor)
+            found[number] = led_by(assignment, node, keeps, floor=floor)
         return found
 
-    async def _give_back(self, refusers: list[str]) -> ClusterMap:
+    async def _give_back(self, refusers: list[str]) -> PartitionMap:
         """Makes the old active it again, once `refusers` are held back; or who was active
         meanwhile and took something in."""
         if not await self._hold_back(refusers):
@@ -436,15 +442,15 @@ class _Takeover:
         )
         return given
 
-    def _actives_of(self, given: ClusterMap) -> list[str]:
-        return list(dict.fromkeys(given.partitions[number].active for number in self._owners))
+    def _actives_of(self, given: PartitionMap) -> list[str]:
+        return list(dict.fromkeys(given.partitions[number].active for number in self._assignments))
 
-    async def _give_actives(self, ahead: Mapping[PartitionId, Copy]) -> ClusterMap:
+    async def _give_actives(self, ahead: Mapping[PartitionId, Copy]) -> PartitionMap:
         """Gives the map that comes of it to those who are active by it."""
         given = self._map(self._led_again(ahead))
         for name in self._actives_of(given):
             await self._giver.give(name, given)
-            goes_on = all(given.partitions[n].keeps for n in self._owners)
+            goes_on = all(given.partitions[n].keeps for n in self._assignments)
             history = "its history" if goes_on else "a new history"
             self._tell(f"{name}: revision {given.revision}, active again in {history}")
         return given

@@ -9,22 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.cluster import ClusterMap, ClusterMapError, Keeps, Owners, newest
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
+from upr_protocol.partition_map import (
+    Assignment,
+    HistoryPoint,
+    PartitionMap,
+    PartitionMapError,
+    newest,
+)
 
 NODES = {name: f"host-{name}:12000" for name in "abcd"}
 ACTIVE, REPLICA = PartitionState.ACTIVE, PartitionState.REPLICA
 PENDING, DEAD = PartitionState.PENDING, PartitionState.DEAD
 
 
-def map_of(*partitions: Owners, revision: int = 1, nodes: dict[str, str] = NODES) -> ClusterMap:
-    return ClusterMap(bucket="b", revision=revision, nodes=nodes, partitions=partitions)
+def map_of(
+    *partitions: Assignment, revision: int = 1, nodes: dict[str, str] = NODES
+) -> PartitionMap:
+    return PartitionMap(bucket="b", revision=revision, nodes=nodes, partitions=partitions)
 
 
 @st.composite
-def owners(draw: st.DrawFn) -> Owners:
-    """Owners that may be: every replica follows one that was there before it."""
+def assignments(draw: st.DrawFn) -> Assignment:
+    """Assignment that may be: every replica follows one that was there before it."""
     names = draw(st.lists(st.sampled_from(sorted(NODES)), unique=True))
     has_first = draw(st.booleans())
     first = names.pop(0) if names and has_first else ""
@@ -35,11 +43,11 @@ def owners(draw: st.DrawFn) -> Owners:
         replicas[name] = draw(st.sampled_from(sources))
         sources.append(name)
     keeps = st.none() | st.builds(
-        Keeps,
+        HistoryPoint,
         st.integers(1, 2**64 - 1).map(HistoryId),
         st.integers(0, 2**64 - 1).map(SeqNo),
     )
-    return Owners(
+    return Assignment(
         active="" if hands_over else first,
         replicas=replicas,
         handing_over=first if hands_over else "",
@@ -50,20 +58,20 @@ def owners(draw: st.DrawFn) -> Owners:
 MAPS = st.builds(
     lambda revision, partitions: map_of(*partitions, revision=revision),
     st.integers(1, 2**63 - 1),
-    st.lists(owners(), min_size=1, max_size=8),
+    st.lists(assignments(), min_size=1, max_size=8),
 )
 
 
 @given(MAPS)
-def test_a_map_comes_back_as_it_was(one: ClusterMap) -> None:
+def test_a_map_comes_back_as_it_was(one: PartitionMap) -> None:
     document = one.encode()
-    assert ClusterMap.decode(document) == one
-    assert ClusterMap.decode(document.encode()) == one
-    assert ClusterMap.decode(document).encode() == document
+    assert PartitionMap.decode(document) == one
+    assert PartitionMap.decode(document.encode()) == one
+    assert PartitionMap.decode(document).encode() == document
 
 
 @given(MAPS)
-def test_a_node_is_what_the_map_says_and_nothing_else(one: ClusterMap) -> None:
+def test_a_node_is_what_the_map_says_and_nothing_else(one: PartitionMap) -> None:
     for number, found in enumerate(one.partitions):
         partition = PartitionId(number)
         for name in NODES:
@@ -78,7 +86,7 @@ def test_a_node_is_what_the_map_says_and_nothing_else(one: ClusterMap) -> None:
 
 
 @given(MAPS)
-def test_whoever_follows_comes_to_the_one_that_is_followed(one: ClusterMap) -> None:
+def test_whoever_follows_comes_to_the_one_that_is_followed(one: PartitionMap) -> None:
     for found in one.partitions:
         head = found.active or found.handing_over
         assert found.source_of(head) == ""
@@ -92,13 +100,13 @@ def test_whoever_follows_comes_to_the_one_that_is_followed(one: ClusterMap) -> N
 
 
 def test_who_follows_whom() -> None:
-    found = Owners(active="a", replicas={"b": "", "c": "b"})
+    found = Assignment(active="a", replicas={"b": "", "c": "b"})
     assert [found.source_of(name) for name in "abcd"] == ["", "a", "b", ""]
     assert found.holders() == ["a", "b", "c"]
-    found = Owners(handing_over="a", replicas={"b": "", "c": "a"})
+    found = Assignment(handing_over="a", replicas={"b": "", "c": "a"})
     assert [found.source_of(name) for name in "abc"] == ["", "a", "a"]
     assert [found.state_of(name) for name in "abcd"] == [PENDING, REPLICA, REPLICA, DEAD]
-    found = Owners(replicas={"b": "", "c": "b"})
+    found = Assignment(replicas={"b": "", "c": "b"})
     assert [found.source_of(name) for name in "bc"] == ["", "b"]
     assert [found.state_of(name) for name in "ab"] == [DEAD, REPLICA]
 
@@ -114,7 +122,7 @@ def test_who_follows_whom() -> None:
         ({"nodes": {}}, "1 to 256 nodes, not 0"),
         ({"nodes": {f"n{n}": "h:1" for n in range(NODES_MAX + 1)}}, "not 257"),
         ({"partitions": ()}, "1 to 1024 partitions, not 0"),
-        ({"partitions": (Owners(),) * (PARTITIONS_MAX + 1)}, "not 1025"),
+        ({"partitions": (Assignment(),) * (PARTITIONS_MAX + 1)}, "not 1025"),
         ({"nodes": {"": "h:1"}}, "no node's name"),
         ({"nodes": {"a b": "h:1"}}, "no node's name"),
         ({"nodes": {"x" * 101: "h:1"}}, "no node's name"),
@@ -127,29 +135,38 @@ def test_who_follows_whom() -> None:
         ({"nodes": {"a": "h:-1"}}, "not HOST:PORT"),
         # More digits than Python makes a number of.
         ({"nodes": {"a": "h:" + "9" * 5000}}, "not HOST:PORT"),
-        ({"partitions": (Owners(active="x"),)}, "partition 0: there is no node 'x'"),
-        ({"partitions": (Owners(), Owners(handing_over="x"))}, "partition 1: there is no node"),
-        ({"partitions": (Owners(replicas={"x": ""}),)}, "there is no node 'x'"),
-        ({"partitions": (Owners(replicas={"a": "x"}),)}, "there is no node 'x'"),
-        ({"partitions": (Owners(active="a", handing_over="b"),)}, "is not active any more"),
-        ({"partitions": (Owners(active="a", replicas={"a": ""}),)}, "its own replica"),
-        ({"partitions": (Owners(handing_over="a", replicas={"a": ""}),)}, "its own replica"),
-        ({"partitions": (Owners(active="a", replicas={"b": "b"}),)}, "follow each other"),
-        ({"partitions": (Owners(active="a", replicas={"b": "c", "c": "b"}),)}, "follow each other"),
+        ({"partitions": (Assignment(active="x"),)}, "partition 0: there is no node 'x'"),
         (
-            {"partitions": (Owners(active="a", replicas={"d": "b", "b": "c", "c": "b"}),)},
+            {"partitions": (Assignment(), Assignment(handing_over="x"))},
+            "partition 1: there is no node",
+        ),
+        ({"partitions": (Assignment(replicas={"x": ""}),)}, "there is no node 'x'"),
+        ({"partitions": (Assignment(replicas={"a": "x"}),)}, "there is no node 'x'"),
+        ({"partitions": (Assignment(active="a", handing_over="b"),)}, "is not active any more"),
+        ({"partitions": (Assignment(active="a", replicas={"a": ""}),)}, "its own replica"),
+        ({"partitions": (Assignment(handing_over="a", replicas={"a": ""}),)}, "its own replica"),
+        ({"partitions": (Assignment(active="a", replicas={"b": "b"}),)}, "follow each other"),
+        (
+            {"partitions": (Assignment(active="a", replicas={"b": "c", "c": "b"}),)},
             "follow each other",
         ),
-        ({"partitions": (Owners(active="a", replicas={"b": "c"}),)}, "c is not one of its holders"),
-        ({"partitions": (Owners(replicas={"b": "c"}),)}, "c is not one of its holders"),
+        (
+            {"partitions": (Assignment(active="a", replicas={"d": "b", "b": "c", "c": "b"}),)},
+            "follow each other",
+        ),
+        (
+            {"partitions": (Assignment(active="a", replicas={"b": "c"}),)},
+            "c is not one of its holders",
+        ),
+        ({"partitions": (Assignment(replicas={"b": "c"}),)}, "c is not one of its holders"),
     ],
 )
 def test_a_map_that_cannot_be_is_refused(changed: dict[str, object], why: str) -> None:
-    one = msgspec.structs.replace(map_of(Owners(active="a")), **changed)
-    with pytest.raises(ClusterMapError, match=why):
+    one = msgspec.structs.replace(map_of(Assignment(active="a")), **changed)
+    with pytest.raises(PartitionMapError, match=why):
         one.check()
-    with pytest.raises(ClusterMapError, match=why):
-        ClusterMap.decode(one.encode())
+    with pytest.raises(PartitionMapError, match=why):
+        PartitionMap.decode(one.encode())
 
 
 @pytest.mark.parametrize(
@@ -168,8 +185,8 @@ def test_a_map_that_cannot_be_is_refused(changed: dict[str, object], why: str) -
     ],
 )
 def test_what_is_no_map_is_refused(document: str | bytes) -> None:
-    with pytest.raises(ClusterMapError, match="no partition map"):
-        ClusterMap.decode(document)
+    with pytest.raises(PartitionMapError, match="no partition map"):
+        PartitionMap.decode(document)
 
 
 def test_a_chain_of_replicas_in_any_order() -> None:
@@ -177,51 +194,51 @@ def test_a_chain_of_replicas_in_any_order() -> None:
     chain = {f"n{number}": f"n{number - 1}" for number in range(1, 5)}
     for names in permutations(chain):
         replicas = {name: chain[name] for name in names}
-        map_of(Owners(active="n0", replicas=replicas), nodes=nodes).check()
+        map_of(Assignment(active="n0", replicas=replicas), nodes=nodes).check()
         # Its other end is nobody, or itself.
-        with pytest.raises(ClusterMapError, match="follow each other"):
-            map_of(Owners(active="n0", replicas={**replicas, "n1": "n3"}), nodes=nodes).check()
+        with pytest.raises(PartitionMapError, match="follow each other"):
+            map_of(Assignment(active="n0", replicas={**replicas, "n1": "n3"}), nodes=nodes).check()
         del replicas["n1"]
-        with pytest.raises(ClusterMapError, match="n1 is not one of its holders"):
-            map_of(Owners(active="n0", replicas=replicas), nodes=nodes).check()
+        with pytest.raises(PartitionMapError, match="n1 is not one of its holders"):
+            map_of(Assignment(active="n0", replicas=replicas), nodes=nodes).check()
 
 
 def test_the_largest_map_is_one() -> None:
     nodes = {f"node-{number}": f"10.0.0.{number}:12000" for number in range(NODES_MAX)}
-    found = Owners(active="node-0", replicas={"node-1": "", "node-2": "node-1"})
+    found = Assignment(active="node-0", replicas={"node-1": "", "node-2": "node-1"})
     one = map_of(*(found,) * PARTITIONS_MAX, nodes=nodes)
     document = one.encode()
-    assert ClusterMap.decode(document) == one
+    assert PartitionMap.decode(document) == one
     assert len(document) < 1024 * 1024
 
 
 def test_an_address_may_be_of_the_sixth_version() -> None:
-    map_of(Owners(active="a"), nodes={"a": "[::1]:12000"}).check()
+    map_of(Assignment(active="a"), nodes={"a": "[::1]:12000"}).check()
 
 
 def test_a_change_makes_the_next_map() -> None:
-    one = map_of(Owners(active="a"), Owners(active="b"), revision=7)
-    other = Owners(active="c", keeps=Keeps(HistoryId(5), SeqNo(3)))
+    one = map_of(Assignment(active="a"), Assignment(active="b"), revision=7)
+    other = Assignment(active="c", keeps=HistoryPoint(HistoryId(5), SeqNo(3)))
     after = one.next({PartitionId(1): other})
-    assert after == map_of(Owners(active="a"), other, revision=8)
-    assert one.partitions[1] == Owners(active="b")
-    with pytest.raises(ClusterMapError, match="there is no node"):
-        one.next({PartitionId(0): Owners(active="x")})
+    assert after == map_of(Assignment(active="a"), other, revision=8)
+    assert one.partitions[1] == Assignment(active="b")
+    with pytest.raises(PartitionMapError, match="there is no node"):
+        one.next({PartitionId(0): Assignment(active="x")})
 
 
 def test_a_node_is_added_and_moves() -> None:
-    one = ClusterMap.of_one("b", 3, "a", "h:1")
+    one = PartitionMap.of_one("b", 3, "a", "h:1")
     assert (one.revision, one.held_by("a")) == (1, [0, 1, 2])
     more = one.with_node("b", "h:2").with_node("a", "h:3")
     assert (more.revision, more.nodes) == (3, {"a": "h:3", "b": "h:2"})
     assert more.active_of(PartitionId(0)) == "h:3"
     assert more.held_by("b") == []
-    with pytest.raises(ClusterMapError, match="not HOST:PORT"):
+    with pytest.raises(PartitionMapError, match="not HOST:PORT"):
         one.with_node("b", "nowhere")
 
 
 def test_the_newest_counts() -> None:
-    maps = [map_of(Owners(), revision=revision) for revision in (2, 9, 4)]
+    maps = [map_of(Assignment(), revision=revision) for revision in (2, 9, 4)]
     assert newest(maps) is maps[1]
     assert newest(iter(maps)) is maps[1]
     assert newest([]) is None

@@ -23,11 +23,11 @@ NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 
 
-class ClusterMapError(UprError, ValueError):
+class PartitionMapError(UprError, ValueError):
     """It is no partition map, or one that cannot be."""
 
 
-class Keeps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HistoryPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A place in a partition's histories, up to which somebody must have everything.
 
     Attributes:
@@ -39,7 +39,7 @@ class Keeps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq: SeqNo
 
 
-class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Which nodes hold one partition.
 
     Attributes:
@@ -64,10 +64,10 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     active: str = ""
     replicas: dict[str, str] = {}
     handing_over: str = ""
-    keeps: Keeps | None = None
+    keeps: HistoryPoint | None = None
     lost: str = ""
     chosen: int = 0
-    floor: Keeps | None = None
+    floor: HistoryPoint | None = None
 
     def state_of(self, node: str) -> PartitionState:
         """What `node` is for the partition."""
@@ -89,7 +89,7 @@ class Owners(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         return list(dict.fromkeys(name for name in found if name))
 
 
-class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who holds a bucket's partitions.
 
     Attributes:
@@ -102,82 +102,84 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     bucket: str
     revision: int
     nodes: dict[str, str]
-    partitions: tuple[Owners, ...]
+    partitions: tuple[Assignment, ...]
 
     def encode(self) -> str:
         """The map as JSON: the same map is always the same text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def decode(cls, document: str | bytes) -> ClusterMap:
+    def decode(cls, document: str | bytes) -> PartitionMap:
         """The reverse of `encode`.
 
         Raises:
-            ClusterMapError: It is no map, with the place of the mistake.
+            PartitionMapError: It is no map, with the place of the mistake.
         """
         try:
             found = msgspec.json.decode(document, type=cls)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise ClusterMapError(f"this is no partition map: {error}") from error
+            raise PartitionMapError(f"this is no partition map: {error}") from error
         found.check()
         return found
 
     def check(self) -> None:
-        """Raises `ClusterMapError` when it says something that cannot be."""
+        """Raises `PartitionMapError` when it says something that cannot be."""
         if not 1 <= len(self.bucket.encode()) <= BUCKET_NAME_BYTES_MAX:
-            raise ClusterMapError(f"{self.bucket!r} is no bucket's name")
+            raise PartitionMapError(f"{self.bucket!r} is no bucket's name")
         if not 1 <= self.revision < 1 << 63:
-            raise ClusterMapError(f"a revision is 1 or more, not {self.revision}")
+            raise PartitionMapError(f"a revision is 1 or more, not {self.revision}")
         if not 1 <= len(self.nodes) <= NODES_MAX:
-            raise ClusterMapError(f"a map names 1 to {NODES_MAX} nodes, not {len(self.nodes)}")
+            raise PartitionMapError(f"a map names 1 to {NODES_MAX} nodes, not {len(self.nodes)}")
         if not 1 <= len(self.partitions) <= PARTITIONS_MAX:
-            raise ClusterMapError(
+            raise PartitionMapError(
                 f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {len(self.partitions)}"
             )
         for name, address in self.nodes.items():
             if not NODE_NAME.fullmatch(name):
-                raise ClusterMapError(
+                raise PartitionMapError(
                     f"{name!r} is no node's name: 1 to 100 letters, digits, dots, underscores or "
                     "hyphens"
                 )
             host, _, port = address.rpartition(":")
             if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
-                raise ClusterMapError(f"node {name}: {address!r} is not HOST:PORT")
+                raise PartitionMapError(f"node {name}: {address!r} is not HOST:PORT")
             try:
                 host.strip("[]").encode("idna")
             except UnicodeError as error:
-                raise ClusterMapError(f"node {name}: {host!r} is no host name") from error
-        for number, owners in enumerate(self.partitions):
-            self._check_owners(number, owners)
+                raise PartitionMapError(f"node {name}: {host!r} is no host name") from error
+        for number, assignment in enumerate(self.partitions):
+            self._check_assignment(number, assignment)
 
-    def _check_owners(self, number: int, owners: Owners) -> None:
-        for name in (*owners.holders(), *filter(None, owners.replicas.values())):
+    def _check_assignment(self, number: int, assignment: Assignment) -> None:
+        for name in (*assignment.holders(), *filter(None, assignment.replicas.values())):
             if name not in self.nodes:
-                raise ClusterMapError(f"partition {number}: there is no node {name!r}")
-        if owners.active and owners.handing_over:
-            raise ClusterMapError(f"partition {number}: who hands over is not active any more")
-        if owners.lost and (
-            owners.active or owners.handing_over or owners.lost not in owners.replicas
+                raise PartitionMapError(f"partition {number}: there is no node {name!r}")
+        if assignment.active and assignment.handing_over:
+            raise PartitionMapError(f"partition {number}: who hands over is not active any more")
+        if assignment.lost and (
+            assignment.active
+            or assignment.handing_over
+            or assignment.lost not in assignment.replicas
         ):
-            raise ClusterMapError(
+            raise PartitionMapError(
                 f"partition {number}: who was lost is a replica, of a partition that has no active"
             )
         # Those from whom one comes to the active: nobody is passed twice, however long a chain is.
         rooted: set[str] = set()
-        for name in owners.replicas:
-            if name in (owners.active, owners.handing_over):
-                raise ClusterMapError(f"partition {number}: {name} cannot be its own replica")
-            seen, source = {name}, owners.source_of(name)
-            while source in owners.replicas and source not in rooted:
+        for name in assignment.replicas:
+            if name in (assignment.active, assignment.handing_over):
+                raise PartitionMapError(f"partition {number}: {name} cannot be its own replica")
+            seen, source = {name}, assignment.source_of(name)
+            while source in assignment.replicas and source not in rooted:
                 if source in seen:
-                    raise ClusterMapError(f"partition {number}: replicas follow each other")
+                    raise PartitionMapError(f"partition {number}: replicas follow each other")
                 seen.add(source)
-                source = owners.source_of(source)
+                source = assignment.source_of(source)
             if source in rooted:
                 source = ""
             rooted |= seen
-            if source not in ("", owners.active, owners.handing_over):
-                raise ClusterMapError(f"partition {number}: {source} is not one of its holders")
+            if source not in ("", assignment.active, assignment.handing_over):
+                raise PartitionMapError(f"partition {number}: {source} is not one of its holders")
 
     # What clients and nodes ask.
 
@@ -193,55 +195,57 @@ class ClusterMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """The partitions that `node` holds, whatever it is for them."""
         return [
             PartitionId(number)
-            for number, owners in enumerate(self.partitions)
-            if owners.state_of(node) is not PartitionState.DEAD
+            for number, assignment in enumerate(self.partitions)
+            if assignment.state_of(node) is not PartitionState.DEAD
         ]
 
     # Changes: each gives the map that comes next.
 
-    def next(self, changed: dict[PartitionId, Owners]) -> ClusterMap:
+    def next(self, changed: dict[PartitionId, Assignment]) -> PartitionMap:
         """The next revision, with other owners of some partitions.
 
         Raises:
-            ClusterMapError: It would be none.
+            PartitionMapError: It would be none.
         """
         partitions = list(self.partitions)
-        for number, owners in changed.items():
-            partitions[number] = owners
+        for number, assignment in changed.items():
+            partitions[number] = assignment
         return self._following(nodes=self.nodes, partitions=tuple(partitions))
 
-    def with_node(self, name: str, address: str) -> ClusterMap:
+    def with_node(self, name: str, address: str) -> PartitionMap:
         """The next revision, with one more node, or with another address of one."""
         return self._following(nodes={**self.nodes, name: address}, partitions=self.partitions)
 
-    def without_node(self, name: str) -> ClusterMap:
+    def without_node(self, name: str) -> PartitionMap:
         """The next revision, without a node that holds nothing.
 
         Raises:
-            ClusterMapError: It holds something.
+            PartitionMapError: It holds something.
         """
         nodes = {one: address for one, address in self.nodes.items() if one != name}
         return self._following(nodes=nodes, partitions=self.partitions)
 
-    def _following(self, *, nodes: dict[str, str], partitions: tuple[Owners, ...]) -> ClusterMap:
-        following = ClusterMap(
+    def _following(
+        self, *, nodes: dict[str, str], partitions: tuple[Assignment, ...]
+    ) -> PartitionMap:
+        following = PartitionMap(
             bucket=self.bucket, revision=self.revision + 1, nodes=nodes, partitions=partitions
         )
         following.check()
         return following
 
     @classmethod
-    def of_one(cls, bucket: str, partition_count: int, node: str, address: str) -> ClusterMap:
+    def of_one(cls, bucket: str, partition_count: int, node: str, address: str) -> PartitionMap:
         """The first map of a bucket that one node holds alone."""
-        owners = Owners(active=node)
+        assignment = Assignment(active=node)
         return cls(
             bucket=bucket,
             revision=1,
             nodes={node: address},
-            partitions=(owners,) * partition_count,
+            partitions=(assignment,) * partition_count,
         )
 
 
-def newest(maps: Iterable[ClusterMap]) -> ClusterMap | None:
+def newest(maps: Iterable[PartitionMap]) -> PartitionMap | None:
     """The map that counts, of several; None of none."""
     return max(maps, key=lambda one: one.revision, default=None)
