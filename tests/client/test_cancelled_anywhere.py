@@ -573,7 +573,9 @@ async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: 
             survey = await operator.survey()
             assert survey.map == (await operator.ask(operator.address)).map
 
-        found = await cancelled_at_each_step(work, lambda: whole([server, other]), every=3)
+        found = await cancelled_at_each_step(
+            work, lambda: whole([server, other]), every=3, reaching=SURVEY
+        )
         found.check_inside(*SURVEY)
 
 
@@ -597,11 +599,18 @@ async def test_replicas_that_are_added_and_removed(
         await remove()
         # What it had is still on its disk, and it has the bucket.
         found = await cancelled_at_each_step(
-            add_it, lambda: whole(servers), then=add_it, undo=remove_again, every=47
+            add_it,
+            lambda: whole(servers),
+            then=add_it,
+            undo=remove_again,
+            every=47,
+            reaching=(add_replicas, wait_caught_up),
         )
         found.check_inside(add_replicas, wait_caught_up)
         await add_it()
-        found = await cancelled_at_each_step(remove, lambda: whole(servers), then=add_it, every=47)
+        found = await cancelled_at_each_step(
+            remove, lambda: whole(servers), then=add_it, every=47, reaching=[remove_replicas]
+        )
         found.check_inside(remove_replicas)
 
 
@@ -622,7 +631,9 @@ async def test_a_takeover(
             whole(servers)
             await take_over(operator, to="a", partitions=range(PARTITIONS))
 
-        found = await cancelled_at_each_step(work, lambda: whole(servers), then=then, every=47)
+        found = await cancelled_at_each_step(
+            work, lambda: whole(servers), then=then, every=47, reaching=[take_over]
+        )
         found.check_inside(take_over)
 
 
@@ -652,7 +663,9 @@ async def test_a_failover(
             network.away.add(server.port)
             network.cut(server.port)
 
-        found = await cancelled_at_each_step(work, lambda: whole(servers), then=then, every=47)
+        found = await cancelled_at_each_step(
+            work, lambda: whole(servers), then=then, every=47, reaching=[fail_over]
+        )
         found.check_inside(fail_over)
 
 

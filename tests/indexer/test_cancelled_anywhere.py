@@ -148,7 +148,9 @@ async def test_a_question(
 
         # Behind each that is created an index is built.
         every = 3 if function is Indexer.create else 1
-        found = await cancelled_at_each_step(work, look, then=then, undo=undo, every=every)
+        found = await cancelled_at_each_step(
+            work, look, then=then, undo=undo, every=every, reaching=[function]
+        )
     found.check_inside(function)
 
 
@@ -176,7 +178,7 @@ async def test_a_design_is_dropped(
 
         await there()
         found = await cancelled_at_each_step(
-            work, lambda: whole(server, indexer), then=then, undo=there, every=3
+            work, lambda: whole(server, indexer), then=then, undo=there, every=3, reaching=DROP
         )
     found.check_inside(*DROP)
 
@@ -245,7 +247,7 @@ async def test_an_indexer(
         check(server)
         assert network.open == open_before
 
-    found = await cancelled_at_each_step(work, look, then=work, every=EVERY)
+    found = await cancelled_at_each_step(work, look, then=work, every=EVERY, reaching=RUN)
     found.check_inside(*RUN)
 
 
@@ -287,7 +289,12 @@ async def test_a_rollback(
 
         await part()
         found = await cancelled_at_each_step(
-            work, lambda: check(world.server), then=work, undo=part, every=4 * EVERY
+            work,
+            lambda: check(world.server),
+            then=work,
+            undo=part,
+            every=4 * EVERY,
+            reaching=UNDOING,
         )
         assert rollbacks
     found.check_inside(*UNDOING)
@@ -326,7 +333,7 @@ async def test_until_a_signal(
     # A signal that nobody heard before the end comes to whoever heard it before.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        found = await cancelled_at_each_step(work, then=work, every=EVERY)
+        found = await cancelled_at_each_step(work, then=work, every=EVERY, reaching=SIGNALS)
     finally:
         signal.signal(signal.SIGTERM, before)
     found.check_inside(*SIGNALS)

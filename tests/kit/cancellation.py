@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final
 
 import attrs
@@ -10,6 +10,9 @@ import trio
 import trio.testing
 
 from tests.kit.async_names import name_of
+
+STEPS_MAX: Final = 1_000_000
+"""Work with more steps than this does not end."""
 
 REST_S: Final = 60.0
 """What was cancelled may take so long to be gone: it says goodbye, and waits for answers."""
@@ -70,6 +73,7 @@ async def cancelled_at_each_step(
     then: Callable[[], Awaitable[object]] | None = None,
     undo: Callable[[], Awaitable[object]] | None = None,
     every: int = 1,
+    reaching: Iterable[Callable[..., object]] = (),
 ) -> Cancellations:
     """Does `work` again and again, cancelled after one more step each time, until it gets through.
 
@@ -83,12 +87,35 @@ async def cancelled_at_each_step(
         undo: Done each time before anything is looked at: takes back what `work`, or `then`, may
             have done that has tasks of its own.
         every: So many steps more each time, for work of many steps.
+        reaching: What must be cancelled inside. With `every` above 1 a pass may step over some of
+            these; then another pass begins one step later, until all were met.
     """
-    steps = times = 0
+    needed = {name_of(function) for function in reaching}
+    times = 0
     inside: set[str] = set()
+    for first in range(every):
+        times += await _one_pass(work, look, then, undo, range(first, STEPS_MAX, every), inside)
+        if needed <= inside:
+            break
+    return Cancellations(times, frozenset(inside))
+
+
+async def _one_pass(
+    work: Callable[[], Awaitable[object]],
+    look: Callable[[], None] | None,
+    then: Callable[[], Awaitable[object]] | None,
+    undo: Callable[[], Awaitable[object]] | None,
+    cancelled_after: range,
+    inside: set[str],
+) -> int:
+    """Cancels `work` after each of these numbers of steps, until it gets through.
+
+    Returns:
+        How often it was cancelled.
+    """
     await trio.testing.wait_all_tasks_blocked()
     tasks = _tasks()
-    while True:
+    for times, steps in enumerate(cancelled_after):
         with trio.CancelScope() as scope:
             instrument = _CancelAfter(scope, steps)
             trio.lowlevel.add_instrument(instrument)
@@ -103,10 +130,9 @@ async def cancelled_at_each_step(
             await then()
             await _come_to_rest(tasks, undo)
         if not scope.cancel_called:
-            return Cancellations(times, frozenset(inside))
+            return times
         inside |= instrument.inside
-        times += 1
-        steps += every
+    raise AssertionError(f"the work takes more than {STEPS_MAX} steps")
 
 
 async def _come_to_rest(tasks: int, undo: Callable[[], Awaitable[object]] | None) -> None:

@@ -597,7 +597,9 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
             await follows(other)
             await _membership(other).stop()
 
-    found = await cancelled_at_each_step(work, lambda: check(server), then=work, every=3)
+    found = await cancelled_at_each_step(
+        work, lambda: check(server), then=work, every=3, reaching=REPLICA
+    )
     found.check_inside(*REPLICA)
 
 
@@ -741,7 +743,7 @@ async def test_a_server_until_a_signal(tmp_path: Path) -> None:
     async def work() -> None:
         await serve(config, on_listening)
 
-    (await cancelled_at_each_step(work, every=100)).check_inside(*SIGNALS)
+    (await cancelled_at_each_step(work, every=100, reaching=SIGNALS)).check_inside(*SIGNALS)
 
 
 LISTENING: Final = tries(listening, open_door)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import trio
-import trio._core._run as trio_run
+
+from tests.kit.scheduler import seeded_scheduler
 
 T = TypeVar("T")
 
@@ -87,23 +87,8 @@ def run_in_world(seed: int, main: Callable[[JumpingClock], Awaitable[T]]) -> T:
     """Runs `main`, given the clock, so that nothing but the seed decides what happens: in virtual
     time, which jumps ahead whenever all wait.
 
-    Trio runs the tasks that are ready in an order that it draws; here it draws the same each time.
-    These are private parts of Trio, which is pinned: tests/simulation/test_world.py says when they
-    have changed.
+    Trio draws the order of the tasks that are ready; here it draws the same order each time.
     """
-    with _deterministic(seed):
+    with seeded_scheduler(seed):
         clock = JumpingClock()
         return trio.run(main, clock, clock=clock, strict_exception_groups=True)
-
-
-@contextmanager
-def _deterministic(seed: int) -> Iterator[None]:
-    parts: Any = trio_run
-    before = parts._ALLOW_DETERMINISTIC_SCHEDULING, parts._r.getstate()
-    parts._ALLOW_DETERMINISTIC_SCHEDULING = True
-    parts._r.seed(seed)
-    try:
-        yield
-    finally:
-        parts._ALLOW_DETERMINISTIC_SCHEDULING = before[0]
-        parts._r.setstate(before[1])
