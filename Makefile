@@ -40,7 +40,7 @@ SIMULATED = $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST) $(if $
 TIME ?= 60
 TARGET ?=
 
-.PHONY: help java demo test check bench simulate fuzz docs clean
+.PHONY: help java demo test check format hooks bench simulate fuzz docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -56,14 +56,21 @@ test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES) .ci
+	$(BIN)/ruff format --check $(SOURCES) .ci
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports --no-logo --no-cache
 	grep -rlZE 'async (def|with|for)' --include='*.py' $(SOURCES) | xargs -0 -n 20 -P $(CORES) \
 		$(BIN)/flake8-async --enable ASYNC1,ASYNC2,ASYNC4,ASYNC912,ASYNC913 \
 		--startable-in-context-manager _hold
 	$(BIN)/python docs/generate_protocol.py --check docs/protocol.md
+
+format: $(INSTALLED) ## mend what the tools can: format, order of imports
+	$(BIN)/ruff check --fix --exit-zero --quiet $(SOURCES) .ci
+	$(BIN)/ruff format $(SOURCES) .ci
+
+hooks: $(INSTALLED) ## check each commit and its first line before it is made
+	$(BIN)/pre-commit install
 
 bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
