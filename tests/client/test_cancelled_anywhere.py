@@ -35,10 +35,10 @@ from upr_protocol.client import (
     MemoryStore,
     Publisher,
     ResumeState,
-    UndoingConsumer,
+    RollbackConsumer,
     connect,
     consume,
-    consume_undoing,
+    consume_with_rollback,
     fetch_map,
     follow_events,
     give_map,
@@ -305,7 +305,7 @@ class Reader:
     comes, in order."""
 
     def __init__(
-        self, servers: list[Server], consumer: Consumer | UndoingConsumer | MaterialisedMap
+        self, servers: list[Server], consumer: Consumer | RollbackConsumer | MaterialisedMap
     ) -> None:
         self._servers = servers
         self._consumer = consumer
@@ -391,12 +391,14 @@ async def try_consuming(servers: list[Server], *functions: Callable[..., object]
 
 
 @pytest.mark.parametrize(
-    "function", [UndoingConsumer.__anext__, UndoingConsumer.barrier, UndoingConsumer.save]
+    "function", [RollbackConsumer.__anext__, RollbackConsumer.barrier, RollbackConsumer.save]
 )
 async def test_a_consumer_with_a_ring_buffer(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
-    async with consume_undoing(server.url("b"), tmp_path / "ring", resume=Store()) as consumer:
+    async with consume_with_rollback(
+        server.url("b"), tmp_path / "ring", resume=Store()
+    ) as consumer:
         reader = Reader([server], consumer)
         work = getattr(reader, function.__name__.strip("_"))
         found = await cancelled_at_each_step(work, lambda: check(server), then=work)
@@ -484,7 +486,7 @@ async def _consume(server: Server, folder: Path) -> None:
 
 async def _consume_undoing(server: Server, folder: Path) -> None:
     path = folder / "ring"
-    async with consume_undoing(server.url("b"), path, resume=Store(), end="now") as consumer:
+    async with consume_with_rollback(server.url("b"), path, resume=Store(), end="now") as consumer:
         assert [event async for event in consumer]
 
 
@@ -517,7 +519,7 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _connect: (connect,),
     _publisher: (publisher,),
     _consume: (consume,),
-    _consume_undoing: (consume_undoing,),
+    _consume_undoing: (consume_with_rollback,),
     _keep_map: (keep_map,),
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
     _fetch_map: (fetch_map,),
@@ -694,7 +696,7 @@ def test_nothing_is_forgotten() -> None:
         *CLIENT,
         *PUBLISHER,
         *(Consumer.__anext__, Consumer.barrier, Consumer.save),
-        *(UndoingConsumer.__anext__, UndoingConsumer.barrier, UndoingConsumer.save),
+        *(RollbackConsumer.__anext__, RollbackConsumer.barrier, RollbackConsumer.save),
         *MAP,
         *(FileStore.load, FileStore.save),
         *WAITS_FOR_NOTHING,

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.indexer.test_keys import compare
 from tests.kit.process import eventually
-from upr_protocol.client import Address, Client, RingLimits
+from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.indexer.definition import IndexDefinition, IndexName, design_key
@@ -45,7 +45,7 @@ async def a_server(
 
 
 def settings(url: str, data_dir: Path, pool_bytes: int = POOL_BYTES, ring: int = 1000) -> Settings:
-    return Settings(Address.parse(url), data_dir, pool_bytes, RingLimits(ring))
+    return Settings(Address.parse(url), data_dir, pool_bytes, ReceivedKeysLimits(ring))
 
 
 @asynccontextmanager

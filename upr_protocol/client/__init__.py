@@ -3,8 +3,8 @@
 - `connect` gives a `Client`: get, set, increment, …, and buckets.
 - `publisher` gives a `Publisher`: many changes, in batches, each with exactly one effect.
 - `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events;
-  `consume_undoing` one with a ring buffer, which goes back no further than it must; `keep_map` a
-  map on disk that follows by itself.
+  `consume_with_rollback` one that remembers its received keys and rolls back no more than it must;
+  `keep_map` a map on disk that follows by itself.
 - `follow_events` gives an `EventFeed`: which buckets are created, deleted and updated.
 - `IndexClient` asks an indexer, over HTTP.
 - `BlockingClient` and `BlockingConsumer` do the same in programs that block.
@@ -26,7 +26,7 @@ from upr_protocol.client.calls import (
     PartitionNumbers,
 )
 from upr_protocol.client.client import Client, ClientStatistics, connect
-from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
+from upr_protocol.client.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
 from upr_protocol.client.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.events import (
     AnswersReceived,
@@ -42,7 +42,6 @@ from upr_protocol.client.events import (
     Undone,
 )
 from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
-from upr_protocol.client.journal import JournalError
 from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.map_file import MapError, MapReader, MapWriteError
 from upr_protocol.client.maps import fetch_map, give_map
@@ -56,11 +55,11 @@ from upr_protocol.client.publisher import (
     publisher,
 )
 from upr_protocol.client.resume import ResumeState, ResumeStateError
-from upr_protocol.client.ring import RingLimits
+from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
+from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
+from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
+from upr_protocol.client.rollback.record_log import RecordLogError
 from upr_protocol.client.saving import SaveLimits
-from upr_protocol.client.store import FileStore, MemoryStore, ResumeStore
-from upr_protocol.client.undo import Undo
-from upr_protocol.client.undoing import UndoingConsumer, consume_undoing
 from upr_protocol.client.writer import Writer
 
 __all__ = [
@@ -88,7 +87,6 @@ __all__ = [
     "IndexPage",
     "IndexerError",
     "Item",
-    "JournalError",
     "LeasedRange",
     "LookAtEverything",
     "MapError",
@@ -102,24 +100,25 @@ __all__ = [
     "PublishError",
     "Publisher",
     "PublisherStatistics",
+    "ReceivedKeysLimits",
+    "RecordLogError",
     "ResumeState",
     "ResumeStateError",
     "ResumeStore",
-    "RingLimits",
+    "RollbackConsumer",
     "RolledBack",
     "SaveLimits",
     "SnapshotEnd",
     "SnapshotStart",
     "StreamAccepted",
     "StreamEnded",
-    "Undo",
-    "UndoingConsumer",
+    "UndoCallback",
     "Undone",
     "Writer",
     "Written",
     "connect",
     "consume",
-    "consume_undoing",
+    "consume_with_rollback",
     "fetch_map",
     "follow_events",
     "give_map",

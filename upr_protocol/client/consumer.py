@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Literal, Self
 
@@ -23,12 +23,12 @@ from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
-from upr_protocol.client.store import FileStore, ResumeStore
-from upr_protocol.client.undo import Undo
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import (
     HANDSHAKE_TIMEOUT_S,
@@ -39,6 +39,23 @@ from upr_protocol.wire import ReplicaAck
 
 Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None
 """Where a consumer begins and what it keeps: a state to begin with, a file's path, a store."""
+
+UndoCallback = Callable[[PartitionId, SeqNo, str], Awaitable[SeqNo]]
+"""Takes the application back when the server's history parted from what the consumer received.
+
+Its arguments are the partition; the rollback ceiling, the highest sequence number that the
+application and the server have in common; and the server's reason. It gives the sequence number
+that the partition now stands at, from which its stream goes on: the end of a complete snapshot at
+or below the ceiling, or 0 for a partition of which nothing is left. An application that has read
+again every key that it received above the ceiling may give the ceiling itself.
+
+The consumer calls it while the application asks for its next event, so every event before is
+processed. If it is cancelled, or after a crash, it is called again: what is undone stays undone. By
+then the resume state says that a rollback is under way, and is saved if there is a store. An
+application that keeps the state itself has two ways. It undoes here for good, and saves
+`Consumer.dealt_with` together with that. Or it undoes when `RolledBack` comes, which is its next
+event, and saves that event's state together with that.
+"""
 
 _TURN_S: Final = 0.001
 """For so long events that wait may be handed on without giving way to other tasks."""
@@ -101,7 +118,7 @@ class Consumer:
         state: ResumeState,
         store: ResumeStore | None,
         limits: SaveLimits,
-        undo: Undo | None = None,
+        undo: UndoCallback | None = None,
     ) -> None:
         self.address = address
         self._feeds = feeds
@@ -263,6 +280,10 @@ class Consumer:
         """
         return self._ledger.after_current()
 
+    def position(self, partition: PartitionId) -> Position:
+        """How far `partition` is once the event in hand is dealt with; see `resume_state`."""
+        return self._ledger.position_after_current(partition)
+
     @property
     def dealt_with(self) -> ResumeState:
         """A copy of the resume state without the event in hand. O(partitions)."""
@@ -345,7 +366,7 @@ async def consume(
     state: PartitionState = PartitionState.ACTIVE,
     end: End = None,
     lease_id: int = 0,
-    undo: Undo | None = None,
+    undo: UndoCallback | None = None,
     with_answers: bool = False,
     with_logs: bool = False,
     by_map: bool = True,

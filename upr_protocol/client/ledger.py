@@ -11,6 +11,8 @@ from upr_protocol.client.delivery import Delivery, RollBackAsked, Weight
 from upr_protocol.client.events import ChunkReceived, Event, RolledBack
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.saving import SaveLimits, SavePlan
+from upr_protocol.failover import Position
+from upr_protocol.ids import PartitionId
 
 
 @attrs.define
@@ -94,6 +96,14 @@ class Ledger:
             self.state.positions[partition] = position
         self.plan.dealt_with(delivery)
         self._acknowledge(delivery)
+
+    def position_after_current(self, partition: PartitionId) -> Position:
+        """How far a partition will be once what is in hand is dealt with."""
+        if self._current is not None and self._current.position is not None:
+            current_partition, position = self._current.position
+            if current_partition == partition:
+                return position
+        return self.state.position(partition)
 
     def after_current(self) -> ResumeState:
         """A copy of the state as it will be once what is in hand is dealt with. O(partitions)."""

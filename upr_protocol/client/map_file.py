@@ -14,9 +14,9 @@ import trio
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.keyvalue import Item
-from upr_protocol.client.recall import Recalled
 from upr_protocol.client.resume import ResumeState, ResumeStateError
-from upr_protocol.client.ring import Look
+from upr_protocol.client.rollback.planner import RollbackPlan
+from upr_protocol.client.rollback.received_keys import ForeignKeys
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, Cas, HistoryId, Operation, PartitionId, SeqNo
@@ -228,22 +228,22 @@ class MapFile:
         ]
         await self._run(self._database.executemany, _PUT, rows)
 
-    async def undo(self, recalled: Recalled) -> None:
+    async def undo(self, plan: RollbackPlan) -> None:
         """Puts what was read again in the place of what the server never had."""
-        event, entries = recalled.event, recalled.entries
-        if entries is None:
+        event, versions = plan.event, plan.versions
+        if versions is None:
             await self._run(self._drop, event.partition)
             return
         rows: list[_Row] = []
-        for key, entry in entries.items():
+        for key, version in versions.items():
             item = event.documents[key]
-            history = _octets(entry.history_id)
+            history = _octets(version.history_id)
             if item is None:
-                rows.append((event.partition, key, None, entry.seq, history, bytes(8), 0, 0))
+                rows.append((event.partition, key, None, version.seq, history, bytes(8), 0, 0))
             else:
                 cas = _octets(item.cas)
                 rows.append(
-                    (event.partition, key, item.value, entry.seq, history, cas, item.flags,
+                    (event.partition, key, item.value, version.seq, history, cas, item.flags,
                      item.expiry)
                 )  # fmt: skip
         await self._run(self._database.executemany, _PUT, rows)
@@ -304,7 +304,7 @@ class MapFile:
     # What it is asked. Nobody has to wait for a commit for it.
 
     async def floor(self, partition: PartitionId) -> SeqNo:
-        """See `Received`."""
+        """The sequence number above which every received key is known."""
         return await self._run(self._floor, partition)
 
     def _floor(self, partition: PartitionId) -> SeqNo:
@@ -313,11 +313,13 @@ class MapFile:
         ).fetchone()
         return SeqNo(row[0] if row else 0)
 
-    async def look(self, partition: PartitionId, log: FailoverLog, seq: SeqNo) -> Look:
-        """See `Received`. O(histories + what is foreign)."""
-        return await self._run(self._look, partition, log, seq)
+    async def foreign_keys(
+        self, partition: PartitionId, log: FailoverLog, seq: SeqNo
+    ) -> ForeignKeys:
+        """The received keys, compared with a stream. O(histories + foreign keys)."""
+        return await self._run(self._foreign_keys, partition, log, seq)
 
-    def _look(self, partition: PartitionId, log: FailoverLog, seq: SeqNo) -> Look:
+    def _foreign_keys(self, partition: PartitionId, log: FailoverLog, seq: SeqNo) -> ForeignKeys:
         database = self._database
         foreign: list[bytes] = []
         ahead = seq
@@ -333,7 +335,7 @@ class MapFile:
                 (partition, history, min(left, (1 << 63) - 1)),
             ).fetchone()
             ahead = SeqNo(max(ahead, highest or 0))
-        return Look(foreign, ahead)
+        return ForeignKeys(foreign, ahead)
 
     async def get(self, partition: PartitionId, key: bytes) -> Item | None:
         """The item at `key`, what is not committed yet included."""

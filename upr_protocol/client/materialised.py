@@ -8,88 +8,71 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import trio
 
 from upr_protocol.client.address import Address
-from upr_protocol.client.consumer import Consumer, ConsumerStatistics, consume
+from upr_protocol.client.consumer import Consumer
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
-    RolledBack,
     SnapshotEnd,
-    StreamAccepted,
     Undone,
 )
 from upr_protocol.client.keyvalue import Item, Text, octets
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
+from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.map_file import DELETIONS_MAX, MapFile
-from upr_protocol.client.newest import Fetcher
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.recall import Recall, Recalled
-from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.retry import PATIENCE_S_DEFAULT
+from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
+from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import PartitionId
 
 _LAST_COMMIT_S: Final = 10.0
 """How long the commit on leaving may take."""
 
 
-class MaterialisedMap:
+class MaterialisedMap(RollbackIterator):
     """Follows a bucket, and keeps key -> item in a directory; `keep_map` makes one.
 
-    It is an async iterator of the events that it has dealt with, `Undone` in place of `RolledBack`:
-    iterating is what makes it follow. What the iterator gives is in the map already, though perhaps
-    not on disk yet.
+    It is an async iterator of the events that it has processed, with `Undone` in place of
+    `RolledBack`. Only iterating makes it follow. What the iterator gave is in the copy, though
+    perhaps not on disk yet.
     """
 
     def __init__(
         self,
         consumer: Consumer,
+        planner: RollbackPlanner,
         file: MapFile,
-        recall: Recall,
         limits: SaveLimits,
     ) -> None:
-        self._consumer = consumer
+        super().__init__(consumer, planner)
         self._file = file
-        self._recall = recall
         self._limits = limits
-        self._logs: dict[PartitionId, FailoverLog] = {}
-        self._event: Event | None = None
         self._committed_at = trio.current_time()
-        self._nbytes = 0
-        self._dirty = False
-        self._complete = False
-        """Whether a complete snapshot waits to be committed."""
-
-    # Following.
-
-    def __aiter__(self) -> Self:
-        return self
+        self._uncommitted_bytes = 0
+        self._has_uncommitted = False
+        self._has_complete_snapshot = False
+        """Whether a complete snapshot is among the uncommitted changes."""
 
     async def __anext__(self) -> Event | Undone:
-        """The next event, dealt with. Cancelled, none is lost.
+        """The next event, processed. Cancelled, no event is lost.
 
         Raises:
             StopAsyncIteration: Every stream has ended for good.
             UprError: See `Consumer.__anext__`.
-            sqlite3.Error: The map cannot be written. From then on every call says so; what was
+            sqlite3.Error: The copy cannot be written. Every later call raises it again. What was
                 committed is there, and a new `keep_map` goes on from it.
         """
-        while True:
-            if self._event is None:
-                self._event = await self._next()
-            told = await self._apply(self._event)
-            self._event = None
-            if told is not None:
-                return told
+        return await self._next_processed()
 
-    async def _next(self) -> Event:
-        """The consumer's next event; when none comes in time, what was applied is committed."""
+    async def _next_event(self) -> Event:
+        """The consumer's next event; commits in time if there is none."""
         while True:
             due_at = self._due_at()
             if due_at <= trio.current_time():
@@ -98,51 +81,43 @@ class MaterialisedMap:
             with trio.move_on_at(due_at):
                 return await anext(self._consumer)
 
-    async def _apply(self, event: Event) -> Event | Undone | None:
-        file = self._file
-        told: Event | Undone | None = event
-        if isinstance(event, ChunkReceived):
-            await file.put(event.partition, self._logs[event.partition], event.chunk)
-            self._nbytes += event.chunk.nbytes
-        elif isinstance(event, SnapshotEnd):
-            if not self._recall.ends(event):
-                told = None
-            else:
-                self._complete = True
-        elif isinstance(event, RolledBack):
-            told = await self._undo(self._recall.rolled_back(event))
-        elif isinstance(event, StreamAccepted):
-            self._logs[event.partition] = event.log
-            reached = self._consumer.resume_state.position(event.partition).highest_received
-            told = await self._undo(await self._recall.accepted(event, reached))
+    async def _process(self, event: Event) -> Event | Undone | None:
+        processed = await super()._process(event)
+        if isinstance(processed, SnapshotEnd):
+            self._has_complete_snapshot = True
         partition = getattr(event, "partition", None)
         if partition is not None:
-            position = self._consumer.resume_state.position(partition)
-            file.move(partition, position, self._recall.settled(partition))
-            self._dirty = True
-        return told
+            position = self._consumer.position(partition)
+            self._file.move(partition, position, self._planner.settled_at(partition))
+            self._has_uncommitted = True
+        return processed
 
-    async def _undo(self, recalled: Recalled | None) -> Undone | None:
-        if recalled is None:
-            return None
+    async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
+        await self._file.put(event.partition, log, event.chunk)
+        self._uncommitted_bytes += event.chunk.nbytes
+
+    async def _roll_back(self, plan: RollbackPlan) -> None:
         with trio.CancelScope(shield=True):
-            await self._file.undo(recalled)
-        return recalled.event
+            await self._file.undo(plan)
 
     def _due_at(self) -> float:
-        if not self._dirty:
+        if not self._has_uncommitted:
             return math.inf
-        if self._nbytes >= self._limits.nbytes:
+        if self._uncommitted_bytes >= self._limits.nbytes:
             return self._committed_at
-        wait_s = self._limits.complete_interval_s if self._complete else self._limits.interval_s
+        wait_s = (
+            self._limits.complete_interval_s
+            if self._has_complete_snapshot
+            else self._limits.interval_s
+        )
         return self._committed_at + wait_s
 
     async def save(self) -> None:
         """Puts everything that the iterator gave on disk, where readers see it."""
         await self._file.commit()
         self._committed_at = trio.current_time()
-        self._nbytes = 0
-        self._complete = self._dirty = False
+        self._uncommitted_bytes = 0
+        self._has_complete_snapshot = self._has_uncommitted = False
 
     # What is in it.
 
@@ -154,16 +129,6 @@ class MaterialisedMap:
     async def count(self) -> int:
         """How many items it holds, as of the last event."""
         return await self._file.count()
-
-    # The consumer's.
-
-    def send_barrier(self, cookie: bytes | None = None) -> bytes:
-        """See `Consumer.send_barrier`."""
-        return self._consumer.send_barrier(cookie)
-
-    def statistics(self) -> ConsumerStatistics:
-        """See `Consumer.statistics`; the saves are commits of the map."""
-        return self._consumer.statistics()
 
 
 @asynccontextmanager
@@ -210,27 +175,24 @@ async def keep_map(
         MapFile.open, Path(directory), address.bucket, deletions_max
     )
     try:
-        options = TrioOptions(identity=identity, dial=dial)
-        recall = Recall(file, Fetcher(address, options, Patience(patience_s, draw)))
-        async with consume(
+        async with consume_with_planner(
             address,
+            file,
             partitions=partitions,
             resume=file.state,
             end=end,
-            undo=recall,
-            with_logs=True,
             identity=identity,
             patience_s=patience_s,
             dial=dial,
             draw=draw,
-        ) as consumer:
-            kept = MaterialisedMap(consumer, file, recall, commit_limits or SaveLimits())
+        ) as (consumer, planner):
+            copy = MaterialisedMap(consumer, planner, file, commit_limits or SaveLimits())
             try:
-                yield kept
+                yield copy
             finally:
                 deadline = trio.current_time() + _LAST_COMMIT_S
                 with trio.CancelScope(shield=True, deadline=deadline):
                     if not file.broken:
-                        await kept.save()
+                        await copy.save()
     finally:
         file.close()

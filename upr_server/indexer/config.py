@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import platformdirs
 
-from upr_protocol.client import Address, AddressError, RingLimits
+from upr_protocol.client import Address, AddressError, ReceivedKeysLimits
 from upr_server.daemon import ConfigError, load_settings, parse_listen
 from upr_server.indexer.indexer import Settings
 
@@ -75,7 +75,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
         if pool_bytes < POOL_BYTES_MIN:
             raise ConfigError(f"pool_bytes is {pool_bytes}; at least {POOL_BYTES_MIN}")
-        limits = RingLimits(self.undo_mutations, self.undo_mutations * 256)
+        limits = ReceivedKeysLimits(self.undo_mutations, self.undo_mutations * 256)
         return Settings(address, folder, pool_bytes, limits, self.queues)
 
 

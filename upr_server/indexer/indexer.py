@@ -14,7 +14,7 @@ import attrs
 import structlog
 import trio
 
-from upr_protocol.client import Address, RingLimits, connect
+from upr_protocol.client import Address, ReceivedKeysLimits, connect
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability
 from upr_server.indexer.announcements import Announcements, consumer_name
@@ -82,7 +82,7 @@ class Settings:
     address: Address
     data_dir: Path
     pool_bytes: int
-    ring_limits: RingLimits = attrs.field(factory=RingLimits)
+    ring_limits: ReceivedKeysLimits = attrs.field(factory=ReceivedKeysLimits)
     rings: int = RINGS_DEFAULT
 
 

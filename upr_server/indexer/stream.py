@@ -16,14 +16,14 @@ from upr_protocol.client import (
     ChunkReceived,
     Event,
     Item,
+    ReceivedKeysLimits,
     ResumeState,
-    RingLimits,
+    RollbackConsumer,
     SaveLimits,
     SnapshotEnd,
     StreamEnded,
-    UndoingConsumer,
     Undone,
-    consume_undoing,
+    consume_with_rollback,
 )
 from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId
@@ -109,7 +109,7 @@ class Stream:
         pipeline: Pipeline,
         pool: Pool,
         ring_path: str | os.PathLike[str],
-        ring_limits: RingLimits,
+        ring_limits: ReceivedKeysLimits,
         on_put: Callable[[Piece], None],
     ) -> None:
         self._address = address
@@ -120,7 +120,7 @@ class Stream:
         self._on_put = on_put
         self._store = _Store(address.bucket, pipeline)
         self._assembler = Assembler(pool, self._put, piece_bytes(pool))
-        self._consumer: UndoingConsumer | None = None
+        self._consumer: RollbackConsumer | None = None
         self._changed = Bell()
         self._holds = 0
         self.marks: dict[PartitionId, Mark] = {}
@@ -147,7 +147,7 @@ class Stream:
 
         Raises:
             ServerError: The server refused, or the bucket is gone.
-            JournalError: The ring buffer is damaged.
+            RecordLogError: The ring buffer is damaged.
             OSError: It cannot be written.
         """
         while True:
@@ -162,11 +162,11 @@ class Stream:
         self._assembler.flush_all()
         await self._pipeline.drain()
         self.marks = common_marks(self._pipeline.members)
-        async with consume_undoing(
+        async with consume_with_rollback(
             self._address,
             self._ring_path,
             resume=self._store,
-            ring_limits=self._ring_limits,
+            received_keys_limits=self._ring_limits,
             patience_s=math.inf,
             save_limits=NEVER,
             identity="upr-indexer",
@@ -190,7 +190,7 @@ class Stream:
         await self._pipeline.applied.until(lambda: not self._pipeline.is_full)
         await self._changed.until(lambda: not self._holds)
 
-    async def _take(self, consumer: UndoingConsumer, event: Event | Undone) -> None:
+    async def _take(self, consumer: RollbackConsumer, event: Event | Undone) -> None:
         match event:
             case ChunkReceived(partition, chunk):
                 self._assembler.chunk(partition, chunk, _mark(consumer, partition))
@@ -203,7 +203,7 @@ class Stream:
             case _:
                 pass
 
-    async def _undo(self, consumer: UndoingConsumer, event: Undone) -> None:
+    async def _undo(self, consumer: RollbackConsumer, event: Undone) -> None:
         """Goes back. It must be on disk, in every index, before the next event is asked for: then
         the ring buffer takes it that what it knew of is no more."""
         partition = event.partition
@@ -263,7 +263,7 @@ class Stream:
                 await trio.sleep(RETRY_S)
 
 
-def _mark(consumer: UndoingConsumer, partition: PartitionId) -> Mark:
+def _mark(consumer: RollbackConsumer, partition: PartitionId) -> Mark:
     return Mark(consumer.resume_state.position(partition))
 
 

@@ -1,4 +1,5 @@
-"""A consumer with a ring buffer: cut and killed anywhere, by servers that fail over at any time."""
+"""A consumer that remembers its received keys: cut and killed anywhere, with failovers at any
+time."""
 
 from __future__ import annotations
 
@@ -23,21 +24,20 @@ from upr_protocol.client import (
     ChunkReceived,
     Completed,
     Event,
-    JournalError,
     MemoryStore,
+    ReceivedKeysLimits,
+    RecordLogError,
     ResumeState,
-    RingLimits,
+    RollbackConsumer,
     SaveLimits,
     SnapshotEnd,
     SnapshotStart,
     StreamAccepted,
-    UndoingConsumer,
     Undone,
-    consume_undoing,
+    consume_with_rollback,
 )
-from upr_protocol.client.newest import Newest
-from upr_protocol.client.recall import Recall
-from upr_protocol.client.ring_file import RingFile
+from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlanner
+from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.errors import BrokenError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
@@ -141,8 +141,8 @@ class Schedule:
         self.server.get_items_max = self._rng.randint(1, 5)
         self.branches = Branches(self.server)
         self.copy = Copy(self.branches, lambda: self._chance(150))
-        self._ring = folder / "ring"
-        self._limits = RingLimits(entries=self._rng.choice([3, 12, 1000]))
+        self._received_keys = folder / "received-keys"
+        self._limits = ReceivedKeysLimits(entries=self._rng.choice([3, 12, 1000]))
         self._store = Disk()
         self._atomic = self._chance(3)
         self._net: FakeNet | None = None
@@ -199,11 +199,11 @@ class Schedule:
     async def _follow_for_a_while(self) -> None:
         assert self._net is not None
         self._store.off = False
-        async with consume_undoing(
+        async with consume_with_rollback(
             URL,
-            self._ring,
+            self._received_keys,
             resume=self._resume(),
-            ring_limits=self._limits,
+            received_keys_limits=self._limits,
             dial=self._net.dial,
             draw=self._rng.random,
             save_limits=SaveLimits(5, 20, 10_000),
@@ -228,15 +228,15 @@ class Schedule:
             self._store.off = True
             raise
 
-    def _keep(self, consumer: UndoingConsumer) -> None:
+    def _keep(self, consumer: RollbackConsumer) -> None:
         if self._atomic:
             self._store.state = consumer.resume_state
 
     def _tear(self) -> None:
         """What a crash may leave of the record that was being written."""
-        if self._ring.exists() and self._chance(3):
-            data = self._ring.read_bytes()
-            self._ring.write_bytes(
+        if self._received_keys.exists() and self._chance(3):
+            data = self._received_keys.read_bytes()
+            self._received_keys.write_bytes(
                 data + b"\x40\0\0\0\xbf\xff\xff\xffabcdefgh"[: self._rng.randrange(16)]
             )
 
@@ -258,11 +258,11 @@ class Schedule:
     async def _catch_up(self) -> None:
         assert self._net is not None
         self._store.off = False
-        async with consume_undoing(
+        async with consume_with_rollback(
             URL,
-            self._ring,
+            self._received_keys,
             resume=self._resume(),
-            ring_limits=self._limits,
+            received_keys_limits=self._limits,
             dial=self._net.dial,
         ) as consumer:
             async for event in consumer:
@@ -276,7 +276,7 @@ class Schedule:
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=50, deadline=None)
-def test_at_each_end_it_is_what_the_server_had_and_keeps_nothing_that_it_never_had(
+def test_at_each_snapshot_end_the_copy_equals_what_the_server_had(
     seed: int,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -285,7 +285,7 @@ def test_at_each_end_it_is_what_the_server_had_and_keeps_nothing_that_it_never_h
         assert schedule.copy.contents() == schedule.server.contents()
 
 
-async def until_completed(consumer: UndoingConsumer) -> list[Event | Undone]:
+async def until_completed(consumer: RollbackConsumer) -> list[Event | Undone]:
     events: list[Event | Undone] = []
     async for event in consumer:
         events.append(event)
@@ -300,12 +300,12 @@ def fill(server: FakeServer, count: int, value: bytes = b"old") -> None:
         server.put(b"%d" % number, value)
 
 
-async def test_one_event_has_all_that_it_takes(
+async def test_one_event_has_everything_to_undo(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     fill(server, 10)
-    ring, file = tmp_path / "ring", tmp_path / "resume"
-    async with consume_undoing(URL, ring, resume=file, dial=net.dial) as consumer:
+    keys, file = tmp_path / "received-keys", tmp_path / "resume"
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         await until_completed(consumer)
         server.put(b"3", b"never had")
         await until_completed(consumer)
@@ -323,19 +323,19 @@ async def test_one_event_has_all_that_it_takes(
         assert isinstance(chunk, ChunkReceived)
         assert end == SnapshotEnd(PartitionId(0), SeqNo(9))
     # It is over: nothing is told again.
-    async with consume_undoing(URL, ring, resume=file, dial=net.dial) as consumer:
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         assert await until_completed(consumer) == [Completed(1)]
 
 
-async def test_below_the_ring_buffer_it_begins_at_0_and_says_so(
+async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     fill(server, 40)
-    async with consume_undoing(
+    async with consume_with_rollback(
         URL,
-        tmp_path / "ring",
+        tmp_path / "received-keys",
         resume=tmp_path / "resume",
-        ring_limits=RingLimits(entries=20),
+        received_keys_limits=ReceivedKeysLimits(entries=20),
         dial=net.dial,
     ) as consumer:
         await until_completed(consumer)
@@ -346,40 +346,45 @@ async def test_below_the_ring_buffer_it_begins_at_0_and_says_so(
         undone, start, *_ = await until_completed(consumer)
         assert isinstance(undone, Undone)
         assert (undone.ceiling, undone.to, undone.documents) == (5, 0, {})
-        assert "below what is still known" in undone.reason
+        assert "do not reach down to it" in undone.reason
         assert isinstance(start, SnapshotStart)
         assert (start.start, start.end) == (0, 5)
 
 
-async def test_a_damaged_ring_buffer_is_told(
+async def test_a_damaged_file_of_received_keys_raises_an_error(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     fill(server, 10)
-    ring = tmp_path / "ring"
-    async with consume_undoing(URL, ring, resume=tmp_path / "resume", dial=net.dial) as consumer:
+    keys = tmp_path / "received-keys"
+    async with consume_with_rollback(
+        URL, keys, resume=tmp_path / "resume", dial=net.dial
+    ) as consumer:
         await until_completed(consumer)
-    data = bytearray(ring.read_bytes())
+    data = bytearray(keys.read_bytes())
     data[15] ^= 1
-    ring.write_bytes(data)
-    with pytest.raises(JournalError, match="damaged at byte 0"):
-        async with consume_undoing(URL, ring, resume=tmp_path / "resume", dial=net.dial):
+    keys.write_bytes(data)
+    with pytest.raises(RecordLogError, match="damaged at byte 0"):
+        async with consume_with_rollback(URL, keys, resume=tmp_path / "resume", dial=net.dial):
             pass
 
 
-async def test_no_key_is_let_go_of_while_its_partition_is_about_to_go_back(tmp_path: Path) -> None:
-    """Between the question and the stream that goes on from there events of other partitions are
-    handed on, after each of which the ring buffer may be trimmed."""
+async def test_no_key_is_dropped_while_its_partition_is_about_to_roll_back(tmp_path: Path) -> None:
+    """Before the partition's stream is accepted, the application may be given events of other
+    partitions, and after each of them the received keys may be trimmed."""
 
-    async def fetch(partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId) -> Newest:
-        await trio.lowlevel.checkpoint()
-        raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
+    class Reader:
+        async def read_newest(
+            self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+        ) -> NewestDocuments:
+            await trio.lowlevel.checkpoint()
+            raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
 
     partition, log = PartitionId(0), FailoverLog.of([(1, 0)])
-    ring = RingFile(tmp_path / "ring", "b", RingLimits(entries=1))
-    recall = Recall(ring, fetch)
-    await ring.receive(partition, [(b"a", SeqNo(9), HistoryId(1)), (b"b", SeqNo(10), HistoryId(1))])
-    assert await recall.accepted(StreamAccepted(partition, log), SeqNo(10)) is None
-    assert recall.trusts(partition)
-    assert await recall(partition, SeqNo(8), "failover") == 8
-    assert not recall.trusts(partition)
-    ring.close()
+    file = ReceivedKeysFile(tmp_path / "keys", "b", ReceivedKeysLimits(entries=1))
+    planner = RollbackPlanner(file, Reader())
+    await file.receive(partition, [(b"a", SeqNo(9), HistoryId(1)), (b"b", SeqNo(10), HistoryId(1))])
+    assert await planner.compare(StreamAccepted(partition, log), SeqNo(10)) is None
+    assert planner.is_compared(partition)
+    assert await planner.choose_target(partition, SeqNo(8), "failover") == 8
+    assert not planner.is_compared(partition)
+    file.close()

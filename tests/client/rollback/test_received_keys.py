@@ -1,0 +1,128 @@
+"""The received keys against a plain dictionary, and their file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.client.rollback.received_keys import (
+    ReceivedKeys,
+    ReceivedKeysLimits,
+    ReceivedVersion,
+)
+from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
+from upr_protocol.client.rollback.record_log import RecordLog, RecordLogError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+P = PartitionId(0)
+LOG = FailoverLog.of([(2, 10), (1, 0)])
+KEYS = st.binary(min_size=1, max_size=1)
+Row = tuple[bytes, int, int]
+ROWS = st.lists(st.tuples(KEYS, st.integers(1, 30), st.sampled_from([1, 2, 3])), max_size=6)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["receive", "replace", "trim", "drop"]), ROWS)))
+def test_every_key_above_the_floor_is_known_by_its_last_version(
+    operations: list[tuple[str, list[Row]]],
+) -> None:
+    received_keys = ReceivedKeys(ReceivedKeysLimits(entries=4))
+    model: dict[bytes, ReceivedVersion] = {}
+    for operation, drawn_rows in operations:
+        rows = [(key, SeqNo(seq), HistoryId(history)) for key, seq, history in drawn_rows]
+        if operation == "receive":
+            received_keys.receive(P, rows)
+            for key, seq, history in rows:
+                if key not in model or model[key].seq < seq:
+                    model[key] = ReceivedVersion(seq, history)
+        elif operation == "replace":
+            versions = {key: ReceivedVersion(seq, history) for key, seq, history in rows}
+            received_keys.replace(P, versions)
+            model.update(versions)
+        elif operation == "drop":
+            received_keys.drop(P)
+            model.clear()
+            assert received_keys.floor(P) == 0
+        else:
+            received_keys.trim(lambda _: SeqNo(20))
+            assert not received_keys.overfull or all(
+                version.seq > 20 for _, _, version in received_keys.versions()
+            )
+        received_keys.check_invariants()
+        known = {key: version for _, key, version in received_keys.versions()}
+        floor = received_keys.floor(P)
+        assert floor <= 20
+        expected = {key: version for key, version in model.items() if version.seq > floor}
+        assert {key: v for key, v in known.items() if v.seq > floor} == expected
+        foreign = received_keys.foreign_keys(P, LOG, SeqNo(8))
+        outside = {key for key, v in known.items() if not LOG.holds(v.history_id, v.seq)}
+        assert set(foreign.keys) == outside
+        inside = [version.seq for key, version in known.items() if key not in outside]
+        assert foreign.highest_seq == max([8, *inside])
+
+
+def test_a_sequence_number_belongs_to_the_branch_that_assigned_it() -> None:
+    assert [LOG.branch_of(SeqNo(n)) for n in (0, 1, 10, 11)] == [0, 1, 1, 2]
+    later = LOG.branch(HistoryId(3), SeqNo(8))
+    assert later.holds(HistoryId(1), SeqNo(8))
+    assert not later.holds(HistoryId(1), SeqNo(9))
+    assert not later.holds(HistoryId(2), SeqNo(11))
+    assert later.holds(HistoryId(3), SeqNo(11))
+
+
+async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b")
+    assert file.is_new
+    one, two = HistoryId(1), HistoryId(2)
+    await file.receive(P, [(b"a", SeqNo(5), one), (b"b", SeqNo(6), one)])
+    await file.confirm_rollback(P, {b"b": ReceivedVersion(SeqNo(4), two)})
+    await file.receive(PartitionId(1), [(b"c", SeqNo(5), one)])
+    await file.confirm_rollback(PartitionId(1), None)
+    await file.raise_floor(PartitionId(2), SeqNo(7))
+    file.close()
+    again = ReceivedKeysFile(path, "b")
+    again.close()
+    assert not again.is_new
+    assert list(again.keys.versions()) == [
+        (P, b"a", ReceivedVersion(SeqNo(5), one)),
+        (P, b"b", ReceivedVersion(SeqNo(4), two)),
+    ]
+    assert again.keys.floors() == {PartitionId(2): 7}
+    with pytest.raises(RecordLogError, match="of the bucket 'b', not of 'other'"):
+        ReceivedKeysFile(path, "other")
+
+
+async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b", ReceivedKeysLimits(entries=100))
+    largest = 0
+    for number in range(60):
+        rows = [
+            (b"%d-%d" % (number, n) + bytes(200), SeqNo(number * 1000 + n + 1), HistoryId(1))
+            for n in range(500)
+        ]
+        await file.receive(P, rows)
+        await file.trim(lambda _: SeqNo(1 << 40))
+        largest = max(largest, path.stat().st_size)
+    assert len(file.keys) == 87
+    floor = file.keys.floor(P)
+    file.close()
+    assert largest < 5_000_000
+    again = ReceivedKeysFile(path, "b", ReceivedKeysLimits(entries=100))
+    again.keys.trim(lambda _: SeqNo(1 << 40))
+    again.close()
+    assert list(again.keys.versions()) == list(file.keys.versions())
+    assert again.keys.floor(P) == floor > 0
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    log, _ = RecordLog.open(path)
+    log.append(b"nonsense")
+    log.close()
+    with pytest.raises(RecordLogError, match="not a received-keys file"):
+        ReceivedKeysFile(path, "b")

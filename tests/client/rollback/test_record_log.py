@@ -1,0 +1,60 @@
+"""The record log against crashes and damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from upr_protocol.client.rollback.record_log import RecordLog, RecordLogError
+
+
+def log_with(path: Path, *records: bytes) -> bytes:
+    log, _ = RecordLog.open(path)
+    for record in records:
+        log.append(record)
+    log.close()
+    return path.read_bytes()
+
+
+def records_of(path: Path) -> list[bytes]:
+    log, records = RecordLog.open(path)
+    log.close()
+    return records
+
+
+def test_a_torn_tail_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    before = log_with(path, b"one", b"two")
+    data = log_with(path, b"three")
+    for length in range(len(before), len(data)):
+        path.write_bytes(data[:length])
+        assert records_of(path) == [b"one", b"two"]
+        assert path.read_bytes() == before
+        # The file had its length before it had its contents.
+        path.write_bytes(data[:length] + bytes(len(data) - length))
+        assert records_of(path) == [b"one", b"two"]
+    path.write_bytes(data)
+    assert records_of(path) == [b"one", b"two", b"three"]
+
+
+def test_damage_raises_an_error_and_is_never_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    before = log_with(path, b"one", b"two")
+    data = log_with(path, b"three")
+    for index in range(len(before)):
+        damaged = bytearray(data)
+        damaged[index] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(RecordLogError, match="damaged at byte"):
+            records_of(path)
+
+
+def test_records_are_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    log, _ = RecordLog.open(path)
+    log.append(b"one")
+    log.replace([b"two", b"three"])
+    log.append(b"four")
+    log.close()
+    assert records_of(path) == [b"two", b"three", b"four"]

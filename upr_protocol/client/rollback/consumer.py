@@ -1,0 +1,215 @@
+"""A consumer that remembers its received keys and undoes just what the server does not have."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Literal
+
+import trio
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.consumer import Consumer, Resume
+from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
+from upr_protocol.client.link import Dial, dial_tcp
+from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.resume_files import FileStore
+from upr_protocol.client.retry import PATIENCE_S_DEFAULT
+from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
+from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
+from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
+from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
+from upr_protocol.client.saving import SaveLimits
+from upr_protocol.client.wishes import End
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+
+ABOVE_POSITION: Final = "the received keys do not reach down to the resume state's position"
+
+
+class RollbackConsumer(RollbackIterator):
+    """An async iterator of events, like `Consumer`; `consume_with_rollback` makes it.
+
+    Two things differ. `Undone` takes the place of `RolledBack`, with everything that it takes to go
+    back. And while a key that was read again is ahead of the stream, snapshot ends below it are
+    left out, because the partition matches no state of the server there.
+
+    Every key is recorded on disk before the application is given the event that brings it. An
+    application that is killed while it processes `Undone` gets it, or one that undoes as much,
+    again.
+    """
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        planner: RollbackPlanner,
+        received_keys: ReceivedKeysFile,
+        restarts: Iterable[PartitionId],
+    ) -> None:
+        super().__init__(consumer, planner)
+        self._received_keys = received_keys
+        self._restarts = deque(restarts)
+        """Partitions that the application must start again, whatever the server says."""
+        self._plan_in_hand: RollbackPlan | None = None
+        """The plan whose event the application is processing."""
+
+    async def __anext__(self) -> Event | Undone:
+        """The next event; the one before is processed. See `Consumer.__anext__`.
+
+        Raises:
+            OSError: The received keys cannot be written.
+        """
+        await self._acknowledge()
+        if self._restarts:
+            partition, nothing = self._restarts.popleft(), SeqNo(0)
+            event = Undone(partition, nothing, nothing, nothing, ABOVE_POSITION, {})
+            self._plan_in_hand = RollbackPlan(event, versions=None)
+            return event
+        return await self._next_processed()
+
+    async def _acknowledge(self) -> None:
+        """Records what the application has processed."""
+        if self._plan_in_hand is not None:
+            event, versions = self._plan_in_hand.event, self._plan_in_hand.versions
+            await self._received_keys.confirm_rollback(event.partition, versions)
+            self._plan_in_hand = None
+        if self._received_keys.keys.overfull and self._pending is None:
+            # The next process must not begin below a key that is dropped now.
+            await self._consumer.save()
+            await self._received_keys.trim(self._droppable_seq)
+
+    def _droppable_seq(self, partition: PartitionId) -> SeqNo:
+        if not self._planner.is_compared(partition):
+            return SeqNo(0)
+        return self._consumer.position(partition).highest_received
+
+    async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
+        chunk, branch_of = event.chunk, log.branch_of
+        seqs = map(SeqNo, chunk.seqs.tolist())
+        rows = [(key, seq, branch_of(seq)) for key, seq in zip(chunk.keys(), seqs, strict=True)]
+        await self._received_keys.receive(event.partition, rows)
+
+    async def _roll_back(self, plan: RollbackPlan) -> None:
+        if plan.versions is None:
+            # An application that is killed half-way has less than is recorded here. It must start
+            # the partition again, whatever the server says then.
+            await self._received_keys.raise_floor(plan.event.partition, SEQ_MAX)
+        self._plan_in_hand = plan
+
+    async def barrier(self) -> BarrierReached:
+        """Sends a barrier and waits until it comes back. See `Consumer.barrier`."""
+        return await self._consumer.barrier()
+
+    @property
+    def resume_state(self) -> ResumeState:
+        """A copy of the resume state as it is once the event in hand is processed. See
+        `Consumer.resume_state`."""
+        return self._consumer.resume_state if self._pending is None else self._consumer.dealt_with
+
+    async def save(self) -> None:
+        """Acknowledges the event in hand and saves now; see `Consumer.save`. Does nothing after
+        `__anext__` was cancelled with an event that the application has yet to see."""
+        await self._acknowledge()
+        if self._pending is None:
+            await self._consumer.save()
+
+
+async def _partitions_to_restart(
+    received_keys: ReceivedKeysFile, state: ResumeState
+) -> list[PartitionId]:
+    """Makes the received keys fit the resume state; gives the partitions that must start again.
+
+    A new file knows no key that was received before. An old file may begin above the resume state,
+    if that is older than the last one saved, or was lost.
+    """
+    if received_keys.is_new:
+        for partition, position in state.positions.items():
+            if position.highest_received:
+                await received_keys.raise_floor(partition, position.highest_received)
+        return []
+    return sorted(
+        partition
+        for partition, floor in received_keys.keys.floors().items()
+        if state.position(partition).highest_received < floor
+    )
+
+
+@asynccontextmanager
+async def consume_with_rollback(
+    target: str | Address,
+    received_keys: str | os.PathLike[str],
+    *,
+    resume: Resume,
+    received_keys_limits: ReceivedKeysLimits | None = None,
+    partitions: Sequence[int] | None = None,
+    start: Literal["beginning", "now"] = "beginning",
+    end: End = None,
+    identity: str = IDENTITY_DEFAULT,
+    patience_s: float = PATIENCE_S_DEFAULT,
+    save_limits: SaveLimits | None = None,
+    dial: Dial = dial_tcp,
+    draw: Callable[[], float] = random.random,
+) -> AsyncIterator[RollbackConsumer]:
+    """A consumer that undoes just what the server does not have, after a failover.
+
+    Args:
+        target: `upr://host:port/bucket`.
+        received_keys: The file that records the keys received lately; created if it is missing. It
+            belongs to `resume` as that belongs to the application's data. Begin it with a resume
+            state that covers everything processed.
+        resume: See `consume`. An application that keeps the state itself must do so at every event.
+        received_keys_limits: How many keys are recorded. A rollback below them starts at 0.
+        partitions: See `consume`, also for the following arguments.
+        start: Where partitions without a position start.
+        end: Where the streams end.
+        identity: `what:who`, for the server's logs and statistics.
+        patience_s: How long to go on without a connection that streams before giving up.
+        save_limits: How much may be read again after a crash.
+        dial: How to reach an address, where that is not plain TCP.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+
+    Raises:
+        RecordLogError: The file of received keys is damaged, or of another bucket.
+        OSError: The received keys or the resume file cannot be read or written.
+        UprError: See `consume`.
+    """
+    address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
+    store = FileStore(resume) if isinstance(resume, str | os.PathLike) else resume
+    keys_file = await trio.to_thread.run_sync(
+        ReceivedKeysFile, received_keys, address.bucket, received_keys_limits
+    )
+    try:
+        if store is None or isinstance(store, ResumeState):
+            state = store.copy() if store is not None else ResumeState(address.bucket)
+        else:
+            state = await store.load() or ResumeState(address.bucket)
+        state.check_bucket(address.bucket)
+        restarts = await _partitions_to_restart(keys_file, state)
+        for partition in restarts:
+            state.positions.pop(partition, None)
+        if store is None or isinstance(store, ResumeState):
+            store = state
+        elif restarts:
+            # If this process ends before the application has seen `Undone`, the next one finds the
+            # same from the received keys.
+            await store.save(state)
+        async with consume_with_planner(
+            address,
+            keys_file,
+            partitions=partitions,
+            start=start,
+            resume=store,
+            end=end,
+            identity=identity,
+            patience_s=patience_s,
+            save_limits=save_limits,
+            dial=dial,
+            draw=draw,
+        ) as (consumer, planner):
+            yield RollbackConsumer(consumer, planner, keys_file, restarts)
+    finally:
+        keys_file.close()

@@ -1,0 +1,186 @@
+"""An async iterator of a consumer's events in which `Undone` takes the place of `RolledBack`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal, Self
+
+import attrs
+import trio
+
+from upr_protocol.client.address import Address
+from upr_protocol.client.client import connect
+from upr_protocol.client.consumer import Consumer, ConsumerStatistics, Resume, consume
+from upr_protocol.client.events import (
+    ChunkReceived,
+    Event,
+    RolledBack,
+    SnapshotEnd,
+    StreamAccepted,
+    Undone,
+)
+from upr_protocol.client.link import Dial, TrioOptions
+from upr_protocol.client.retry import Patience
+from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, RollbackPlanner
+from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
+from upr_protocol.client.saving import SaveLimits
+from upr_protocol.client.wishes import End
+from upr_protocol.errors import UprError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId
+
+
+@attrs.frozen
+class ServerDocumentReader:
+    """Reads documents over connections of its own, and retries.
+
+    Attributes:
+        address: The bucket.
+        options: How to connect.
+        patience: When to give up.
+    """
+
+    address: Address
+    options: TrioOptions
+    patience: Patience
+
+    async def read_newest(
+        self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> NewestDocuments:
+        """Reads the newest documents of `keys`, all of `partition`, in a history.
+
+        Raises:
+            UprError: The server refused, or gave no answer for too long.
+        """
+        while True:
+            try:
+                documents = await self._read_once(partition, keys, history_id)
+            except UprError as error:
+                await trio.sleep(self.patience.wait_s(error, trio.current_time()))
+            else:
+                self.patience.progress()
+                return documents
+
+    async def _read_once(
+        self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> NewestDocuments:
+        options = self.options
+        async with connect(
+            self.address,
+            identity=options.identity,
+            idle_interval_s=options.idle_interval_s,
+            connect_timeout_s=options.connect_timeout_s,
+            dial=options.dial,
+        ) as client:
+            items, high_seq = await client.get_from(partition, keys, history_id)
+            return NewestDocuments(high_seq, dict(zip(keys, items, strict=True)))
+
+
+class RollbackIterator(ABC):
+    """Processes a consumer's events and plans rollbacks; a subclass keeps what they bring.
+
+    Args:
+        consumer: The consumer, with the planner as its undo callback.
+        planner: Plans rollbacks.
+    """
+
+    def __init__(self, consumer: Consumer, planner: RollbackPlanner) -> None:
+        self._consumer = consumer
+        self._planner = planner
+        self._logs: dict[PartitionId, FailoverLog] = {}
+        self._pending: Event | None = None
+        """An event that the caller was not given, because it was cancelled while the event was
+        processed. It is processed again by the next call, so processing must be repeatable."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def _next_processed(self) -> Event | Undone:
+        """The next event that the caller is to see, processed. Cancelled, no event is lost."""
+        while True:
+            if self._pending is None:
+                self._pending = await self._next_event()
+            event = await self._process(self._pending)
+            self._pending = None
+            if event is not None:
+                return event
+
+    async def _next_event(self) -> Event:
+        return await anext(self._consumer)
+
+    async def _process(self, event: Event) -> Event | Undone | None:
+        """Processes an event; gives what the caller is to see in its place."""
+        if isinstance(event, ChunkReceived):
+            await self._keep_chunk(event, self._logs[event.partition])
+        elif isinstance(event, SnapshotEnd):
+            if not self._planner.is_consistent_at(event):
+                return None
+        elif isinstance(event, RolledBack):
+            return await self._carry_out(self._planner.begin_rollback(event))
+        elif isinstance(event, StreamAccepted):
+            self._logs[event.partition] = event.log
+            seq = self._consumer.position(event.partition).highest_received
+            return await self._carry_out(await self._planner.compare(event, seq))
+        return event
+
+    async def _carry_out(self, plan: RollbackPlan | None) -> Undone | None:
+        if plan is None:
+            return None
+        await self._roll_back(plan)
+        return plan.event
+
+    @abstractmethod
+    async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
+        """Keeps the keys of a chunk that came in the history of `log`."""
+
+    @abstractmethod
+    async def _roll_back(self, plan: RollbackPlan) -> None:
+        """Carries out a plan, or makes sure that it will be. Must not be cancelled half-way: the
+        planner does not give a plan that follows an accepted stream again."""
+
+    def send_barrier(self, cookie: bytes | None = None) -> bytes:
+        """Sends a barrier; `BarrierReached` with its cookie will be among the events. See
+        `Consumer.send_barrier`."""
+        return self._consumer.send_barrier(cookie)
+
+    def statistics(self) -> ConsumerStatistics:
+        """The statistics of the consumer."""
+        return self._consumer.statistics()
+
+
+@asynccontextmanager
+async def consume_with_planner(
+    address: Address,
+    received_keys: ReceivedKeysSource,
+    *,
+    partitions: Sequence[int] | None,
+    start: Literal["beginning", "now"] = "beginning",
+    resume: Resume,
+    end: End,
+    identity: str,
+    patience_s: float,
+    save_limits: SaveLimits | None = None,
+    dial: Dial,
+    draw: Callable[[], float],
+) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
+    """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
+    options = TrioOptions(identity=identity, dial=dial)
+    reader = ServerDocumentReader(address, options, Patience(patience_s, draw))
+    planner = RollbackPlanner(received_keys, reader)
+    async with consume(
+        address,
+        partitions=partitions,
+        start=start,
+        resume=resume,
+        end=end,
+        undo=planner.choose_target,
+        with_logs=True,
+        identity=identity,
+        patience_s=patience_s,
+        save_limits=save_limits,
+        dial=dial,
+        draw=draw,
+    ) as consumer:
+        yield consumer, planner

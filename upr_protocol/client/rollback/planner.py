@@ -1,0 +1,165 @@
+"""What a consumer that remembers its received keys must undo after a failover.
+
+**The target is the rollback ceiling itself.** Keys received only at or below the ceiling are still
+correct. Keys received above it are read again. So nothing between the last complete snapshot end
+and the ceiling is missing, although the consumer never had the state at the ceiling.
+
+**Keys are read again when a stream is accepted,** before the application is given any of it, and in
+the history in which the stream was accepted. If the server has left that history meanwhile, it
+refuses. Then the stream ends as well, and the next one is accepted in another history.
+
+**A key that is read again has its own sequence number,** which may be above the stream's start. A
+missing key counts with the partition's high sequence number. Until a snapshot end reaches these
+numbers, the partition matches no state of the server.
+
+**Every accepted stream is compared with all received keys,** not only one that follows a rollback.
+A key whose number is outside of the accepted history is read again. A key that is inside and above
+the stream's start is merely ahead of the stream: it was read again earlier, or the application was
+killed before it could acknowledge the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import attrs
+
+from upr_protocol.client.events import RolledBack, SnapshotEnd, StreamAccepted, Undone
+from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.rollback.received_keys import ReceivedKeysSource, ReceivedVersion
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
+
+BELOW_FLOOR: Final = "the received keys do not reach down to it, so the partition starts at 0"
+FOREIGN: Final = "the application has changes that are not part of the server's history"
+
+
+@attrs.frozen
+class RollbackPlan:
+    """What to undo.
+
+    Attributes:
+        event: What the application is given.
+        versions: By key the version that was read again; None when the partition starts at 0.
+    """
+
+    event: Undone
+    versions: dict[bytes, ReceivedVersion] | None
+
+
+@attrs.frozen
+class NewestDocuments:
+    """The newest documents of some keys.
+
+    Attributes:
+        high_seq: The partition's high sequence number when the last of them was read.
+        items: By key its item, or None if it is missing.
+    """
+
+    high_seq: SeqNo
+    items: dict[bytes, Item | None]
+
+
+class DocumentReader(Protocol):
+    """Reads documents from a server."""
+
+    async def read_newest(
+        self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> NewestDocuments:
+        """Reads the newest documents of `keys`, all of `partition`, in a history.
+
+        Raises:
+            ServerError: `HISTORY_CHANGED`: the partition is in another history.
+        """
+
+
+class RollbackPlanner:
+    """Plans rollbacks from the received keys.
+
+    Args:
+        received_keys: The keys that the application was given lately.
+        reader: Reads keys again.
+    """
+
+    def __init__(self, received_keys: ReceivedKeysSource, reader: DocumentReader) -> None:
+        self._received_keys = received_keys
+        self._reader = reader
+        self._rollbacks: dict[PartitionId, RolledBack] = {}
+        """Rollbacks to be undone when the partition's stream is accepted."""
+        self._settled_at: dict[PartitionId, SeqNo] = {}
+        """See `settled_at`; `SEQ_MAX` while a partition's keys are yet to be compared."""
+
+    async def choose_target(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:  # noqa: ARG002
+        """The sequence number to roll back to; an `UndoCallback`. Undoes nothing yet."""
+        # The application may be given many events of other partitions before this one's stream is
+        # accepted. Until then no received key of this partition may be dropped.
+        self._settled_at[partition] = SEQ_MAX
+        floor = await self._received_keys.floor(partition)
+        return SeqNo(0) if ceiling < floor else ceiling
+
+    def begin_rollback(self, event: RolledBack) -> RollbackPlan | None:
+        """Takes in a partition's rollback. Idempotent.
+
+        Returns:
+            What to undo at once, if the partition starts at 0. Otherwise None: `compare` plans it.
+        """
+        partition = event.partition
+        if event.to:
+            self._settled_at[partition] = SEQ_MAX
+            self._rollbacks[partition] = event
+            return None
+        self._settled_at[partition] = SeqNo(0)
+        self._rollbacks.pop(partition, None)
+        reason = f"{event.reason}; {BELOW_FLOOR}" if event.ceiling else event.reason
+        return RollbackPlan(
+            Undone(partition, event.ceiling, SeqNo(0), SeqNo(0), reason, {}), versions=None
+        )
+
+    async def compare(self, event: StreamAccepted, seq: SeqNo) -> RollbackPlan | None:
+        """Compares the received keys with a stream that was accepted behind `seq`.
+
+        Returns:
+            What to undo before anything of the stream is processed, if there is something.
+        """
+        partition, log = event.partition, event.log
+        foreign = await self._received_keys.foreign_keys(partition, log, seq)
+        items: dict[bytes, Item | None] = {}
+        versions: dict[bytes, ReceivedVersion] = {}
+        if foreign.keys:
+            try:
+                newest = await self._reader.read_newest(partition, foreign.keys, log.current)
+            except ServerError as error:
+                if error.status is not Status.HISTORY_CHANGED:
+                    raise
+                # Whatever this stream still brings is compared when the next one is accepted.
+                self._settled_at[partition] = SEQ_MAX
+                return None
+            items = newest.items
+            for key, item in items.items():
+                item_seq = newest.high_seq if item is None else item.seq
+                versions[key] = ReceivedVersion(item_seq, log.branch_of(item_seq))
+        settled_at = max(foreign.highest_seq, *(version.seq for version in versions.values()), seq)
+        self._settled_at[partition] = settled_at
+        rollback = self._rollbacks.pop(partition, None)
+        if rollback is not None:
+            reason, ceiling = rollback.reason, rollback.ceiling
+        elif foreign.keys:
+            reason, ceiling = FOREIGN, seq
+        else:
+            return None
+        return RollbackPlan(Undone(partition, ceiling, seq, settled_at, reason, items), versions)
+
+    def settled_at(self, partition: PartitionId) -> SeqNo:
+        """The first snapshot end at or above this is a state of the server; `SEQ_MAX` while that is
+        not known."""
+        return self._settled_at.get(partition, SEQ_MAX)
+
+    def is_compared(self, partition: PartitionId) -> bool:
+        """Whether all received keys of the partition are known to be the server's. Keys of other
+        partitions must not be dropped."""
+        return self.settled_at(partition) != SEQ_MAX
+
+    def is_consistent_at(self, event: SnapshotEnd) -> bool:
+        """Whether the partition is a state of the server at this snapshot end."""
+        return event.end >= self._settled_at.get(event.partition, 0)

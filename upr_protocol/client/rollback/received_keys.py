@@ -1,0 +1,193 @@
+"""Which keys a consumer received lately, and under which sequence numbers.
+
+A rollback asks one question: which keys may hold a change from above a sequence number? So each key
+is kept once, under the highest sequence number that the application was given for it. A key that is
+not here was received at or below the floor, or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
+
+import attrs
+
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+ENTRY_BYTES: Final = 64
+"""The assumed cost of an entry beside its key."""
+
+
+@attrs.frozen
+class ReceivedKeysLimits:
+    """How many received keys are kept; the oldest are dropped first.
+
+    Attributes:
+        entries: Keys, over all partitions.
+        nbytes: Bytes of these keys, plus 64 for each.
+    """
+
+    entries: int = 200_000
+    nbytes: int = 32 * 1024 * 1024
+
+
+@attrs.frozen
+class ReceivedVersion:
+    """The version of a key that the application was given.
+
+    Attributes:
+        seq: Its sequence number.
+        history_id: The branch of history that assigned the number.
+    """
+
+    seq: SeqNo
+    history_id: HistoryId
+
+
+@attrs.frozen
+class ForeignKeys:
+    """What a stream's history says of the received keys of its partition.
+
+    Attributes:
+        keys: Keys that were received under sequence numbers outside of the history.
+        highest_seq: The highest sequence number of the keys that are part of the history, or the
+            stream's start if none is above it.
+    """
+
+    keys: list[bytes]
+    highest_seq: SeqNo
+
+
+class ReceivedKeysSource(Protocol):
+    """What a rollback must know of the keys that a consumer received."""
+
+    async def floor(self, partition: PartitionId) -> SeqNo:
+        """The sequence number above which every received key is known."""
+
+    async def foreign_keys(
+        self, partition: PartitionId, log: FailoverLog, seq: SeqNo
+    ) -> ForeignKeys:
+        """The received keys, compared with a stream that starts behind `seq` in the history of
+        `log`."""
+
+
+class ReceivedKeys:
+    """The received keys in memory.
+
+    Args:
+        limits: How many are kept.
+    """
+
+    def __init__(self, limits: ReceivedKeysLimits) -> None:
+        self._limits = limits
+        self._versions: dict[PartitionId, dict[bytes, ReceivedVersion]] = {}
+        self._floors: dict[PartitionId, SeqNo] = {}
+        self._order: dict[tuple[PartitionId, bytes], None] = {}
+        """The keys in the order of their last receipt, oldest first."""
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def overfull(self) -> bool:
+        """Whether there are more keys than the limits allow."""
+        return len(self) > self._limits.entries or self._nbytes > self._limits.nbytes
+
+    def floor(self, partition: PartitionId) -> SeqNo:
+        """The sequence number above which every received key is known."""
+        return self._floors.get(partition, SeqNo(0))
+
+    def floors(self) -> Mapping[PartitionId, SeqNo]:
+        """The floors that are not 0."""
+        return self._floors
+
+    def versions(self) -> Iterable[tuple[PartitionId, bytes, ReceivedVersion]]:
+        """Every key, the one received longest ago first."""
+        for partition, key in self._order:
+            yield partition, key, self._versions[partition][key]
+
+    def foreign_keys(self, partition: PartitionId, log: FailoverLog, seq: SeqNo) -> ForeignKeys:
+        """See `ReceivedKeysSource.foreign_keys`. O(the partition's keys)."""
+        keys: list[bytes] = []
+        highest_seq = seq
+        for key, version in self._versions.get(partition, {}).items():
+            if not log.holds(version.history_id, version.seq):
+                keys.append(key)
+            elif version.seq > highest_seq:
+                highest_seq = version.seq
+        return ForeignKeys(keys, highest_seq)
+
+    def raise_floor(self, partition: PartitionId, seq: SeqNo) -> None:
+        """Records that keys received at or below `seq` may be missing here."""
+        if seq > self.floor(partition):
+            self._floors[partition] = seq
+
+    def receive(
+        self, partition: PartitionId, rows: Iterable[tuple[bytes, SeqNo, HistoryId]]
+    ) -> None:
+        """Adds the keys that the application is about to be given. A key that is here under a
+        higher sequence number keeps that."""
+        versions = self._versions.setdefault(partition, {})
+        for key, seq, history_id in rows:
+            version = versions.get(key)
+            if version is None or version.seq < seq:
+                self._set(partition, key, ReceivedVersion(seq, history_id))
+
+    def replace(
+        self, partition: PartitionId, reread_versions: Mapping[bytes, ReceivedVersion]
+    ) -> None:
+        """Sets the versions of keys that were read again: the application has undone its own."""
+        for key, version in reread_versions.items():
+            self._set(partition, key, version)
+
+    def drop(self, partition: PartitionId) -> None:
+        """Drops the keys and the floor of a partition that the application has dropped."""
+        self._floors.pop(partition, None)
+        for key in list(self._versions.get(partition, {})):
+            self._delete(partition, key)
+
+    def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> None:
+        """Drops the oldest keys if there are too many, but none above its partition's
+        `droppable_seq`: the next accepted stream has to be compared with those.
+
+        Drops an eighth more than it must, so that it seldom has work. O(dropped and kept back).
+        """
+        if not self.overfull:
+            return
+        entries = len(self) - self._limits.entries * 7 // 8
+        nbytes = self._nbytes - self._limits.nbytes * 7 // 8
+        dropped: list[tuple[PartitionId, bytes]] = []
+        for partition, key in self._order:
+            if entries <= 0 and nbytes <= 0:
+                break
+            seq = self._versions[partition][key].seq
+            if seq <= droppable_seq(partition):
+                self.raise_floor(partition, seq)
+                dropped.append((partition, key))
+                entries -= 1
+                nbytes -= len(key) + ENTRY_BYTES
+        for partition, key in dropped:
+            self._delete(partition, key)
+
+    def _set(self, partition: PartitionId, key: bytes, version: ReceivedVersion) -> None:
+        versions = self._versions.setdefault(partition, {})
+        if key in versions:
+            del self._order[partition, key]
+        else:
+            self._nbytes += len(key) + ENTRY_BYTES
+        versions[key] = version
+        self._order[partition, key] = None
+
+    def _delete(self, partition: PartitionId, key: bytes) -> None:
+        del self._versions[partition][key]
+        del self._order[partition, key]
+        self._nbytes -= len(key) + ENTRY_BYTES
+
+    def check_invariants(self) -> None:
+        """Asserts that the order and the byte count match the versions; for tests."""
+        assert set(self._order) == {
+            (partition, key) for partition, keys in self._versions.items() for key in keys
+        }
+        assert self._nbytes == sum(len(key) + ENTRY_BYTES for _, key in self._order)

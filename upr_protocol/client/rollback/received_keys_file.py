@@ -1,0 +1,180 @@
+"""The received keys in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from upr_protocol.client.rollback.received_keys import (
+    ForeignKeys,
+    ReceivedKeys,
+    ReceivedKeysLimits,
+    ReceivedVersion,
+)
+from upr_protocol.client.rollback.record_log import RecordLog, RecordLogError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+_MAGIC: Final = "ring"
+_VERSION: Final = 1
+_VERSIONS_PER_RECORD: Final = 10_000
+_GARBAGE_BYTES: Final = 4 * 1024 * 1024
+"""The file is rewritten when it holds this much garbage, plus as much again as it holds data."""
+
+
+class ReceivedKeysFile:
+    """The received keys, on disk before the application sees the events that bring them.
+
+    Args:
+        path: The file; created if it is missing. Two consumers must not share it.
+        bucket: The bucket of the keys.
+        limits: How many keys are kept.
+
+    Attributes:
+        keys: The same keys in memory.
+        is_new: Whether the file was created just now.
+
+    Raises:
+        RecordLogError: The file is damaged, belongs to another bucket, or has another format.
+        OSError: The file cannot be read or written.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], bucket: str, limits: ReceivedKeysLimits | None = None
+    ) -> None:
+        self.keys = ReceivedKeys(limits or ReceivedKeysLimits())
+        self._bucket = bucket
+        self._log, records = RecordLog.open(Path(path))
+        self.is_new = not records
+        try:
+            self._load(records)
+            if not records:
+                self._log.append(self._header())
+        except BaseException:
+            self._log.close()
+            raise
+        self._compacted_bytes = self._log.nbytes
+
+    def _header(self) -> bytes:
+        return msgspec.msgpack.encode([_MAGIC, _VERSION, self._bucket])
+
+    def _load(self, records: Iterable[bytes]) -> None:
+        path = self._log.path
+        for index, record in enumerate(records):
+            try:
+                kind, *fields = msgspec.msgpack.decode(record)
+                if index:
+                    self._apply(kind, *fields)
+                else:
+                    self._check_header(kind, *fields)
+            except RecordLogError:
+                raise
+            except (msgspec.DecodeError, ValueError, TypeError, IndexError, KeyError) as error:
+                raise RecordLogError(f"{path} is not a received-keys file: {error!r}") from error
+
+    def _check_header(self, magic: str, version: int, bucket: str) -> None:
+        path = self._log.path
+        if magic != _MAGIC or version != _VERSION:
+            raise RecordLogError(f"{path} is not a received-keys file of version {_VERSION}")
+        if bucket != self._bucket:
+            raise RecordLogError(
+                f"{path} holds the received keys of the bucket {bucket!r}, not of {self._bucket!r}"
+            )
+
+    def _apply(self, kind: str, partition: PartitionId, *fields: Any) -> None:
+        keys = self.keys
+        if kind == "received":
+            keys.receive(partition, _rows(fields[0]))
+        elif kind == "replaced":
+            versions = {
+                key: ReceivedVersion(seq, history) for key, seq, history in _rows(fields[0])
+            }
+            keys.replace(partition, versions)
+        elif kind == "dropped":
+            keys.drop(partition)
+        elif kind == "floor":
+            keys.raise_floor(partition, SeqNo(fields[0]))
+        else:
+            raise ValueError(f"unknown kind of record: {kind!r}")
+
+    # Changes. Each is on disk when its method returns.
+
+    async def _append(self, *fields: Any) -> None:
+        await trio.to_thread.run_sync(self._log.append, msgspec.msgpack.encode(fields))
+        # Only now: a caller that was cancelled before has changed nothing.
+        self._apply(*fields)
+
+    async def receive(
+        self, partition: PartitionId, rows: Iterable[tuple[bytes, SeqNo, HistoryId]]
+    ) -> None:
+        """Adds the keys that the application is about to be given."""
+        await self._append("received", partition, list(rows))
+
+    async def confirm_rollback(
+        self, partition: PartitionId, versions: Mapping[bytes, ReceivedVersion] | None
+    ) -> None:
+        """Records that the application has carried out a `RollbackPlan` with these `versions`."""
+        if versions is None:
+            await self._append("dropped", partition)
+        elif versions:
+            await self._append("replaced", partition, _encodable(versions))
+
+    async def raise_floor(self, partition: PartitionId, seq: SeqNo) -> None:
+        """Records that keys received at or below `seq` may be missing here."""
+        await self._append("floor", partition, seq)
+
+    async def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> None:
+        """Drops the oldest keys if there are too many; now and then rewrites the file. See
+        `ReceivedKeys.trim`."""
+        self.keys.trim(droppable_seq)
+        if self._log.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
+            await trio.to_thread.run_sync(self._log.replace, list(self._compact()))
+            self._compacted_bytes = self._log.nbytes
+        else:
+            await trio.lowlevel.checkpoint()
+
+    def _compact(self) -> Iterator[bytes]:
+        yield self._header()
+        for partition, seq in self.keys.floors().items():
+            yield msgspec.msgpack.encode(("floor", partition, seq))
+        versions: dict[PartitionId, dict[bytes, ReceivedVersion]] = {}
+        for partition, key, version in self.keys.versions():
+            versions.setdefault(partition, {})[key] = version
+        for partition, partition_versions in versions.items():
+            rows = _encodable(partition_versions)
+            for first in range(0, len(rows), _VERSIONS_PER_RECORD):
+                batch = rows[first : first + _VERSIONS_PER_RECORD]
+                yield msgspec.msgpack.encode(("replaced", partition, batch))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._log.close()
+
+    # Questions, as `ReceivedKeysSource` has them.
+
+    async def floor(self, partition: PartitionId) -> SeqNo:
+        """The sequence number above which every received key is known."""
+        await trio.lowlevel.checkpoint()
+        return self.keys.floor(partition)
+
+    async def foreign_keys(
+        self, partition: PartitionId, log: FailoverLog, seq: SeqNo
+    ) -> ForeignKeys:
+        """The received keys, compared with a stream. O(the partition's keys)."""
+        await trio.lowlevel.checkpoint()
+        return self.keys.foreign_keys(partition, log, seq)
+
+
+def _rows(rows: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, SeqNo, HistoryId]]:
+    return [(key, SeqNo(seq), HistoryId(history_id)) for key, seq, history_id in rows]
+
+
+def _encodable(
+    versions: Mapping[bytes, ReceivedVersion],
+) -> list[tuple[bytes, SeqNo, HistoryId]]:
+    return [(key, version.seq, version.history_id) for key, version in versions.items()]

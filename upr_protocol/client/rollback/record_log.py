@@ -1,0 +1,117 @@
+"""An append-only file of records, each of which is whole or absent.
+
+A record is its length, the length's complement, a CRC-32C of the contents, and the contents. Each
+record is flushed to disk before anything depends on it. So a crash can cut short only the last
+record; opening the file truncates it there. Any other mismatch is damage and raises an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from struct import Struct
+from typing import Final, Self
+
+from crc32c import crc32c
+
+from upr_protocol.client.resume_files import write_atomically
+from upr_protocol.errors import UprError
+
+_HEADER: Final = Struct("<III")
+_ONES: Final = 0xFFFF_FFFF
+
+
+class RecordLogError(UprError, ValueError):
+    """The file is damaged, or another program wrote it."""
+
+
+class RecordLog:
+    """The file, open for appending; `open` makes one.
+
+    Attributes:
+        path: Where the file is.
+        nbytes: Its length.
+    """
+
+    def __init__(self, path: Path, file: int, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[Self, list[bytes]]:
+        """Opens the file, or creates it; gives its records, too.
+
+        Raises:
+            RecordLogError: It is damaged.
+            OSError: It cannot be read or written.
+        """
+        if not path.exists():
+            write_atomically(path, b"")
+        data = path.read_bytes()
+        records, end = _decode(path, data)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        if end < len(data):
+            os.ftruncate(file, end)
+            os.fsync(file)
+        return cls(path, file, end), records
+
+    def append(self, record: bytes) -> None:
+        """Appends a record, which is on disk when this returns.
+
+        Raises:
+            OSError: It cannot be written. The file is as it was before.
+        """
+        data = _encode(record)
+        try:
+            unwritten = memoryview(data)
+            while unwritten:
+                unwritten = unwritten[os.write(self._file, unwritten) :]
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self.nbytes)
+            raise
+        self.nbytes += len(data)
+
+    def replace(self, records: Iterable[bytes]) -> None:
+        """Replaces all records by others, atomically.
+
+        Raises:
+            OSError: The file cannot be written; it is as it was before.
+        """
+        data = b"".join(map(_encode, records))
+        write_atomically(self.path, data)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self.nbytes = len(data)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+def _encode(record: bytes) -> bytes:
+    return _HEADER.pack(len(record), len(record) ^ _ONES, crc32c(record)) + record
+
+
+def _decode(path: Path, data: bytes) -> tuple[list[bytes], int]:
+    """The whole records, and where the last of them ends."""
+    records: list[bytes] = []
+    start = 0
+    while len(data) - start >= _HEADER.size:
+        length, complement, crc = _HEADER.unpack_from(data, start)
+        end = start + _HEADER.size + length
+        record = data[start + _HEADER.size : end]
+        if length ^ complement != _ONES:
+            # A crash may leave the file with its new length and without its new contents: zeros.
+            if any(data[start + _HEADER.size :]):
+                raise RecordLogError(f"{path} is damaged at byte {start}")
+            break
+        if end > len(data) or (end == len(data) and crc32c(record) != crc):
+            break
+        if crc32c(record) != crc:
+            raise RecordLogError(f"{path} is damaged at byte {start}")
+        records.append(record)
+        start = end
+    return records, start
