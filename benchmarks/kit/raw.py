@@ -11,6 +11,7 @@ from benchmarks.kit.processes import HOST
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.session import ClientSession
+from upr_protocol.transport import FrameMemory
 from upr_protocol.wire import Go, HelloReply, Message, Open, Opened, Stream, StreamReply
 
 RECEIVE_BYTES = 256 * 1024
@@ -34,6 +35,7 @@ class RawConnection:
             window_bytes=window_bytes,
             idle_interval_s=IDLE_INTERVAL_S,
             now=time.monotonic(),
+            allocate=FrameMemory().allocate,
         )
         self.partition_count = 0
         self.flush()

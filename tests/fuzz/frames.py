@@ -12,6 +12,7 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_protocol.transport import FrameMemory
 from upr_protocol.wire import MESSAGES, FrameBuffer, Header, Message, decode
 from upr_protocol.wire.frame import pack_header
 
@@ -33,8 +34,7 @@ def _admit(header: Header) -> None:
 
 def _cut(data: Iterator[bytes], *, in_place: bool) -> tuple[list[tuple[Header, bytes]], str]:
     """The frames in `data`, and why there are no more of them."""
-    buffer, found = FrameBuffer(_admit), []
-    buffer.reuse_memory()
+    buffer, found = FrameBuffer(_admit, FrameMemory().allocate), []
     try:
         for piece in data:
             room = buffer.room() if in_place else memoryview(bytearray())

@@ -41,7 +41,6 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.keyvalue import counter_delta
-from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.outcome import NotDurableError, outcomes
 from upr_protocol.client.writer import Writer
 from upr_protocol.errors import LocalProtocolError, UprError
@@ -49,6 +48,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT
+from upr_protocol.transport import Dial, dial_tcp
 
 LEVELS: Final[dict[Level, tuple[Durability, int]]] = {
     "memory": (Durability.MEMORY, 0),

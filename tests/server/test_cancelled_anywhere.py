@@ -30,9 +30,9 @@ from tests.kit.process import children_of
 from tests.server.test_backfill import Model
 from tests.storage.log_model import record_of
 from tests.storage.test_store import BUCKET, create, some_write
+from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
-from upr_protocol.client.address import Address
 from upr_protocol.errors import ServerError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap

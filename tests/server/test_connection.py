@@ -24,7 +24,13 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, SEND_TIMEOUT_S, WINDOW_BYTES_MIN
+from upr_protocol.limits import (
+    HANDSHAKE_TIMEOUT_S,
+    IDLE_INTERVAL_S_DEFAULT,
+    SEND_TIMEOUT_S,
+    WINDOW_BYTES_DEFAULT,
+    WINDOW_BYTES_MIN,
+)
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import (
     Await,
@@ -79,9 +85,20 @@ P0 = PartitionId(0)
 class Peer:
     """A client by hand: says what it is told and shows what it hears."""
 
-    def __init__(self, stream: trio.abc.HalfCloseableStream, **options: int) -> None:
+    def __init__(
+        self,
+        stream: trio.abc.HalfCloseableStream,
+        *,
+        window_bytes: int = WINDOW_BYTES_DEFAULT,
+        idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
+    ) -> None:
         self.stream = stream
-        self.session = ClientSession("test:peer", now=trio.current_time(), **options)
+        self.session = ClientSession(
+            "test:peer",
+            window_bytes=window_bytes,
+            idle_interval_s=idle_interval_s,
+            now=trio.current_time(),
+        )
         self.heard: list[Message] = []
 
     async def say(self, *messages: Message) -> None:

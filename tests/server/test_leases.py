@@ -24,11 +24,11 @@ from upr_protocol.client import (
     connect,
     consume,
 )
-from upr_protocol.client.link import dial_tcp
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import LEASES_MAX
+from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.storage import shelf

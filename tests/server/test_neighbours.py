@@ -8,9 +8,9 @@ from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork, node
 from upr_protocol.client import Address
-from upr_protocol.client.link import dial_tcp
 from upr_protocol.client.maps import map_options
 from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import connection
 from upr_server.net.requests import HANDLERS

@@ -22,7 +22,8 @@ from tests.simulation.world import JumpingClock
 from upr_protocol.chunk import Buffer
 from upr_protocol.client import Address
 from upr_protocol.client import link as client_end
-from upr_protocol.client.write import unsent, write_now
+from upr_protocol.transport import write_now
+from upr_protocol.transport.socket_io import unsent
 from upr_server.net import connection as server_end
 
 WINDOW_BYTES: Final = 64 * 1024

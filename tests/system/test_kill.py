@@ -54,11 +54,11 @@ from upr_protocol.client import (
     consume,
     publisher,
 )
-from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.errors import UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MIN
+from upr_protocol.transport import Dial, dial_tcp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 

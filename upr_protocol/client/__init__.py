@@ -15,7 +15,7 @@ conversations, `follower` (a consumer's) and `outbox` (a publisher's).
 
 from __future__ import annotations
 
-from upr_protocol.client.address import Address, AddressError
+from upr_protocol.address import Address, AddressError
 from upr_protocol.client.blocking import BlockingClient
 from upr_protocol.client.blocking_consumer import BlockingConsumer
 from upr_protocol.client.calls import (

@@ -6,8 +6,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.client import calls
-from upr_protocol.client.address import Address
 from upr_protocol.client.calls import Call
 from upr_protocol.client.link import Link
 from upr_protocol.errors import ServerError, Status, UprError

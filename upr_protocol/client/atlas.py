@@ -6,7 +6,7 @@ has revision 0.
 
 from __future__ import annotations
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap

@@ -8,19 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, Self, TypeVar
 
+from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import calls
-from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
 from upr_protocol.client.blocking_consumer import BlockingConsumer
 from upr_protocol.client.blocking_fleet import BlockingFleet
-from upr_protocol.client.blocking_link import (
-    BLOCKING_IDLE_INTERVAL_S,
-    BlockingLink,
-    SocketDial,
-    SocketOptions,
-    dial_socket,
-)
+from upr_protocol.client.blocking_link import BLOCKING_IDLE_INTERVAL_S, BlockingLink, SocketOptions
 from upr_protocol.client.blocking_post import BlockingPost
 from upr_protocol.client.calls import (
     BucketInfo,
@@ -49,6 +43,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.transport import SocketDial, dial_socket
 from upr_protocol.wire import LeaseAction, Message, Mutate, MutateReply, Refusal
 
 T = TypeVar("T")

@@ -8,15 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Self
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.blocking_feeds import BlockingFeeds
 from upr_protocol.client.blocking_fleet import BlockingFleet
-from upr_protocol.client.blocking_link import (
-    BLOCKING_IDLE_INTERVAL_S,
-    SocketDial,
-    SocketOptions,
-    dial_socket,
-)
+from upr_protocol.client.blocking_link import BLOCKING_IDLE_INTERVAL_S, SocketOptions
 from upr_protocol.client.course import Course
 from upr_protocol.client.delivery import RollBackAsked
 from upr_protocol.client.events import Event, RolledBack
@@ -30,6 +25,7 @@ from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
+from upr_protocol.transport import SocketDial, dial_socket
 
 
 class BlockingConsumer:

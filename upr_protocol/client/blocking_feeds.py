@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.blocking_fleet import BlockingFleet
 from upr_protocol.client.blocking_link import BlockingLink, step_any
 from upr_protocol.client.course import Course

@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.atlas import Atlas
 from upr_protocol.client.backoff import Backoff
 from upr_protocol.client.blocking_link import BlockingLink, SocketOptions

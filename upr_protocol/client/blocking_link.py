@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,13 +12,11 @@ from typing import Final, TypeVar
 
 import attrs
 
+from upr_protocol.address import Address
 from upr_protocol.chunk import Buffer
-from upr_protocol.client.address import Address
 from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.options import Options
 from upr_protocol.client.outcome import status_of
-from upr_protocol.client.read import new_scratch, read_now
-from upr_protocol.client.write import BUFFERS_MAX, unsent
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -30,25 +27,22 @@ from upr_protocol.errors import (
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.session import SessionState
+from upr_protocol.transport import (
+    SocketDial,
+    dial_socket,
+    new_scratch,
+    read_available,
+    write_available,
+)
 from upr_protocol.wire import Close, Error, Message
 
 T = TypeVar("T")
-
-SocketDial = Callable[[Address, float], socket.socket]
-"""Makes a connection to an address within so many seconds; raises OSError when there is none."""
 
 BLOCKING_IDLE_INTERVAL_S: Final = 300
 """A program that blocks says nothing while it is busy with something else: the server takes it for
 dead only after twice this."""
 
 _GOODBYE_S: Final = 2.0
-
-
-def dial_socket(address: Address, timeout_s: float) -> socket.socket:
-    """A TCP connection to `address`."""
-    made = socket.create_connection((address.host, address.port), timeout_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
 
 
 @attrs.frozen
@@ -205,7 +199,7 @@ class BlockingLink:
 
     def _read(self) -> None:
         try:
-            count = read_now(self.socket.fileno(), self.session, self._scratch, self.clock())
+            count = read_available(self.socket.fileno(), self.session, self._scratch, self.clock())
         except BlockingIOError:
             return
         if not count:
@@ -231,12 +225,13 @@ class BlockingLink:
                 self._written_at = now
                 if not self._writing:
                     return
-            try:
-                sent = self.socket.sendmsg(self._writing[:BUFFERS_MAX])
-            except BlockingIOError:
+            before = sum(map(len, self._writing))
+            self._writing = write_available(self.socket.fileno(), self._writing)
+            left = sum(map(len, self._writing))
+            if left < before:
+                self._written_at = now
+            if left:
                 return
-            self._written_at = now
-            self._writing = unsent(self._writing, sent)
 
     def _fail(self, error: UprError) -> None:
         if self.failure is None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
-from upr_protocol.client.address import Address
 from upr_protocol.client.blocking_fleet import BlockingFleet
 from upr_protocol.client.blocking_link import BlockingLink, step_any
 from upr_protocol.client.courier import ELSEWHERE

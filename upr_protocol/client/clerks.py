@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.client import calls
-from upr_protocol.client.address import Address
 from upr_protocol.client.asker import Reply
 from upr_protocol.client.calls import Call, HeldLease, PartitionNumbers
 from upr_protocol.client.clerk import Clerk

@@ -10,10 +10,9 @@ from typing import Any
 import attrs
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.client import calls
-from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT
-from upr_protocol.client.background import background
 from upr_protocol.client.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.client.clerks import REQUEST_PATIENCE_S, Clerks
 from upr_protocol.client.fleet import Fleet
@@ -26,12 +25,14 @@ from upr_protocol.client.keyvalue import (
     items_of,
     octets,
 )
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
+from upr_protocol.client.link import TrioOptions
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outcome import Written
+from upr_protocol.concurrency import background
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_KEYS_MAX, HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import LeaseAction
 
 

@@ -11,8 +11,7 @@ from typing import Final, Literal, Self
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
-from upr_protocol.client.background import background
+from upr_protocol.address import Address
 from upr_protocol.client.barriers import Barriers
 from upr_protocol.client.course import Course
 from upr_protocol.client.delivery import Delivery, RollBackAsked
@@ -20,13 +19,14 @@ from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.feeds import Feeds
 from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.ledger import Ledger
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
+from upr_protocol.client.link import TrioOptions
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
+from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
@@ -35,6 +35,7 @@ from upr_protocol.limits import (
     IDLE_INTERVAL_S_DEFAULT,
     WINDOW_BYTES_DEFAULT,
 )
+from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import ReplicaAck
 
 Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None

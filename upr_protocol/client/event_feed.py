@@ -11,16 +11,17 @@ from typing import Final, Self
 import attrs
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
 from upr_protocol.client import calls
-from upr_protocol.client.address import Address
 from upr_protocol.client.asker import Asker
-from upr_protocol.client.background import background
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
+from upr_protocol.client.link import TrioOptions, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
+from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import EventsReply
 
 TIMEOUT_S_DEFAULT: Final = 60

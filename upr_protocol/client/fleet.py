@@ -19,7 +19,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.atlas import Atlas
 from upr_protocol.client.backoff import Backoff
 from upr_protocol.client.inquiry import Inquiry

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
-from upr_protocol.client.background import background
+from upr_protocol.address import Address
 from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.options import Options
 from upr_protocol.client.outbox import OUTGOING_BYTES_MAX
 from upr_protocol.client.outcome import status_of
-from upr_protocol.client.read import new_scratch, read_rest, read_some
-from upr_protocol.client.write import write_now, write_rest
+from upr_protocol.concurrency import background
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -26,25 +24,22 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import PartitionId
 from upr_protocol.session import ClientSession, SessionState
+from upr_protocol.transport import (
+    Dial,
+    dial_tcp,
+    new_scratch,
+    read_rest,
+    read_some,
+    write_now,
+    write_rest,
+)
 from upr_protocol.wire import Close, Error, Message
-
-Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
-"""Makes a connection to an address; raises OSError when there is none to be had."""
 
 _TURN_BYTES: Final = 512 * 1024
 """So much is read at a time without giving way to other tasks, where it is there already."""
 
 _GOODBYE_S: Final = 2.0
 """How long a peer that does not read may hold up our leaving."""
-
-
-async def dial_tcp(address: Address) -> trio.abc.Stream:
-    """A TCP connection to `address`."""
-    try:
-        return await trio.open_tcp_stream(address.host, address.port)
-    except UnicodeError as error:
-        # The codec for host names has opinions of its own.
-        raise OSError(f"{address.host!r} is no host name") from error
 
 
 @attrs.frozen

@@ -8,14 +8,15 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.asker import Asker
 from upr_protocol.client.calls import Call, PartitionInfo, partition_infos
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp, open_link
+from upr_protocol.client.link import TrioOptions, open_link
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
+from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")

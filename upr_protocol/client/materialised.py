@@ -12,7 +12,7 @@ from typing import Final
 
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.consumer import Consumer
 from upr_protocol.client.events import (
     ChunkReceived,
@@ -21,7 +21,6 @@ from upr_protocol.client.events import (
     Undone,
 )
 from upr_protocol.client.keyvalue import Item, Text, octets
-from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.map_file import DELETIONS_MAX, MapFile
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT
@@ -31,6 +30,7 @@ from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
+from upr_protocol.transport import Dial, dial_tcp
 
 _LAST_COMMIT_S: Final = 10.0
 """How long the commit on leaving may take."""

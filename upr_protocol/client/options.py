@@ -12,6 +12,7 @@ from upr_protocol.limits import (
     WINDOW_BYTES_DEFAULT,
 )
 from upr_protocol.session import ClientSession
+from upr_protocol.transport import FrameMemory
 
 IDENTITY_DEFAULT: Final = "client:python"
 
@@ -39,4 +40,5 @@ class Options:
             window_bytes=self.window_bytes,
             idle_interval_s=self.idle_interval_s,
             now=now,
+            allocate=FrameMemory().allocate,
         )

@@ -10,16 +10,15 @@ from typing import Final
 import attrs
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
-from upr_protocol.client.address import Address
 from upr_protocol.client.asker import CREDIT_TIMEOUT_S_DEFAULT, over_quota
-from upr_protocol.client.background import background
 from upr_protocol.client.batch import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.client import Client
 from upr_protocol.client.couriers import Couriers
 from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.keyvalue import Text, counter_delta, octets
-from upr_protocol.client.link import Dial, TrioOptions, dial_tcp
+from upr_protocol.client.link import TrioOptions
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import (
     BUFFER_BYTES_DEFAULT,
@@ -31,9 +30,11 @@ from upr_protocol.client.outbox import (
 from upr_protocol.client.outcome import Failure
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.writer import Writer
+from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import MutateReply
 
 Draw = Callable[[], float]

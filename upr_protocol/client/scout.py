@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.inquiry import Inquiry
 from upr_protocol.client.link import Link, TrioOptions, open_link
 from upr_protocol.errors import UprError

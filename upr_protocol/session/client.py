@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
+from upr_protocol.chunk import Buffer
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.session.session import Session
@@ -23,6 +25,7 @@ class ClientSession(Session):
         window_bytes: How many bytes of stream frames may be on their way unacknowledged.
         idle_interval_s: The silence after which a side says `Noop`.
         now: The time.
+        allocate: Gives so many writable bytes for a frame's body, of any content.
     """
 
     role: ClassVar[Sender] = Sender.CLIENT
@@ -35,12 +38,12 @@ class ClientSession(Session):
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
         now: float,
+        allocate: Callable[[int], Buffer] = bytearray,
     ) -> None:
-        super().__init__(now)
+        super().__init__(now, allocate)
         self._window_bytes = window_bytes
         self._unacknowledged = 0
         self._next_opaque = 1
-        self._frames.reuse_memory()
         self.send(Hello(identity, (VERSION,), 0, window_bytes, idle_interval_s))
 
     def new_opaque(self) -> int:

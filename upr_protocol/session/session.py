@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from struct import error as StructError
 from typing import ClassVar, Final
 
@@ -87,7 +87,7 @@ class Session:
     role: ClassVar[Sender]
     peer: ClassVar[Sender]
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, allocate: Callable[[int], Buffer] = bytearray) -> None:
         self.state = SessionState.GREETING
         self.hello: Hello | None = None
         self.agreed = HelloReply(
@@ -107,7 +107,7 @@ class Session:
         self.keep_alive = KeepAlive(IDLE_INTERVAL_S_DEFAULT, now)
         self.now = now
         self._requests: dict[int, type[Message]] = {}
-        self._frames = FrameBuffer(self._admit)
+        self._frames = FrameBuffer(self._admit, allocate)
         self._outgoing: list[Buffer] = []
 
     # Outwards.

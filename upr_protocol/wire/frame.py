@@ -16,7 +16,6 @@ from crc32c import crc32c
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import RemoteProtocolError, Status
-from upr_protocol.wire.blocks import BLOCKS, Blocks
 
 MAGIC: Final = 0x5055
 """`UP`, read as a little-endian u16."""
@@ -111,12 +110,16 @@ class FrameBuffer:
 
     Args:
         admit: Called with each header; raises `RemoteProtocolError` to refuse the frame.
+        allocate: Gives so many writable bytes for a body, of any content.
     """
 
-    __slots__ = ("_admit", "_at", "_blocks", "_body", "_data", "_have", "_header", "_largest")
+    __slots__ = ("_admit", "_allocate", "_at", "_body", "_data", "_have", "_header", "_largest")
 
-    def __init__(self, admit: Callable[[Header], None]) -> None:
+    def __init__(
+        self, admit: Callable[[Header], None], allocate: Callable[[int], Buffer] = bytearray
+    ) -> None:
         self._admit = admit
+        self._allocate = allocate
         self._data = b""
         self._at = 0
         self._header: Header | None = None
@@ -125,11 +128,6 @@ class FrameBuffer:
         self._body: Buffer | None = None
         self._have = 0
         self._largest = ROOM_BYTES
-        self._blocks = Blocks(0)
-
-    def reuse_memory(self) -> None:
-        """Bodies are forgotten soon: the memory of a few is kept, 1 MiB, and used for the next."""
-        self._blocks = Blocks(BLOCKS)
 
     @property
     def buffered(self) -> int:
@@ -159,7 +157,7 @@ class FrameBuffer:
             self._have = have = len(rest)
             size = min(header.length, max(self._largest, 2 * have))
             # Not made longer in its place: somebody may still hold a view upon it.
-            self._body = body = self._blocks.take(size)
+            self._body = body = self._allocate(size)
             # Put into a bytearray itself it would be copied twice.
             memoryview(body)[:have] = rest
             self._data, self._at = b"", 0

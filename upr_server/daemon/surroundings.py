@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import attrs
 import trio
 
-from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.ids import HistoryId
+from upr_protocol.transport import Dial, dial_tcp
 from upr_server.daemon.listeners import listening
 
 

@@ -10,7 +10,7 @@ import structlog
 import trio
 
 from upr_protocol.bucket_event import BucketEvent, EventFilter
-from upr_protocol.client.background import background
+from upr_protocol.concurrency import background
 from upr_server.events import keys, queues
 from upr_server.events.bell import Bell
 from upr_server.events.consumer import Consumer

@@ -12,11 +12,10 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Buffer
-from upr_protocol.client.read import SCRATCH_BYTES, read_some
-from upr_protocol.client.write import write_now, write_rest
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.transport import SCRATCH_BYTES, read_some, write_now, write_rest
 from upr_protocol.wire import (
     CloseStream,
     Credit,

@@ -11,11 +11,11 @@ from typing import Final
 import structlog
 import trio
 
-from upr_protocol.client.read import new_scratch
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import SEND_TIMEOUT_S
+from upr_protocol.transport import new_scratch
 from upr_server.allocator import Tide
 from upr_server.engine import (
     Bucket,

@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Buffer
-from upr_protocol.client.write import write_all
+from upr_protocol.transport import write_all
 from upr_server.storage.calls import READS, AnyCall, Failure, Forget, Read, Unpacker, pack
 from upr_server.storage.data_directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError

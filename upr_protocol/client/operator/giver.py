@@ -7,7 +7,7 @@ from typing import Final
 
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.maps import give_map
 from upr_protocol.client.operator.errors import (
     MapRefusedError,

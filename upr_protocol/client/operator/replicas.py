@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import trio
 
-from upr_protocol.client.address import AddressError
+from upr_protocol.address import AddressError
 from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
 from upr_protocol.client.operator.giver import Giver
 from upr_protocol.client.operator.plan import (

@@ -9,10 +9,9 @@ from typing import Final
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.calls import PartitionInfo
 from upr_protocol.client.client import Client, connect
-from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.maps import NodeMap, ask_node, look_at_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
@@ -20,6 +19,7 @@ from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap, newest
+from upr_protocol.transport import Dial, dial_tcp
 
 TELL_TIMEOUT_S: Final = 2.0
 """How long a node may take to tell something, before it counts as unreachable."""

@@ -11,10 +11,9 @@ from typing import Final, Literal
 
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.consumer import Consumer, Resume
 from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
-from upr_protocol.client.link import Dial, dial_tcp
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.resume_files import FileStore
@@ -27,6 +26,7 @@ from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.transport import Dial, dial_tcp
 
 ABOVE_POSITION: Final = "the received keys do not reach down to the resume state's position"
 

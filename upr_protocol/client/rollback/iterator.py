@@ -10,7 +10,7 @@ from typing import Literal, Self
 import attrs
 import trio
 
-from upr_protocol.client.address import Address
+from upr_protocol.address import Address
 from upr_protocol.client.client import connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, Resume, consume
 from upr_protocol.client.events import (
@@ -21,7 +21,7 @@ from upr_protocol.client.events import (
     StreamAccepted,
     Undone,
 )
-from upr_protocol.client.link import Dial, TrioOptions
+from upr_protocol.client.link import TrioOptions
 from upr_protocol.client.retry import Patience
 from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
@@ -30,6 +30,7 @@ from upr_protocol.client.wishes import End
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId
+from upr_protocol.transport import Dial
 
 
 @attrs.frozen

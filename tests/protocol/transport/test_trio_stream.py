@@ -1,4 +1,4 @@
-"""What is left to be written."""
+"""Writing many buffers to a socket, in as many calls as it takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.client.write import unsent, write_all
+from upr_protocol.transport import write_all
+from upr_protocol.transport.socket_io import unsent
 
 
 @given(st.lists(st.binary(max_size=5), max_size=8), st.data())
@@ -17,7 +18,7 @@ def test_what_is_left_is_what_was_not_sent(buffers: list[bytes], data: st.DataOb
 
 
 async def test_a_socket_takes_more_buffers_than_one_call() -> None:
-    buffers = [b"%d," % number + bytes(number % 7) for number in range(5000)]
+    buffers = [b"%d," % index + bytes(index % 7) for index in range(5000)]
     ours, theirs = trio.socket.socketpair()
     received = bytearray()
 

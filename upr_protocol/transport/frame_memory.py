@@ -1,0 +1,58 @@
+"""Memory for frame bodies that is used again once nobody refers to it.
+
+New memory must be zeroed, and the system finds its pages one by one; memory used just now is still
+in the processor's caches. For a consumer, which handles bodies and forgets them, that is an eighth
+of all that a chunk costs. A session gets `FrameMemory(...).allocate`; a server's sessions, whose
+bodies stay, get new memory for each.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from upr_protocol.chunk import Buffer
+
+BLOCK_BYTES: Final = 256 * 1024
+"""Most chunks are shorter. Longer ones get memory of their own."""
+
+BLOCKS: Final = 4
+"""Mostly no more bodies than this are between the reader and the application. An application that
+keeps bodies for long holds these few blocks, and of other bodies only what they need."""
+
+
+class FrameMemory:
+    """A few blocks, handed out again when their last view is gone. For one thread; the views may be
+    anywhere.
+
+    Args:
+        count: How many blocks to keep at most. Each is made when it is needed first, and stays.
+    """
+
+    __slots__ = ("_blocks", "_count")
+
+    def __init__(self, count: int = BLOCKS) -> None:
+        self._blocks: list[bytearray] = []
+        self._count = count
+
+    def allocate(self, size: int) -> Buffer:
+        """`size` writable bytes of any content: a free block, or else new memory."""
+        if not BLOCK_BYTES // 8 <= size <= BLOCK_BYTES:
+            return bytearray(size)
+        # The first free one: the fewer blocks are in use, the warmer they are.
+        block = next(filter(_is_free, self._blocks), None)
+        if block is None:
+            if len(self._blocks) >= self._count:
+                return bytearray(size)
+            block = bytearray(BLOCK_BYTES)
+            self._blocks.append(block)
+        return memoryview(block)[:size]
+
+
+def _is_free(block: bytearray) -> bool:
+    """Whether nobody holds a view of `block`, or a view of such a view."""
+    try:
+        # Python lets a bytearray change its length only then.
+        block.append(block.pop())
+    except BufferError:
+        return False
+    return True

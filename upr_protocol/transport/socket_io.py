@@ -1,0 +1,96 @@
+"""Reading and writing a socket without waiting, with as few copies and system calls as can be."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from upr_protocol.address import Address
+from upr_protocol.chunk import Buffer
+from upr_protocol.session import Session
+
+SCRATCH_BYTES: Final = 64 * 1024
+"""What one read may take beside the rest of a body that is under way. It bounds how long one peer's
+small requests hold the loop, to about a millisecond."""
+
+_BEHIND_BYTES: Final = 4 * 1024
+"""What one read may take behind a large rest of a body: the small messages that follow it."""
+
+_BUFFERS_MAX: Final = 512
+"""Buffers in one call; the system takes 1,024 at most."""
+
+_JOIN_BYTES: Final = 32 * 1024
+"""Up to this, joining the buffers costs less than handing them over one by one."""
+
+SocketDial = Callable[[Address, float], socket.socket]
+"""Connects to an address within so many seconds; raises OSError when it cannot."""
+
+
+def dial_socket(address: Address, timeout_s: float) -> socket.socket:
+    """A TCP connection to `address`."""
+    connection = socket.create_connection((address.host, address.port), timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def new_scratch() -> memoryview:
+    """A buffer for `read_available`. All connections of one loop may share it."""
+    return memoryview(bytearray(SCRATCH_BYTES))
+
+
+def read_available(descriptor: int, session: Session, scratch: memoryview, now: float) -> int:
+    """Reads what a socket has, once, and gives it to the session.
+
+    The rest of a body that is under way is received right where it will stay.
+
+    Returns:
+        How many bytes came; 0 when the peer has closed its end.
+
+    Raises:
+        BlockingIOError: Nothing has come.
+        OSError: The connection is gone.
+    """
+    room = session.room()
+    if len(room) >= len(scratch):
+        # What follows the body would have to be copied; the next read puts it where it will stay.
+        scratch = scratch[:_BEHIND_BYTES]
+    count = os.readv(descriptor, (room, scratch) if room else (scratch,))
+    filled = min(count, len(room))
+    session.receive(bytes(scratch[: count - filled]), now, filled)
+    return count
+
+
+def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Writes as much of `buffers` as a socket takes now.
+
+    Returns:
+        What it did not take; empty when it took everything.
+
+    Raises:
+        OSError: The connection is gone.
+    """
+    if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
+        buffers = (b"".join(buffers),)
+    while buffers:
+        batch = buffers[:_BUFFERS_MAX]
+        try:
+            sent = os.writev(descriptor, batch)
+        except BlockingIOError:
+            break
+        if sent < sum(map(len, batch)):
+            # The socket is full: a further call would only say so.
+            return unsent(buffers, sent)
+        buffers = buffers[_BUFFERS_MAX:]
+    return buffers
+
+
+def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """What is left of `buffers` once `sent` bytes of them were written."""
+    for index, buffer in enumerate(buffers):
+        if sent < len(buffer):
+            rest = buffers[index + 1 :]
+            return [memoryview(buffer)[sent:], *rest] if sent else [buffer, *rest]
+        sent -= len(buffer)
+    return []
