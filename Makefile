@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
 INSTALLED_FUZZ := $(VENV)/.installed-fuzz
+INSTALLED_DOCS := $(VENV)/.installed-docs
 
 # The interpreter that .venv is made with. Each candidate is run, not only looked for: a name on the
 # PATH may be a shim with nothing behind it.
@@ -81,11 +82,13 @@ simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; S
 fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds for each target)
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
 
-docs: $(INSTALLED) ## write docs/protocol.md anew from the code's declarations
+docs: $(INSTALLED_DOCS) ## write docs/protocol.md from the code, build the site, check its links
 	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+	@echo "The site begins at docs/_build/html/index.html"
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -102,4 +105,8 @@ $(INSTALLED_BENCH): $(INSTALLED)
 
 $(INSTALLED_FUZZ): $(INSTALLED)
 	@$(PIP_INSTALL) -e '.[dev,fuzz]'
+	@touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	@$(PIP_INSTALL) -e '.[dev,docs]'
 	@touch $@
