@@ -83,3 +83,13 @@ async def background() -> AsyncIterator[trio.Nursery]:
             raise holder.error
         finally:
             holder.error = None  # or it would refer to itself through its traceback's frame
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """The first exception that an exception group holds, however deep, or the exception itself.
+
+    When several tasks failed at once, the message names the first failure.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

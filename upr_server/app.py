@@ -13,7 +13,6 @@ import trio
 
 from upr_protocol.bucket_event import EventFilter, EventKind
 from upr_server.config import BucketConfig, Config
-from upr_server.daemon import Door, Surroundings, run_until_signal
 from upr_server.engine import Bucket
 from upr_server.events import (
     DiskStore,
@@ -24,6 +23,7 @@ from upr_server.events import (
 )
 from upr_server.net import Service
 from upr_server.replication import Membership, Peers
+from upr_server.runtime import BoundListeners, System, run_until_signal
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.port import Store
 from upr_server.storage.process_store import open_store
@@ -57,7 +57,7 @@ class Server:
 
 @asynccontextmanager
 async def running_server(
-    config: Config, store: Store | None = None, surroundings: Surroundings | None = None
+    config: Config, store: Store | None = None, system: System | None = None
 ) -> AsyncIterator[Server]:
     """A server that runs for as long as the context.
 
@@ -68,13 +68,13 @@ async def running_server(
     Args:
         config: What it is told.
         store: Its disk; by default that of the data directory.
-        surroundings: Its clock, chance and network; by default the real ones.
+        system: Its clock, chance and network; by default the real ones.
 
     Raises:
         ListenError: The address cannot be listened on.
         StorageError: The data directory cannot be used, or the disk failed.
     """
-    surroundings = surroundings or Surroundings()
+    system = system or System()
     async with AsyncExitStack() as stack:
         events: EventStore = MemoryStore()
         if store is None:
@@ -84,20 +84,20 @@ async def running_server(
             events = DiskStore(disk.ledger)
         bus = None
         if config.events:
-            bus = EventBus(events, time=surroundings.time, new_id=surroundings.new_history_id)
-        yield await stack.enter_async_context(_serving(config, store, bus, surroundings))
+            bus = EventBus(events, time=system.time, new_id=system.new_history_id)
+        yield await stack.enter_async_context(_serving(config, store, bus, system))
 
 
 @asynccontextmanager
 async def _serving(
-    config: Config, store: Store, bus: EventBus | None, surroundings: Surroundings
+    config: Config, store: Store, bus: EventBus | None, system: System
 ) -> AsyncIterator[Server]:
     service = Service(
         store,
         identity=config.identity or socket.gethostname(),
         quota_bytes_default=config.quota_bytes,
-        time=surroundings.time,
-        new_history_id=surroundings.new_history_id,
+        time=system.time,
+        new_history_id=system.new_history_id,
         connections_max=config.connections_max,
         send_timeout_s=config.send_timeout_s,
         purge_age_s=config.purge_age_s,
@@ -108,11 +108,11 @@ async def _serving(
     if bus is not None:
         service.events = bus
     node = config.node or config.identity or socket.gethostname()
-    membership = Membership(service, node, surroundings, config.undo_mutations)
+    membership = Membership(service, node, system, config.undo_mutations)
     service.cluster = membership
     # An address that is not to be had is noticed before anything of a bucket is touched; who
     # connects before it is read waits for that.
-    async with surroundings.open_door(config.listen) as door, trio.open_nursery() as nursery:
+    async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
             for wanted in config.buckets:
@@ -125,7 +125,7 @@ async def _serving(
             # Not before the disk was found to be in order: a start that fails changes nothing.
             async with (
                 _told(service, bus),
-                _accepting(config, service, membership, door) as server,
+                _accepting(config, service, membership, bound) as server,
             ):
                 yield server
         # Everything is on disk.
@@ -173,7 +173,7 @@ async def _watch(store: Store) -> None:
 
 @asynccontextmanager
 async def _accepting(
-    config: Config, service: Service, membership: Membership, door: Door
+    config: Config, service: Service, membership: Membership, bound: BoundListeners
 ) -> AsyncIterator[Server]:
     host, _ = config.address()
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
@@ -186,8 +186,8 @@ async def _accepting(
             nursery.start_soon(Peers(membership).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
-            await nursery.start(accept, service.serve, door.listeners)
-            yield Server(host, door.port, service)
+            await nursery.start(accept, service.serve, bound.listeners)
+            yield Server(host, bound.port, service)
             nursery.cancel_scope.cancel()
         service.shut_down()
         handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s

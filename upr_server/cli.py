@@ -12,13 +12,13 @@ from typing import Any
 import click
 import trio
 
+from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.allocator import return_freed_memory
 from upr_server.app import Server, serve
 from upr_server.config import Config, load_config
-from upr_server.daemon import (
+from upr_server.runtime import (
     ConfigError,
-    first_failure,
     rare_collections,
     set_up_logging,
 )

@@ -19,8 +19,8 @@ from upr_protocol.limits import (
     SEND_TIMEOUT_S,
 )
 from upr_protocol.partition_map import NODE_NAME
-from upr_server.daemon import ConfigError, load_settings, parse_listen
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
+from upr_server.runtime import ConfigError, load_settings, parse_listen
 from upr_server.storage.data_directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"

@@ -18,10 +18,10 @@ from tests.indexer.kit import a_server, an_indexer, until_ready
 from upr_protocol.client import Client, IndexClient, IndexerError, Written, connect
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
-from upr_server.daemon import ListenError
 from upr_server.indexer.app import serving
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.query import Query
+from upr_server.runtime import ListenError
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from tests.indexer.processes import UPR_INDEXER
 from tests.kit.process import run
-from upr_server.daemon import ConfigError
 from upr_server.indexer.cli import main
 from upr_server.indexer.config import Config, load_config
+from upr_server.runtime import ConfigError
 
 URL: Final = "upr://127.0.0.1:12000/planes"
 FILE: Final = f"""

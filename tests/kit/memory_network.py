@@ -21,8 +21,8 @@ from tests.kit.fake_net import CuttableStream
 from upr_server import app
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.daemon import Door, Surroundings
 from upr_server.net import service as net_service
+from upr_server.runtime import BoundListeners, System
 from upr_server.storage.port import Store
 from upr_server.storage.simulated_store import SimulatedStore
 
@@ -66,7 +66,7 @@ class MemoryNetwork:
         self._listeners: dict[int, _Listener] = {}
         self._ends: dict[int, list[CuttableStream]] = {}
         monkeypatch.setattr(trio, "open_tcp_stream", self._connect)
-        monkeypatch.setattr(app, "Surroundings", partial(Surroundings, open_door=self._open_door))
+        monkeypatch.setattr(app, "System", partial(System, bind=self._bind))
         # Looking for what has expired is never at rest, as it would begin each second, and whoever
         # looks then finds partitions pinned.
         monkeypatch.setattr(net_service, "EXPIRY_INTERVAL_S", math.inf)
@@ -82,11 +82,11 @@ class MemoryNetwork:
             end.cut()
 
     @asynccontextmanager
-    async def _open_door(self, listen: str) -> AsyncIterator[Door]:
+    async def _bind(self, listen: str) -> AsyncIterator[BoundListeners]:
         port = int(listen.rpartition(":")[2]) or next(self._ports)
         listener = self._listeners[port] = _Listener()
         try:
-            yield Door([listener], port)
+            yield BoundListeners([listener], port)
         finally:
             del self._listeners[port]
             await listener.aclose()

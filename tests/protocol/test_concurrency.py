@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from upr_protocol.concurrency import Notifier
+from upr_protocol.concurrency import Notifier, first_failure
 
 
 async def test_a_notification_wakes_every_task_that_waits(nursery: trio.Nursery) -> None:
@@ -60,3 +60,10 @@ async def test_a_condition_is_looked_at_after_every_notification(nursery: trio.N
     notifier.notify()
     await wait_all_tasks_blocked()
     assert len(looks) == 3
+
+
+def test_the_first_failure_of_nested_groups_is_found() -> None:
+    first, second = OSError("a"), OSError("b")
+    assert first_failure(first) is first
+    inner = ExceptionGroup("", [first])
+    assert first_failure(ExceptionGroup("", [inner, second])) is first

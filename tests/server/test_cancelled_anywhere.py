@@ -38,8 +38,6 @@ from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server, serve
 from upr_server.config import Config
-from upr_server.daemon import listening, run_until_signal
-from upr_server.daemon.surroundings import open_door
 from upr_server.engine import QUOTA_BYTES_MIN, Want
 from upr_server.events import DiskStore, EventBus, EventStore, MemoryStore, queues
 from upr_server.events.consumer import Consumer
@@ -57,6 +55,7 @@ from upr_server.replication import Membership, Peers
 from upr_server.replication.neighbours import Neighbours
 from upr_server.replication.peers import ASK_INTERVAL_S
 from upr_server.replication.replicator import Replicator
+from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LAPSED_S, LeaseBook
@@ -71,7 +70,7 @@ Function = Callable[..., Any]
 
 P0: Final = PartitionId(0)
 CALL_S: Final = 0.001
-PACKAGES: Final = ("app", "daemon", "events", "net", "replication", "storage")
+PACKAGES: Final = ("app", "runtime", "events", "net", "replication", "storage")
 TRIED: Final[set[Function]] = set()
 """Those that tests below say they cancel; each test sees that it does."""
 
@@ -746,12 +745,12 @@ async def test_a_server_until_a_signal(tmp_path: Path) -> None:
     (await cancelled_at_each_step(work, every=100, reaching=SIGNALS)).check_inside(*SIGNALS)
 
 
-LISTENING: Final = tries(listening, open_door)
+LISTENING: Final = tries(open_listeners, bind_tcp)
 
 
 async def test_listening() -> None:
     async def work() -> None:
-        async with listening(f"{HOST}:0") as listeners, open_door(f"{HOST}:0"):
+        async with open_listeners(f"{HOST}:0") as listeners, bind_tcp(f"{HOST}:0"):
             assert listeners
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*LISTENING)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from upr_server.cli import main
 from upr_server.config import BucketConfig, Config, load_config
-from upr_server.daemon import ConfigError
+from upr_server.runtime import ConfigError
 
 FILE = """
 listen = "0.0.0.0:1"

@@ -300,7 +300,7 @@ class Host:
 
     name: str
     connections: dict[Connection, None] = attrs.field(factory=dict)
-    door: trio.MemorySendChannel[SimulatedStream] | None = None
+    listening: trio.MemorySendChannel[SimulatedStream] | None = None
     is_silent: bool = False
 
 
@@ -333,7 +333,7 @@ class SimulatedListener(trio.abc.Listener[SimulatedStream]):
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        host.door, self._waiting = trio.open_memory_channel[SimulatedStream](1000)
+        host.listening, self._waiting = trio.open_memory_channel[SimulatedStream](1000)
 
     async def accept(self) -> SimulatedStream:
         try:
@@ -342,9 +342,9 @@ class SimulatedListener(trio.abc.Listener[SimulatedStream]):
             raise trio.ClosedResourceError from error
 
     async def aclose(self) -> None:
-        if self._host.door is not None:
-            self._host.door.close()
-            self._host.door = None
+        if self._host.listening is not None:
+            self._host.listening.close()
+            self._host.listening = None
         self._waiting.close()
         await trio.lowlevel.checkpoint()
 
@@ -400,7 +400,7 @@ class Network:
         await back.mended()
         if there.is_silent or here.is_silent:
             await trio.sleep_forever()
-        if there.door is None or address.port != PORT:
+        if there.listening is None or address.port != PORT:
             raise ConnectionRefusedError(f"nobody listens at {address}")
         connection = Connection((here, there))
 
@@ -418,7 +418,7 @@ class Network:
         ]
         for host in connection.hosts:
             host.connections[connection] = None
-        there.door.send_nowait(SimulatedStream(connection.pipes[1], connection.pipes[0]))
+        there.listening.send_nowait(SimulatedStream(connection.pipes[1], connection.pipes[0]))
         return SimulatedStream(connection.pipes[0], connection.pipes[1])
 
     # What happens to machines.

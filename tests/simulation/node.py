@@ -20,8 +20,8 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, SeqNo
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.daemon import Door, Surroundings
 from upr_server.engine import Partition
+from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.simulated_store import SimulatedRoom
@@ -89,20 +89,20 @@ class Node:
         """Whether its process is there, though it may not serve yet."""
         return self.life > 0 and not self.ended.is_set()
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
+    def _system(self) -> System:
+        return System(
             time=lambda: EPOCH_S + trio.current_time() + self.clock_s,
             random_bits=self.chance.getrandbits,
             draw=self.chance.random,
             dial=partial(self.network.dial, self.name),
-            open_door=self._door,
+            bind=self._bind,
         )
 
     @asynccontextmanager
-    async def _door(self, _listen: str) -> AsyncIterator[Door]:
+    async def _bind(self, _listen: str) -> AsyncIterator[BoundListeners]:
         listener = self.network.listen(self.name)
         try:
-            yield Door([listener], PORT)
+            yield BoundListeners([listener], PORT)
         finally:
             with trio.CancelScope(shield=True):
                 await listener.aclose()
@@ -146,7 +146,7 @@ class Node:
         has_died = False
         try:
             with self._scope:
-                async with running_server(config, self.store, self._surroundings()) as server:
+                async with running_server(config, self.store, self._system()) as server:
                     self.server = server
                     await self._stopping.wait()
         except Exception as error:

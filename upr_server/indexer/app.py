@@ -12,10 +12,10 @@ import structlog
 import trio
 from hypercorn.trio import serve as serve_http
 
-from upr_server.daemon import listening, run_until_signal
 from upr_server.indexer.api import application
 from upr_server.indexer.config import Config
 from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.runtime import open_listeners, run_until_signal
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
         ListenError: The address cannot be listened on.
     """
     settings = hypercorn.Config()
-    async with listening(listen) as listeners:
+    async with open_listeners(listen) as listeners:
         settings.bind = [f"fd://{listener.socket.detach()}" for listener in listeners]
     settings.errorlog = logging.getLogger("hypercorn.error")
     settings.graceful_timeout = 1.0

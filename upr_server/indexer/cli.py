@@ -10,10 +10,11 @@ from typing import Any, Final
 import click
 import trio
 
+from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
-from upr_server.daemon import ConfigError, first_failure, set_up_logging
 from upr_server.indexer.app import serve
 from upr_server.indexer.config import load_config
+from upr_server.runtime import ConfigError, set_up_logging
 
 EXIT_FAILED: Final = 1
 

@@ -14,8 +14,8 @@ import msgspec
 import platformdirs
 
 from upr_protocol.client import Address, AddressError, ReceivedKeysLimits
-from upr_server.daemon import ConfigError, load_settings, parse_listen
 from upr_server.indexer.indexer import Settings
+from upr_server.runtime import ConfigError, load_settings, parse_listen
 
 ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
 

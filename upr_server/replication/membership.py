@@ -14,11 +14,11 @@ from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap, PartitionMapError
-from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.replication.host import Host
 from upr_server.replication.incoming import Incoming
 from upr_server.replication.replicator import Replicator
+from upr_server.runtime import System
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import PartialRecord, PartitionRecord
@@ -83,7 +83,7 @@ class Membership:
     Args:
         host: The server.
         node: This node's name.
-        surroundings: How other nodes are reached, and where history IDs come from.
+        system: How other nodes are reached, and where history IDs come from.
         undo_mutations: How many of a bucket's newest mutations can be undone, about.
     """
 
@@ -91,12 +91,12 @@ class Membership:
         self,
         host: Host,
         node: str,
-        surroundings: Surroundings,
+        system: System,
         undo_mutations: int = UNDO_MUTATIONS,
     ) -> None:
         self.node = node
         self._host = host
-        self.surroundings = surroundings
+        self.system = system
         self._undo_mutations = undo_mutations
         self._held: dict[str, _Held] = {}
         self._turn = trio.Lock()
@@ -264,7 +264,7 @@ class Membership:
             found = await fetch_map(
                 Address.parse(f"upr://{address}/{bucket}"),
                 identity=f"node:{self.node}",
-                dial=self.surroundings.dial,
+                dial=self.system.dial,
             )
         except UprError as error:
             raise ServerError(
@@ -510,7 +510,7 @@ class Membership:
             keeps = False
         if keeps and failover_log.entries:
             return failover_log
-        return failover_log.branch(self.surroundings.new_history_id(), partition.high_seq)
+        return failover_log.branch(self.system.new_history_id(), partition.high_seq)
 
     # Following.
 
@@ -554,7 +554,7 @@ class Membership:
                 address,
                 partitions,
                 held.incoming,
-                self.surroundings,
+                self.system,
             )
             held.replicators[name] = replicator
             self._nursery.start_soon(replicator.run)

@@ -47,7 +47,7 @@ class Peers:
         async with trio.open_nursery() as links:
             self._neighbours = Neighbours(
                 links,
-                map_options(self._identity, ASK_TIMEOUT_S, membership.surroundings.dial),
+                map_options(self._identity, ASK_TIMEOUT_S, membership.system.dial),
             )
             while True:
                 await self._ask_around()
@@ -150,7 +150,7 @@ class Peers:
             _at(address, ours.bucket),
             source,
             identity=self._identity,
-            dial=self._membership.surroundings.dial,
+            dial=self._membership.system.dial,
         )
 
     def _tell_once(self, sentence: str) -> None:

@@ -25,11 +25,11 @@ from upr_protocol.client import (
 from upr_protocol.client.resume import GOING_BACK
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
-from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.engine.partition import unpack
 from upr_server.replication.host import Host
 from upr_server.replication.incoming import Answer, Incoming
+from upr_server.runtime import System
 from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.errors import DiskFullError
@@ -62,7 +62,7 @@ class Replicator:
         address: Where that is.
         partitions: The partitions, and the state that each is in there.
         incoming: What is known of them; it outlives this object.
-        surroundings: How the node is reached.
+        system: How the node is reached.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Replicator:
         address: str,
         partitions: Mapping[PartitionId, PartitionState],
         incoming: dict[PartitionId, Incoming],
-        surroundings: Surroundings,
+        system: System,
     ) -> None:
         self.source = source
         self.address = address
@@ -83,7 +83,7 @@ class Replicator:
         self._disk = disk
         self._node = node
         self._incoming = incoming
-        self._surroundings = surroundings
+        self._system = system
         self._consumer: Consumer | None = None
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -166,8 +166,8 @@ class Replicator:
                     identity=f"replica:{self._node}",
                     patience_s=PATIENCE_S,
                     save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
-                    dial=self._surroundings.dial,
-                    draw=self._surroundings.draw,
+                    dial=self._system.dial,
+                    draw=self._system.draw,
                 ) as consumer:
                     async for event in consumer:
                         self._take(consumer, event)

@@ -13,9 +13,9 @@ from upr_protocol.client.operator.survey import NodeReport
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
 from upr_protocol.partition_map import HistoryPoint
-from upr_server.daemon import Surroundings
 from upr_server.engine import Partition
 from upr_server.replication.membership import Membership
+from upr_server.runtime import System
 from upr_server.storage.bucket_disk import BucketDisk
 
 
@@ -36,10 +36,10 @@ def forgets_the_failover_entry() -> Iterator[None]:
 def reuses_a_history_id() -> Iterator[None]:
     """There are four history IDs."""
 
-    def new_history_id(self: Surroundings) -> HistoryId:
+    def new_history_id(self: System) -> HistoryId:
         return HistoryId(1 + self.random_bits(2))
 
-    with replaced(Surroundings, "new_history_id", new_history_id):
+    with replaced(System, "new_history_id", new_history_id):
         yield
 
 

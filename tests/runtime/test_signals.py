@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from tests.kit.process import eventually
-from upr_server.daemon import run_until_signal
+from upr_server.runtime import run_until_signal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

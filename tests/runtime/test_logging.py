@@ -13,7 +13,7 @@ from tests.kit.process import ROOT, environment
 
 PROGRAM = """
 import logging, structlog, sys
-from upr_server.daemon import set_up_logging
+from upr_server.runtime import set_up_logging
 set_up_logging(*sys.argv[1:])
 logging.getLogger("hypercorn.error").info("a library's")
 logging.getLogger("hypercorn.error").warning("a library's trouble")

@@ -1,4 +1,4 @@
-"""Running until a signal comes."""
+"""Running a process until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 

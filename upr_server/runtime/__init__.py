@@ -1,0 +1,28 @@
+"""What both processes need, the server and the indexer: settings, logs, listeners, signals."""
+
+from upr_server.runtime.collector import rare_collections
+from upr_server.runtime.listeners import (
+    BoundListeners,
+    ListenError,
+    bind_tcp,
+    open_listeners,
+    parse_listen,
+)
+from upr_server.runtime.logging import set_up_logging
+from upr_server.runtime.settings import ConfigError, load_settings
+from upr_server.runtime.signals import run_until_signal
+from upr_server.runtime.system import System
+
+__all__ = [
+    "BoundListeners",
+    "ConfigError",
+    "ListenError",
+    "System",
+    "bind_tcp",
+    "load_settings",
+    "open_listeners",
+    "parse_listen",
+    "rare_collections",
+    "run_until_signal",
+    "set_up_logging",
+]
