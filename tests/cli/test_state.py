@@ -20,7 +20,7 @@ from tests.cli.processes import Line
 from tests.kit.effort import effort
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import BlockingClient, Client, MapReader
+from upr_protocol.client import BlockingClient, Client, LocalCopyReader
 from upr_protocol.ids import Durability, Operation
 
 
@@ -28,10 +28,10 @@ def lines(out: bytes) -> list[Line]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def kept(folder: Path) -> dict[str, str]:
-    """What a map holds."""
-    with closing(MapReader(folder)) as found:
-        return {item.key.decode(): item.value.decode() for item in found.items()}
+def contents(folder: Path) -> dict[str, str]:
+    """What a local copy holds."""
+    with closing(LocalCopyReader(folder)) as reader:
+        return {item.key.decode(): item.value.decode() for item in reader.items()}
 
 
 def explained(run: Run, url: str, file: str) -> list[Line]:
@@ -91,12 +91,14 @@ class Town:
         self.server.start()
 
 
-def test_a_map_follows_and_goes_on(bucket: str, run: Run, start: Start, tmp_path: Path) -> None:
-    folder = str(tmp_path / "map")
+def test_a_local_copy_follows_and_goes_on(
+    bucket: str, run: Run, start: Start, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "local-copy")
     run("set", bucket, "a", "1")
     run("set", bucket, "b", "2")
     told(start, bucket, "--state", folder)
-    assert kept(tmp_path / "map") == {"a": "1", "b": "2"}
+    assert contents(tmp_path / "local-copy") == {"a": "1", "b": "2"}
     run("delete", bucket, "a")
     run("set", bucket, "c", "3")
     found = told(start, bucket, "--state", folder)
@@ -104,11 +106,13 @@ def test_a_map_follows_and_goes_on(bucket: str, run: Run, start: Start, tmp_path
         ["a", "c"],
         ["c", "a"],
     )
-    assert kept(tmp_path / "map") == {"b": "2", "c": "3"}
+    assert contents(tmp_path / "local-copy") == {"b": "2", "c": "3"}
 
 
-def test_the_map_of_another_bucket(bucket: str, start: Start, run: Run, tmp_path: Path) -> None:
-    folder = str(tmp_path / "map")
+def test_the_copy_of_another_bucket_is_refused(
+    bucket: str, start: Start, run: Run, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "local-copy")
     told(start, bucket, "--state", folder)
     other = bucket + "-other"
     run("bucket", "create", other)
@@ -118,8 +122,8 @@ def test_the_map_of_another_bucket(bucket: str, start: Start, run: Run, tmp_path
     run("tail", bucket, "--state", folder, "--resume", "x", code=2)
 
 
-def test_a_map_in_use(bucket: str, start: Start, tmp_path: Path) -> None:
-    folder = str(tmp_path / "map")
+def test_a_copy_in_use_is_refused(bucket: str, start: Start, tmp_path: Path) -> None:
+    folder = str(tmp_path / "local-copy")
     process = start("tail", bucket, "--state", folder)
     process.event("completed")
     _, err = start("tail", bucket, "--state", folder).finished(code=2)
@@ -127,28 +131,28 @@ def test_a_map_in_use(bucket: str, start: Start, tmp_path: Path) -> None:
     process.stopped()
 
 
-def test_a_map_whose_disk_was_full_goes_on_with_everything(
+def test_a_copy_whose_disk_was_full_goes_on_with_everything(
     bucket: str, start: Start, tmp_path: Path
 ) -> None:
     rows = b"".join(b'{"id":%d}\n' % number for number in range(20_000))
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     loader.finished(data=rows)
-    folder = tmp_path / "map"
+    folder = tmp_path / "local-copy"
     args = ("tail", bucket, "--until", "caught-up", "--state", str(folder), "--format", "summary")
     process = start(*args)
     limits = (1 << 19, resource.RLIM_INFINITY)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
     _, err = process.finished(code=1)
-    assert b"see that its disk has room" in err
+    assert b"check that the disk has room" in err
     assert b"Traceback" not in err
     start(*args).finished()
-    assert len(kept(folder)) == 20_000
+    assert len(contents(folder)) == 20_000
 
 
-def test_a_map_that_is_killed_at_any_moment_ends_as_the_server(
+def test_a_copy_that_is_killed_at_any_moment_ends_as_the_server(
     bucket: str, start: Start, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "map"
+    folder = tmp_path / "local-copy"
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     lots = random.Random(7)
     ids = count()
@@ -165,15 +169,15 @@ def test_a_map_that_is_killed_at_any_moment_ends_as_the_server(
         assert process.returncode == -signal.SIGKILL
     loader.finished(data=b"")
     told(start, bucket, "--state", str(folder))
-    assert kept(folder) == copied(told(start, bucket))
-    assert len(kept(folder)) == next(ids)
+    assert contents(folder) == copied(told(start, bucket))
+    assert len(contents(folder)) == next(ids)
 
 
-def test_a_server_that_goes_back_takes_the_map_along_and_explain_says_so(
+def test_a_server_that_rolls_back_takes_the_copy_along_and_explain_says_so(
     town: Town, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """Only what the server never had is undone; the rest of the map stays as it is."""
-    folder, file = str(tmp_path / "map"), str(tmp_path / "state")
+    """Only what the server never had is undone; the rest of the copy stays as it is."""
+    folder, file = str(tmp_path / "local-copy"), str(tmp_path / "state")
     town.write(range(40), "old")
     told(start, town.url, "--state", folder)
     rows = explained(run, town.url, folder)
@@ -187,7 +191,7 @@ def test_a_server_that_goes_back_takes_the_map_along_and_explain_says_so(
 
     town.go_back(between)
     town.write(range(60, 65), "later")
-    before = (tmp_path / "state").read_bytes(), kept(tmp_path / "map")
+    before = (tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy")
     rows = explained(run, town.url, folder)
     rolled = {row["partition"]: row for row in rows if row["outcome"] == "rolls back"}
     assert rolled
@@ -196,7 +200,7 @@ def test_a_server_that_goes_back_takes_the_map_along_and_explain_says_so(
     assert {row["partition"] for row in files if row["outcome"] == "rolls back"} == set(rolled)
     assert all(row["from"] == 0 for row in files if row["outcome"] == "rolls back")
     assert "parted" in run("explain", town.url, file).stdout
-    assert before == ((tmp_path / "state").read_bytes(), kept(tmp_path / "map"))
+    assert before == ((tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy"))
     found = told(start, town.url, "--state", folder)
     undone = {line["partition"]: line for line in found if line["event"] == "undone"}
     assert {p: line["restarts_from"] for p, line in undone.items()} == {
@@ -204,7 +208,7 @@ def test_a_server_that_goes_back_takes_the_map_along_and_explain_says_so(
     }
     keys = {document["key"] for line in undone.values() for document in line["documents"]}
     assert keys == {f"key {n}" for n in (*range(5), *range(30, 50))}
-    assert kept(tmp_path / "map") == copied(told(start, town.url))
+    assert contents(tmp_path / "local-copy") == copied(told(start, town.url))
     rows = explained(run, town.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
@@ -214,7 +218,7 @@ def test_explain_says_what_is_wrong_with_its_file(bucket: str, run: Run, tmp_pat
     assert "there is no file" in missing.stderr
     empty = tmp_path / "folder"
     empty.mkdir()
-    assert "holds no map" in run("explain", bucket, str(empty), code=2).stderr
+    assert "does not hold a local copy" in run("explain", bucket, str(empty), code=2).stderr
     other = tmp_path / "other"
     other.write_text('{"version":1,"bucket":"other","partitions":{}}')
     assert f"{other}: the resume state is of" in run("explain", bucket, str(other), code=2).stderr
@@ -226,10 +230,10 @@ def test_explain_says_what_is_wrong_with_its_file(bucket: str, run: Run, tmp_pat
         assert "DecodeError" not in err
 
 
-def test_explain_names_the_directory_of_another_buckets_map(
+def test_explain_names_the_directory_of_another_buckets_copy(
     bucket: str, run: Run, start: Start, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "map"
+    folder = tmp_path / "local-copy"
     told(start, bucket, "--state", str(folder))
     other = bucket + "-other"
     run("bucket", "create", other)

@@ -31,7 +31,7 @@ from upr_protocol.client import (
     Consumer,
     EventFeed,
     FileStore,
-    MaterialisedMap,
+    LocalCopy,
     MemoryStore,
     Publisher,
     ResumeState,
@@ -42,7 +42,7 @@ from upr_protocol.client import (
     fetch_map,
     follow_events,
     give_map,
-    keep_map,
+    keep_local_copy,
     publisher,
 )
 from upr_protocol.client.operator import (
@@ -305,7 +305,7 @@ class Reader:
     comes, in order."""
 
     def __init__(
-        self, servers: list[Server], consumer: Consumer | RollbackConsumer | MaterialisedMap
+        self, servers: list[Server], consumer: Consumer | RollbackConsumer | LocalCopy
     ) -> None:
         self._servers = servers
         self._consumer = consumer
@@ -338,7 +338,7 @@ class Reader:
         await self.follow(self.write())
 
     async def barrier(self) -> None:
-        assert not isinstance(self._consumer, MaterialisedMap)
+        assert not isinstance(self._consumer, LocalCopy)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.follow)
             self.write()
@@ -409,10 +409,10 @@ async def test_a_consumer_with_a_ring_buffer(
 
 
 MAP: Final = (
-    MaterialisedMap.__anext__,
-    MaterialisedMap.save,
-    MaterialisedMap.get,
-    MaterialisedMap.count,
+    LocalCopy.__anext__,
+    LocalCopy.save,
+    LocalCopy.get,
+    LocalCopy.count,
 )
 
 
@@ -420,15 +420,15 @@ MAP: Final = (
 async def test_a_map(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
-    async with keep_map(server.url("b"), tmp_path / "map") as kept:
+    async with keep_local_copy(server.url("b"), tmp_path / "map") as kept:
         reader = Reader([server], kept)
         key = reader.write()
         await reader.follow(key)
         work: dict[Callable[..., object], Callable[[], Awaitable[object]]] = {
-            MaterialisedMap.__anext__: reader.anext,
-            MaterialisedMap.save: kept.save,
-            MaterialisedMap.get: lambda: kept.get(key),
-            MaterialisedMap.count: kept.count,
+            LocalCopy.__anext__: reader.anext,
+            LocalCopy.save: kept.save,
+            LocalCopy.get: lambda: kept.get(key),
+            LocalCopy.count: kept.count,
         }
         found = await cancelled_at_each_step(
             work[function], lambda: check(server), then=reader.anext
@@ -490,8 +490,8 @@ async def _consume_undoing(server: Server, folder: Path) -> None:
         assert [event async for event in consumer]
 
 
-async def _keep_map(server: Server, folder: Path) -> None:
-    async with keep_map(server.url("b"), folder / "map", end="now") as kept:
+async def _keep_local_copy(server: Server, folder: Path) -> None:
+    async with keep_local_copy(server.url("b"), folder / "map", end="now") as kept:
         async for _ in kept:
             pass
         assert await kept.count() == len(KEYS)
@@ -520,7 +520,7 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _publisher: (publisher,),
     _consume: (consume,),
     _consume_undoing: (consume_with_rollback,),
-    _keep_map: (keep_map,),
+    _keep_local_copy: (keep_local_copy,),
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
     _fetch_map: (fetch_map,),
     _give_map: (give_map,),

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from upr_protocol.client import AddressError, MapError, ResumeStateError
+from upr_protocol.client import AddressError, LocalCopyError, ResumeStateError
 from upr_protocol.client.operator import NotDoneError
 from upr_protocol.errors import (
     BrokenError,
@@ -105,7 +105,7 @@ def errors_as_exits() -> Iterator[None]:
 
 def _failure(cause: BaseException) -> FailedError | None:
     """The sentence and code of `cause`; None of a fault of ours."""
-    if isinstance(cause, AddressError | ResumeStateError | MapError):
+    if isinstance(cause, AddressError | ResumeStateError | LocalCopyError):
         return MisusedError(str(cause))
     if isinstance(cause, ServerError):
         ended = cause.status in _ENDED_BY_SERVER

@@ -19,7 +19,7 @@ from upr_protocol.client import (
     Address,
     Client,
     FileStore,
-    MapReader,
+    LocalCopyReader,
     PartitionInfo,
     ResumeState,
     ResumeStateError,
@@ -58,8 +58,8 @@ def _load(path: Path, bucket: str) -> tuple[ResumeState, Floor]:
 
 def _read(path: Path) -> tuple[ResumeState, Floor]:
     if path.is_dir():
-        with closing(MapReader(path)) as found:
-            return found.state, found.floors().get
+        with closing(LocalCopyReader(path)) as copy:
+            return copy.state, copy.floors().get
     state = FileStore(path).load_now()
     if state is None:
         raise MisusedError(f"there is no file {path}: name what --resume or --state names")

@@ -25,12 +25,12 @@ from upr_protocol.client import (
     Address,
     BarrierReached,
     Consumer,
-    MaterialisedMap,
+    LocalCopy,
     RolledBack,
     StreamEnded,
     Undone,
     consume,
-    keep_map,
+    keep_local_copy,
 )
 from upr_protocol.limits import PARTITIONS_MAX
 
@@ -64,7 +64,7 @@ _LOOK_S: Final = 0.5
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Keep a map of the bucket in DIR, and go on from there the next time.",
+    help="Keep a local copy of the bucket in DIR, and go on from there the next time.",
 )
 @click.option(
     "--until",
@@ -108,17 +108,17 @@ def tail(
     With --resume the command can be killed at any moment: run again, it goes on where it was. Lines
     may come twice then; none is ever missing.
 
-    With --state the command keeps in DIR what the bucket holds, key by key, in an SQLite database
-    (map.sqlite), and prints the changes that went into it. Killed at any moment it goes on where
-    the map is, and the map is whole. When the server has lost what the map has, just that is
-    undone: a line `undone` tells the keys and what they hold now.
+    With --state the command keeps a local copy of the bucket in DIR, an SQLite database
+    (map.sqlite), and prints the changes that it applied. Killed at any moment, it goes on from its
+    last commit. If the server has lost changes that the copy has, just those are undone: a line
+    `undone` lists the keys and what they hold now.
 
     \b
     Examples:
       upr tail upr://127.0.0.1:12000/planes
       upr tail upr://127.0.0.1:12000/planes --until caught-up --format summary
       upr tail upr://127.0.0.1:12000/planes --resume planes.state >> planes.jsonl
-      upr tail upr://127.0.0.1:12000/planes --state planes.map --format summary
+      upr tail upr://127.0.0.1:12000/planes --state planes.copy --format summary
     """
     if resume is not None and not resume.absolute().parent.is_dir():
         raise click.UsageError(f"{resume} cannot be written: its folder does not exist")
@@ -181,9 +181,9 @@ class _Tail:
             await self._tell(consumer)
             nursery.cancel_scope.cancel()
 
-    def _source(self) -> AbstractAsyncContextManager[Consumer | MaterialisedMap]:
+    def _source(self) -> AbstractAsyncContextManager[Consumer | LocalCopy]:
         if self.directory is not None:
-            return keep_map(
+            return keep_local_copy(
                 self.target,
                 self.directory,
                 identity=identity("tail"),
@@ -199,9 +199,7 @@ class _Tail:
             patience_s=self.patience_s,
         )
 
-    async def _tell_of_connection(
-        self, consumer: Consumer | MaterialisedMap, progress: Progress
-    ) -> None:
+    async def _tell_of_connection(self, consumer: Consumer | LocalCopy, progress: Progress) -> None:
         was_connected = True
         while True:
             await trio.sleep(_LOOK_S)
@@ -216,7 +214,7 @@ class _Tail:
                 say("connected again" if is_connected else lost)
             was_connected = is_connected
 
-    async def _tell(self, consumer: Consumer | MaterialisedMap) -> None:
+    async def _tell(self, consumer: Consumer | LocalCopy) -> None:
         # To ask for the next event is to say that this one is dealt with, and only then may the
         # resume file hold it: so everything of it has been written by then.
         async for event in consumer:

@@ -4,7 +4,7 @@
 - `publisher` gives a `Publisher`: many changes, in batches, each with exactly one effect.
 - `consume` gives a `Consumer`: the changes of a bucket, as an async iterator of events;
   `consume_with_rollback` one that remembers its received keys and rolls back no more than it must;
-  `keep_map` a map on disk that follows by itself.
+  `keep_local_copy` a local copy of a bucket that follows by itself.
 - `follow_events` gives an `EventFeed`: which buckets are created, deleted and updated.
 - `IndexClient` asks an indexer, over HTTP.
 - `BlockingClient` and `BlockingConsumer` do the same in programs that block.
@@ -43,9 +43,10 @@ from upr_protocol.client.events import (
 )
 from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
 from upr_protocol.client.keyvalue import Item
-from upr_protocol.client.map_file import MapError, MapReader, MapWriteError
+from upr_protocol.client.local_copy.database import LocalCopyError, LocalCopyWriteError
+from upr_protocol.client.local_copy.follower import LocalCopy, keep_local_copy
+from upr_protocol.client.local_copy.reader import LocalCopyReader
 from upr_protocol.client.maps import fetch_map, give_map
-from upr_protocol.client.materialised import MaterialisedMap, keep_map
 from upr_protocol.client.outbox import Batch
 from upr_protocol.client.outcome import Failure, NotDurableError, Written
 from upr_protocol.client.publisher import (
@@ -88,11 +89,11 @@ __all__ = [
     "IndexerError",
     "Item",
     "LeasedRange",
+    "LocalCopy",
+    "LocalCopyError",
+    "LocalCopyReader",
+    "LocalCopyWriteError",
     "LookAtEverything",
-    "MapError",
-    "MapReader",
-    "MapWriteError",
-    "MaterialisedMap",
     "MemoryStore",
     "NotDurableError",
     "PartitionInfo",
@@ -122,6 +123,6 @@ __all__ = [
     "fetch_map",
     "follow_events",
     "give_map",
-    "keep_map",
+    "keep_local_copy",
     "publisher",
 ]

@@ -1,4 +1,4 @@
-"""A map on disk, on servers that fail over at any moment; killed anywhere."""
+"""A local copy, on servers that fail over at any moment; killed anywhere."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from upr_protocol.client import (
     ChunkReceived,
     Completed,
     Item,
-    MapError,
-    MapReader,
-    MaterialisedMap,
+    LocalCopy,
+    LocalCopyError,
+    LocalCopyReader,
     ResumeStateError,
     SaveLimits,
     Undone,
-    keep_map,
+    keep_local_copy,
 )
-from upr_protocol.client.map_file import MapFile, MapWriteError
+from upr_protocol.client.local_copy.database import LocalCopyWriteError
+from upr_protocol.client.local_copy.file import LocalCopyFile
 from upr_protocol.errors import BrokenError, Status
 from upr_protocol.ids import Operation
 from upr_protocol.wire import Get, Message
@@ -45,25 +46,25 @@ class KilledError(Exception):
 
 
 def contents(folder: Path) -> dict[bytes, bytes]:
-    with closing(MapReader(folder)) as found:
-        return {item.key: item.value for item in found.items()}
+    with closing(LocalCopyReader(folder)) as reader:
+        return {item.key: item.value for item in reader.items()}
 
 
 def check_ends(folder: Path, branches: Branches) -> int:
-    """Each partition that says so is what the server had there."""
-    with closing(MapReader(folder)) as found:
-        ends = found.ends()
-        items = list(found.items())
-        logs = {p: position.log for p, position in found.state.positions.items()}
+    """Checks each partition that claims to equal a state of the server; gives how many do."""
+    with closing(LocalCopyReader(folder)) as reader:
+        ends = reader.ends()
+        items = list(reader.items())
+        logs = {p: position.log for p, position in reader.state.positions.items()}
     for partition, end in ends.items():
         expected = branches.contents(partition, logs[partition].current, end) if end else {}
         assert {i.key: i.value for i in items if i.partition == partition} == expected, partition
     return len(ends)
 
 
-async def until_completed(kept: MaterialisedMap) -> list[object]:
+async def until_completed(copy: LocalCopy) -> list[object]:
     events: list[object] = []
-    async for event in kept:
+    async for event in copy:
         events.append(event)
         if isinstance(event, Completed):
             break
@@ -71,7 +72,7 @@ async def until_completed(kept: MaterialisedMap) -> list[object]:
 
 
 class Schedule:
-    """What happens to a map and a server, by a seed."""
+    """What happens to a copy and a server, drawn from a seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self._rng = random.Random(seed)
@@ -106,8 +107,8 @@ class Schedule:
         for connection in list(self.server.connections):
             connection.scope.cancel()
         partition = self._rng.choice(self.server.partitions)
-        at = max(0, partition.high - int(self._rng.expovariate(0.2)))
-        self.branches.fail_over(partition.id, at)
+        branch_seq = max(0, partition.high - int(self._rng.expovariate(0.2)))
+        self.branches.fail_over(partition.id, branch_seq)
 
     def _on_request(self, message: Message) -> Status | None:
         if self._disasters and isinstance(message, Get) and self._chance(4):
@@ -125,17 +126,17 @@ class Schedule:
 
     async def _follow_for_a_while(self) -> None:
         assert self._net is not None
-        async with keep_map(
+        async with keep_local_copy(
             URL,
             self.folder,
             dial=self._net.dial,
             draw=self._rng.random,
             deletions_max=3,
             commit_limits=SaveLimits(0.0, 0.0),
-        ) as kept:
+        ) as copy:
             for _ in range(self._rng.randrange(60)):
                 with trio.move_on_after(10):
-                    await anext(kept)
+                    await anext(copy)
                 self.ends += check_ends(self.folder, self.branches)
                 self._disturb()
                 if self._chance(40):
@@ -151,8 +152,8 @@ class Schedule:
                     await self._follow_for_a_while()
             self._net.budgets = iter(())
             self._disasters = False
-            async with keep_map(URL, self.folder, dial=self._net.dial) as kept:
-                await until_completed(kept)
+            async with keep_local_copy(URL, self.folder, dial=self._net.dial) as copy:
+                await until_completed(copy)
             nursery.cancel_scope.cancel()
 
     def run(self) -> None:
@@ -161,7 +162,7 @@ class Schedule:
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)
-def test_what_was_committed_is_the_servers_wherever_it_says_so(seed: int) -> None:
+def test_a_committed_partition_equals_the_servers_state_wherever_it_claims_to(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = Schedule(seed, Path(folder))
         schedule.run()
@@ -169,36 +170,36 @@ def test_what_was_committed_is_the_servers_wherever_it_says_so(seed: int) -> Non
         check_ends(schedule.folder, schedule.branches)
 
 
-async def test_it_goes_back_no_further_than_it_must(
+async def test_a_rollback_replaces_just_the_keys_that_the_server_does_not_have(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     server.partitions = server.partitions[:1]
     for number in range(30):
         server.put(b"%d" % number, b"old")
-    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
-        await until_completed(kept)
-        assert await kept.count() == 30
-        assert await kept.get("29") is not None
+    async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+        await until_completed(copy)
+        assert await copy.count() == 30
+        assert await copy.get("29") is not None
     server.partitions[0].fail_over(77, 25)
     server.put(b"3", b"new")
-    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
-        undone, *_ = await until_completed(kept)
+    async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+        undone, *_ = await until_completed(copy)
         assert isinstance(undone, Undone)
         assert (undone.ceiling, undone.to) == (25, 25)
         assert set(undone.documents) == {b"25", b"26", b"27", b"28", b"29"}
         assert set(undone.documents.values()) == {None}
-        item = await kept.get("3")
+        item = await copy.get("3")
         assert isinstance(item, Item)
         assert (item.value, item.seq) == (b"new", 26)
     assert contents(tmp_path) == server.contents()
-    with closing(MapReader(tmp_path)) as found:
-        assert len(found) == 25
-        assert found.ends() == {0: 26}
-        assert found.get(0, b"3") == item
+    with closing(LocalCopyReader(tmp_path)) as reader:
+        assert len(reader) == 25
+        assert reader.ends() == {0: 26}
+        assert reader.get(0, b"3") == item
 
 
 @pytest.mark.parametrize("fails_at", ["commit", "put"])
-async def test_a_full_disk_loses_nothing(
+async def test_a_full_disk_loses_nothing_that_was_committed(
     net: FakeNet,
     server: FakeServer,
     tmp_path: Path,
@@ -210,70 +211,70 @@ async def test_a_full_disk_loses_nothing(
     server.chunk_mutations = 100
     seldom = SaveLimits(math.inf, math.inf)
 
-    def full(file: MapFile, *_: object) -> None:
+    def full(file: LocalCopyFile, *_: object) -> None:
         file._database.execute("ROLLBACK")  # as SQLite does of itself
         raise sqlite3.OperationalError("database or disk is full")
 
     for number in range(40):
         server.put(b"first %d" % number, b"x")
-    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
-        await until_completed(kept)
+    async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+        await until_completed(copy)
     for number in range(400):
         server.put(b"second %d" % number, b"x" * 100)
     with pytest.raises(KilledError):  # noqa: PT012
-        async with keep_map(URL, tmp_path, dial=net.dial, commit_limits=seldom) as kept:
-            received = [await anext(kept) for _ in range(12)]
+        async with keep_local_copy(URL, tmp_path, dial=net.dial, commit_limits=seldom) as copy:
+            received = [await anext(copy) for _ in range(12)]
             assert any(isinstance(event, ChunkReceived) for event in received)
-            file = kept._file
-            with pytest.raises(MapWriteError, match="is full; see that its disk has room"):  # noqa: PT012
+            file = copy._file
+            with pytest.raises(LocalCopyWriteError, match="is full; check that the disk has room"):  # noqa: PT012
                 if fails_at == "commit":
                     monkeypatch.setattr(file, "_commit", partial(full, file))
-                    await kept.save()
+                    await copy.save()
                 else:
                     await file._run(full, file)
             monkeypatch.undo()
-            for again in (kept.save, kept.count, partial(kept.get, "first 1")):
-                with pytest.raises(MapWriteError, match="could not be written before"):
+            for again in (copy.save, copy.count, partial(copy.get, "first 1")):
+                with pytest.raises(LocalCopyWriteError, match="could not be written before"):
                     await again()
             raise KilledError
     assert len(contents(tmp_path)) == 40
-    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
-        await until_completed(kept)
+    async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+        await until_completed(copy)
     assert contents(tmp_path) == server.contents()
 
 
-async def test_without_a_transaction_nothing_is_written(
+async def test_nothing_is_written_outside_of_a_transaction(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     server.put(b"k", b"v")
-    with pytest.raises(MapWriteError, match="the transaction is gone"):  # noqa: PT012
-        async with keep_map(URL, tmp_path, dial=net.dial) as kept:
-            await until_completed(kept)
-            kept._file._database.execute("ROLLBACK")
-    async with keep_map(URL, tmp_path, dial=net.dial) as kept:
-        await until_completed(kept)
+    with pytest.raises(LocalCopyWriteError, match="the transaction is gone"):  # noqa: PT012
+        async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+            await until_completed(copy)
+            copy._file._database.execute("ROLLBACK")
+    async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+        await until_completed(copy)
     assert contents(tmp_path) == server.contents()
 
 
-async def test_the_map_of_another_bucket_is_refused(
+async def test_a_copy_in_use_or_of_another_bucket_is_refused(
     net: FakeNet, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    async with keep_map(URL, tmp_path, dial=net.dial):
-        with pytest.raises(MapError, match="in use by another process"):
-            async with keep_map(URL, tmp_path, dial=net.dial):
+    async with keep_local_copy(URL, tmp_path, dial=net.dial):
+        with pytest.raises(LocalCopyError, match="in use by another process"):
+            async with keep_local_copy(URL, tmp_path, dial=net.dial):
                 pass
     with pytest.raises(ResumeStateError, match="of the bucket 'b', not of 'other'"):
-        async with keep_map("upr://fake/other", tmp_path, dial=net.dial):
+        async with keep_local_copy("upr://fake/other", tmp_path, dial=net.dial):
             pass
 
 
-async def test_what_is_no_map_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MapError, match="holds no map"):
-        MapReader(tmp_path)
+async def test_a_directory_without_a_copy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LocalCopyError, match="does not hold a local copy"):
+        LocalCopyReader(tmp_path)
     path = tmp_path / "map.sqlite"
     path.write_bytes(b"something else, and long enough to be looked at" * 100)
-    with pytest.raises(MapError, match="holds no map that can be read"):
-        MapReader(tmp_path)
-    with pytest.raises(MapError, match="holds no map that can be read"):
-        async with keep_map(URL, tmp_path):
+    with pytest.raises(LocalCopyError, match="does not hold a readable local copy"):
+        LocalCopyReader(tmp_path)
+    with pytest.raises(LocalCopyError, match="does not hold a readable local copy"):
+        async with keep_local_copy(URL, tmp_path):
             pass

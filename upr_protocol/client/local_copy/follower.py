@@ -1,4 +1,4 @@
-"""A map on disk that holds what a bucket holds."""
+"""Following a bucket and keeping a local copy of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from upr_protocol.client.events import (
     Undone,
 )
 from upr_protocol.client.keyvalue import Item, Text, octets
-from upr_protocol.client.map_file import DELETIONS_MAX, MapFile
+from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
@@ -33,11 +33,11 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.transport import Dial, dial_tcp
 
 _LAST_COMMIT_S: Final = 10.0
-"""How long the commit on leaving may take."""
+"""The longest that the commit on leaving may take."""
 
 
-class MaterialisedMap(RollbackIterator):
-    """Follows a bucket, and keeps key -> item in a directory; `keep_map` makes one.
+class LocalCopy(RollbackIterator):
+    """Follows a bucket, and keeps key -> item in a directory; `keep_local_copy` makes one.
 
     It is an async iterator of the events that it has processed, with `Undone` in place of
     `RolledBack`. Only iterating makes it follow. What the iterator gave is in the copy, though
@@ -48,7 +48,7 @@ class MaterialisedMap(RollbackIterator):
         self,
         consumer: Consumer,
         planner: RollbackPlanner,
-        file: MapFile,
+        file: LocalCopyFile,
         limits: SaveLimits,
     ) -> None:
         super().__init__(consumer, planner)
@@ -67,7 +67,7 @@ class MaterialisedMap(RollbackIterator):
             StopAsyncIteration: Every stream has ended for good.
             UprError: See `Consumer.__anext__`.
             sqlite3.Error: The copy cannot be written. Every later call raises it again. What was
-                committed is there, and a new `keep_map` goes on from it.
+                committed is there, and a new `keep_local_copy` goes on from it.
         """
         return await self._next_processed()
 
@@ -88,17 +88,17 @@ class MaterialisedMap(RollbackIterator):
         partition = getattr(event, "partition", None)
         if partition is not None:
             position = self._consumer.position(partition)
-            self._file.move(partition, position, self._planner.settled_at(partition))
+            self._file.set_position(partition, position, self._planner.settled_at(partition))
             self._has_uncommitted = True
         return processed
 
     async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
-        await self._file.put(event.partition, log, event.chunk)
+        await self._file.put_chunk(event.partition, log, event.chunk)
         self._uncommitted_bytes += event.chunk.nbytes
 
     async def _roll_back(self, plan: RollbackPlan) -> None:
         with trio.CancelScope(shield=True):
-            await self._file.undo(plan)
+            await self._file.roll_back(plan)
 
     def _due_at(self) -> float:
         if not self._has_uncommitted:
@@ -113,13 +113,13 @@ class MaterialisedMap(RollbackIterator):
         return self._committed_at + wait_s
 
     async def save(self) -> None:
-        """Puts everything that the iterator gave on disk, where readers see it."""
+        """Commits everything that the iterator gave; readers see it then."""
         await self._file.commit()
         self._committed_at = trio.current_time()
         self._uncommitted_bytes = 0
         self._has_complete_snapshot = self._has_uncommitted = False
 
-    # What is in it.
+    # What the copy holds.
 
     async def get(self, key: Text) -> Item | None:
         """The item at `key`, as of the last event."""
@@ -127,12 +127,12 @@ class MaterialisedMap(RollbackIterator):
         return await self._file.get(partition_of(data, self._consumer.partition_count), data)
 
     async def count(self) -> int:
-        """How many items it holds, as of the last event."""
+        """How many items there are, as of the last event."""
         return await self._file.count()
 
 
 @asynccontextmanager
-async def keep_map(
+async def keep_local_copy(
     target: str | Address,
     directory: str | os.PathLike[str],
     *,
@@ -144,35 +144,35 @@ async def keep_map(
     commit_limits: SaveLimits | None = None,
     dial: Dial = dial_tcp,
     draw: Callable[[], float] = random.random,
-) -> AsyncIterator[MaterialisedMap]:
-    """A map of a bucket, kept in `directory`, which goes on where it was.
+) -> AsyncIterator[LocalCopy]:
+    """A local copy of a bucket in `directory`, which goes on from its last commit.
 
-    Data and resume state are in one database and change in one transaction, so it may be killed at
-    any moment. Leaving the context commits what was dealt with, unless the map could not be
-    written before. `MapReader` reads it.
+    Items and resume state change in one transaction, so the process may be killed at any moment.
+    Leaving the context commits what was processed, unless an earlier write failed.
+    `LocalCopyReader` reads the copy.
 
     Args:
         target: `upr://host:port/bucket`.
-        directory: Where it is kept; made when there is none. One process at a time may follow.
-        partitions: Those to follow; by default all.
+        directory: Where the copy is kept; created if it is missing. One process at a time follows.
+        partitions: The partitions to follow; by default all.
         end: Where the streams end; see `consume`.
-        deletions_max: How many deletions are remembered of a partition. What is rolled back below
-            the newest one that was forgotten begins at 0.
+        deletions_max: How many deletions are remembered in a partition. A rollback below the newest
+            forgotten one starts the partition at 0.
         identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long it goes on without a connection that streams before it gives up.
+        patience_s: How long to go on without a connection that streams before giving up.
         commit_limits: How much may be read again after a crash.
         dial: How to reach an address, where that is not plain TCP.
         draw: Gives numbers in [0, 1), for the waits between attempts.
 
     Raises:
-        MapError: The directory holds something else, or another process follows.
-        ResumeStateError: The map is of another bucket.
+        LocalCopyError: The directory holds something else, or another process follows.
+        ResumeStateError: It holds a copy of another bucket.
         UprError: See `consume`.
         OSError, sqlite3.Error: It cannot be read or written.
     """
     address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
     file = await trio.to_thread.run_sync(
-        MapFile.open, Path(directory), address.bucket, deletions_max
+        LocalCopyFile.open, Path(directory), address.bucket, deletions_max
     )
     try:
         async with consume_with_planner(
@@ -186,7 +186,7 @@ async def keep_map(
             dial=dial,
             draw=draw,
         ) as (consumer, planner):
-            copy = MaterialisedMap(consumer, planner, file, commit_limits or SaveLimits())
+            copy = LocalCopy(consumer, planner, file, commit_limits or SaveLimits())
             try:
                 yield copy
             finally:

@@ -1,0 +1,157 @@
+"""The SQLite database of a local copy: its schema, its rows, and what its errors mean."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final
+
+from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.resume import ResumeState
+from upr_protocol.errors import UprError
+from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
+
+FILE_NAME: Final = "map.sqlite"
+"""The name that the first release gave it; there are copies that have it."""
+
+_VERSION: Final = 1
+
+_DISK_FAILURES: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+"""Kinds of errors that say nothing about what is in the file."""
+
+_SCHEMA: Final = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE partitions (
+    partition INTEGER PRIMARY KEY,
+    position BLOB,                     -- as in a resume file
+    complete INTEGER NOT NULL DEFAULT 0, -- whether it is what the server had at last_complete
+    last_complete INTEGER NOT NULL DEFAULT 0,
+    floor INTEGER NOT NULL DEFAULT 0   -- deletions at or below may be forgotten
+);
+CREATE TABLE items (
+    partition INTEGER NOT NULL,
+    key BLOB NOT NULL,
+    value BLOB,                        -- NULL: deleted
+    seq INTEGER NOT NULL,
+    history BLOB NOT NULL,             -- the branch in which seq was given
+    cas BLOB NOT NULL,
+    flags INTEGER NOT NULL,
+    expiry INTEGER NOT NULL,
+    UNIQUE (partition, key)
+);
+CREATE INDEX by_history ON items (partition, history, seq);
+CREATE INDEX deletions ON items (partition) WHERE value IS NULL;
+"""
+
+COLUMNS: Final = "partition, key, value, seq, history, cas, flags, expiry"
+ItemRow = tuple[int, bytes, bytes | None, int, bytes, bytes, int, int]
+"""A row of `items` with these columns."""
+
+
+class LocalCopyError(UprError, ValueError):
+    """The directory does not hold a local copy, or another process is using it."""
+
+
+class LocalCopyWriteError(UprError, sqlite3.Error):
+    """The local copy cannot be read or written: the disk is full, or fails. What was not committed
+    is lost; the next process goes on from the last commit."""
+
+
+def connect_database(path: Path) -> sqlite3.Connection:
+    """Opens the file. Transactions are begun and ended explicitly; threads may take turns."""
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+@contextmanager
+def translated_errors(directory: Path) -> Iterator[None]:
+    """Raises what SQLite says when it opens a file as an error of the local copy.
+
+    Raises:
+        LocalCopyError: The file is not a local copy.
+        LocalCopyWriteError: The disk is full, or fails.
+    """
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK_FAILURES:
+            raise write_error(directory, error) from error
+        raise LocalCopyError(
+            f"{directory} does not hold a readable local copy: {error}; give another directory"
+        ) from error
+
+
+def write_error(directory: Path, error: sqlite3.Error) -> LocalCopyWriteError:
+    """The error for a disk that is full, or fails."""
+    return LocalCopyWriteError(
+        f"{directory}: {error}; check that the disk has room and is writable, then start again: "
+        "the copy goes on from the last commit"
+    )
+
+
+def create_if_missing(database: sqlite3.Connection, bucket: str) -> None:
+    """Creates the tables of a new database."""
+    query = "SELECT 1 FROM sqlite_master WHERE name = 'meta'"
+    with closing(database.execute(query)) as cursor:
+        if cursor.fetchone() is not None:
+            return
+    database.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA.split(";\n"):
+        database.execute(statement)
+    database.executemany(
+        "INSERT INTO meta VALUES (?, ?)", [("version", str(_VERSION)), ("bucket", bucket)]
+    )
+    database.execute("COMMIT")
+
+
+def read_resume_state(database: sqlite3.Connection, directory: Path) -> ResumeState:
+    """The resume state as it was committed last.
+
+    Raises:
+        LocalCopyError: The copy has another version.
+    """
+    meta = dict(database.execute("SELECT name, value FROM meta").fetchall())
+    if meta.get("version") != str(_VERSION) or "bucket" not in meta:
+        raise LocalCopyError(f"{directory} does not hold a local copy of version {_VERSION}")
+    state = ResumeState(meta["bucket"])
+    for (position,) in database.execute(
+        "SELECT position FROM partitions WHERE position IS NOT NULL"
+    ).fetchall():
+        state.positions.update(ResumeState.decode(position).positions)
+    return state
+
+
+def get_item(database: sqlite3.Connection, partition: int, key: bytes) -> Item | None:
+    """The item at `key` of a partition."""
+    row = database.execute(
+        f"SELECT {COLUMNS} FROM items WHERE partition = ? AND key = ? AND value IS NOT NULL",
+        (partition, key),
+    ).fetchone()
+    return None if row is None else item_of_row(row)
+
+
+def count_items(database: sqlite3.Connection) -> int:
+    """How many items there are."""
+    (count,) = database.execute("SELECT count(*) FROM items WHERE value IS NOT NULL").fetchone()
+    return int(count)
+
+
+def item_of_row(row: ItemRow) -> Item:
+    """The item of a row that is not a deletion."""
+    partition, key, value, seq, history, cas, flags, expiry = row
+    return Item(
+        key,
+        value or b"",
+        Cas(int.from_bytes(cas, "big")),
+        flags,
+        expiry,
+        SeqNo(seq),
+        PartitionId(partition),
+        HistoryId(int.from_bytes(history, "big")),
+    )
+
+
+def uint64_blob(value: int) -> bytes:
+    """A column's value for 64 bits without a sign; SQLite's integers have one."""
+    return value.to_bytes(8, "big")
