@@ -118,8 +118,6 @@ def _use(found: Chunk) -> None:
     older, newer = found.slice(start, middle), found.slice(middle, end)
     assert list(older) == [row for row in rows if row.seq <= middle]
     assert list(newer) == [row for row in rows if row.seq > middle]
-    newest = {row.key: row for row in rows}
-    assert list(Chunk.merge([older, newer])) == [row for row in rows if newest[row.key] is row]
     numbered = found.numbered(SeqNo(1), Cas(1), SeqNo(0), SeqNo(len(rows)))
     assert numbered.keys() == found.keys()
     assert numbered.values() == found.values()

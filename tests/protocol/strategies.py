@@ -69,19 +69,6 @@ def stored_chunks(draw: st.DrawFn, max_size: int = 12, above: int | None = None)
     return Chunk.build(rows, SeqNo(start), SeqNo(last + draw(st.integers(0, 3))))
 
 
-@st.composite
-def neighbours(draw: st.DrawFn) -> list[Chunk]:
-    """One to four stored chunks, each of which begins where the one before ends."""
-    start = SeqNo(draw(st.integers(0, 100)))
-    chunks = []
-    for _ in range(draw(st.integers(1, 4))):
-        rows = draw(stored_rows(6, start))
-        end = SeqNo((rows[-1].seq if rows else start) + draw(st.integers(0, 2)))
-        chunks.append(Chunk.build(rows, start, end))
-        start = end
-    return chunks
-
-
 def published_chunks(max_size: int = 12) -> st.SearchStrategy[Chunk]:
     """Chunks as a publisher sends them."""
     return st.lists(mutations(stored=False), max_size=max_size).map(Chunk.build)

@@ -1,0 +1,43 @@
+"""The chunk: a run of mutations of one partition, held as columns.
+
+A publisher sends this shape, the server keeps it in memory and on disk, a consumer receives it, and
+Arrow reads it in place. All integers are little-endian, every column starts at a multiple of 8, and
+offsets are laid out as Arrow lays them out (int32, one more than there are items)::
+
+    head           count u32, key bytes u32, value bytes u32, reserved u32, start u64, end u64
+    seqs           u64 * count
+    cas            u64 * count
+    expiries       u32 * count     seconds since 1970, 0 for never
+    flags          u32 * count     the application's own
+    key offsets    i32 * (count + 1)
+    value offsets  i32 * (count + 1)
+    operations     u8  * count
+    keys           key bytes
+    values         value bytes
+
+A **stored** chunk has rising sequence numbers in (start, end], and holds every mutation of that
+range that a reader needs. So a reader notices a missing chunk: the next one's start is not the end
+it has reached. A **published** chunk has no numbers yet: start, end and the sequence numbers are 0,
+the CAS column holds what the publisher expects (0 for anything), and the value of an increment or
+decrement is a `CounterDelta`.
+"""
+
+from upr_protocol.chunk.arrow import to_arrow
+from upr_protocol.chunk.builder import ChunkBuilder
+from upr_protocol.chunk.chunk import Chunk
+from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, Buffer, encoded_bytes
+from upr_protocol.chunk.mutation import CounterDelta, Mutation
+from upr_protocol.chunk.published import plain_chunk, published_chunk
+
+__all__ = [
+    "CHUNK_HEAD_BYTES",
+    "Buffer",
+    "Chunk",
+    "ChunkBuilder",
+    "CounterDelta",
+    "Mutation",
+    "encoded_bytes",
+    "plain_chunk",
+    "published_chunk",
+    "to_arrow",
+]

@@ -1,0 +1,112 @@
+"""Where the bytes of a chunk lie: the head, the padding, and offsets of strings of one length."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from struct import Struct
+from typing import Final
+
+from upr_protocol.ids import SeqNo
+
+Buffer = bytes | bytearray | memoryview
+
+if sys.byteorder != "little":
+    raise ImportError("chunks are read in place, which needs a little-endian processor")
+
+HEAD: Final = Struct("<IIIIQQ")
+"""Count, key bytes, value bytes, reserved, start, end."""
+
+CHUNK_HEAD_BYTES: Final = HEAD.size
+
+EVEN_MAX: Final = 4096
+"""Keys or values of one length are recognised, and cut in one call, up to so many and so long."""
+
+_PADDING: Final = tuple(bytes(length) for length in range(8))
+
+
+def padded(length: int) -> int:
+    """The next multiple of 8."""
+    return (length + 7) & ~7
+
+
+def encoded_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
+    """The encoded length of a chunk of `count` mutations with so many bytes of keys and values."""
+    return (
+        CHUNK_HEAD_BYTES
+        + 16 * count
+        + 2 * padded(4 * count)
+        + 2 * padded(4 * count + 4)
+        + padded(count)
+        + padded(key_bytes)
+        + padded(value_bytes)
+    )
+
+
+def covered_range(seqs: array[int], start: SeqNo | None, end: SeqNo | None) -> tuple[SeqNo, SeqNo]:
+    """`start` and `end`, where given; else from just below the first number to the last. Without
+    numbers that is (0, 0]."""
+    if start is None:
+        start = SeqNo(max(seqs[0] - 1, 0) if seqs else 0)
+    if end is None:
+        end = SeqNo(seqs[-1] if seqs else start)
+    return start, end
+
+
+def encode_columns(
+    start: SeqNo,
+    end: SeqNo,
+    seqs: array[int] | Buffer,
+    cas: array[int] | Buffer,
+    expiries: array[int] | Buffer,
+    flags: array[int] | Buffer,
+    key_offsets: array[int] | Buffer,
+    value_offsets: array[int] | Buffer,
+    operations: Buffer,
+    key_bytes: Buffer,
+    value_bytes: Buffer,
+) -> bytes:
+    """An encoded chunk of these columns, which the caller vouches for. One copy of each."""
+    parts: list[Buffer] = [
+        HEAD.pack(len(operations), len(key_bytes), len(value_bytes), 0, start, end)
+    ]
+    for column in (
+        seqs,
+        cas,
+        expiries,
+        flags,
+        key_offsets,
+        value_offsets,
+        operations,
+        key_bytes,
+        value_bytes,
+    ):
+        view = memoryview(column)
+        # An empty view cannot be cast; it has no bytes either way.
+        data = view.cast("B") if view.nbytes else b""
+        parts.append(data)
+        parts.append(_PADDING[-len(data) & 7])
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=64)
+def _multiples(length: int) -> bytes:
+    return array("i", range(0, length * EVEN_MAX + 1, length)).tobytes()
+
+
+def even_offsets(base: int, length: int, count: int) -> bytes:
+    """Where each of `count` strings of `length` bytes ends, when `base` bytes stand before them;
+    i32. At memory speed, as long as `base` is a multiple of `length`."""
+    first, rest = divmod(base, length)
+    if rest or first + count > EVEN_MAX:
+        return array("i", range(base + length, base + length * count + 1, length)).tobytes()
+    return _multiples(length)[4 * first + 4 : 4 * (first + count) + 4]
+
+
+def offsets_of(strings: Sequence[bytes]) -> array[int]:
+    """Where each of the strings begins when they lie one behind the other, and where the last
+    ends."""
+    return array("i", accumulate(map(len, strings), initial=0))
