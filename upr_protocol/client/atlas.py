@@ -1,7 +1,7 @@
 """What a client knows of the partition map: where to ask for it, and where to go by it.
 
-No I/O. A bucket whose map nobody knows is held by one node; so is one whose nodes say that its map
-has revision 0.
+No I/O. While no node has told of a map, the bucket is taken for one that lies on one node: the one
+at the address that the user gave. To those who ask, that is a map like any other.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ class Atlas:
 
     Args:
         address: What the user said; asked first, and always.
+        by_map: Whether to go by what nodes tell of maps at all, and not to stay with the address.
 
     Attributes:
-        map: The map; None while there is none.
+        address: See above.
+        map: The map; None while no node has told one.
         wanted: The revision that some node has, as far as was heard: an older map is of no use.
     """
 
-    __slots__ = ("_address", "map", "wanted")
+    __slots__ = ("_by_map", "address", "map", "wanted")
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, address: Address, *, by_map: bool = True) -> None:
+        self.address = address
+        self._by_map = by_map
         self.map: PartitionMap | None = None
         self.wanted = 0
 
@@ -40,22 +43,28 @@ class Atlas:
         """Whether some node has a newer map."""
         return self.revision < self.wanted
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one node holds the bucket, as far as is known."""
+        return not self.wanted
+
     def heard_of(self, revision: int) -> None:
-        """Some node has a map of this revision."""
-        self.wanted = max(self.wanted, revision)
+        """Some node has a map of this revision; 0 when it holds the bucket alone."""
+        if self._by_map:
+            self.wanted = max(self.wanted, revision)
 
     def take(self, found: PartitionMap) -> bool:
-        """Takes in a node's map; whether it is newer than the one before.
+        """Takes in a node's map; whether it is newer than the one before, and goes by.
 
         Raises:
             RemoteProtocolError: It is that of another bucket.
         """
-        if found.bucket != self._address.bucket:
+        if found.bucket != self.address.bucket:
             raise RemoteProtocolError(
-                f"the map of {self._address.bucket!r} was asked for, and that of {found.bucket!r} "
+                f"the map of {self.address.bucket!r} was asked for, and that of {found.bucket!r} "
                 "came"
             )
-        if found.revision <= self.revision:
+        if not self._by_map or found.revision <= self.revision:
             return False
         self.map = found
         self.heard_of(found.revision)
@@ -63,13 +72,16 @@ class Atlas:
 
     def everywhere(self) -> list[Address]:
         """Every node that may know the map, those that the user named first."""
-        found = self._address.each()
+        found = self.address.each()
         if self.map is not None:
-            found += [self._address.of_node(node) for node in self.map.nodes.values()]
+            found += [self.address.of_node(node) for node in self.map.nodes.values()]
         return list(dict.fromkeys(found))
 
     def holders(self, partition: PartitionId, state: PartitionState) -> list[Address]:
-        """The nodes that have `partition` in `state`, the best first; none while there are none."""
+        """The nodes that have `partition` in `state`, the best first; none while there are none.
+        What a node alone is for its partitions it knows itself."""
+        if self.is_alone:
+            return [self.address]
         if self.map is None or partition >= len(self.map.partitions):
             return []
         if state is PartitionState.ACTIVE:
@@ -83,7 +95,7 @@ class Atlas:
                 for name in assignment.holders()
                 if assignment.state_of(name) is state
             ]
-        return [self._address.of_node(node) for node in nodes if node]
+        return [self.address.of_node(node) for node in nodes if node]
 
     def nobody_for(self, partition: PartitionId, state: PartitionState) -> str:
         """What to say of a partition that no node holds in `state`; empty when one does."""

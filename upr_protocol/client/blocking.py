@@ -168,13 +168,13 @@ class BlockingClient:
                 try:
                     link = self._connected() if address is None else self._fleet.at(address)
                 except BrokenError as error:
-                    if self._fleet.is_whole:
+                    if self._fleet.atlas.is_alone:
                         raise
                     refused = error  # nothing was asked of it
                     continue
                 answers = self._ask_one_node(link, [some[index] for index in indices], deadline)
                 found.update(zip(indices, answers, strict=True))
-            if self._fleet.is_whole:
+            if self._fleet.atlas.is_alone:
                 break
             for index, answer in list(found.items()):
                 if isinstance(answer, Refusal) and status_of(answer.status) in ELSEWHERE:
@@ -195,11 +195,9 @@ class BlockingClient:
         found: dict[Address | None, list[int]] = {}
         for index in indices:
             partition = some[index].partition
-            address = None
-            if not self._fleet.is_whole and partition is not None:
-                address = self._fleet.home_of(partition)
-                if address is None:
-                    continue
+            address = None if partition is None else self._fleet.home_of(partition)
+            if address is None and partition is not None:
+                continue
             found.setdefault(address, []).append(index)
         return found
 
@@ -362,12 +360,9 @@ class BlockingClient:
 
     def partitions(self) -> list[PartitionInfo]:
         """The bucket's partitions, as the server told them when the connection was made."""
-        link = self._connected()
-        if self._fleet.is_whole:
-            return calls.partition_infos(link.greeting.logs.values())
         logs = [
             link.greeting.logs[partition]
-            for link, some in self._links_of(range(link.greeting.partition_count))
+            for link, some in self._links_of(range(self._connected().greeting.partition_count))
             for partition in some
             if partition in link.greeting.logs
         ]
@@ -376,12 +371,9 @@ class BlockingClient:
     def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
         """How far partitions are; all of them when none are named."""
         wanted = tuple(partitions)
-        count = self._connected().greeting.partition_count
-        if self._fleet.is_whole:
-            return self.ask(calls.seqnos(wanted))
         rows: dict[PartitionId, PartitionNumbers] = {}
         deadline = time.monotonic() + self._timeout_s
-        for link, some in self._links_of(wanted or range(count)):
+        for link, some in self._links_of(wanted or range(self.partition_count)):
             call = calls.seqnos(some)
             (answer,) = self._ask_one_node(link, [call], deadline)
             told: list[PartitionNumbers] = call.result(calls.checked(answer))
@@ -395,6 +387,7 @@ class BlockingClient:
             BrokenError: Some have none, and so it stayed.
         """
         deadline = time.monotonic() + self._timeout_s
+        self._connected()
         while True:
             homes: dict[Address | None, list[PartitionId]] = {}
             for partition in map(PartitionId, partitions):
@@ -409,7 +402,7 @@ class BlockingClient:
             except UprError as failure:
                 error = failure
             again_at = self._fleet.refresh()
-            if again_at >= deadline:
+            if self._fleet.atlas.is_alone or again_at >= deadline:
                 raise error
             self._sleep(max(0.0, again_at - time.monotonic()))
 
@@ -439,11 +432,9 @@ class BlockingClient:
                 longer whole, `RANGE_GONE` when the lease is there and is not whole any more.
         """
         wanted = tuple(ranges)
-        groups = [(self._connected(), [PartitionId(one[0]) for one in wanted])]
-        if not self._fleet.is_whole:
-            groups = self._links_of(sorted({one[0] for one in wanted}))
-            lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
+        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
         held = []
+        groups = self._links_of(sorted({one[0] for one in wanted})) or [(self._connected(), [])]
         for link, some in groups:
             call = calls.lease(
                 LeaseAction.ACQUIRE,
@@ -470,12 +461,9 @@ class BlockingClient:
 
     def _everywhere(self, call: Call[HeldLease]) -> HeldLease:
         """Asks the same about a lease at every node; whatever some of them have of it counts."""
-        count = self._connected().greeting.partition_count
-        if self._fleet.is_whole:
-            return self.ask(call)
         held: list[HeldLease] = []
         refusal: ServerError | None = None
-        for link, _ in self._links_of(range(count)):
+        for link, _ in self._links_of(range(self.partition_count)):
             (answer,) = self._ask_one_node(link, [call], time.monotonic() + self._timeout_s)
             try:
                 held.append(call.result(calls.checked(answer)))

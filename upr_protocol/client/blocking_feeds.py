@@ -42,9 +42,8 @@ class BlockingFeeds:
         self._fleet = fleet
         self._patience = patience
         self._patience_s = patience_s
-        self._only: Follower | None = Follower(course)
-        """The follower of the only node; None when there are several."""
-        self._followers: dict[Address, Follower] = {}
+        # The first node is at the user's address, wherever partitions turn out to be.
+        self._followers = {fleet.atlas.address: Follower(course)}
         self._links: dict[Follower, BlockingLink] = {}
         self._rests: dict[Follower, float] = {}
         self._listens_at = 0.0
@@ -64,21 +63,15 @@ class BlockingFeeds:
         """Closes all links."""
         self._fleet.close()
 
-    def _all(self) -> list[tuple[Follower, Address | None]]:
-        """Every follower, and its node; None for the only one."""
-        if self._only is not None:
-            return [(self._only, None)]
-        return [(follower, address) for address, follower in self._followers.items()]
-
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has dealt with a delivery."""
-        for follower, _ in self._all():
+        for follower in self._followers.values():
             follower.acknowledge(delivery)
 
     def barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes."""
         self._course.rounds.begin(cookie)
-        for follower, _ in self._all():
+        for follower in self._followers.values():
             follower.send_barriers()
 
     # Receiving.
@@ -95,7 +88,7 @@ class BlockingFeeds:
         self._route()
         links: dict[Follower, BlockingLink] = {}
         now = time.monotonic()
-        for follower, address in self._all():
+        for address, follower in list(self._followers.items()):
             if self._rests.get(follower, now) <= now:
                 self._guard(follower, address, partial(self._begin, follower, address, links))
         if self._course.done:
@@ -105,13 +98,13 @@ class BlockingFeeds:
         if self._homeless_since:
             wakes_at = min(wakes_at, now + PAUSE_MAX_S)
         if not links and not self.inbox:
-            if any(follower not in self._rests for follower, _ in self._all()):
+            if any(follower not in self._rests for follower in self._followers.values()):
                 return 0.0  # one of them came just now
             self._listens_at = max(now + 0.001, min(deadline, wakes_at))
             return self._listens_at - now
         if not self.inbox:
             step_any(list(links.values()), min(deadline, wakes_at))
-        for follower, address in self._all():
+        for address, follower in list(self._followers.items()):
             if follower in links:
                 self._guard(follower, address, partial(self._take, follower, links[follower]))
         if self._course.done:
@@ -125,7 +118,7 @@ class BlockingFeeds:
         self._rests = {follower: until for follower, until in self._rests.items() if until > at}
         self._strays = {partition: until for partition, until in self._strays.items() if until > at}
 
-    def _guard(self, follower: Follower, address: Address | None, do: Callable[[], None]) -> None:
+    def _guard(self, follower: Follower, address: Address, do: Callable[[], None]) -> None:
         """Does something with a node; what fails is tried again after a while."""
         try:
             do()
@@ -134,37 +127,26 @@ class BlockingFeeds:
             error = failure
         follower.disconnected()
         self._links.pop(follower, None)
-        if address is not None:
-            self._fleet.lost(address)
-        else:
-            self._fleet.close()
+        self._fleet.lost(address)
         if not self._fleet.was_connected:
             raise error
         now = time.monotonic()
         self._rests[follower] = now + self._patience.wait_s(error, now)
-        if not self._fleet.is_whole:
-            self._fleet.refresh()
+        self._fleet.refresh()
 
     def _begin(
-        self,
-        follower: Follower,
-        address: Address | None,
-        links: dict[Follower, BlockingLink],
+        self, follower: Follower, address: Address, links: dict[Follower, BlockingLink]
     ) -> None:
         self._rests.pop(follower, None)
-        link = self._fleet.any() if address is None else self._fleet.at(address)
-        if address is None and not self._fleet.is_whole:
-            # There are several nodes after all. Whatever this one has is asked for anew.
-            follower.disconnected()
-            self._course.enter(link.greeting)
-            self._links.clear()
-            self._only = None
-            self._fleet.close()
-            self._route()
-            return
+        link = self._fleet.at(address)
         if self._links.get(follower) is not link:
+            follower.disconnected()
+            self.inbox.extend(follower.enter(link.greeting))
+            self._route()
+            if self._followers.get(address) is not follower:
+                return  # there are several nodes, and it turned out just now
             self._links[follower] = link
-            self.inbox.extend(follower.begin(link.session, link.greeting))
+            follower.begin(link.session, link.greeting)
             self._look(follower)
         links[follower] = link
 
@@ -183,6 +165,8 @@ class BlockingFeeds:
     def _look(self, follower: Follower) -> None:
         strays, follower.strays = follower.strays, []
         for stray in strays:
+            if self._fleet.atlas.is_alone:
+                raise stray.error  # there is no other node to try meanwhile
             now = time.monotonic()
             self._homeless_since.setdefault(stray.partition, now)
             self._strays[stray.partition] = now + 0.05
@@ -193,7 +177,7 @@ class BlockingFeeds:
     # Where partitions are.
 
     def _route(self) -> None:
-        if self._only is not None:
+        if self._course.wanted is None:
             return
         now = time.monotonic()
         homes: dict[PartitionId, Address | None] = {}
@@ -206,7 +190,7 @@ class BlockingFeeds:
             self._fleet.refresh()
         for partition, home in homes.items():
             if home is not None and home not in self._followers:
-                self._followers[home] = Follower(self._course, set())
+                self._followers[home] = Follower(self._course)
             for address, follower in self._followers.items():
                 if address != home:
                     follower.let_go(partition)

@@ -53,22 +53,15 @@ class BlockingFleet:
         by_map: bool = True,
         opened: tuple[PartitionId, ...] = (),
     ) -> None:
-        self.atlas = Atlas(address)
+        self.atlas = Atlas(address, by_map=by_map)
         self.links: dict[Address, BlockingLink] = {}
         self.was_connected = False
         self._options = options
         self._state = state
-        self._by_map = by_map
         self._opened = opened
-        self._seeds = address.each()
         self._away: dict[Address, float] = {}
         self._pauses = Backoff(draw, cap_s=PAUSE_MAX_S)
         self._asked_again_at = 0.0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one node holds the bucket, as far as is known."""
-        return self.atlas.map is None
 
     def close(self) -> None:
         """Closes all links."""
@@ -84,28 +77,29 @@ class BlockingFleet:
         Raises:
             UprError: There is none to be had; why the last attempt failed.
         """
-        for address, link in list(self.links.items()):
-            if link.failure is None:
+        live = (link for link in self.links.values() if link.failure is None)
+        return next(live, None) or self._link_to(self.atlas.everywhere())
+
+    def at(self, address: Address) -> BlockingLink:
+        """The link to the node at `address`, which may name several places.
+
+        Raises:
+            UprError: There is none to be had; why the last attempt failed.
+        """
+        return self._link_to(address.each())
+
+    def _link_to(self, places: list[Address]) -> BlockingLink:
+        for place in places:
+            link = self.links.get(place)
+            if link is not None and link.failure is None:
                 return link
-            del self.links[address]
         error: UprError = BrokenError("no node is known")
-        for address in self.atlas.everywhere():
+        for place in places:
             try:
-                return self._connect(address)
+                return self._connect(place)
             except UprError as failure:
                 error = failure
         raise error
-
-    def at(self, address: Address) -> BlockingLink:
-        """The link to one node.
-
-        Raises:
-            UprError: There is none to be had.
-        """
-        link = self.links.get(address)
-        if link is None or link.failure is not None:
-            link = self._connect(address)
-        return link
 
     def _connect(self, address: Address) -> BlockingLink:
         now = self._options.clock()
@@ -117,11 +111,9 @@ class BlockingFleet:
         self._away.pop(address, None)
         self.links[address] = link
         self.was_connected = True
-        revision = link.greeting.map_revision
-        if self._by_map and revision:
-            self.atlas.heard_of(revision)
-            if self.atlas.is_old:
-                self._ask(link)
+        self.atlas.heard_of(link.greeting.map_revision)
+        if self.atlas.is_old:
+            self._ask(link)
         return link
 
     def home_of(self, partition: PartitionId) -> Address | None:
@@ -137,9 +129,10 @@ class BlockingFleet:
 
     def drop(self, address: Address) -> None:
         """A node is not needed any more."""
-        link = self.links.pop(address, None)
-        if link is not None:
-            link.close()
+        for place in address.each():
+            link = self.links.pop(place, None)
+            if link is not None:
+                link.close()
 
     def lost(self, address: Address) -> None:
         """The link to a node is over."""
@@ -150,7 +143,7 @@ class BlockingFleet:
 
     def _ask(self, link: BlockingLink) -> None:
         opaque = link.session.new_opaque()
-        link.session.send(GetMap(self._seeds[0].bucket, opaque=opaque))
+        link.session.send(GetMap(self.atlas.address.bucket, opaque=opaque))
         deadline = self._options.clock() + _ASK_S
         others: list[Message] = []
         while (message := link.receive(deadline)) is not None:
@@ -163,7 +156,8 @@ class BlockingFleet:
         link.put_back(others)
 
     def refresh(self, map_revision: int = 0) -> float:
-        """Asks every node for its map, unless that was done just now; the newest counts.
+        """Asks every node for its map, unless that was done just now; the newest counts. A node
+        that is alone has none.
 
         Args:
             map_revision: The revision that some node has, as far as was heard.
@@ -173,7 +167,7 @@ class BlockingFleet:
         """
         self.atlas.heard_of(map_revision)
         clock = self._options.clock
-        if not self._by_map or clock() < self._asked_again_at:
+        if self.atlas.is_alone or clock() < self._asked_again_at:
             return self._asked_again_at
         revision = self.atlas.revision
         options = attrs.evolve(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
@@ -20,9 +19,6 @@ from upr_protocol.wire import Message, Refusal
 
 Home = Address | None
 """Where a partition is; None while it is nowhere."""
-
-ANYWHERE: Final = Address("", 0)
-"""Where everything is while one node holds the bucket."""
 
 
 class BlockingPost:
@@ -106,17 +102,14 @@ class BlockingPost:
 
     # Where partitions are.
 
-    def _home_of(self, partition: PartitionId) -> Home:
-        return ANYWHERE if self._fleet.is_whole else self._fleet.home_of(partition)
-
     def _box_of(self, partition: PartitionId) -> Outbox:
         if partition not in self._at:
-            self._at[partition] = self._home_of(partition)
+            self._at[partition] = self._fleet.home_of(partition)
         return self._boxes.setdefault(self._at[partition], self._new_outbox())
 
     def _route(self) -> None:
         for partition, home in list(self._at.items()):
-            now_at = self._home_of(partition)
+            now_at = self._fleet.home_of(partition)
             if now_at != home:
                 lane = self._boxes[home].let_go(partition)
                 self._at[partition] = now_at
@@ -137,7 +130,7 @@ class BlockingPost:
                 continue
             self._rests.pop(home, None)
             try:
-                links[home] = self._link_to(home)
+                links[home] = self._fleet.at(home)
             except UprError as error:
                 self._failed(home, error)
         for home, link in list(links.items()):
@@ -150,20 +143,16 @@ class BlockingPost:
             self._rests.pop(None, None)
         return links
 
-    def _link_to(self, home: Address) -> BlockingLink:
-        return self._fleet.any() if home == ANYWHERE else self._fleet.at(home)
-
     def _failed(self, home: Home, error: UprError) -> None:
         """A node cannot be reached, or not any more."""
         if not self._fleet.was_connected:
             raise error
         self._boxes[home].disconnected()
-        if home is not None and home != ANYWHERE:
+        if home is not None:
             self._fleet.lost(home)
         now = time.monotonic()
         self._rests[home] = now + self._patience.wait_s(error, now)
-        if not self._fleet.is_whole:
-            self._fleet.refresh()
+        self._fleet.refresh()
 
     def _deal_with(self, links: dict[Home, BlockingLink]) -> None:
         for home, link in links.items():

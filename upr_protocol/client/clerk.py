@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from upr_protocol.client.asker import Asker
 from upr_protocol.client.link import Link
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import UprError
-from upr_protocol.ids import PartitionId
 from upr_protocol.wire import MapReply, Message
 
 if TYPE_CHECKING:
@@ -53,7 +51,3 @@ class Clerk(Asker):
         """See `Handler`."""
         super().lost(error)
         self._office.lost(error)
-
-    def part(self, partitions: Iterable[PartitionId]) -> None:  # noqa: ARG002
-        """See `Member`. What is where, the office knows."""
-        self._office.part()

@@ -56,7 +56,6 @@ class Clerks:
         self._clerks: list[Clerk] = []
         self._at: dict[PartitionId, Clerk | None] = {}
         self._requests = 0
-        self._is_whole = True
         self._is_lost = False
         self._changed = trio.Event()
 
@@ -75,7 +74,7 @@ class Clerks:
     @property
     def finished(self) -> bool:
         """See `Crew`."""
-        return self._is_whole and self._is_lost
+        return self.fleet.atlas.is_alone and self._is_lost
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
@@ -86,7 +85,7 @@ class Clerks:
         """See `Crew`. Each request has its own patience."""
         return False
 
-    def recruit(self, *, whole: bool) -> Clerk:  # noqa: ARG002
+    def recruit(self) -> Clerk:
         """See `Crew`."""
         clerk = Clerk(self, self._credit_timeout_s)
         self._clerks.append(clerk)
@@ -116,13 +115,9 @@ class Clerks:
         """A clerk's link is over."""
         if self.opened.is_set():
             self._is_lost = True
-            if self._is_whole and self.error is None:
+            if self.fleet.atlas.is_alone and self.error is None:
                 self.error = error
         self._notify()
-
-    def part(self) -> None:
-        """It turned out that there are several nodes."""
-        self._is_whole = False
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, trio.Event()
@@ -158,7 +153,7 @@ class Clerks:
             try:
                 return await reply.wait()
             except ServerError as error:
-                if self._is_whole or error.status not in ELSEWHERE:
+                if self.fleet.atlas.is_alone or error.status not in ELSEWHERE:
                     raise
                 self.fleet.doubt(error.map_revision)
             return await self.ask(call)
@@ -169,13 +164,15 @@ class Clerks:
         self, once: Callable[[Clerk], Awaitable[T]], partition: PartitionId | None
     ) -> T:
         deadline = trio.current_time() + self._patience_s
+        if partition is not None and partition >= self.partition_count:
+            partition = None  # any server says what is wrong with it
         while True:
             clerk = await self._clerk_for(partition, deadline)
             try:
                 found = await once(clerk)
             except ServerError as error:
-                late = trio.current_time() >= deadline
-                if self._is_whole or partition is None or error.status not in ELSEWHERE or late:
+                final = self.fleet.atlas.is_alone or trio.current_time() >= deadline
+                if final or partition is None or error.status not in ELSEWHERE:
                     raise
                 if self._at.get(partition) is clerk:
                     self.fleet.refused(partition, error, error.map_revision)
@@ -194,8 +191,6 @@ class Clerks:
         while True:
             if self.error is not None:
                 raise self.error
-            if self._is_whole:
-                return self._clerks[0]
             if partition is None:
                 clerk = next((clerk for clerk in self._clerks if clerk.is_up), None)
             else:
@@ -216,7 +211,7 @@ class Clerks:
 
     async def seqnos(self, partitions: tuple[PartitionId, ...]) -> list[PartitionNumbers]:
         """How far partitions are, each told by its own node; all of them when none are named."""
-        if self._is_whole:
+        if self.fleet.atlas.is_alone:
             return await self.ask(calls.seqnos(partitions))
         deadline = trio.current_time() + self._patience_s
         rows: dict[PartitionId, PartitionNumbers] = {}
@@ -239,16 +234,15 @@ class Clerks:
         self, partitions: Iterable[PartitionId], deadline: float
     ) -> tuple[Clerk, list[PartitionId]]:
         """Who can be asked now about the first of these, if there is one, and those of them that
-        are with it.
+        are with it; of what the bucket does not have any server says what is wrong.
 
         Raises:
             ServerError, BrokenError: The first is with nobody, and so it stayed.
         """
         wanted = sorted(partitions)
-        clerk = await self._clerk_for(next(iter(wanted), None), deadline)
-        if self._is_whole:
-            return clerk, wanted
-        return clerk, [number for number in wanted if self._at.get(number) is clerk]
+        first = next((number for number in wanted if number in self._at), None)
+        clerk = await self._clerk_for(first, deadline)
+        return clerk, [number for number in wanted if self._at.get(number, clerk) is clerk]
 
     async def acquire(
         self,
@@ -259,8 +253,7 @@ class Clerks:
         lease_id: int,
     ) -> HeldLease:
         """A lease of ranges, under one ID at each node that has some of them."""
-        if not self._is_whole and not lease_id:
-            lease_id = int.from_bytes(os.urandom(8), "little") | 1
+        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
         deadline = trio.current_time() + self._patience_s
         missing = {PartitionId(one[0]) for one in ranges}
         held: list[HeldLease] = []
@@ -285,7 +278,7 @@ class Clerks:
             ServerError: None of them has it.
             BrokenError: One of them could not be asked in time, or did not answer.
         """
-        if self._is_whole:
+        if not self.partition_count:
             return await self.ask(call)
         deadline = trio.current_time() + self._patience_s
         held: list[HeldLease] = []
@@ -325,8 +318,6 @@ class Clerks:
     @property
     def logs(self) -> list[PartitionLog]:
         """What the nodes that partitions are with told of them when they were connected to."""
-        if self._is_whole:
-            return list(self._clerks[0].link.greeting.logs.values())
         return [
             clerk.link.greeting.logs[partition]
             for partition, clerk in self._at.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -12,7 +11,6 @@ from upr_protocol.client.outbox import Outbox
 from upr_protocol.client.outcome import status_of
 from upr_protocol.client.retry import Patience
 from upr_protocol.errors import BrokenError, Status, UprError
-from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Credit, MapReply, Message, Refusal
 
 if TYPE_CHECKING:
@@ -92,10 +90,6 @@ class Courier:
         self._office.notify()
 
     # The office's side.
-
-    def part(self, partitions: Iterable[PartitionId]) -> None:  # noqa: ARG002
-        """See `Member`. What is where, the office knows."""
-        self._office.part()
 
     async def drain(self) -> None:
         """See `Member`. What has no answer is sent again elsewhere, under its old number."""

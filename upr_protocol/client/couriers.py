@@ -53,8 +53,6 @@ class Couriers:
         self._homeless = new_outbox()
         self._couriers: list[Courier] = []
         self._at: dict[PartitionId, Courier | None] = {}
-        self._is_whole = True
-        """Whether there is one node, as far as is known."""
         self._resent = 0
         self._changed = trio.Event()
         self._rest_changed = trio.Event()
@@ -70,7 +68,7 @@ class Couriers:
         """See `Crew`."""
         return self._homeless.has(partition)
 
-    def recruit(self, *, whole: bool) -> Courier:  # noqa: ARG002  what it has it is given
+    def recruit(self) -> Courier:
         """See `Crew`."""
         courier = Courier(self._new_outbox(), self._new_patience(), self)
         self._couriers.append(courier)
@@ -105,16 +103,6 @@ class Couriers:
         self.fleet.works(batch.partition)
         self._on_done(batch)
 
-    def part(self) -> None:
-        """It turned out that there are several nodes."""
-        if self._is_whole:
-            outboxes = {partition: self._outbox_of(partition) for partition in self.partitions}
-            self._is_whole = False
-            for partition, outbox in outboxes.items():
-                lane = outbox.let_go(partition)
-                if lane is not None:
-                    self._homeless.take_over(partition, lane)
-
     def notify(self) -> None:
         """Something has changed."""
         changed, self._changed = self._changed, trio.Event()
@@ -125,8 +113,6 @@ class Couriers:
     # The publisher's side.
 
     def _outbox_of(self, partition: PartitionId) -> Outbox:
-        if self._is_whole and self._couriers:
-            return self._couriers[0].outbox
         courier = self._at.get(partition)
         return self._homeless if courier is None else courier.outbox
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import trio
 
 from upr_protocol.client.delivery import Delivery
@@ -53,9 +51,10 @@ class Feed:
 
     def connected(self, link: Link) -> None:
         """See `Handler`."""
-        self._fleet.greeted(self, link)
-        for delivery in self._follower.begin(link.session, link.greeting):
+        for delivery in self._follower.enter(link.greeting):
             self._mailbox.put(delivery)
+        self._fleet.greeted(self, link)
+        self._follower.begin(link.session, link.greeting)
         self._link = link
         self._opened.set()
         self._look()
@@ -82,6 +81,9 @@ class Feed:
         link, follower = self._link, self._follower
         strays, follower.strays = follower.strays, []
         for stray in strays:
+            if self._fleet.atlas.is_alone and link is not None:
+                link.fail(stray.error)  # there is no other node to try meanwhile
+                return
             self._fleet.refused(stray.partition, stray.error, stray.map_revision)
         if link is None:
             return
@@ -107,10 +109,6 @@ class Feed:
 
     # The fleet's side.
 
-    def part(self, partitions: Iterable[PartitionId]) -> None:
-        """See `Member`."""
-        self._follower.part(partitions)
-
     async def drain(self) -> None:
         """See `Member`. What had not come goes on elsewhere."""
 
@@ -127,7 +125,7 @@ class Feed:
 
     def has(self, partition: PartitionId) -> bool:
         """Whether the partition is with this node."""
-        return self._follower.mine is None or partition in self._follower.mine
+        return partition in self._follower.mine
 
     # The application's side.
 

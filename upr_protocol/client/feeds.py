@@ -60,10 +60,11 @@ class Feeds:
         """See `Crew`."""
         return partition in self.course.left
 
-    def recruit(self, *, whole: bool) -> Feed:
+    def recruit(self) -> Feed:
         """See `Crew`."""
-        follower = Follower(self.course, None if whole else set())
-        feed = Feed(follower, self._new_patience(), self.mailbox, self.opened, self.fleet)
+        feed = Feed(
+            Follower(self.course), self._new_patience(), self.mailbox, self.opened, self.fleet
+        )
         self._feeds.append(feed)
         return feed
 

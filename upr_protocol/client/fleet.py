@@ -1,8 +1,8 @@
 """One link to each node that is needed, after the partition map.
 
-The first link goes to the address that the user gave. When the node there holds the bucket alone,
-that is all there is to it. Otherwise it is asked for the map, and from then on each partition is
-with the node that the map names. When a node does not take what is asked of it, or is away, every
+The first link goes to the address that the user gave. A node there that holds the bucket alone has
+all partitions. Otherwise it is asked for the map, and from then on each partition is with the node
+that the map names. When a node does not take what is asked of it, or is away, every
 node that is known is asked for its map, and the newest counts; while there is no node for a
 partition they are asked again and again, less and less often. A node to which there is a link is
 asked on it, and the others on links that are kept while there is a reason to ask: a failover makes
@@ -54,9 +54,6 @@ class Member(Handler, Protocol):
 
     patience: Patience
 
-    def part(self, partitions: Iterable[PartitionId]) -> None:
-        """It was taken for the only node, and is not: only `partitions` stay with it."""
-
     async def drain(self) -> None:
         """Waits until closing the link takes nothing from anybody: what was asked on it may have
         been done, and is not asked again."""
@@ -79,8 +76,8 @@ class Crew(Protocol[M]):
     def waits_for(self, partition: PartitionId) -> bool:
         """Whether something waits until `partition` has a node."""
 
-    def recruit(self, *, whole: bool) -> M:
-        """A member for one more node; `whole`: for all partitions, as far as is known."""
+    def recruit(self) -> M:
+        """A member for one more node."""
 
     def place(self, partition: PartitionId, member: M | None) -> None:
         """`partition` is with this node now; None while it is with none."""
@@ -94,17 +91,16 @@ class _Node(Generic[M]):
     """A node that is needed.
 
     Attributes:
-        addresses: Where it may be; one, but for the node that is met first.
+        address: Where it is. That of the node that is met first may name several places: one after
+            the other is tried.
         member: Who deals with it.
-        address: Where it was tried last.
         link: The link to it; None while there is none.
         inquiry: What it was asked about its map on this link.
         is_down: Whether the last link, or attempt to make one, failed.
     """
 
-    addresses: list[Address]
-    member: M
     address: Address
+    member: M
     link: Link | None = None
     inquiry: Inquiry = attrs.field(factory=Inquiry)
     is_down: bool = False
@@ -155,13 +151,12 @@ class Fleet(Generic[M]):
         draw: Callable[[], float] = random.random,
         opened: tuple[PartitionId, ...] = (),
     ) -> None:
-        self.atlas = Atlas(address)
+        self.atlas = Atlas(address, by_map=by_map)
         self.last_failure = ""
         self.settled = trio.Event()
         self._options = options
         self._crew = crew
         self._state = state
-        self._by_map = by_map
         self._patience_s = patience_s
         self._draw = draw
         self._opened = opened
@@ -191,8 +186,7 @@ class Fleet(Generic[M]):
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            addresses = self.atlas.everywhere()
-            node = _Node(addresses, self._crew.recruit(whole=True), addresses[0])
+            node = _Node(self.atlas.address, self._crew.recruit())
             self._nodes.append(node)
             nursery.start_soon(self._attend, node)
             nursery.start_soon(self._watch)
@@ -218,11 +212,10 @@ class Fleet(Generic[M]):
         tried = 0
         while True:
             error: UprError = ClosedError("the connection was closed here")
-            node.address = node.addresses[tried % len(node.addresses)]
+            places = node.address.each()
+            place = places[tried % len(places)]
             try:
-                async with open_link(
-                    node.address, self._options, node.member, self._opened
-                ) as link:
+                async with open_link(place, self._options, node.member, self._opened) as link:
                     connected_at = trio.current_time()
                     await link.ended.wait()
                     if trio.current_time() - connected_at >= LIVED_S:
@@ -237,7 +230,7 @@ class Fleet(Generic[M]):
                 return
             tried += not was_up
             if not self._was_greeted:
-                if tried < len(node.addresses):
+                if tried < len(places):
                     continue
                 raise error
             self.last_failure = str(error)
@@ -253,7 +246,7 @@ class Fleet(Generic[M]):
     def _judged(self, error: UprError) -> UprError:
         """What is final of the only node need not be so of one among several."""
         refused = isinstance(error, ServerError) and error.status is Status.NO_BUCKET
-        return BrokenError(str(error)) if refused and self.atlas.map is not None else error
+        return BrokenError(str(error)) if refused and self.atlas.revision else error
 
     def greeted(self, member: M, link: Link) -> None:
         """A member's link has come as far as that the bucket is open; called before the member
@@ -263,13 +256,11 @@ class Fleet(Generic[M]):
         if node is None:
             return  # it was dismissed this moment
         node.link, node.inquiry, node.is_down = link, Inquiry(), False
-        revision = link.greeting.map_revision
-        if not self._by_map or not revision:
-            self.settled.set()
-            return
-        self.atlas.heard_of(revision)
-        if self.atlas.map is None:
-            member.part(())
+        was_alone = self.atlas.is_alone
+        self.atlas.heard_of(link.greeting.map_revision)
+        if was_alone:
+            # All partitions are here; or none is anywhere, before the map is.
+            self._route()
         if self.atlas.is_old:
             node.ask()
         self._settle()
@@ -278,7 +269,7 @@ class Fleet(Generic[M]):
         return next((node for node in self._nodes if node.member is member), None)
 
     def _settle(self) -> None:
-        if self.atlas.map is None or self.atlas.is_old:
+        if self.atlas.is_old:
             return
         if all(node.is_up or node.is_down for node in self._nodes):
             self.settled.set()
@@ -298,7 +289,7 @@ class Fleet(Generic[M]):
 
     def _learn(self, reply: MapReply) -> None:
         found = map_of(reply)
-        if self._by_map and found is not None and self.atlas.take(found):
+        if found is not None and self.atlas.take(found):
             self._rests.clear()
             self._pauses.reset()
             self._round_at = -math.inf
@@ -308,10 +299,9 @@ class Fleet(Generic[M]):
 
     def doubt(self, map_revision: int = 0) -> None:
         """The map may be an old one; some node has this revision."""
-        if self._by_map:
-            self.atlas.heard_of(map_revision)
-            self._doubted = True
-            self._wake.set()
+        self.atlas.heard_of(map_revision)
+        self._doubted = True
+        self._wake.set()
 
     def refused(self, partition: PartitionId, error: UprError, map_revision: int) -> None:
         """The node that a partition is with does not take it, or not any more."""
@@ -341,17 +331,16 @@ class Fleet(Generic[M]):
     def _route(self) -> None:
         """Gives each partition the node that the map names, as far as it names one."""
         crew, nursery = self._crew, self._nursery
-        if self.atlas.map is None:
-            return
         assert nursery is not None
+        for node in self._nodes:
+            if node.link is not None and not self.atlas.is_alone:
+                node.address = node.link.address
         before, self._where = self._where, {}
         for partition in crew.partitions:
             self._where[partition] = self._home(partition, before.get(partition))
         needed = {address for address in self._where.values() if address is not None}
         for node in list(self._nodes):
-            if node.address in needed:
-                node.addresses = [node.address]
-            elif needed:
+            if needed and node.address not in needed:
                 self._nodes.remove(node)
                 for partition, address in before.items():
                     if address == node.address:
@@ -360,11 +349,9 @@ class Fleet(Generic[M]):
                 nursery.start_soon(self._let_go, node)
         at = {node.address: node for node in self._nodes}
         for address in sorted(needed - at.keys(), key=str):
-            at[address] = _Node([address], crew.recruit(whole=False), address)
+            at[address] = _Node(address, crew.recruit())
             self._nodes.append(at[address])
             nursery.start_soon(self._attend, at[address])
-        for node in self._nodes:
-            node.member.part(p for p, address in self._where.items() if address == node.address)
         for partition, address in self._where.items():
             crew.place(partition, at[address].member if address is not None else None)
 
@@ -393,9 +380,7 @@ class Fleet(Generic[M]):
     @property
     def _uneasy(self) -> bool:
         """Whether the map is to be asked for."""
-        if self.atlas.map is None:
-            return self.atlas.is_old
-        return (
+        return not self.atlas.is_alone and (
             self._doubted
             or self.atlas.is_old
             or None in self._where.values()

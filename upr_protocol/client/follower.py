@@ -85,22 +85,21 @@ class Follower:
 
     Args:
         course: What it has in common with the followers of other nodes.
-        mine: The partitions to follow there; None for all that are wanted, where there is one node.
 
     Attributes:
         trouble: Why this connection is of no more use; None while it is.
         flowing: Whether this connection has come as far as `Go`.
         connection: Its number.
-        mine: See above. Changed by `take_on` and `let_go`.
-        strays: Of several nodes: the streams that this one did not give. They are let go; whoever
-            finds another node for them takes them out of this list.
+        mine: The partitions to follow there. Changed by `take_on` and `let_go`.
+        strays: The streams that this node did not give. They are let go; whoever finds another
+            node for them takes them out of this list.
     """
 
-    def __init__(self, course: Course, mine: set[PartitionId] | None = None) -> None:
+    def __init__(self, course: Course) -> None:
         self.trouble: ServerError | None = None
         self.flowing = False
         self.connection = 0
-        self.mine = mine
+        self.mine: set[PartitionId] = set()
         self.strays: list[Stray] = []
         self._course = course
         self._session: ClientSession | None = None
@@ -126,15 +125,22 @@ class Follower:
 
     # The conversation.
 
-    def begin(self, session: ClientSession, greeting: Greeting) -> Iterable[Delivery]:
-        """A connection is greeted: asks for the streams that are still wanted.
+    def enter(self, greeting: Greeting) -> Iterable[Delivery]:
+        """A connection is greeted; comes before `begin`, as it tells which partitions there are.
 
         Raises:
             ServerError: A partition is wanted that the bucket does not have; or the bucket has
                 other partitions than it had.
         """
+        reason = "the bucket does not have this partition any more"
+        return [
+            self._go_back(RollBackAsked(partition, SeqNo(0), reason), SeqNo(0))
+            for partition in self._course.enter(greeting)
+        ]
+
+    def begin(self, session: ClientSession, greeting: Greeting) -> None:
+        """Asks on a new connection for the streams that are still wanted."""
         course = self._course
-        gone = course.enter(greeting)
         self._session = session
         self._greeting = greeting
         self.connection = course.new_connection()
@@ -143,18 +149,11 @@ class Follower:
         self._news = False
         for kept in (self._asked, self._streaming, self._later, self._covers):
             kept.clear()
-        reason = "the bucket does not have this partition any more"
-        deliveries = [
-            self._go_back(RollBackAsked(partition, SeqNo(0), reason), SeqNo(0))
-            for partition in gone
-        ]
-        for partition in sorted(course.left if self.mine is None else self.mine & course.left):
+        for partition in sorted(self.mine & course.left):
             self._want(partition)
-        return deliveries
 
     def take_on(self, partition: PartitionId) -> None:
         """Follows one more partition, now or with the next connection."""
-        assert self.mine is not None
         if partition in self.mine:
             return
         self.mine.add(partition)
@@ -167,7 +166,6 @@ class Follower:
 
     def let_go(self, partition: PartitionId) -> None:
         """Follows a partition no more: another node has it."""
-        assert self.mine is not None
         if partition not in self.mine:
             return
         self._leave(partition)
@@ -179,16 +177,7 @@ class Follower:
             session.send(CloseStream(partition=partition, opaque=record.opaque))
         self._go_when_all_answered()
 
-    def part(self, mine: Iterable[PartitionId]) -> None:
-        """It turned out that there are several nodes: of this one's streams `mine` are kept."""
-        if self.mine is None:
-            self.mine = set(self._course.left)
-            kept = set(mine)
-            for partition in sorted(self.mine - kept):
-                self.let_go(partition)
-
     def _leave(self, partition: PartitionId) -> None:
-        assert self.mine is not None
         self.mine.discard(partition)
         for kept in (self._asked, self._streaming, self._later, *self._covers.values()):
             kept.discard(partition)
@@ -231,11 +220,10 @@ class Follower:
         if not self.flowing:
             return
         assert self._session is not None
-        passes_by = self._course.left if self.mine is None else self._streaming
-        for cookie in self._course.rounds.open_for(passes_by):
+        for cookie in self._course.rounds.open_for(self._streaming):
             if cookie not in self._covers:
                 self._session.send(Barrier(cookie))
-                self._covers[cookie] = set(passes_by)
+                self._covers[cookie] = set(self._streaming)
 
     def report(self, report: ReplicaAck) -> bool:
         """Sends what a replica has, when there is a connection that takes it.
@@ -364,8 +352,7 @@ class Follower:
     def _barrier(self, message: BarrierReply) -> Iterable[Delivery]:
         rounds = self._course.rounds
         covered = self._covers.pop(message.cookie, set())
-        whole = self.mine is None
-        ends = {p: end for p, end in message.ends if whole or p in covered}
+        ends = {p: end for p, end in message.ends if p in covered}
         rounds.passed(message.cookie, covered, ends)
         back = rounds.completed(self._course.left)
         self.send_barriers()  # it may not have passed what came to this node meanwhile
@@ -413,7 +400,7 @@ class Follower:
 
     def _is_over(self, partition: PartitionId) -> bool:
         """Whether what comes of the stream is of one that was let go."""
-        return partition in self._later or (self.mine is not None and partition not in self.mine)
+        return partition in self._later or partition not in self.mine
 
     def _ask_later(self, partition: PartitionId) -> None:
         if partition in self._later:
@@ -421,8 +408,8 @@ class Follower:
             self._want(partition)
 
     def _lose(self, partition: PartitionId, error: ServerError, map_revision: int) -> None:
-        """The node does not give a stream: it may be elsewhere, where there are several."""
-        if self.mine is None or not passes(error):
+        """The node does not give a stream: it may be elsewhere."""
+        if not passes(error):
             self.trouble = error
             return
         self._leave(partition)
@@ -470,7 +457,7 @@ class Follower:
         course = self._course
         course.finished.add(partition)
         deliveries = [Delivery(StreamEnded(partition, status))]
-        if self.mine is not None and course.left:
+        if course.left:
             # Barriers may have waited for nothing else.
             deliveries += [Delivery(event) for event in course.rounds.completed(course.left)]
         return deliveries
@@ -478,7 +465,7 @@ class Follower:
     def _go_when_all_answered(self) -> None:
         if self._asked or self.flowing or self.trouble is not None or self._session is None:
             return
-        if self.mine is None or self._streaming:
+        if self._streaming:
             self._session.send(Go())
             self.flowing = True
             self.send_barriers()

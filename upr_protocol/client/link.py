@@ -76,6 +76,7 @@ class Link:
     """A connection on which the greeting is done. `open_link` makes one.
 
     Attributes:
+        address: Where it leads.
         session: The session. After `session.send` call `poke`.
         greeting: What was learnt in the beginning.
         failure: Why the link is over; None while it is not.
@@ -83,8 +84,14 @@ class Link:
     """
 
     def __init__(
-        self, stream: trio.abc.Stream, session: ClientSession, greeting: Greeting, handler: Handler
+        self,
+        address: Address,
+        stream: trio.abc.Stream,
+        session: ClientSession,
+        greeting: Greeting,
+        handler: Handler,
     ) -> None:
+        self.address = address
         self.session = session
         self.greeting = greeting
         self.failure: UprError | None = None
@@ -242,7 +249,7 @@ async def open_link(
     deadline = trio.current_time() + options.connect_timeout_s
     session = options.session(trio.current_time())
     stream = await _dial(address, options, deadline)
-    link = Link(stream, session, Greeting(session, address.bucket, partitions), handler)
+    link = Link(address, stream, session, Greeting(session, address.bucket, partitions), handler)
     async with background() as nursery:
         nursery.start_soon(link.read)
         nursery.start_soon(link.write)
