@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Self
 
 from benchmarks.kit.processes import HOST
-from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.session import ClientSession
 from upr_protocol.transport import FrameMemory

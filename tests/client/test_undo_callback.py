@@ -27,8 +27,8 @@ from upr_protocol.client import (
     StreamAccepted,
     consume,
 )
-from upr_protocol.client.delivery import Delivery
-from upr_protocol.client.resume import GOING_BACK
+from upr_protocol.client.core.delivery_tracker import Delivery
+from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.wire import Go, ReplicaAck, Stream
@@ -194,7 +194,7 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
         server.put(b"new", b"v")
         await say_until_completed(consumer)
         assert said == [
-            ([(GOING_BACK, 24), (1000, 0)], 33),
+            ([(ROLLBACK_PENDING, 24), (1000, 0)], 33),
             RolledBack,
             ([(1000, 0)], 20),
             ([(77, 24), (1000, 0)], 20),

@@ -406,7 +406,7 @@ class RecordedConsumer:
         if self._chance.random() < 0.5:
             # For good: it may be killed before it can say how far it went.
             assert self._consumer is not None
-            self._now.state = self._consumer.dealt_with
+            self._now.state = self._consumer.processed_state
             self.kept = self._now.copy()
             self.undone.append(self.kept)
             await self._sleep(self._chance.random() * 0.1)

@@ -29,7 +29,7 @@ from upr_protocol.client import (
     give_map,
     publisher,
 )
-from upr_protocol.client.resume import GOING_BACK
+from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -345,7 +345,7 @@ async def test_what_the_new_active_never_had_is_undone(
         assert [p.high_seq for p in one.nodes["b"].held] == before
         assert all(high > low for high, low in zip(highs, before, strict=True))
     assert put
-    assert GOING_BACK not in put, "what a client says of itself is not a partition's history"
+    assert ROLLBACK_PENDING not in put, "what a client says of itself is not a partition's history"
 
 
 async def test_answers_to_publishers_survive_a_failover() -> None:

@@ -27,6 +27,8 @@ from upr_protocol.client.calls import (
 )
 from upr_protocol.client.client import Client, ClientStatistics, connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
+from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.events import (
     AnswersReceived,
@@ -55,12 +57,10 @@ from upr_protocol.client.publisher import (
     PublisherStatistics,
     publisher,
 )
-from upr_protocol.client.resume import ResumeState, ResumeStateError
 from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.record_log import RecordLogError
-from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.writer import Writer
 
 __all__ = [

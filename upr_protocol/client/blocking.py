@@ -23,12 +23,12 @@ from upr_protocol.client.calls import (
     PartitionInfo,
     PartitionNumbers,
 )
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.courier import ELSEWHERE
 from upr_protocol.client.keyvalue import LOOKUPS_AT_ONCE, Item, Lookup, Text, counter_delta, octets
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.outbox import BUFFER_BYTES_DEFAULT, Batch, Outbox, OutboxLimits
 from upr_protocol.client.outcome import Failure, Written, status_of
-from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.rows import Rows
 from upr_protocol.client.wishes import End

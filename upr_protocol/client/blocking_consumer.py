@@ -12,15 +12,13 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking_feeds import BlockingFeeds
 from upr_protocol.client.blocking_fleet import BlockingFleet
 from upr_protocol.client.blocking_link import BLOCKING_IDLE_INTERVAL_S, SocketOptions
+from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.course import Course
-from upr_protocol.client.delivery import RollBackAsked
 from upr_protocol.client.events import Event, RolledBack
-from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.resume_files import FileStore
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
-from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
@@ -107,7 +105,7 @@ class BlockingConsumer:
             Patience(patience_s, draw),
             patience_s,
         )
-        self._ledger = Ledger(
+        self._tracker = DeliveryTracker(
             found.copy(),
             save_limits or SaveLimits(),
             self._feeds.acknowledge,
@@ -132,7 +130,7 @@ class BlockingConsumer:
         if self._closed:
             return
         self._closed = True
-        self._ledger.drop()
+        self._tracker.discard()
         self._feeds.close()
         self.save()
 
@@ -189,21 +187,21 @@ class BlockingConsumer:
         if self._closed:
             raise ClosedError("the consumer was closed")
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        ledger = self._ledger
-        ledger.finish()
+        tracker = self._tracker
+        tracker.finish()
         while True:
             self._save_when_due()
             if self._feeds.inbox:
                 delivery = self._feeds.inbox.popleft()
                 event = delivery.event
-                assert not isinstance(event, RollBackAsked)  # nobody undoes here
+                assert not isinstance(event, RollbackRequest)  # nobody undoes here
                 if isinstance(event, RolledBack):
-                    ledger.going_back(event)
+                    tracker.begin_rollback(event)
                     self.save()
                 if event is not None:
-                    ledger.hand_on(delivery, event)
+                    tracker.hand_out(delivery, event)
                     return event
-                ledger.deal_with(delivery)
+                tracker.finish_delivery(delivery)
             elif self._course.done:
                 self.save()
                 return None
@@ -212,7 +210,7 @@ class BlockingConsumer:
 
     def _receive(self, deadline: float) -> bool:
         """Takes in some messages; whether there is time left for more."""
-        due_at = self._ledger.plan.due_at if self._store else deadline
+        due_at = self._tracker.schedule.due_at if self._store else deadline
         rest_s = self._feeds.receive(min(deadline, due_at))
         if rest_s:
             self._sleep(rest_s)
@@ -229,7 +227,7 @@ class BlockingConsumer:
     def resume_state(self) -> ResumeState:
         """A copy of the resume state as it is once the event in hand is dealt with; see
         `Consumer.resume_state`."""
-        return self._ledger.after_current()
+        return self._tracker.state_after_current()
 
     def save(self) -> None:
         """Says that the event in hand is dealt with, and saves now, if there is a file.
@@ -237,12 +235,12 @@ class BlockingConsumer:
         Raises:
             OSError: The resume file cannot be written.
         """
-        ledger = self._ledger
-        ledger.finish()
-        if self._store is not None and ledger.plan.dirty:
-            self._store.save_now(ledger.state)
-            ledger.plan.saved(time.monotonic())
+        tracker = self._tracker
+        tracker.finish()
+        if self._store is not None and tracker.schedule.has_unsaved:
+            self._store.save_now(tracker.state)
+            tracker.schedule.saved(time.monotonic())
 
     def _save_when_due(self) -> None:
-        if self._store is not None and self._ledger.plan.due_at <= time.monotonic():
+        if self._store is not None and self._tracker.schedule.due_at <= time.monotonic():
             self.save()

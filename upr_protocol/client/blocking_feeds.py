@@ -10,8 +10,8 @@ from functools import partial
 from upr_protocol.address import Address
 from upr_protocol.client.blocking_fleet import BlockingFleet
 from upr_protocol.client.blocking_link import BlockingLink, step_any
+from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.course import Course
-from upr_protocol.client.delivery import Delivery
 from upr_protocol.client.fleet import PAUSE_MAX_S
 from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.retry import Patience
@@ -70,7 +70,7 @@ class BlockingFeeds:
 
     def barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes."""
-        self._course.rounds.begin(cookie)
+        self._course.rounds.open_barrier(cookie)
         for follower in self._followers.values():
             follower.send_barriers()
 

@@ -13,18 +13,21 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.barriers import Barriers
+from upr_protocol.client.core.delivery_tracker import (
+    Delivery,
+    DeliveryTracker,
+    RollbackRequest,
+    SaveLimits,
+)
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.course import Course
-from upr_protocol.client.delivery import Delivery, RollBackAsked
 from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.feeds import Feeds
 from upr_protocol.client.fleet import Fleet
-from upr_protocol.client.ledger import Ledger
 from upr_protocol.client.link import TrioOptions
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
-from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
@@ -54,8 +57,8 @@ The consumer calls it while the application asks for its next event, so every ev
 processed. If it is cancelled, or after a crash, it is called again: what is undone stays undone. By
 then the resume state says that a rollback is under way, and is saved if there is a store. An
 application that keeps the state itself has two ways. It undoes here for good, and saves
-`Consumer.dealt_with` together with that. Or it undoes when `RolledBack` comes, which is its next
-event, and saves that event's state together with that.
+`Consumer.processed_state` together with that. Or it undoes when `RolledBack` comes, which is its
+next event, and saves that event's state together with that.
 """
 
 _TURN_S: Final = 0.001
@@ -124,7 +127,7 @@ class Consumer:
         self.address = address
         self._feeds = feeds
         self._store = store
-        self._ledger = Ledger(state, limits, feeds.acknowledge, trio.current_time())
+        self._tracker = DeliveryTracker(state, limits, feeds.acknowledge, trio.current_time())
         self._undo = undo
         # A rollback that the application is yet to be asked for, or told of; and one that it is to
         # be told of next.
@@ -157,7 +160,7 @@ class Consumer:
             raise RuntimeError("another task asks this consumer for events already")
         self._iterating = True
         try:
-            self._ledger.finish()
+            self._tracker.finish()
             now = trio.current_time()
             if now >= self._turn_ends_at or now >= self._save_at():
                 await self._give_way(now)
@@ -180,15 +183,15 @@ class Consumer:
             delivery = self._feeds.mailbox.get_nowait()
             if delivery is None:
                 return None
-            if isinstance(delivery.event, RollBackAsked | RolledBack):
+            if isinstance(delivery.event, RollbackRequest | RolledBack):
                 self._to_go_back = delivery
                 return None
         event = delivery.event
-        assert not isinstance(event, RollBackAsked)
+        assert not isinstance(event, RollbackRequest)
         if event is None or self._is_awaited(event):
-            self._ledger.deal_with(delivery)
+            self._tracker.finish_delivery(delivery)
             return None
-        self._ledger.hand_on(delivery, event)
+        self._tracker.hand_out(delivery, event)
         return event
 
     def _is_awaited(self, event: Event) -> bool:
@@ -211,10 +214,10 @@ class Consumer:
         follows is `RolledBack`, before anything that came meanwhile. Cancelled, it is for the next
         call."""
         event = delivery.event
-        assert isinstance(event, RollBackAsked | RolledBack)
-        self._ledger.going_back(event)
+        assert isinstance(event, RollbackRequest | RolledBack)
+        self._tracker.begin_rollback(event)
         await self.save()
-        if isinstance(event, RollBackAsked):
+        if isinstance(event, RollbackRequest):
             assert self._undo is not None
             to = await self._undo(event.partition, event.ceiling, event.reason)
             delivery = self._feeds.rolled_back(event.partition, to)
@@ -279,16 +282,16 @@ class Consumer:
         For applications that keep it themselves: save it together with what the events up to and
         including this one did, best in one transaction. O(partitions).
         """
-        return self._ledger.after_current()
+        return self._tracker.state_after_current()
 
     def position(self, partition: PartitionId) -> Position:
         """How far `partition` is once the event in hand is dealt with; see `resume_state`."""
-        return self._ledger.position_after_current(partition)
+        return self._tracker.position_after_current(partition)
 
     @property
-    def dealt_with(self) -> ResumeState:
+    def processed_state(self) -> ResumeState:
         """A copy of the resume state without the event in hand. O(partitions)."""
-        return self._ledger.state.copy()
+        return self._tracker.state.copy()
 
     async def save(self) -> None:
         """Says that the event in hand is dealt with, and saves now. Cancelled, the state is saved
@@ -297,16 +300,16 @@ class Consumer:
         Raises:
             OSError: The file cannot be written; or what the store raises.
         """
-        ledger = self._ledger
-        ledger.finish()
-        if self._store is not None and ledger.plan.dirty:
+        tracker = self._tracker
+        tracker.finish()
+        if self._store is not None and tracker.schedule.has_unsaved:
             now = trio.current_time()
-            await self._store.save(ledger.state)
-            ledger.plan.saved(now)
+            await self._store.save(tracker.state)
+            tracker.schedule.saved(now)
             self._saves += 1
 
     def _save_at(self) -> float:
-        return float("inf") if self._store is None else self._ledger.plan.due_at
+        return float("inf") if self._store is None else self._tracker.schedule.due_at
 
     async def _give_way(self, now: float) -> None:
         """To the save, when it is due, and to other tasks."""
@@ -337,19 +340,19 @@ class Consumer:
 
     async def _leave(self) -> None:
         self._barriers.end(ClosedError("the consumer was closed"))
-        self._ledger.drop()
+        self._tracker.discard()
         await self.save()
 
     def statistics(self) -> ConsumerStatistics:
         """What the consumer can tell about itself."""
-        handed = self._ledger.handed
+        counts = self._tracker.counts
         return ConsumerStatistics(
             self._feeds.course.connections,
             self._feeds.connected_now,
-            handed.events,
-            handed.chunks,
-            handed.mutations,
-            handed.nbytes,
+            counts.events,
+            counts.chunks,
+            counts.mutations,
+            counts.nbytes,
             self._feeds.course.rollbacks,
             self._saves,
             len(self._feeds.mailbox),

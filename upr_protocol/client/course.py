@@ -3,10 +3,10 @@ followed on."""
 
 from __future__ import annotations
 
-from upr_protocol.client.delivery import RollBackAsked
+from upr_protocol.client.core.barrier_tracker import BarrierTracker
+from upr_protocol.client.core.delivery_tracker import RollbackRequest
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.greeting import Greeting
-from upr_protocol.client.resume import ResumeState
-from upr_protocol.client.rounds import Rounds
 from upr_protocol.client.wishes import Wishes
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
@@ -36,8 +36,8 @@ class Course:
         self.wanted: tuple[PartitionId, ...] | None = None
         self.finished: set[PartitionId] = set()
         self.accepted: set[PartitionId] = set()
-        self.undoing: dict[PartitionId, RollBackAsked] = {}
-        self.rounds = Rounds()
+        self.undoing: dict[PartitionId, RollbackRequest] = {}
+        self.rounds = BarrierTracker()
         self.rollbacks = 0
         self.connections = 0
         self.partition_count = 0
@@ -119,7 +119,7 @@ class Course:
         self.connections += 1
         return self.connections
 
-    def undone(self, partition: PartitionId, to: SeqNo) -> RollBackAsked:
+    def undone(self, partition: PartitionId, to: SeqNo) -> RollbackRequest:
         """The application has undone what it was asked to, down to `to`; gives what that was.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from upr_protocol.client.delivery import Delivery
+from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.link import Link

@@ -7,8 +7,8 @@ from typing import Final
 
 import trio
 
+from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.course import Course
-from upr_protocol.client.delivery import Delivery
 from upr_protocol.client.feed import Feed
 from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.follower import Follower
@@ -112,6 +112,6 @@ class Feeds:
         Raises:
             LocalProtocolError: Too many are open, or this one is, or it is too long.
         """
-        self.course.rounds.begin(cookie)
+        self.course.rounds.open_barrier(cookie)
         for feed in self._feeds:
             feed.send_barriers()

@@ -12,9 +12,9 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.client import resume
+from upr_protocol.client.core import resume_state
+from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
 from upr_protocol.client.course import Course
-from upr_protocol.client.delivery import Delivery, RollBackAsked, Weight
 from upr_protocol.client.events import (
     AnswersReceived,
     ChunkReceived,
@@ -134,7 +134,7 @@ class Follower:
         """
         reason = "the bucket does not have this partition any more"
         return [
-            self._go_back(RollBackAsked(partition, SeqNo(0), reason), SeqNo(0))
+            self._go_back(RollbackRequest(partition, SeqNo(0), reason), SeqNo(0))
             for partition in self._course.enter(greeting)
         ]
 
@@ -220,7 +220,7 @@ class Follower:
         if not self.flowing:
             return
         assert self._session is not None
-        for cookie in self._course.rounds.open_for(self._streaming):
+        for cookie in self._course.rounds.cookies_to_send(self._streaming):
             if cookie not in self._covers:
                 self._session.send(Barrier(cookie))
                 self._covers[cookie] = set(self._streaming)
@@ -291,7 +291,7 @@ class Follower:
     def _chunk(self, message: PartitionChunk) -> Delivery:
         partition, chunk = message.partition, message.chunk
         snapshot = self._snapshots[partition]
-        position = resume.received(
+        position = resume_state.chunk_received(
             self._course.state.position(partition), snapshot.history_id, snapshot.end, chunk.end
         )
         return Delivery(
@@ -319,7 +319,7 @@ class Follower:
         partition, chunk = message.partition, message.chunk
         begun = self._snapshots[partition]
         position = self._course.state.position(partition)
-        inside = resume.received(position, begun.history_id, chunk.end, chunk.end)
+        inside = resume_state.chunk_received(position, begun.history_id, chunk.end, chunk.end)
         moved = self._move(partition, inside)
         start = SnapshotStart(
             partition,
@@ -342,19 +342,19 @@ class Follower:
         return self._end_at(message.partition, message.end)
 
     def _end_at(self, partition: PartitionId, end: SeqNo) -> Delivery:
-        position = resume.completed(self._course.state.position(partition), end)
+        position = resume_state.snapshot_completed(self._course.state.position(partition), end)
         return Delivery(
             SnapshotEnd(partition, end),
             self._move(partition, position),
-            weight=Weight.COMPLETE,
+            priority=SavePriority.COMPLETE,
         )
 
     def _barrier(self, message: BarrierReply) -> Iterable[Delivery]:
         rounds = self._course.rounds
         covered = self._covers.pop(message.cookie, set())
         ends = {p: end for p, end in message.ends if p in covered}
-        rounds.passed(message.cookie, covered, ends)
-        back = rounds.completed(self._course.left)
+        rounds.add_passed(message.cookie, covered, ends)
+        back = rounds.close_completed(self._course.left)
         self.send_barriers()  # it may not have passed what came to this node meanwhile
         return [Delivery(event) for event in back]
 
@@ -371,7 +371,7 @@ class Follower:
             self._asked.discard(partition)
             self._streaming.add(partition)
             before = course.state.position(partition)
-            after = resume.accepted(before, message.log)
+            after = resume_state.stream_accepted(before, message.log)
             moved = self._move(partition, after)
             # The first time it is a position that may be nowhere else yet: that of "now".
             self._news |= partition not in course.accepted or after != before
@@ -384,8 +384,8 @@ class Follower:
             news = (self.flowing and self._news) or ends
             self._news = self._news and not self.flowing
             event = StreamAccepted(partition, message.log) if course.wishes.with_logs else None
-            weight = Weight.HEAVY if news else Weight.LIGHT
-            deliveries = [Delivery(event, moved, weight=weight)]
+            priority = SavePriority.URGENT if news else SavePriority.PARTIAL
+            deliveries = [Delivery(event, moved, priority=priority)]
             if ends:
                 deliveries += _only_the_end(partition, message.log.current, after.last_complete)
             return deliveries
@@ -417,7 +417,7 @@ class Follower:
         self._go_when_all_answered()
 
     def _roll_back(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> Delivery:
-        asked = RollBackAsked(partition, ceiling, reason)
+        asked = RollbackRequest(partition, ceiling, reason)
         if self._course.wishes.undoes:
             self._course.undoing[partition] = asked
             return Delivery(asked)
@@ -436,12 +436,12 @@ class Follower:
             self._ask(partition)
         return delivery
 
-    def _go_back(self, asked: RollBackAsked, to: SeqNo) -> Delivery:
+    def _go_back(self, asked: RollbackRequest, to: SeqNo) -> Delivery:
         partition, course = asked.partition, self._course
         course.rollbacks += 1
-        position = resume.rolled_back(course.state.position(partition), to)
+        position = resume_state.rolled_back(course.state.position(partition), to)
         event = RolledBack(partition, asked.ceiling, to, asked.reason)
-        return Delivery(event, self._move(partition, position), weight=Weight.HEAVY)
+        return Delivery(event, self._move(partition, position), priority=SavePriority.URGENT)
 
     def _ended(self, message: StreamEnd) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
@@ -459,7 +459,7 @@ class Follower:
         deliveries = [Delivery(StreamEnded(partition, status))]
         if course.left:
             # Barriers may have waited for nothing else.
-            deliveries += [Delivery(event) for event in course.rounds.completed(course.left)]
+            deliveries += [Delivery(event) for event in course.rounds.close_completed(course.left)]
         return deliveries
 
     def _go_when_all_answered(self) -> None:
@@ -474,4 +474,4 @@ class Follower:
 def _only_the_end(partition: PartitionId, history_id: HistoryId, end: SeqNo) -> list[Delivery]:
     """What is told of a snapshot of which only the end was missing."""
     start = SnapshotStart(partition, history_id, end, end, SnapshotKind.MEMORY, False)
-    return [Delivery(start), Delivery(SnapshotEnd(partition, end), weight=Weight.COMPLETE)]
+    return [Delivery(start), Delivery(SnapshotEnd(partition, end), priority=SavePriority.COMPLETE)]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import trio
 
-from upr_protocol.client.resume import ResumeState
+from upr_protocol.client.core.resume_state import ResumeState
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -22,7 +22,7 @@ from upr_protocol.client import (
     StreamAccepted,
     consume,
 )
-from upr_protocol.client.resume import GOING_BACK
+from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition
@@ -231,7 +231,7 @@ class Replicator:
             incoming = self._incoming[number]
             position = state.positions.get(number)
             # What it goes back to it keeps itself, in one with what it undoes.
-            if position is not None and position.log.current != GOING_BACK:
+            if position is not None and position.log.current != ROLLBACK_PENDING:
                 incoming.accepted(position.log)
             if incoming.has_news:
                 self._is_dirty(number)

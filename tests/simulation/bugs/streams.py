@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
-from upr_protocol.client import resume
-from upr_protocol.client.ledger import Ledger
+from upr_protocol.client.core import resume_state
+from upr_protocol.client.core.delivery_tracker import DeliveryTracker
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, SeqNo
@@ -97,7 +97,7 @@ def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
 def forgets_that_it_is_going_back() -> Iterator[None]:
     """An application that is killed when it has gone back, and before it could say so, is taken to
     have what it had."""
-    with replaced(Ledger, "going_back", lambda *_: None):
+    with replaced(DeliveryTracker, "begin_rollback", lambda *_: None):
         yield
 
 
@@ -110,7 +110,7 @@ def takes_a_part_for_a_whole() -> Iterator[None]:
     ) -> Position:
         return Position(position.log, through, through, None)
 
-    with replaced(resume, "received", received):
+    with replaced(resume_state, "chunk_received", received):
         yield
 
 

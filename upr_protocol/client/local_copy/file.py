@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 import trio
 
 from upr_protocol.chunk import Chunk
+from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.local_copy.database import (
     COLUMNS,
@@ -33,7 +34,6 @@ from upr_protocol.client.local_copy.database import (
     uint64_blob,
     write_error,
 )
-from upr_protocol.client.resume import ResumeState, ResumeStateError
 from upr_protocol.client.rollback.planner import RollbackPlan
 from upr_protocol.client.rollback.received_keys import ForeignKeys
 from upr_protocol.failover import FailoverLog, Position

@@ -14,6 +14,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.consumer import Consumer
+from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
@@ -26,7 +27,6 @@ from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
-from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of

@@ -13,16 +13,16 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.consumer import Consumer, Resume
+from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.resume import ResumeState
 from upr_protocol.client.resume_files import FileStore
 from upr_protocol.client.retry import PATIENCE_S_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
-from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
@@ -108,7 +108,9 @@ class RollbackConsumer(RollbackIterator):
     def resume_state(self) -> ResumeState:
         """A copy of the resume state as it is once the event in hand is processed. See
         `Consumer.resume_state`."""
-        return self._consumer.resume_state if self._pending is None else self._consumer.dealt_with
+        return (
+            self._consumer.resume_state if self._pending is None else self._consumer.processed_state
+        )
 
     async def save(self) -> None:
         """Acknowledges the event in hand and saves now; see `Consumer.save`. Does nothing after

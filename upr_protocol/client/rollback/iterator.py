@@ -13,6 +13,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.client import connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, Resume, consume
+from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
@@ -25,7 +26,6 @@ from upr_protocol.client.link import TrioOptions
 from upr_protocol.client.retry import Patience
 from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
-from upr_protocol.client.saving import SaveLimits
 from upr_protocol.client.wishes import End
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog

@@ -35,7 +35,7 @@ from upr_protocol.client import (
     SnapshotStart,
     consume,
 )
-from upr_protocol.client import resume as rules
+from upr_protocol.client.core import resume_state as rules
 from upr_protocol.errors import BrokenError, ServerError
 from upr_protocol.failover import (
     FailoverLog,
@@ -96,20 +96,20 @@ def test_a_position_is_what_was_received(said: list[tuple[str, int, int]]) -> No
             position = Position(log, SeqNo(seq), SeqNo(seq), None)
             ends, highest = [seq], seq
         elif what == "chunk":
-            position = rules.received(position, history, SeqNo(number), SeqNo(seq))
+            position = rules.chunk_received(position, history, SeqNo(number), SeqNo(seq))
             highest = seq
             partial = PartialSnapshot(history, SeqNo(ends[-1]), SeqNo(number))
             assert position.partial == partial
         elif what == "end":
-            position = rules.completed(position, SeqNo(number))
+            position = rules.snapshot_completed(position, SeqNo(number))
             ends.append(number)
             assert position.partial is None
         elif what == "cut":
-            position = rules.accepted(position, log)
+            position = rules.stream_accepted(position, log)
         else:
             history = HistoryId(number)
             log = log.branch(history, SeqNo(seq))
-            position = rules.accepted(rules.rolled_back(position, SeqNo(seq)), log)
+            position = rules.stream_accepted(rules.rolled_back(position, SeqNo(seq)), log)
             ends, highest = [end for end in ends if end < seq] + [seq], seq
             assert position.partial is None
         assert position.last_complete == ends[-1]
@@ -122,15 +122,15 @@ def test_a_snapshot_of_which_only_the_end_was_missing_is_complete_once_accepted(
     position = Position(
         log, SeqNo(5), SeqNo(10), PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
     )
-    assert rules.accepted(position, log) == Position(log, SeqNo(10), SeqNo(10), None)
+    assert rules.stream_accepted(position, log) == Position(log, SeqNo(10), SeqNo(10), None)
 
 
 def test_what_comes_again_from_below_moves_nothing() -> None:
     partial = PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
     position = Position(FailoverLog.of([(7, 0)]), SeqNo(5), SeqNo(8), partial)
-    assert rules.received(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
-    assert rules.completed(position, SeqNo(7)) == position
-    further = rules.received(position, HistoryId(7), SeqNo(12), SeqNo(9))
+    assert rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
+    assert rules.snapshot_completed(position, SeqNo(7)) == position
+    further = rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(9))
     assert further.partial == PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(12))
 
 
@@ -164,14 +164,14 @@ def test_who_is_going_back_is_told_so_by_whomever_it_asks(
 ) -> None:
     ceiling = SeqNo(data.draw(st.integers(0, position.last_complete)))
     assume(ceiling < position.highest_received)
-    assume(rules.GOING_BACK not in [entry.history_id for entry in position.log])
-    going = rules.going_back(position, ceiling)
-    assert rules.going_back(going, ceiling) == going
+    assume(rules.ROLLBACK_PENDING not in [entry.history_id for entry in position.log])
+    going = rules.rollback_pending(position, ceiling)
+    assert rules.rollback_pending(going, ceiling) == going
     try:
         server = data.draw(someone_elses_logs(position))
     except ValueError:  # an ID twice
         reject()
-    assume(server.current != rules.GOING_BACK)
+    assume(server.current != rules.ROLLBACK_PENDING)
     high = SeqNo(data.draw(st.one_of(st.just(SEQ_MAX), SEQS)))
     found = decide_start(server, high, SeqNo(0), going)
     assert isinstance(found, Retry) or (isinstance(found, RollBack) and found.ceiling <= ceiling)

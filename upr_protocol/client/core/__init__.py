@@ -1,0 +1,1 @@
+"""What the Trio client and the blocking client have in common: no I/O, no clock, no chance."""

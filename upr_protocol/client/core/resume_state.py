@@ -1,0 +1,211 @@
+"""What a consumer must remember to go on where it was; docs/guarantees.md has the rules.
+
+Only the stream moves a position:
+
+- **stream accepted**: the server's whole failover log is recorded, before any data. A snapshot that
+  lacked only its end is complete.
+- **chunk received**: the highest received number moves, and with it comes the snapshot that the
+  chunk belongs to. That snapshot starts at the last complete end, wherever the stream that carried
+  it started: a consumer that was cut inside a snapshot has its front already.
+- **snapshot completed**: its end is the last complete one, and no snapshot is partial.
+- **rollback pending**: until the consumer has reported where it rolled back to, its log ends in a
+  history of its own above the ceiling. If it dies half-way, no server that it asks then has that
+  history. So every server asks for the rollback again, even one that has all that is being undone.
+- **rolled back**: what is above the target was never received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+import attrs
+import msgspec
+
+from upr_protocol.errors import UprError
+from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, HistoryId, PartitionId, SeqNo
+
+_VERSION: Final = 1
+
+ROLLBACK_PENDING: Final = HistoryId(2**64 - 1)
+"""The history of a consumer that is about to roll back; see `rollback_pending`. That a server draws
+it is as likely as that two servers draw the same one."""
+
+
+class ResumeStateError(UprError, ValueError):
+    """The bytes are not a resume state, or it is the state of another bucket."""
+
+
+def stream_accepted(position: Position, log: FailoverLog) -> Position:
+    """The position after the server accepted the stream with this log.
+
+    A consumer that was cut between a snapshot's last chunk and its end now knows that it has the
+    whole snapshot: the server goes on behind it, and may have nothing to send for long.
+    """
+    partial = position.partial
+    if partial is not None and position.highest_received == partial.end:
+        return Position(log, partial.end, partial.end, None)
+    return msgspec.structs.replace(position, log=log)
+
+
+def chunk_received(
+    position: Position, history_id: HistoryId, end: SeqNo, through: SeqNo
+) -> Position:
+    """The position after everything up to `through` came, of a snapshot that ends at `end`."""
+    if through <= position.highest_received:
+        return position  # the server started further back than it had to
+    return Position(
+        position.log,
+        position.last_complete,
+        through,
+        PartialSnapshot(history_id, position.last_complete, end),
+    )
+
+
+def snapshot_completed(position: Position, end: SeqNo) -> Position:
+    """The position after the snapshot that ends at `end` is complete."""
+    if end < position.highest_received:
+        return position  # see `chunk_received`
+    return Position(position.log, end, end, None)
+
+
+def rollback_pending(position: Position, ceiling: SeqNo) -> Position:
+    """The position while the consumer rolls back to `ceiling` or below. Any server that it asks
+    meanwhile orders the same rollback."""
+    # No rule for resuming keeps one part of a snapshot and gives up another.
+    ceiling = min(ceiling, position.last_complete)
+    log = _without_marker(position.log).branch(ROLLBACK_PENDING, ceiling)
+    return msgspec.structs.replace(position, log=log)
+
+
+def rolled_back(position: Position, to: SeqNo) -> Position:
+    """The position after the consumer rolled back to `to`, a complete snapshot's end or 0."""
+    return Position(_without_marker(position.log).until(to), to, to, None)
+
+
+def _without_marker(log: FailoverLog) -> FailoverLog:
+    return FailoverLog(tuple(entry for entry in log if entry.history_id != ROLLBACK_PENDING))
+
+
+@attrs.define
+class ResumeState:
+    """How far a consumer has come in each partition of one bucket.
+
+    Attributes:
+        bucket: The bucket's name.
+        positions: By partition; a missing one has received nothing.
+    """
+
+    bucket: str
+    positions: dict[PartitionId, Position] = attrs.field(factory=dict)
+
+    def position(self, partition: PartitionId) -> Position:
+        """How far `partition` has come."""
+        return self.positions.get(partition, NOTHING_YET)
+
+    def check_bucket(self, bucket: str) -> None:
+        """Checks that this is a state of `bucket`.
+
+        Raises:
+            ResumeStateError: It is a state of another bucket.
+        """
+        if self.bucket != bucket:
+            raise ResumeStateError(
+                f"the resume state is of the bucket {self.bucket!r}, not of {bucket!r}"
+            )
+
+    def copy(self) -> Self:
+        """An independent copy. O(partitions)."""
+        return type(self)(self.bucket, dict(self.positions))
+
+    def encode(self) -> bytes:
+        """The state as JSON: the same state is always the same bytes."""
+        partitions = {
+            str(partition): _encode(self.positions[partition])
+            for partition in sorted(self.positions)
+        }
+        document = {"version": _VERSION, "bucket": self.bucket, "partitions": partitions}
+        return msgspec.json.encode(document) + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """The reverse of `encode`.
+
+        Raises:
+            ResumeStateError: The bytes are not a resume state.
+        """
+        try:
+            document = msgspec.json.decode(data)
+            if document["version"] != _VERSION:
+                raise ResumeStateError(
+                    f"the resume state has version {document['version']}; this program reads "
+                    f"version {_VERSION}"
+                )
+            positions = {
+                _partition(name): _decode(fields) for name, fields in document["partitions"].items()
+            }
+            bucket = document["bucket"]
+            if not isinstance(bucket, str):
+                raise TypeError("the bucket is not a string")
+        except ResumeStateError:
+            raise
+        except msgspec.DecodeError as error:
+            raise ResumeStateError(f"not a resume state: {error}") from error
+        except (UnicodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ResumeStateError(f"not a resume state: {error!r}") from error
+        return cls(bucket, positions)
+
+
+def _partition(name: str) -> PartitionId:
+    partition = int(name)
+    if not 0 <= partition < PARTITIONS_END or str(partition) != name:
+        raise ValueError(f"{name!r} is not a partition")
+    return PartitionId(partition)
+
+
+# History IDs are written as text: they need 64 bits, and most readers of JSON have 53.
+
+
+def _encode(position: Position) -> dict[str, Any]:
+    partial = position.partial
+    return {
+        "log": [[f"{history_id:016x}", seq] for history_id, seq in position.log.pairs()],
+        "last_complete": position.last_complete,
+        "highest_received": position.highest_received,
+        "partial": partial
+        and {
+            "history": f"{partial.history_id:016x}",
+            "start": partial.start,
+            "end": partial.end,
+        },
+    }
+
+
+def _decode(fields: Mapping[str, Any]) -> Position:
+    log = FailoverLog.of((_history(text), _uint64(seq)) for text, seq in fields["log"])
+    last_complete = _uint64(fields["last_complete"])
+    highest = _uint64(fields["highest_received"])
+    partial_fields = fields["partial"]
+    if partial_fields is None:
+        if highest != last_complete:
+            raise ValueError("highest_received is above last_complete, but partial is missing")
+        return Position(log, last_complete, highest, None)
+    partial = PartialSnapshot(
+        _history(partial_fields["history"]),
+        _uint64(partial_fields["start"]),
+        _uint64(partial_fields["end"]),
+    )
+    if not partial.start <= last_complete < highest <= partial.end:
+        raise ValueError("the partial snapshot does not cover highest_received")
+    return Position(log, last_complete, highest, partial)
+
+
+def _history(text: str) -> HistoryId:
+    return HistoryId(_uint64(int(text, 16)))
+
+
+def _uint64(value: Any) -> SeqNo:
+    if not isinstance(value, int) or not 0 <= value <= SEQ_MAX:
+        raise ValueError(f"{value!r} is not a 64-bit number")
+    return SeqNo(value)
