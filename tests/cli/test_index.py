@@ -78,9 +78,9 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("create", "d"), "give a file, or --index"),
+        (("create", "d"), "give either a file or --index"),
         (("create", "d", "--index", "x"), "write NAME=EXPRESSION"),
-        (("scan", "d/i", "--prefix", "{}"), "no key"),
+        (("scan", "d/i", "--prefix", "{}"), "a key cannot be an object"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
         (("list", "--indexer", "upr://x"), "write http://HOST:PORT"),
         (("create", "d", "--index", "x=\udcff"), "not UTF-8"),

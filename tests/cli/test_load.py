@@ -8,9 +8,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import DEADLINE_S, start_server
+from upr_protocol.cli.load import BATCH_BYTES_MAX, BATCH_ITEMS_MAX, Batches
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def planes(tmp_path: Path) -> Path:
 def test_csv(bucket: str, run: Run, planes: Path) -> None:
     loaded = run("load", bucket, str(planes), "--key", "tailnum", "--null", "NA")
     assert loaded.stdout.startswith("loaded 3 of 4 rows, ")
-    assert loaded.stderr == "upr: 1 rows left out, as they have no key: lines 4\n"
+    assert loaded.stderr == "upr: 1 rows skipped because they have no key: lines 4\n"
     values = run("get", bucket, "N1", "N2").stdout.splitlines()
     assert [json.loads(value) for value in values] == [
         {"tailnum": "N1", "seats": "40", "maker": None},
@@ -70,7 +75,7 @@ def test_a_bad_row_stops_the_load_and_is_named(bucket: str, run: Run, tmp_path: 
     stopped = run("load", bucket, str(path), "--key", "id", code=1)
     assert "line 3: 1 values for 2 columns" in stopped.stderr
     assert "--skip-bad-rows" in stopped.stderr
-    assert stopped.stdout == "stopped after 2 rows; what was loaded stays\n"
+    assert stopped.stdout == "stopped after 2 rows; rows already loaded stay\n"
     run("get", bucket, "1")
     run("get", bucket, "3", code=1)
 
@@ -83,9 +88,9 @@ def test_bad_rows_are_skipped_where_that_is_asked_for(
     path.write_text("\n".join(['{"id": 1}', *bad, '{"id": 2}']))
     loaded = run("load", bucket, str(path), "--key", "id", "--skip-bad-rows")
     assert loaded.stdout.startswith("loaded 2 of 6 rows, ")
-    assert "4 bad rows left out: lines 2 (a line holds one JSON object" in loaded.stderr
-    assert "4 (id holds a list, of which no key can be made)" in loaded.stderr
-    assert "5 (its key has 251 bytes; at most 250)" in loaded.stderr
+    assert "4 bad rows skipped: lines 2 (expected one JSON object" in loaded.stderr
+    assert "4 (id holds a list, which cannot be part of a key)" in loaded.stderr
+    assert "5 (its key has 251 bytes; the limit is 250)" in loaded.stderr
 
 
 def test_of_many_lines_in_trouble_the_first_are_named(
@@ -94,21 +99,21 @@ def test_of_many_lines_in_trouble_the_first_are_named(
     path = tmp_path / "a.csv"
     path.write_text("id,x\n1,a\n" + ",b\n" * 1000)
     loaded = run("load", bucket, str(path), "--key", "id")
-    assert "1,000 rows left out, as they have no key: lines 3, 4, 5, 6, 7, …" in loaded.stderr
+    assert "1,000 rows skipped because they have no key: lines 3, 4, 5, 6, 7, …" in loaded.stderr
 
 
 def test_a_value_that_is_too_large_is_a_bad_row(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"id": 1, "x": "y" * (20 * 2**20)}))
     stopped = run("load", bucket, str(path), "--key", "id", code=1)
-    assert "line 1: it has 20.0 MiB; at most 20 MiB" in stopped.stderr
+    assert "line 1: it has 20.0 MiB; the limit is 20 MiB" in stopped.stderr
 
 
 def test_when_no_row_has_a_key_it_says_so(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1}\n{"id": 2}\n')
     loaded = run("load", bucket, str(path), "--key", "ID", code=1)
-    assert "not one row could be loaded" in loaded.stderr
+    assert "no row could be loaded" in loaded.stderr
 
 
 def test_an_empty_file_is_loaded(bucket: str, run: Run, tmp_path: Path) -> None:
@@ -122,7 +127,7 @@ def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, plan
         "load", bucket, str(planes), "--key", "tailnum", "--durability", "replicated", code=3
     )
     assert "add replicas, or ask for fewer copies" in refused.stderr
-    assert refused.stdout == "stopped after 4 rows; what was loaded stays\n"
+    assert refused.stdout == "stopped after 4 rows; rows already loaded stay\n"
     run("get", bucket, "N1", code=1)
 
 
@@ -137,12 +142,15 @@ def test_copies_without_a_level_that_counts_them(bucket: str, run: Run, planes: 
     ("args", "sentence"),
     [
         (["{file}"], "--key"),
-        (["{file}", "--key", "tail"], "there is no column 'tail'; there are tailnum, seats, maker"),
+        (
+            ["{file}", "--key", "tail"],
+            "there is no column 'tail'; the columns are tailnum, seats, maker",
+        ),
         (["{file}.missing", "--key", "a"], "does not exist"),
-        (["{text}", "--key", "a"], "say --format"),
-        (["-", "--key", "a"], "say --format"),
+        (["{text}", "--key", "a"], "name its format with --format"),
+        (["-", "--key", "a"], "standard input needs --format"),
         (["-", "--format", "parquet", "--key", "a"], "save it to a file first"),
-        (["{file}", "--format", "parquet", "--key", "a"], "no Parquet file"),
+        (["{file}", "--format", "parquet", "--key", "a"], "not a Parquet file"),
         (["{file}", "--format", "xml", "--key", "a"], "xml"),
         (["{empty}", "--key", "a"], "the file is empty"),
     ],
@@ -172,7 +180,7 @@ def test_ctrl_c_while_the_source_makes_it_wait(bucket: str, start: Start) -> Non
     tail.event("mutation")
     loader.send_signal(signal.SIGINT)
     assert loader.wait(DEADLINE_S) == 130  # though its standard input is open
-    assert loader.finished(code=130) == (b"stopped after 1 rows; what was loaded stays\n", b"")
+    assert loader.finished(code=130) == (b"stopped after 1 rows; rows already loaded stay\n", b"")
 
 
 def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: Start) -> None:
@@ -188,3 +196,44 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
         _, err = loader.finished(code=4, data=b"2\n")
     assert err.startswith(b"upr: ")
     assert err.count(b"\n") == 1
+
+
+@given(
+    st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.binary(max_size=3)), max_size=50),
+    st.integers(1, 5),
+)
+def test_each_item_comes_once_in_its_partition_and_in_order(
+    items: list[tuple[bytes, bytes]], partition_count: int
+) -> None:
+    batches = Batches(partition_count)
+    assert all(batches.add(key, value) is None for key, value in items)
+    found = batches.take_all()
+    for partition, chunk in found:
+        chunk.check_published()
+        of_partition = [
+            item for item in items if partition_of(item[0], partition_count) == partition
+        ]
+        assert list(zip(chunk.keys(), chunk.values(), strict=True)) == of_partition
+    assert sum(chunk.count for _, chunk in found) == len(items)
+    assert batches.take_all() == []
+
+
+def test_a_batch_is_given_when_it_has_enough_items() -> None:
+    batches = Batches(1)
+    full = [batches.add(b"%d" % number, b"") for number in range(2 * BATCH_ITEMS_MAX)]
+    assert [index for index, batch in enumerate(full) if batch is not None] == [
+        BATCH_ITEMS_MAX - 1,
+        2 * BATCH_ITEMS_MAX - 1,
+    ]
+    assert batches.take_all() == []
+
+
+def test_a_batch_is_given_when_it_has_enough_bytes() -> None:
+    batches = Batches(1)
+    assert batches.add(b"a", b"") is None
+    full = batches.add(b"b", bytes(BATCH_BYTES_MAX))
+    assert full is not None
+    assert full[0] == PartitionId(0)
+    assert full[1].keys() == [b"a", b"b"]
+    assert batches.add(b"c", bytes(BATCH_BYTES_MAX)) is not None
+    assert batches.take_all() == []

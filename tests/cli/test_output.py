@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from upr_protocol.cli.output import Output
+from upr_protocol.cli.output import Output, Progress, rate_text
 
 Pipe = tuple[int, int]
 
@@ -97,3 +98,31 @@ def test_what_is_no_file_has_no_line_to_end(pipe: Pipe) -> None:
     os.set_blocking(pipe[0], False)
     with pytest.raises(BlockingIOError):
         os.read(pipe[0], 1)
+
+
+async def shown_for(progress: Progress, seconds: float) -> None:
+    with trio.move_on_after(seconds):
+        await progress.run()
+    progress.clear()
+
+
+async def test_where_it_is_kept_it_is_a_line_now_and_then(
+    autojump_clock: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = iter(["one", "two", "three"])
+    await shown_for(Progress(lambda: next(texts), interval_s=5.0), 11.0)
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+
+async def test_on_a_terminal_it_stays_in_its_place_and_leaves_nothing(
+    autojump_clock: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    texts = iter(["longer", "short"])
+    await shown_for(Progress(lambda: next(texts)), 0.5)
+    assert capsys.readouterr().err == "\rlonger\rshort \r     \r"
+
+
+def test_rates() -> None:
+    assert rate_text(120_000, 2.0) == "60,000/s"
+    assert rate_text(0, 0.0) == "0/s"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.cli.rows import BadRow, FileError, Row, read_rows
+from upr_protocol.cli.rows import BadRow, FileError, KeyMaker, Row, read_rows
 
 
 def read(data: bytes, form: str, null: tuple[str, ...] = ()) -> list[Row | BadRow]:
@@ -62,7 +62,7 @@ def test_csv_text_that_stands_for_nothing_becomes_null() -> None:
     [
         (b"1", "1 values for 2 columns"),
         (b"1,2,3", "3 values for 2 columns"),
-        (b'1,"2" x', "no CSV"),
+        (b'1,"2" x', "not CSV"),
         (b"1,\xff", "not UTF-8"),
     ],
 )
@@ -85,8 +85,8 @@ def test_csv_a_quote_that_never_closes_is_told_where_it_opened() -> None:
     ("data", "sentence"),
     [
         (b"", "empty"),
-        (b"a,b,a\n1,2,3\n", "two columns are called 'a'"),
-        (b'"a\n', "no CSV header"),
+        (b"a,b,a\n1,2,3\n", "two columns are named 'a'"),
+        (b'"a\n', "not a CSV header"),
     ],
 )
 def test_csv_without_a_usable_header_is_refused(data: bytes, sentence: str) -> None:
@@ -176,14 +176,14 @@ def test_parquet_text_that_stands_for_nothing_becomes_null() -> None:
 
 
 def test_what_is_no_parquet_is_refused() -> None:
-    with pytest.raises(FileError, match="no Parquet file"):
+    with pytest.raises(FileError, match="not a Parquet file"):
         read(b"a,b\n1,2\n", "parquet")
 
 
 def test_parquet_damaged_inside_is_refused() -> None:
     data = bytearray(parquet({"a": [str(n) for n in range(10_000)]}))
     data[100:2000] = bytes(1900)
-    with pytest.raises(FileError, match="damaged behind row 0"):
+    with pytest.raises(FileError, match="damaged after row 0"):
         read(bytes(data), "parquet")
 
 
@@ -191,3 +191,49 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(FileError, match=r"upr\[arrow\]"):
         read(b"", "parquet")
+
+
+def test_a_key_is_the_columns_in_the_order_asked_for() -> None:
+    fields = {"b": "x", "a": 7, "c": "no"}
+    assert KeyMaker(["a"]).key(fields) == b"7"
+    assert KeyMaker(["b", "a"]).key(fields) == b"x:7"
+    assert KeyMaker(["b", "a"], "/").key(fields) == b"x/7"
+
+
+@pytest.mark.parametrize("value", [None, "", b""])
+def test_a_part_that_is_missing_or_empty_means_no_key(value: object) -> None:
+    assert KeyMaker(["a", "b"]).key({"a": "x", "b": value}) is None
+
+
+def test_a_column_that_the_row_does_not_have_means_no_key() -> None:
+    assert KeyMaker(["a"]).key({"b": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        (0, b"0"),
+        (-3, b"-3"),
+        (1.5, b"1.5"),
+        (True, b"true"),
+        (False, b"false"),
+        ("é", "é".encode()),
+        (b"\xff\x00", b"\xff\x00"),
+        (dt.date(2013, 1, 2), b"2013-01-02"),
+        (dt.datetime(2013, 1, 2, 3, tzinfo=dt.UTC), b"2013-01-02T03:00:00+00:00"),
+    ],
+)
+def test_values_as_keys(value: object, key: bytes) -> None:
+    assert KeyMaker(["a"]).key({"a": value}) == key
+
+
+@pytest.mark.parametrize("value", [[1], {"x": 1}])
+def test_lists_and_objects_are_no_keys(value: object) -> None:
+    with pytest.raises(ValueError, match="a holds a"):
+        KeyMaker(["a"]).key({"a": value})
+
+
+def test_a_key_is_at_most_250_bytes() -> None:
+    assert KeyMaker(["a"]).key({"a": "x" * 250}) == b"x" * 250
+    with pytest.raises(ValueError, match="has 251 bytes"):
+        KeyMaker(["a"]).key({"a": "x" * 251})

@@ -59,9 +59,9 @@ def test_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["get", "k"], "the first argument is the server's URL"),
-        (["stats"], "the first argument is the server's URL"),
-        (["get", "127.0.0.1/b", "k"], "the first argument is the server's URL"),
+        (["get", "k"], "the first argument must be the server's URL"),
+        (["stats"], "the first argument must be the server's URL"),
+        (["get", "127.0.0.1/b", "k"], "the first argument must be the server's URL"),
         (["get", "upr://127.0.0.1", "k"], "the bucket is missing"),
         (["get", "upr:///b", "k"], "the host is missing"),
         (["get", "upr://h:99999/b", "k"], "no address"),

@@ -7,23 +7,19 @@ from typing import Any
 import click
 
 from upr_protocol.cli import keyvalue
-from upr_protocol.cli.bucket import bucket
+from upr_protocol.cli.errors import EXIT_CODES_HELP, errors_as_exits
 from upr_protocol.cli.events import events
-from upr_protocol.cli.exits import EXIT_CODES_HELP, errors_as_exits
 from upr_protocol.cli.explain import explain
-from upr_protocol.cli.failover import failover
 from upr_protocol.cli.index import index
-from upr_protocol.cli.leases import leases
 from upr_protocol.cli.load import load
+from upr_protocol.cli.operator import failover, replicas, takeover
 from upr_protocol.cli.partitions import partitions
-from upr_protocol.cli.replicas import replicas
-from upr_protocol.cli.stats import stats
+from upr_protocol.cli.server import bucket, leases, stats
 from upr_protocol.cli.tail import tail
-from upr_protocol.cli.takeover import takeover
 
 
 class _Commands(click.Group):
-    """Lists its commands in the order in which one meets them."""
+    """Lists its commands in the order in which a beginner needs them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(self.commands)
@@ -40,14 +36,14 @@ class _Commands(click.Group):
 )
 @click.version_option(package_name="upr", prog_name="upr")
 def main() -> None:
-    r"""Talk to a UPR server: make buckets, load files, follow changes, read and write keys.
+    r"""Talk to a UPR server: create buckets, load files, follow changes, read and write keys.
 
-    Commands begin with the URL of a bucket, upr://HOST:PORT/BUCKET. The port is 12000 if you leave
-    it out; and where the environment variable UPR_URL is set, you may leave out the whole URL. Of a
-    bucket that several nodes hold, name any of them, or some, as in upr://HOST:PORT,HOST:PORT/BUCKET.
+    The first argument is the URL of a bucket, upr://HOST:PORT/BUCKET. The default port is 12000.
+    If the environment variable UPR_URL is set, you may leave the URL out. If several nodes hold the
+    bucket, name one or more of them, as in upr://HOST:PORT,HOST:PORT/BUCKET.
 
     \b
-    To begin with:
+    First steps:
       upr-server serve                                          (in another terminal)
       export UPR_URL=upr://127.0.0.1:12000/planes
       upr bucket create
@@ -64,14 +60,14 @@ for _command in (
     main.add_command(_command)
 
 
-def _keep_lines(command: click.Command) -> None:
-    """Has click leave the lines of help texts as they are where those say so."""
+def _keep_line_breaks(command: click.Command) -> None:
+    """Marks the paragraphs of help texts whose lines click must not wrap."""
     if command.help:
-        # In the texts it stands as two characters, which is readable there.
+        # The texts spell click's mark, a backspace, as two characters, which stay readable.
         command.help = command.help.replace("\\b\n", "\b\n")
     if isinstance(command, click.Group):
-        for one in command.commands.values():
-            _keep_lines(one)
+        for subcommand in command.commands.values():
+            _keep_line_breaks(subcommand)
 
 
-_keep_lines(main)
+_keep_line_breaks(main)

@@ -1,51 +1,105 @@
-"""Connections as commands make them."""
+"""How commands connect to a server, run until a signal, and report a lost connection."""
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Final, TypeVar, TypeVarTuple
 
 import attrs
 import click
 import trio
 
-from upr_protocol.cli.numbers import number
+from upr_protocol.cli.errors import say
 from upr_protocol.client import Address, Client, connect
 from upr_protocol.limits import IDENTITY_BYTES_MAX
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_POLL_S: Final = 0.5
+"""A connection that is back sooner than this is not reported."""
 
 
 def identity(command: str) -> str:
-    """Who a command says it is, for the server's log and statistics."""
+    """The name under which the server logs and counts a command."""
     return f"upr-{command}:{socket.gethostname()}"[:IDENTITY_BYTES_MAX]
 
 
-def ask(target: Address, question: Callable[[Client], Awaitable[T]], *, bucket: bool = True) -> T:
-    """The answer to `question`, over a connection to `target` with its bucket opened or without.
+def ask(target: Address, request: Callable[[Client], Awaitable[T]], *, bucket: bool = True) -> T:
+    """The answer to `request`, over a connection to `target`.
+
+    Args:
+        target: The server and the bucket.
+        request: What to ask.
+        bucket: Whether to open the bucket first.
 
     Raises:
-        BrokenError: There is no connection to be had.
-        ServerError: There is no such bucket, or what the question comes to.
+        BrokenError: The server cannot be reached.
+        ServerError: There is no such bucket, or the server refused the request.
     """
     name = identity(click.get_current_context().info_name or "")
     address = target if bucket else attrs.evolve(target, bucket="")
 
     async def run() -> T:
         async with connect(address, identity=name) as client:
-            return await question(client)
+            return await request(client)
 
     return trio.run(run)
 
 
-def patience_option(command: Any) -> Any:
-    """Declares the option `--patience`."""
-    return click.option(
-        "--patience",
-        type=number(0, 10**9),
-        default=300,
-        show_default=True,
-        metavar="SECONDS",
-        help="How long to go on trying when the connection is lost.",
-    )(command)
+def run_until_signal(function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
+    """Runs an async function, which the first Ctrl-C or SIGTERM cancels.
+
+    Cancelling, unlike KeyboardInterrupt, lets the function clean up and never cuts a line in half.
+
+    Raises:
+        click.exceptions.Exit: A signal came; with the exit code that a shell gives it.
+    """
+    received: signal.Signals | None = None
+
+    async def run() -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+
+                async def watch() -> None:
+                    nonlocal received
+                    async for number in signals:
+                        received = signal.Signals(number)
+                        nursery.cancel_scope.cancel()
+
+                nursery.start_soon(watch)
+                await function(*args)
+                nursery.cancel_scope.cancel()
+
+    trio.run(run)
+    if received is not None:
+        raise click.exceptions.Exit(128 + received)
+
+
+async def report_connection(
+    status: Callable[[], tuple[bool, str]],
+    patience_s: int,
+    *,
+    was_connected: bool,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Says on standard error when a connection is lost and when it is back. Runs until cancelled.
+
+    Args:
+        status: Whether there is a connection now, and why the last one ended; "" if none did.
+        patience_s: How long the client keeps trying to reconnect.
+        was_connected: Whether there was a connection at first.
+        before: Called before anything is printed.
+    """
+    while True:
+        await trio.sleep(_POLL_S)
+        is_connected, last_failure = status()
+        if was_connected and not is_connected:
+            before()
+            say(f"the connection is lost ({last_failure}); trying again for up to {patience_s:,} s")
+        elif is_connected and not was_connected and last_failure:
+            before()
+            say("connected again")
+        was_connected = is_connected

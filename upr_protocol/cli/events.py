@@ -1,4 +1,4 @@
-"""`upr events`: which buckets change, as they do."""
+"""`upr events`: follows which buckets change."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 import trio
 
 from upr_protocol.bucket_event import ALL_KINDS, ANY_DESIGN, BucketEvent, BucketFate, EventKind
-from upr_protocol.cli.connection import identity, patience_option
-from upr_protocol.cli.exits import say
-from upr_protocol.cli.interrupt import run_interruptible
-from upr_protocol.cli.numbers import number
+from upr_protocol.cli.connection import identity, report_connection, run_until_signal
 from upr_protocol.cli.output import Output
-from upr_protocol.cli.target import TargetCommand, server_argument
+from upr_protocol.cli.parameters import (
+    TargetCommand,
+    json_option,
+    number,
+    patience_option,
+    server_argument,
+)
 from upr_protocol.client import Address, EventFeed, LookAtEverything, follow_events
 from upr_protocol.limits import HEALTH_TIMEOUT_S_MAX, HEALTH_TIMEOUT_S_MIN
 
 _KINDS: Final = {kind.name.lower(): kind for kind in EventKind if kind.name}
-
-_LOOK_S: Final = 0.5
-"""A connection that is made again sooner than this is not worth a word."""
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -36,18 +36,18 @@ _encode: Final = msgspec.json.Encoder().encode
     "kinds",
     type=click.Choice(list(_KINDS)),
     multiple=True,
-    help="Only these; several times for several. `design` is of design documents.",
+    help="Only events of this kind. Repeat it for several. `design` stands for design documents.",
 )
 @click.option(
     "--name",
     "pattern",
     metavar="PATTERN",
-    help="Only buckets with such a name; * and ? stand for others.  [default: the URL's, or all]",
+    help="Only buckets with a matching name; * and ? are wildcards.  [default: the URL's, or all]",
 )
 @click.option(
     "--consumer",
     metavar="NAME",
-    help="Come back under this name, and be told what was missed.  [default: a new one]",
+    help="The consumer's name; one that returns gets the events it missed.  [default: a new one]",
 )
 @click.option(
     "--timeout",
@@ -56,9 +56,9 @@ _encode: Final = msgspec.json.Encoder().encode
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="For how long the server keeps what is missed.",
+    help="How long the server keeps events for a consumer that is away.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@json_option
 @patience_option
 def events(
     target: Address,
@@ -69,13 +69,13 @@ def events(
     as_json: bool,
     patience: int,
 ) -> None:
-    r"""Follow which buckets change, and not what changes in them.
+    r"""Follow which buckets change, without the changes themselves.
 
-    A bucket that was updated often since the line before stands in one line. A line `everything`
-    comes first, and again whenever something may have been missed: any bucket may have changed.
+    Several updates of a bucket since the previous line become one line. A line `everything` means
+    that any bucket may have changed: it comes first, and whenever events may have been missed.
 
-    With --consumer the command can be killed at any moment: run again within --timeout, it tells
-    what was missed meanwhile.
+    With --consumer the command can be killed at any moment. Run again within --timeout, it prints
+    what happened in the meantime.
 
     \b
     Examples:
@@ -92,9 +92,7 @@ def events(
         patience,
         as_json,
     )
-    ended_by = run_interruptible(job.follow)
-    if ended_by is not None:
-        raise click.exceptions.Exit(ended_by)
+    run_until_signal(job.follow)
 
 
 @attrs.frozen
@@ -111,7 +109,7 @@ class _Events:
     _output: Output = attrs.field(factory=Output, init=False)
 
     async def follow(self) -> None:
-        """Prints what there is to tell, for ever."""
+        """Prints events until cancelled."""
         async with (
             follow_events(
                 self.target,
@@ -125,26 +123,18 @@ class _Events:
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(self._output.watch)
-            nursery.start_soon(self._tell_of_connection, feed)
+            nursery.start_soon(self._report_connection, feed)
             async for event in feed:
                 await self._output.write(json_line(event) if self.as_json else text_line(event))
 
-    async def _tell_of_connection(self, feed: EventFeed) -> None:
-        was_connected = False
-        while True:
-            await trio.sleep(_LOOK_S)
-            if was_connected and not feed.connected:
-                say(
-                    f"the connection is lost ({feed.last_failure}); trying again for up to "
-                    f"{self.patience_s:,} s"
-                )
-            elif feed.connected and not was_connected and feed.last_failure:
-                say("connected again")
-            was_connected = feed.connected
+    async def _report_connection(self, feed: EventFeed) -> None:
+        await report_connection(
+            lambda: (feed.connected, feed.last_failure), self.patience_s, was_connected=False
+        )
 
 
 def text_line(event: BucketEvent | LookAtEverything) -> bytes:
-    """The line that tells a person of `event`, with its newline."""
+    """The line for `event` for people, with its newline."""
     if isinstance(event, LookAtEverything):
         return b"everything may have changed\n"
     words = [event.bucket]
@@ -160,11 +150,11 @@ def text_line(event: BucketEvent | LookAtEverything) -> bytes:
 
 
 _UNPRINTED: Final = dict.fromkeys((*range(32), 127), "?")
-"""Control characters in a key do not reach a terminal."""
+"""Keeps control characters in a key away from the terminal."""
 
 
 def json_line(event: BucketEvent | LookAtEverything) -> bytes:
-    """The line of JSON that tells of `event`, with its newline."""
+    """The JSON line for `event`, with its newline."""
     if isinstance(event, LookAtEverything):
         return b'{"event":"everything"}\n'
     fields: dict[str, Any] = {

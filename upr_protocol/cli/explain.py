@@ -1,4 +1,4 @@
-"""`upr explain`: what a consumer that goes on from a resume state would be told."""
+"""`upr explain`: where a consumer with a given resume state would continue."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import click
 import trio
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.exits import INCOMPLETE, MisusedError
-from upr_protocol.cli.table import print_table
-from upr_protocol.cli.target import TargetCommand, bucket_argument
+from upr_protocol.cli.errors import INCOMPLETE, BadInputError
+from upr_protocol.cli.output import print_table
+from upr_protocol.cli.parameters import TargetCommand, bucket_argument, json_option
 from upr_protocol.client import (
     Address,
     Client,
@@ -29,13 +29,13 @@ from upr_protocol.ids import PartitionId, SeqNo
 
 _COLUMNS: Final = ("partition", "received", "complete", "outcome", "from", "ceiling", "reason")
 
-Floor = Callable[[PartitionId], SeqNo | None]
-"""Down to where a consumer can undo; None of one that cannot."""
+RollbackFloor = Callable[[PartitionId], SeqNo | None]
+"""The lowest sequence number to which a consumer can roll back; None if it must start again."""
 
 
 @attrs.frozen
 class _Outcome:
-    """What becomes of one partition."""
+    """What would happen to one partition."""
 
     name: str
     start: int | None
@@ -47,27 +47,27 @@ def _cannot_undo(_: PartitionId) -> SeqNo | None:
     return None
 
 
-def _load(path: Path, bucket: str) -> tuple[ResumeState, Floor]:
+def _load(path: Path, bucket: str) -> tuple[ResumeState, RollbackFloor]:
     try:
         state, floor_of = _read(path)
         state.check_bucket(bucket)
     except ResumeStateError as error:
-        raise MisusedError(f"{path}: {error}") from error
+        raise BadInputError(f"{path}: {error}") from error
     return state, floor_of
 
 
-def _read(path: Path) -> tuple[ResumeState, Floor]:
+def _read(path: Path) -> tuple[ResumeState, RollbackFloor]:
     if path.is_dir():
-        with closing(LocalCopyReader(path)) as copy:
-            return copy.state, copy.floors().get
+        with closing(LocalCopyReader(path)) as reader:
+            return reader.state, reader.floors().get
     state = FileStore(path).load_now()
     if state is None:
-        raise MisusedError(f"there is no file {path}: name what --resume or --state names")
+        raise BadInputError(f"there is no file {path}; name the path given to --resume or --state")
     return state, _cannot_undo
 
 
 _GONE: Final = _Outcome("rolls back", 0, 0, "the bucket does not have this partition any more")
-_HOMELESS: Final = _Outcome(
+_UNOWNED: Final = _Outcome(
     "is elsewhere", None, None, "no node takes this partition now; ask again later"
 )
 
@@ -88,46 +88,46 @@ def _outcome(info: PartitionInfo, position: Position, floor: SeqNo | None) -> _O
 @click.command(cls=TargetCommand)
 @bucket_argument
 @click.argument("state", metavar="RESUME_FILE", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@json_option
 def explain(target: Address, state: Path, as_json: bool) -> None:
-    r"""Say where a consumer would go on, and why.
+    r"""Show where a consumer would continue, and why.
 
-    RESUME_FILE is the file of `upr tail --resume`, or the directory of `upr tail --state`. Nothing
-    is changed, neither here nor on the server: its histories are asked for, and compared with what
-    the file says by the rule that the server follows.
+    RESUME_FILE is the file of `upr tail --resume`, or the directory of `upr tail --state`. The
+    command reads the server's histories and compares them with the file, by the server's own rule.
+    It changes nothing.
 
     \b
-    received, complete  the last number received, and the last complete snapshot's end
-    outcome             "goes on": with what follows; nothing is lost or repeated
-                        "rolls back": the server never had some of what was received
-                        "waits": the server has less than was received, in the same history
-                        "is elsewhere": it cannot be said; where no node takes the partition now,
+    received, complete  the last sequence number received, and the end of the last complete snapshot
+    outcome             "goes on": the stream continues; no change is lost or repeated
+                        "rolls back": the server does not have some of the changes received
+                        "waits": the server has the same history, but not yet all changes received
+                        "is elsewhere": unknown; if no node is active for the partition now,
                         the exit code is 1
-    from                the number that the stream goes on from; 0 is everything anew. A directory
-                        knows what to undo, a file does not and begins anew
-    ceiling             of a rollback: the highest number that both have in common
+    from                the sequence number to continue from; 0 starts again. A directory can undo
+                        changes; a file cannot, and starts again
+    ceiling             for a rollback: the highest sequence number that both have in common
 
     \b
     Examples:
       upr explain upr://127.0.0.1:12000/planes planes.state
-      upr explain upr://127.0.0.1:12000/planes planes.map --json
+      upr explain upr://127.0.0.1:12000/planes planes.copy --json
     """
-    found, floor_of = _load(state, target.bucket)
+    saved, floor_of = _load(state, target.bucket)
 
-    async def question(client: Client) -> tuple[int, list[PartitionInfo]]:
-        await trio.lowlevel.checkpoint()  # they came with the greeting
+    async def request(client: Client) -> tuple[int, list[PartitionInfo]]:
+        await trio.lowlevel.checkpoint()  # the partitions came with the greeting
         return client.partition_count, client.partitions()
 
-    partition_count, told = ask(target, question)
-    infos = {info.partition: info for info in told}
+    partition_count, held_partitions = ask(target, request)
+    infos = {info.partition: info for info in held_partitions}
     rows: list[tuple[object, ...]] = []
-    for partition in sorted(found.positions.keys() | set(map(PartitionId, range(partition_count)))):
-        position = found.position(partition)
+    for partition in sorted(saved.positions.keys() | set(map(PartitionId, range(partition_count)))):
+        position = saved.position(partition)
         info = infos.get(partition)
         if info is not None:
             outcome = _outcome(info, position, floor_of(partition))
         else:
-            outcome = _GONE if partition >= partition_count else _HOMELESS
+            outcome = _GONE if partition >= partition_count else _UNOWNED
         rows.append(
             (
                 partition,

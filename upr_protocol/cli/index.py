@@ -1,4 +1,4 @@
-"""`upr index`: secondary indexes, by way of an indexer."""
+"""`upr index`: secondary indexes, which an indexer keeps."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Final, Literal
 import click
 import msgspec
 
-from upr_protocol.cli.exits import MisusedError, RefusedError
-from upr_protocol.cli.numbers import number
-from upr_protocol.cli.table import print_table
+from upr_protocol.cli.errors import BadInputError, RefusedError, say
+from upr_protocol.cli.output import print_table
+from upr_protocol.cli.parameters import json_option, number
 from upr_protocol.client import IndexClient, IndexerError, Written
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
-VARIABLE: Final = "UPR_INDEXER_URL"
+URL_VARIABLE: Final = "UPR_INDEXER_URL"
 URL_DEFAULT: Final = "http://127.0.0.1:12080"
 
-_MISUSES: Final = frozenset({"bad_definition", "bad_query"})
+_BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
 
 
-class _Asking:
-    """A client as a context; what the indexer refuses ends the command with a sentence."""
+class _Indexer:
+    """A client as a context; an error of the indexer ends the command with a sentence."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -36,10 +36,10 @@ class _Asking:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._client.close()
         if isinstance(error, IndexerError):
-            kind = MisusedError if error.code in _MISUSES else RefusedError
+            kind = BadInputError if error.code in _BAD_INPUTS else RefusedError
             raise kind(str(error)) from error
         if isinstance(error, UnicodeEncodeError):
-            raise MisusedError(f"{error.object!r} is not UTF-8") from error
+            raise BadInputError(f"{error.object!r} is not UTF-8") from error
 
 
 def _indexer_option(command: Any) -> Any:
@@ -47,17 +47,17 @@ def _indexer_option(command: Any) -> Any:
         "--indexer",
         "url",
         metavar="URL",
-        default=lambda: os.environ.get(VARIABLE, URL_DEFAULT),
-        help=f"Where the indexer answers.  [default: {VARIABLE}, or {URL_DEFAULT}]",
+        default=lambda: os.environ.get(URL_VARIABLE, URL_DEFAULT),
+        help=f"The indexer's URL.  [default: {URL_VARIABLE}, or {URL_DEFAULT}]",
     )(command)
 
 
 @click.group()
 def index() -> None:
-    """Make secondary indexes of a bucket, and scan them.
+    """Create secondary indexes of a bucket, and scan them.
 
-    An indexer (upr-indexer) keeps them; these commands talk to it. A design is a document that
-    names indexes; an index is called DESIGN/INDEX.
+    These commands talk to an indexer (upr-indexer), which keeps the indexes. A design document
+    defines one or more of them; the name of an index is DESIGN/INDEX.
     """
 
 
@@ -69,11 +69,11 @@ def index() -> None:
     "indexes",
     multiple=True,
     metavar="NAME=EXPRESSION[,EXPRESSION…]",
-    help="An index and the JMESPath expressions of its key; several are made by several.",
+    help="An index, and the JMESPath expressions of its key. Repeat it for several.",
 )
 @_indexer_option
 def create(design: str, file: Path | None, indexes: tuple[str, ...], url: str) -> None:
-    r"""Write the design document DESIGN, from FILE (JSON) or from options.
+    r"""Store the design document DESIGN, from FILE (JSON) or from --index.
 
     \b
     Examples:
@@ -81,73 +81,75 @@ def create(design: str, file: Path | None, indexes: tuple[str, ...], url: str) -
       upr index create flights flights.json
     """
     if (file is None) == (not indexes):
-        raise click.UsageError("give a file, or --index, and not both")
+        raise click.UsageError("give either a file or --index")
     body: object = file.read_bytes() if file is not None else _design(indexes)
-    with _Asking(url) as client:
+    with _Indexer(url) as client:
         client.create(design, body)
     click.echo(f"created {design}")
 
 
 def _design(indexes: tuple[str, ...]) -> object:
-    found: dict[str, object] = {}
-    for each in indexes:
-        name, equals, expressions = each.partition("=")
-        if not equals or name in found:
-            raise click.UsageError(f"{each!r} names no index, or one again: write NAME=EXPRESSION")
-        found[name] = {"key": expressions.split(",")}
-    return {"indexes": found}
+    definitions: dict[str, object] = {}
+    for text in indexes:
+        name, equals, expressions = text.partition("=")
+        if not equals:
+            raise click.UsageError(f"{text!r} is not an index; write NAME=EXPRESSION")
+        if name in definitions:
+            raise click.UsageError(f"the index {name!r} is defined twice; rename one of them")
+        definitions[name] = {"key": expressions.split(",")}
+    return {"indexes": definitions}
 
 
 @index.command()
 @click.argument("design")
 @_indexer_option
 def drop(design: str, url: str) -> None:
-    """Remove the design document DESIGN, and its indexes."""
-    with _Asking(url) as client:
+    """Delete the design document DESIGN and its indexes."""
+    with _Indexer(url) as client:
         client.drop(design)
     click.echo(f"dropped {design}")
 
 
 @index.command("list")
 @_indexer_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@json_option
 def list_indexes(url: str, as_json: bool) -> None:
     """List the indexes.
 
-    Standard error tells of design documents that cannot be used, and why.
+    Design documents with mistakes are reported on standard error.
     """
-    with _Asking(url) as client:
-        found, mistakes = client.indexes(), client.mistakes()
+    with _Indexer(url) as client:
+        indexes, mistakes = client.indexes(), client.mistakes()
     columns = ("name", "state", "entries", "disk_bytes", "behind")
     print_table(
-        columns, [tuple(row[column] for column in columns) for row in found], as_json=as_json
+        columns, [tuple(row[column] for column in columns) for row in indexes], as_json=as_json
     )
     for design, mistake in mistakes.items():
-        click.echo(f"upr: the design {design} cannot be used: {mistake}", err=True)
+        say(f"the design {design} cannot be used: {mistake}")
 
 
 @index.command()
 @click.argument("name", metavar="[DESIGN/INDEX]", required=False)
 @_indexer_option
 def status(name: str | None, url: str) -> None:
-    """Show how an index does, or the indexer, as a JSON object."""
-    with _Asking(url) as client:
-        found = client.status() if name is None else client.index(name)
-    click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    """Print the status of an index, or of the indexer, as a JSON object."""
+    with _Indexer(url) as client:
+        details = client.status() if name is None else client.index(name)
+    click.echo(msgspec.json.format(msgspec.json.encode(details)).decode())
 
 
-def _json_list(place: str, text: str) -> list[Any]:
+def _key_parts(option: str, text: str) -> list[Any]:
     try:
         value = msgspec.json.decode(text.encode(errors="surrogateescape"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        value = text  # a word without quotes, as one writes it in a shell
+        value = text  # a word without quotes, as people write it in a shell
     if isinstance(value, dict):
-        raise click.BadParameter(f"{place}: an object is no key")
+        raise click.BadParameter(f"{option}: a key cannot be an object")
     return value if isinstance(value, list) else [value]
 
 
-def _key(name: str) -> Any:
-    return lambda text: _json_list(name, text)
+def _key(option: str) -> Any:
+    return lambda text: _key_parts(option, text)
 
 
 def _written(text: str) -> Written:
@@ -158,26 +160,31 @@ def _written(text: str) -> Written:
         )
     except ValueError as error:
         raise click.BadParameter(
-            f"{text!r} is no change: write PARTITION:HISTORY:NUMBER, HISTORY in hexadecimal digits"
+            f"{text!r} is not a change; write PARTITION:HISTORY:NUMBER, HISTORY in hexadecimal"
         ) from error
 
 
 @index.command()
 @click.argument("name", metavar="DESIGN/INDEX")
-@click.option("--prefix", type=_key("--prefix"), metavar="KEY", help="Keys that begin so.")
-@click.option("--from", "low", type=_key("--from"), metavar="KEY", help="Where to begin.")
-@click.option("--to", "high", type=_key("--to"), metavar="KEY", help="Where to end.")
-@click.option("--from-exclusive", is_flag=True, help="Without keys that begin as --from.")
-@click.option("--to-exclusive", is_flag=True, help="Without keys that begin as --to.")
-@click.option("--descending", is_flag=True, help="The highest first.")
-@click.option("--limit", type=number(1, 10**12), metavar="NUMBER", help="At most so many.")
-@click.option("--count", is_flag=True, help="How many there are, and not which.")
+@click.option(
+    "--prefix", type=_key("--prefix"), metavar="KEY", help="Only keys that begin with this."
+)
+@click.option("--from", "low", type=_key("--from"), metavar="KEY", help="The lowest key.")
+@click.option("--to", "high", type=_key("--to"), metavar="KEY", help="The highest key.")
+@click.option("--from-exclusive", is_flag=True, help="Exclude keys that begin with --from.")
+@click.option("--to-exclusive", is_flag=True, help="Exclude keys that begin with --to.")
+@click.option("--descending", is_flag=True, help="Print the highest key first.")
+@click.option(
+    "--limit", type=number(1, 10**12), metavar="NUMBER", help="Print at most this many entries."
+)
+@click.option("--count", is_flag=True, help="Print only the number of entries.")
 @click.option(
     "--consistency",
     type=click.Choice(["any", "at_least", "now"]),
     default="now",
     show_default=True,
-    help="How fresh: any; at least with what --written names; all that the server has now.",
+    help="How fresh the index must be: any; at least the changes of --written; or everything that "
+    "the server has now.",
 )
 @click.option(
     "--written",
@@ -192,7 +199,7 @@ def _written(text: str) -> Written:
     default=10,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for that.",
+    help="How long to wait for the index to be that fresh.",
 )
 @_indexer_option
 def scan(
@@ -210,9 +217,9 @@ def scan(
     timeout: int,
     url: str,
 ) -> None:
-    r"""Print the entries of an index, a JSON object a line.
+    r"""Print the entries of an index, one JSON object per line.
 
-    A KEY is a JSON value, or a list of the key's first parts; a plain word stands for itself.
+    A KEY is a JSON value, or a list of the key's first parts. A word without quotes is a string.
 
     \b
     Examples:
@@ -227,14 +234,14 @@ def scan(
         "low": None if low is None else (low, not from_exclusive),
         "high": None if high is None else (high, not to_exclusive),
     }
-    fresh: dict[str, Any] = {
+    freshness: dict[str, Any] = {
         "consistency": consistency,
         "written": written,
         "timeout_s": timeout,
     }
-    with _Asking(url) as client:
+    with _Indexer(url) as client:
         if count:
-            click.echo(client.count(name, **range_, **fresh))
+            click.echo(client.count(name, **range_, **freshness))
             return
         left = limit
         continuation = ""
@@ -242,7 +249,7 @@ def scan(
             page = client.scan(
                 name,
                 **range_,
-                **fresh,
+                **freshness,
                 descending=descending,
                 limit=min(1000, left or 1000),
                 continuation=continuation,

@@ -6,36 +6,49 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import Any, Final
 
 import click
 import msgspec
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.durability import durability_option
-from upr_protocol.cli.exits import INCOMPLETE, say
-from upr_protocol.cli.lines import text_fields
-from upr_protocol.cli.numbers import U32, U64, number
-from upr_protocol.cli.target import TargetCommand, bucket_argument
+from upr_protocol.cli.errors import INCOMPLETE, say
+from upr_protocol.cli.output import text_fields
+from upr_protocol.cli.parameters import (
+    U32,
+    U64,
+    TargetCommand,
+    bucket_argument,
+    durability_options,
+    number,
+)
 from upr_protocol.client import Address, Client, Item, Written
-from upr_protocol.ids import Durability
 
 _EXPIRE_IN_MAX: Final = 100 * 365 * 86_400
 """A hundred years: the expiry time has 32 bits, which end in 2106."""
 
+
+def _octets(text: str) -> bytes:
+    """The bytes of a command-line argument, whether or not they are UTF-8."""
+    return os.fsencode(text)
+
+
+_key = click.argument("key", type=_octets)
+_value = click.argument("value")
 _cas_option = click.option(
     "--cas",
     type=U64,
     default=0,
     metavar="CAS",
-    help="Only if this is still the item's CAS, as `upr get --json` prints it.",
+    help="Only if the item still has this CAS, as `upr get --json` prints it.",
 )
 _flags_option = click.option(
     "--flags",
     type=U32,
     default=0,
     metavar="NUMBER",
-    help="The application's own 32 bits, kept with the item.",
+    help="32 bits for the application's own use, stored with the item.",
 )
 _expire_option = click.option(
     "--expire-in",
@@ -44,57 +57,56 @@ _expire_option = click.option(
     help="When the item expires, from now. [default: never]",
 )
 
+Write = Callable[[Client], Awaitable[Written]]
 
-def _command(name: str, *options: Callable[[Any], Any]) -> Callable[[Any], click.Command]:
-    """A command about one key of a bucket, with `options` and those that all have."""
 
-    def decorate(function: Any) -> click.Command:
-        for option in reversed((bucket_argument, *options, durability_option)):
-            function = option(function)
-        made: click.Command = click.command(name, cls=TargetCommand)(function)
+def _write_command(
+    name: str, *parameters: Callable[[Any], Any]
+) -> Callable[[Callable[..., Write]], click.Command]:
+    """A command that changes one key, with `parameters` and those that all such commands have.
+
+    The decorated function makes the request of its arguments, which are named as the client's
+    methods name them: `value` is bytes here, and `expiry` a time.
+    """
+
+    def decorate(function: Callable[..., Write]) -> click.Command:
+        @wraps(function)
+        def run(target: Address, **arguments: Any) -> None:
+            if "value" in arguments:
+                value = arguments["value"]
+                arguments["value"] = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
+            if "expire_in" in arguments:
+                expire_in = arguments.pop("expire_in")
+                arguments["expiry"] = 0 if expire_in is None else int(time.time()) + expire_in
+            written = ask(target, function(**arguments))
+            if written.count is not None:
+                click.echo(written.count)
+            else:
+                click.echo(f"partition {written.partition}, seq {written.seq}, CAS {written.cas}")
+
+        command: Any = run
+        for parameter in reversed((bucket_argument, *parameters, durability_options)):
+            command = parameter(command)
+        made: click.Command = click.command(name, cls=TargetCommand)(command)
         return made
 
     return decorate
-
-
-def _octets(text: str) -> bytes:
-    """The bytes that stood on the command line, be they UTF-8 or not."""
-    return os.fsencode(text)
-
-
-_key = click.argument("key", type=_octets)
-_value = click.argument("value")
-
-
-def _expiry(expire_in: int | None) -> int:
-    return 0 if expire_in is None else int(time.time()) + expire_in
-
-
-def _input(value: str) -> bytes:
-    """What is to be stored: the argument, or standard input for `-`."""
-    return sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
-
-
-def _write(target: Address, operation: Callable[[Client], Awaitable[Written]]) -> None:
-    written = ask(target, operation)
-    if written.count is not None:
-        click.echo(written.count)
-    else:
-        click.echo(f"partition {written.partition}, seq {written.seq}, CAS {written.cas}")
 
 
 @click.command(cls=TargetCommand)
 @bucket_argument
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...", type=_octets)
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object a key, with CAS, flags and expiry."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object per key, with CAS, flags and expiry.",
 )
-@click.option("--raw", is_flag=True, help="Print nothing but the value, without a newline.")
+@click.option("--raw", is_flag=True, help="Print only the value, without a newline.")
 def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> None:
     r"""Print the values of keys.
 
-    Each is followed by a newline. A key that is missing is named on standard error, and the exit
-    code is 1.
+    A newline follows each value. Standard error names missing keys, and the exit code is then 1.
 
     \b
     Examples:
@@ -128,17 +140,8 @@ def _fields(item: Item) -> dict[str, object]:
     }
 
 
-@_command("set", _key, _value, _cas_option, _flags_option, _expire_option)
-def set_(
-    target: Address,
-    key: bytes,
-    value: str,
-    cas: int,
-    flags: int,
-    expire_in: int | None,
-    durability: Durability,
-    copies: int,
-) -> None:
+@_write_command("set", _key, _value, _cas_option, _flags_option, _expire_option)
+def set_(key: bytes, value: bytes, **options: Any) -> Write:
     r"""Store a value.
 
     VALUE is stored at KEY whether or not the key exists; `-` reads it from standard input.
@@ -148,128 +151,64 @@ def set_(
       upr set upr://127.0.0.1:12000/planes N102UW '{"seats": 182}'
       upr set upr://127.0.0.1:12000/planes N102UW - --expire-in 60 < plane.json
     """
-    data, expiry = _input(value), _expiry(expire_in)
-    _write(
-        target,
-        lambda client: client.set(
-            key, data, cas=cas, flags=flags, expiry=expiry, durability=durability, copies=copies
-        ),
-    )
+    return lambda client: client.set(key, value, **options)
 
 
-@_command("add", _key, _value, _flags_option, _expire_option)
-def add(
-    target: Address,
-    key: bytes,
-    value: str,
-    flags: int,
-    expire_in: int | None,
-    durability: Durability,
-    copies: int,
-) -> None:
+@_write_command("add", _key, _value, _flags_option, _expire_option)
+def add(key: bytes, value: bytes, **options: Any) -> Write:
     """Store a value if the key does not exist."""
-    data, expiry = _input(value), _expiry(expire_in)
-    _write(
-        target,
-        lambda client: client.add(
-            key, data, flags=flags, expiry=expiry, durability=durability, copies=copies
-        ),
-    )
+    return lambda client: client.add(key, value, **options)
 
 
-@_command("replace", _key, _value, _cas_option, _flags_option, _expire_option)
-def replace(
-    target: Address,
-    key: bytes,
-    value: str,
-    cas: int,
-    flags: int,
-    expire_in: int | None,
-    durability: Durability,
-    copies: int,
-) -> None:
+@_write_command("replace", _key, _value, _cas_option, _flags_option, _expire_option)
+def replace(key: bytes, value: bytes, **options: Any) -> Write:
     """Store a value if the key exists."""
-    data, expiry = _input(value), _expiry(expire_in)
-    _write(
-        target,
-        lambda client: client.replace(
-            key, data, cas=cas, flags=flags, expiry=expiry, durability=durability, copies=copies
-        ),
-    )
+    return lambda client: client.replace(key, value, **options)
 
 
-@_command("append", _key, _value, _cas_option)
-def append(
-    target: Address, key: bytes, value: str, cas: int, durability: Durability, copies: int
-) -> None:
-    """Add to the end of what is stored."""
-    data = _input(value)
-    _write(
-        target,
-        lambda client: client.append(key, data, cas=cas, durability=durability, copies=copies),
-    )
+@_write_command("append", _key, _value, _cas_option)
+def append(key: bytes, value: bytes, **options: Any) -> Write:
+    """Add to the end of a value."""
+    return lambda client: client.append(key, value, **options)
 
 
-@_command("prepend", _key, _value, _cas_option)
-def prepend(
-    target: Address, key: bytes, value: str, cas: int, durability: Durability, copies: int
-) -> None:
-    """Add to the front of what is stored."""
-    data = _input(value)
-    _write(
-        target,
-        lambda client: client.prepend(key, data, cas=cas, durability=durability, copies=copies),
-    )
+@_write_command("prepend", _key, _value, _cas_option)
+def prepend(key: bytes, value: bytes, **options: Any) -> Write:
+    """Add to the front of a value."""
+    return lambda client: client.prepend(key, value, **options)
 
 
-@_command("delete", _key, _cas_option)
-def delete(target: Address, key: bytes, cas: int, durability: Durability, copies: int) -> None:
+@_write_command("delete", _key, _cas_option)
+def delete(key: bytes, **options: Any) -> Write:
     """Remove a key."""
-    _write(target, lambda client: client.delete(key, cas=cas, durability=durability, copies=copies))
+    return lambda client: client.delete(key, **options)
 
 
-@_command("touch", _key, _cas_option, _expire_option)
-def touch(
-    target: Address,
-    key: bytes,
-    cas: int,
-    expire_in: int | None,
-    durability: Durability,
-    copies: int,
-) -> None:
-    """Give an item a new time to expire; without --expire-in, none."""
-    expiry = _expiry(expire_in)
-    _write(
-        target,
-        lambda client: client.touch(key, expiry, cas=cas, durability=durability, copies=copies),
-    )
+@_write_command("touch", _key, _cas_option, _expire_option)
+def touch(key: bytes, expiry: int, **options: Any) -> Write:
+    """Change when an item expires; without --expire-in it never does."""
+    return lambda client: client.touch(key, expiry, **options)
 
 
-_by_option = click.option(
-    "--by", type=U64, default=1, show_default=True, metavar="NUMBER", help="How much."
-)
-_initial_option = click.option(
-    "--initial",
-    type=U64,
-    metavar="NUMBER",
-    help="What a missing counter becomes, as it is. [default: 0, changed by --by]",
-)
-_existing_option = click.option(
-    "--existing", is_flag=True, help="Refuse a missing counter instead of making it."
+_counter_options: Final = (
+    click.option(
+        "--by", type=U64, default=1, show_default=True, metavar="NUMBER", help="How much to change."
+    ),
+    click.option(
+        "--initial",
+        type=U64,
+        metavar="NUMBER",
+        help="The value of a counter that does not exist yet. [default: 0, changed by --by]",
+    ),
+    click.option(
+        "--existing", is_flag=True, help="Refuse a counter that does not exist, and create none."
+    ),
+    _expire_option,
 )
 
 
-@_command("increment", _key, _by_option, _initial_option, _existing_option, _expire_option)
-def increment(
-    target: Address,
-    key: bytes,
-    by: int,
-    initial: int | None,
-    existing: bool,
-    expire_in: int | None,
-    durability: Durability,
-    copies: int,
-) -> None:
+@_write_command("increment", _key, *_counter_options)
+def increment(key: bytes, by: int, existing: bool, **options: Any) -> Write:
     r"""Add to a counter and print its new value.
 
     Counters are decimal text; they wrap at 2**64.
@@ -279,46 +218,13 @@ def increment(
       upr increment upr://127.0.0.1:12000/counts landings
       upr increment upr://127.0.0.1:12000/counts landings --by 10 --initial 1000
     """
-    expiry = _expiry(expire_in)
-    _write(
-        target,
-        lambda client: client.increment(
-            key,
-            by,
-            initial=initial,
-            create=not existing,
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        ),
-    )
+    return lambda client: client.increment(key, by, create=not existing, **options)
 
 
-@_command("decrement", _key, _by_option, _initial_option, _existing_option, _expire_option)
-def decrement(
-    target: Address,
-    key: bytes,
-    by: int,
-    initial: int | None,
-    existing: bool,
-    expire_in: int | None,
-    durability: Durability,
-    copies: int,
-) -> None:
+@_write_command("decrement", _key, *_counter_options)
+def decrement(key: bytes, by: int, existing: bool, **options: Any) -> Write:
     """Subtract from a counter and print its new value; it stops at 0."""
-    expiry = _expiry(expire_in)
-    _write(
-        target,
-        lambda client: client.decrement(
-            key,
-            by,
-            initial=initial,
-            create=not existing,
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        ),
-    )
+    return lambda client: client.decrement(key, by, create=not existing, **options)
 
 
 COMMANDS: Final = (

@@ -1,13 +1,114 @@
-"""Standard output for a stream that may have a slow reader."""
+"""What commands print: tables, progress, figures, and a stream whose reader may be slow."""
 
 from __future__ import annotations
 
 import os
 import select
 import stat
+import sys
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from typing import Final
 
+import click
+import msgspec
 import trio
+
+# Figures.
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes for people: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def rate_text(count: int, seconds: float) -> str:
+    """A rate for people: `60,000/s`."""
+    return f"{count / max(seconds, 0.001):,.0f}/s"
+
+
+def text_fields(name: str, data: bytes) -> dict[str, str]:
+    """The JSON field `name` for `data`: text where it is UTF-8, otherwise base64, which a second
+    field `NAME_encoding` says."""
+    try:
+        return {name: data.decode()}
+    except UnicodeDecodeError:
+        return {name: b64encode(data).decode(), f"{name}_encoding": "base64"}
+
+
+# Tables.
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, as_json: bool = False
+) -> None:
+    """Prints `rows` under the names of their `columns`, numbers aligned right and text left.
+
+    As JSON each row is one object on a line of its own.
+    """
+    if as_json:
+        for row in rows:
+            click.echo(msgspec.json.encode(dict(zip(columns, row, strict=True))))
+        return
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    right = [bool(rows) and isinstance(value, int) for value in (rows[0] if rows else columns)]
+    for line in (columns, *cells):
+        padded = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        )
+        click.echo("  ".join(padded).rstrip())
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# Progress, on standard error.
+
+_TERMINAL_S: Final = 0.2
+_LOG_S: Final = 5.0
+"""A log that is kept needs a line only every few seconds."""
+
+
+class Progress:
+    """Shows a text again and again: in one place on a terminal, elsewhere as a line now and then.
+
+    Args:
+        text: Makes the text.
+        interval_s: How often, where standard error is not a terminal.
+    """
+
+    def __init__(self, text: Callable[[], str], interval_s: float = _LOG_S) -> None:
+        self._text = text
+        self._on_terminal = sys.stderr.isatty()
+        self._interval_s = _TERMINAL_S if self._on_terminal else interval_s
+        self._width = 0
+
+    async def run(self) -> None:
+        """Shows the text until cancelled."""
+        while True:
+            await trio.sleep(self._interval_s)
+            text = self._text()
+            if self._on_terminal:
+                click.echo("\r" + text.ljust(self._width), nl=False, err=True)
+                self._width = len(text)
+            else:
+                click.echo(text, err=True)
+
+    def clear(self) -> None:
+        """Clears the terminal's line for what is printed next."""
+        if self._width:
+            click.echo("\r" + " " * self._width + "\r", nl=False, err=True)
+            self._width = 0
+
+
+# A stream on standard output.
 
 STANDARD_OUTPUT: Final = 1
 
@@ -16,7 +117,7 @@ _WATCH_S: Final = 0.2
 
 
 class Output:
-    """Writes to a descriptor, without a buffer of its own: what was written has left the process.
+    """Writes to a file descriptor without a buffer: written data has left the process.
 
     Args:
         descriptor: Where to write.
@@ -26,16 +127,16 @@ class Output:
         self._descriptor = descriptor
 
     async def write(self, data: bytes) -> None:
-        """Writes all of `data`, however long its reader takes; other tasks go on meanwhile.
+        """Writes all of `data`, however long its reader takes, without blocking other tasks.
 
-        Cancelled, some of it may have been written or still be.
+        If it is cancelled, part of the data may have been written, or may yet be.
 
         Raises:
-            BrokenPipeError: Nobody reads any more.
-            OSError: It cannot be written, for instance as the disk is full.
+            BrokenPipeError: The reader has closed its end.
+            OSError: The data cannot be written; the disk may be full.
         """
         if len(data) <= select.PIPE_BUF and self._is_writable():
-            # So little fits whole, and a thread would cost more than the write.
+            # A write of at most PIPE_BUF does not block, and a thread would cost more than it.
             _write_all(self._descriptor, data)
             await trio.lowlevel.checkpoint()
         else:
@@ -47,28 +148,28 @@ class Output:
         return bool(select.select((), (self._descriptor,), (), 0)[1])
 
     async def watch(self) -> None:
-        """Runs until nobody reads any more, also while there is nothing to write.
+        """Waits until the reader closes its end, also while there is nothing to write.
 
         Raises:
-            BrokenPipeError: Then.
+            BrokenPipeError: The reader has closed its end.
         """
         poll = select.poll()
-        poll.register(self._descriptor, 0)  # errors are told unasked
-        while not poll.poll(0):  # noqa: ASYNC110  the system tells nobody
+        poll.register(self._descriptor, 0)  # poll reports errors even with an empty event mask
+        while not poll.poll(0):  # noqa: ASYNC110  no event tells of a closed reader
             await trio.sleep(_WATCH_S)
         raise BrokenPipeError
 
     def end_line(self) -> None:
-        """Ends the last line of a file that is appended to, if it was cut in its middle.
+        """Adds a newline to a file that does not end with one.
 
-        A process that is killed may leave one; what is written next must not become its end.
+        A killed process may leave half a line; what is appended next must not become its end.
         """
         status = os.fstat(self._descriptor)
         if stat.S_ISREG(status.st_mode) and status.st_size and not self._ends_with_newline():
             _write_all(self._descriptor, b"\n")
 
     def _ends_with_newline(self) -> bool:
-        # The descriptor is for writing only; the system has another way to the same file.
+        # The descriptor is open for writing only; /dev/fd opens the same file for reading.
         try:
             with open(f"/dev/fd/{self._descriptor}", "rb") as file:
                 file.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""`upr partitions`: who holds what, and how far each is."""
+"""`upr partitions`: which nodes hold the partitions, and how far each is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import click
 import trio
 
 from upr_protocol.cli.connection import identity
-from upr_protocol.cli.table import print_table
-from upr_protocol.cli.target import TargetCommand, bucket_argument
+from upr_protocol.cli.output import print_table
+from upr_protocol.cli.parameters import TargetCommand, bucket_argument
 from upr_protocol.client import Address, PartitionInfo
 from upr_protocol.client.operator import NodeReport, Operator, Survey, ranges_text
 from upr_protocol.ids import PartitionId, PartitionState
@@ -24,7 +24,7 @@ UNREACHABLE: Final = "unreachable"
 
 @attrs.frozen
 class _Row:
-    """One partition on one node; None for what is not known."""
+    """One partition on one node; fields that are not known are None."""
 
     partition: PartitionId
     node: str
@@ -37,18 +37,20 @@ class _Row:
 
 @click.command(cls=TargetCommand)
 @bucket_argument
-@click.option("--all", "each", is_flag=True, help="A line for each partition, with its history.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for each partition.")
-def partitions(target: Address, each: bool, as_json: bool) -> None:
-    """Show which nodes hold the partitions, and what they have.
+@click.option(
+    "--all", "show_each", is_flag=True, help="Print a line per partition, with its history."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per partition and node.")
+def partitions(target: Address, show_each: bool, as_json: bool) -> None:
+    """Show which nodes hold the partitions, and how far they are.
 
-    All nodes are asked that the newest partition map names, and that map is shown. Partitions that
-    are held alike are shown together, with the sums of their numbers. `lag` is how many changes a
-    node has less than the active. With --all: the history is what the numbers belong to; in
-    another, the same number is another change.
+    The command asks every node that the newest partition map names. It groups partitions with the
+    same nodes and states, and prints the sums of their sequence numbers. `lag` is how many changes
+    a node is behind the active one. With --all it prints each partition's history, to which its
+    sequence numbers belong: in another history the same number is another change.
 
-    A state that is not what the map says is shown with that: `pending, to be active` waits until
-    another node has confirmed its map.
+    If a node's state is not the one in the map, both are shown: a node that is `pending, to be
+    active` waits until another node has confirmed its map.
     """
     survey = trio.run(Operator(target, identity("partitions")).survey)
     rows = _rows(survey)
@@ -56,7 +58,7 @@ def partitions(target: Address, each: bool, as_json: bool) -> None:
         print_table(_COLUMNS, [attrs.astuple(row) for row in rows], as_json=True)
         return
     _print_map(survey)
-    if each:
+    if show_each:
         print_table(_COLUMNS, [_known(attrs.astuple(row)) for row in rows])
     else:
         print_table(_TOTALS, _totals(rows))
@@ -68,12 +70,12 @@ def _print_map(survey: Survey) -> None:
     click.echo(f"revision {survey.map.revision}")
     for name, address in survey.map.nodes.items():
         report = survey.nodes[name]
-        said = ""
+        remark = ""
         if report.trouble:
-            said = f"  cannot be reached: {report.trouble}"
+            remark = f"  cannot be reached: {report.trouble}"
         elif report.revision != survey.map.revision:
-            said = f"  has revision {report.revision}"
-        click.echo(f"{name}  {address}{said}")
+            remark = f"  has revision {report.revision}"
+        click.echo(f"{name}  {address}{remark}")
     click.echo()
 
 
@@ -85,35 +87,35 @@ def _rows(survey: Survey) -> list[_Row]:
         assignments = list(survey.map.partitions)
     return [
         row
-        for number, one in enumerate(assignments)
-        for row in _of(survey, PartitionId(number), one)
+        for partition, assignment in enumerate(assignments)
+        for row in _partition_rows(survey, PartitionId(partition), assignment)
     ]
 
 
-def _of(survey: Survey, number: PartitionId, assignment: Assignment) -> list[_Row]:
-    """The holders of one partition, and who still is something for it."""
+def _partition_rows(survey: Survey, partition: PartitionId, assignment: Assignment) -> list[_Row]:
+    """A row for each node that the map or the node itself says holds the partition."""
     master = assignment.active or assignment.handing_over
     names = dict.fromkeys(assignment.holders())
     for name, report in survey.nodes.items():
-        if report.state(number) is not PartitionState.DEAD:
+        if report.state(partition) is not PartitionState.DEAD:
             names[name] = None
-    leading = _info(survey.nodes.get(master), number)
+    leading = _info(survey.nodes.get(master), partition)
     rows = []
     for name in names:
-        wanted = assignment.state_of(name)
-        info = _info(survey.nodes.get(name), number)
+        assigned = assignment.state_of(name)
+        info = _info(survey.nodes.get(name), partition)
         if info is None:
             state = UNREACHABLE if survey.nodes[name].trouble else PartitionState.DEAD.name.lower()
-            rows.append(_Row(number, name, _differing(state, wanted)))
+            rows.append(_Row(partition, name, _state_text(state, assigned)))
             continue
         lag = None
         if leading is not None and info.log == leading.log:
             lag = max(0, leading.high_seq - info.high_seq)
         rows.append(
             _Row(
-                number,
+                partition,
                 name,
-                _differing(info.state.name.lower(), wanted),
+                _state_text(info.state.name.lower(), assigned),
                 f"{info.log.current:016x}",
                 info.high_seq,
                 info.persisted_seq,
@@ -123,37 +125,37 @@ def _of(survey: Survey, number: PartitionId, assignment: Assignment) -> list[_Ro
     return rows
 
 
-def _info(report: NodeReport | None, number: PartitionId) -> PartitionInfo | None:
-    if report is None or number >= len(report.partitions):
+def _info(report: NodeReport | None, partition: PartitionId) -> PartitionInfo | None:
+    if report is None or partition >= len(report.partitions):
         return None
-    return report.partitions[number]
+    return report.partitions[partition]
 
 
-def _differing(state: str, wanted: PartitionState) -> str:
-    said = wanted.name.lower()
-    return state if state == said else f"{state}, to be {said}"
+def _state_text(state: str, assigned: PartitionState) -> str:
+    expected = assigned.name.lower()
+    return state if state == expected else f"{state}, to be {expected}"
 
 
 def _totals(rows: list[_Row]) -> list[tuple[object, ...]]:
-    """A row for each node of partitions that are held alike."""
-    of: dict[PartitionId, list[_Row]] = {}
+    """A row for each node and each group of partitions that have the same nodes and states."""
+    rows_of: dict[PartitionId, list[_Row]] = {}
     for row in rows:
-        of.setdefault(row.partition, []).append(row)
-    alike: dict[tuple[tuple[str, str, bool], ...], list[PartitionId]] = {}
-    for number, held in of.items():
-        kind = tuple((row.node, row.state, row.lag is None) for row in held)
-        alike.setdefault(kind, []).append(number)
-    found = []
-    for kind, numbers in alike.items():
-        for at in range(len(kind)):
-            same = [of[number][at] for number in numbers]
+        rows_of.setdefault(row.partition, []).append(row)
+    groups: dict[tuple[tuple[str, str, bool], ...], list[PartitionId]] = {}
+    for partition, its_rows in rows_of.items():
+        kind = tuple((row.node, row.state, row.lag is None) for row in its_rows)
+        groups.setdefault(kind, []).append(partition)
+    totals = []
+    for kind, partitions in groups.items():
+        for index, (node, state, _) in enumerate(kind):
+            group = [rows_of[partition][index] for partition in partitions]
             sums = (
-                _sum([row.high_seq for row in same]),
-                _sum([row.persisted_seq for row in same]),
-                _sum([row.lag for row in same]),
+                _sum([row.high_seq for row in group]),
+                _sum([row.persisted_seq for row in group]),
+                _sum([row.lag for row in group]),
             )
-            found.append(_known((ranges_text(numbers), same[0].node, same[0].state, *sums)))
-    return found
+            totals.append(_known((ranges_text(partitions), node, state, *sums)))
+    return totals
 
 
 def _sum(values: list[int | None]) -> int | None:

@@ -1,8 +1,9 @@
-"""Files as rows: CSV, JSON Lines, Parquet."""
+"""Files as rows (CSV, JSON Lines, Parquet), and the keys of rows."""
 
 from __future__ import annotations
 
 import csv
+import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
@@ -10,7 +11,7 @@ import attrs
 import msgspec
 
 from upr_protocol.errors import UprError
-from upr_protocol.limits import VALUE_BYTES_MAX
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 FORMATS: Final[Mapping[str, str]] = {
     ".csv": "csv",
@@ -18,14 +19,14 @@ FORMATS: Final[Mapping[str, str]] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
-"""Formats by the ends of files' names."""
+"""Formats by file name extension."""
 
 _PARQUET_ROWS: Final = 10_000
 _SURROGATES: Final = "surrogateescape"
 
 
 class FileError(UprError):
-    """The file cannot be read as what it is said to be; the message says what to do."""
+    """The file does not have the expected format; the message says what to do."""
 
 
 @attrs.frozen
@@ -33,7 +34,7 @@ class Row:
     """One row.
 
     Attributes:
-        line: The line it begins on, from 1; in Parquet, which has no lines, the row's number.
+        line: The line on which it begins, counted from 1; in Parquet the row's number.
         fields: Its values by column.
         json: The row as JSON.
     """
@@ -49,7 +50,7 @@ class BadRow:
 
     Attributes:
         line: As in `Row`.
-        reason: What is wrong with it.
+        reason: Why not.
     """
 
     line: int
@@ -60,15 +61,15 @@ Rows = Iterator[Row | BadRow]
 
 
 def read_rows(source: IO[bytes], form: str, null: Sequence[str] = ()) -> tuple[list[str], Rows]:
-    """The columns of a file, as far as it names them up front, and its rows as they are read.
+    """The columns of a file, empty if its header does not name them, and its rows, read lazily.
 
     Args:
         source: The file, from its beginning.
         form: `csv`, `jsonl` or `parquet`.
-        null: Texts that stand for a missing value. In CSV there is no other way to say it.
+        null: Texts that stand for a missing value; CSV has no other way to say so.
 
     Raises:
-        FileError: It is not of that format at all. Single bad rows are given as such.
+        FileError: The file as a whole does not have that format. A bad row is a `BadRow`.
     """
     missing = frozenset(null)
     if form == "csv":
@@ -80,20 +81,20 @@ def read_rows(source: IO[bytes], form: str, null: Sequence[str] = ()) -> tuple[l
 
 def _read_csv(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], Rows]:
     csv.field_size_limit(VALUE_BYTES_MAX)
-    # Bytes that are not UTF-8 become surrogates, which no JSON can hold: the row that has them is
-    # bad, and the next is not.
+    # Bytes that are not UTF-8 become surrogates, which JSON cannot encode: only the row that holds
+    # them is bad.
     lines = (line.decode("utf-8", _SURROGATES) for line in source)
     reader = csv.reader(lines, strict=True)
     try:
         columns = next(reader, None)
     except csv.Error as error:
-        raise FileError(f"the first line is no CSV header: {error}") from error
+        raise FileError(f"the first line is not a CSV header: {error}") from error
     if not columns:
         raise FileError("the file is empty: a CSV file begins with a line of column names")
     columns[0] = columns[0].removeprefix("\ufeff")
     for column in columns:
         if columns.count(column) > 1:
-            raise FileError(f"two columns are called {column!r}: give each a name of its own")
+            raise FileError(f"two columns are named {column!r}: rename one of them")
     return columns, _csv_rows(reader, columns, null)
 
 
@@ -106,7 +107,7 @@ def _csv_rows(reader: Any, columns: list[str], null: frozenset[str]) -> Rows:
         except StopIteration:
             return
         except csv.Error as error:
-            yield BadRow(line, f"no CSV: {error}")
+            yield BadRow(line, f"not CSV: {error}")
             continue
         if not values:
             continue
@@ -128,19 +129,15 @@ def _read_json_lines(source: IO[bytes], null: frozenset[str]) -> Rows:
         try:
             fields = decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield BadRow(line, f"no JSON: {error}")
+            yield BadRow(line, f"not JSON: {error}")
             continue
         if not isinstance(fields, dict):
-            yield BadRow(line, 'a line holds one JSON object, as in {"name": "value"}')
+            yield BadRow(line, 'expected one JSON object per line, as in {"name": "value"}')
             continue
         if null:
-            fields = {
-                name: None if isinstance(value, str) and value in null else value
-                for name, value in fields.items()
-            }
-            yield _row(line, fields)
+            yield _row(line, _with_nulls(fields, null))
         else:
-            # As it stands: a number with more digits than a float has keeps them.
+            # The text is stored unchanged: encoding again would round long numbers to floats.
             yield Row(line, fields, text)
 
 
@@ -156,28 +153,30 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
         file = pq.ParquetFile(source)
         columns = list(file.schema_arrow.names)
     except (pa.ArrowException, OSError) as error:
-        raise FileError(f"this is no Parquet file: {error}") from error
+        raise FileError(f"this is not a Parquet file: {error}") from error
 
     def rows() -> Rows:
-        number = 0
+        row = 0
         batches = file.iter_batches(batch_size=_PARQUET_ROWS)
         while True:
             try:
                 batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise FileError(f"the file is damaged behind row {number}: {error}") from error
+                raise FileError(f"the file is damaged after row {row}: {error}") from error
             if batch is None:
                 return
             for fields in batch.to_pylist():
-                number += 1
-                if null:
-                    fields = {
-                        name: None if isinstance(value, str) and value in null else value
-                        for name, value in fields.items()
-                    }
-                yield _row(number, fields)
+                row += 1
+                yield _row(row, _with_nulls(fields, null) if null else fields)
 
     return columns, rows()
+
+
+def _with_nulls(fields: Mapping[str, Any], null: frozenset[str]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, str) and value in null else value
+        for name, value in fields.items()
+    }
 
 
 def _row(line: int, fields: Mapping[str, Any]) -> Row | BadRow:
@@ -186,7 +185,55 @@ def _row(line: int, fields: Mapping[str, Any]) -> Row | BadRow:
     except UnicodeEncodeError:
         return BadRow(line, "the text is not UTF-8")
     except TypeError as error:
-        return BadRow(line, f"it has no form as JSON: {error}")
+        return BadRow(line, f"JSON cannot hold it: {error}")
 
 
 _encode = msgspec.json.Encoder().encode
+
+
+class KeyMaker:
+    """Makes a row's key from its columns.
+
+    Args:
+        columns: The columns of the key, in order.
+        separator: The text between two columns.
+    """
+
+    __slots__ = ("_columns", "_separator")
+
+    def __init__(self, columns: Sequence[str], separator: str = ":") -> None:
+        self._columns = tuple(columns)
+        self._separator = separator.encode()
+
+    def key(self, fields: Mapping[str, Any]) -> bytes | None:
+        """The key of the row with these `fields`; None if one of its columns is missing or empty.
+
+        Raises:
+            ValueError: The key would be too long, or a column holds a list or an object.
+        """
+        parts = []
+        for column in self._columns:
+            part = _part(column, fields.get(column))
+            if not part:
+                return None
+            parts.append(part)
+        key = self._separator.join(parts)
+        if len(key) > KEY_BYTES_MAX:
+            raise ValueError(f"its key has {len(key)} bytes; the limit is {KEY_BYTES_MAX}")
+        return key
+
+
+def _part(column: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if value is None:
+        return b""
+    if isinstance(value, bool):
+        return b"true" if value else b"false"
+    if isinstance(value, int | float):
+        return str(value).encode()
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dt.date | dt.time):
+        return value.isoformat().encode()
+    raise ValueError(f"{column} holds a {type(value).__name__}, which cannot be part of a key")

@@ -1,4 +1,4 @@
-"""`upr tail`: what changes, as it changes."""
+"""`upr tail`: follows the changes of a bucket."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import attrs
 import click
 import trio
 
-from upr_protocol.cli.connection import identity, patience_option
-from upr_protocol.cli.exits import RefusedError, say
-from upr_protocol.cli.interrupt import run_interruptible
-from upr_protocol.cli.lines import event_lines
-from upr_protocol.cli.numbers import number
-from upr_protocol.cli.output import Output
-from upr_protocol.cli.progress import Progress
-from upr_protocol.cli.summary import Summary
-from upr_protocol.cli.target import TargetCommand, bucket_argument
+from upr_protocol.cli.connection import identity, report_connection, run_until_signal
+from upr_protocol.cli.errors import RefusedError, say
+from upr_protocol.cli.event_lines import Summary, event_lines
+from upr_protocol.cli.output import Output, Progress
+from upr_protocol.cli.parameters import TargetCommand, bucket_argument, number, patience_option
 from upr_protocol.client import (
     Address,
     BarrierReached,
@@ -35,12 +31,9 @@ from upr_protocol.client import (
 from upr_protocol.limits import PARTITIONS_MAX
 
 CAUGHT_UP: Final = b"caught-up"
-"""The cookie of the barrier by which `--until caught-up` knows."""
+"""The cookie of the barrier that ends `--until caught-up`."""
 
 _SUMMARY_S: Final = 1.0
-
-_LOOK_S: Final = 0.5
-"""A connection that is made again sooner than this is not worth a word."""
 
 
 @click.command(cls=TargetCommand)
@@ -51,25 +44,25 @@ _LOOK_S: Final = 0.5
     type=click.Choice(["beginning", "now"]),
     default="beginning",
     show_default=True,
-    help="Where to start: with everything the server has, or with what changes from now on.",
+    help="Where to start: with everything that the server has, or with changes from now on.",
 )
 @click.option(
     "--resume",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Keep in FILE how far you are, and go on from there the next time.",
+    help="Save the position in FILE, and resume from there the next time.",
 )
 @click.option(
     "--state",
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Keep a local copy of the bucket in DIR, and go on from there the next time.",
+    help="Keep a local copy of the bucket in DIR, and resume from there the next time.",
 )
 @click.option(
     "--until",
     type=click.Choice(["caught-up"]),
-    help="End once everything is here that was stored when the command began.",
+    help="Stop once everything has arrived that was stored when the command began.",
 )
 @click.option(
     "--format",
@@ -77,7 +70,7 @@ _LOOK_S: Final = 0.5
     type=click.Choice(["jsonl", "summary"]),
     default="jsonl",
     show_default=True,
-    help="A line of JSON for each event, or a line of figures every second.",
+    help="A JSON line per event, or a summary line every second.",
 )
 @click.option(
     "--partition",
@@ -85,7 +78,7 @@ _LOOK_S: Final = 0.5
     type=number(0, PARTITIONS_MAX - 1),
     multiple=True,
     metavar="NUMBER",
-    help="Only this partition; several times for several.",
+    help="Follow only this partition. Repeat it for several.",
 )
 @patience_option
 def tail(
@@ -100,18 +93,18 @@ def tail(
 ) -> None:
     r"""Follow the changes of a bucket.
 
-    Changes come in snapshots: between a `snapshot_start` and its `snapshot_end` a copy is on its
-    way; at the end it is what the server had at that sequence number. A key that changed several
-    times meanwhile comes once. A `rollback` says that a partition restarts: drop what you have of
-    it.
+    Changes arrive in snapshots. Between a `snapshot_start` and its `snapshot_end` your copy of a
+    partition is incomplete; at the end it equals the server's at that sequence number. A key that
+    changed several times in between arrives once. A `rollback` means that a partition starts again:
+    drop what you have of it.
 
-    With --resume the command can be killed at any moment: run again, it goes on where it was. Lines
-    may come twice then; none is ever missing.
+    With --resume the command can be killed at any moment, and resumes from its position when it is
+    run again. It may then repeat lines, but never omits one.
 
     With --state the command keeps a local copy of the bucket in DIR, an SQLite database
-    (map.sqlite), and prints the changes that it applied. Killed at any moment, it goes on from its
-    last commit. If the server has lost changes that the copy has, just those are undone: a line
-    `undone` lists the keys and what they hold now.
+    (map.sqlite), and prints the changes that it applied. Killed at any moment, it resumes from its
+    last commit. If the server has lost changes that the copy has, the command undoes just those,
+    and prints a line `undone` with the keys and their values now.
 
     \b
     Examples:
@@ -121,9 +114,9 @@ def tail(
       upr tail upr://127.0.0.1:12000/planes --state planes.copy --format summary
     """
     if resume is not None and not resume.absolute().parent.is_dir():
-        raise click.UsageError(f"{resume} cannot be written: its folder does not exist")
+        raise click.UsageError(f"{resume} cannot be written: its directory does not exist")
     if directory is not None and (resume is not None or start != "beginning"):
-        raise click.UsageError("--state keeps where it is by itself: leave out --resume and --from")
+        raise click.UsageError("--state saves its own position; leave out --resume and --from")
     job = _Tail(
         target,
         start,
@@ -154,16 +147,14 @@ class _Tail:
     _deleted: bool = attrs.field(default=False, init=False)
 
     def run(self) -> None:
-        """Follows the changes until the end that was asked for, or Ctrl-C."""
+        """Follows the changes until caught up, if that was asked for, or until Ctrl-C."""
         progress = Progress(self.summary.line, _SUMMARY_S)
         try:
-            ended_by = run_interruptible(self._follow, progress)
+            run_until_signal(self._follow, progress)
         finally:
             progress.clear()
             if not self.as_lines:
                 click.echo(self.summary.total())
-        if ended_by is not None:
-            raise click.exceptions.Exit(ended_by)
         if self._deleted:
             raise RefusedError(f"the bucket {self.target.bucket!r} was deleted")
 
@@ -175,10 +166,10 @@ class _Tail:
                 nursery.start_soon(self._output.watch)
             else:
                 nursery.start_soon(progress.run)
-            nursery.start_soon(self._tell_of_connection, consumer, progress)
+            nursery.start_soon(self._report_connection, consumer, progress)
             if self.until_caught_up:
                 consumer.send_barrier(CAUGHT_UP)
-            await self._tell(consumer)
+            await self._print_events(consumer)
             nursery.cancel_scope.cancel()
 
     def _source(self) -> AbstractAsyncContextManager[Consumer | LocalCopy]:
@@ -199,24 +190,16 @@ class _Tail:
             patience_s=self.patience_s,
         )
 
-    async def _tell_of_connection(self, consumer: Consumer | LocalCopy, progress: Progress) -> None:
-        was_connected = True
-        while True:
-            await trio.sleep(_LOOK_S)
+    async def _report_connection(self, consumer: Consumer | LocalCopy, progress: Progress) -> None:
+        def status() -> tuple[bool, str]:
             statistics = consumer.statistics()
-            is_connected = statistics.connected
-            if is_connected != was_connected:
-                progress.clear()
-                lost = (
-                    f"the connection is lost ({statistics.last_failure}); trying again for up to "
-                    f"{self.patience_s:,} s"
-                )
-                say("connected again" if is_connected else lost)
-            was_connected = is_connected
+            return statistics.connected, statistics.last_failure
 
-    async def _tell(self, consumer: Consumer | LocalCopy) -> None:
-        # To ask for the next event is to say that this one is dealt with, and only then may the
-        # resume file hold it: so everything of it has been written by then.
+        await report_connection(status, self.patience_s, was_connected=True, before=progress.clear)
+
+    async def _print_events(self, consumer: Consumer | LocalCopy) -> None:
+        # Asking for the next event acknowledges this one, which the resume file may then include.
+        # So all of its lines are written before that.
         async for event in consumer:
             self.summary.add(event)
             if self.as_lines:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from upr_protocol.cli.sizes import size, size_text
+from upr_protocol.cli.output import size_text
+from upr_protocol.cli.parameters import size
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_sizes_are_read(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1,5G", "1 2"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="no size"):
+    with pytest.raises(click.BadParameter, match="not a size"):
         size(text)
 
 

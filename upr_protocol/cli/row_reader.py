@@ -1,4 +1,4 @@
-"""Rows from a thread of their own, so that waiting for a slow source stops nothing else."""
+"""Reading rows in a thread, so that a slow source blocks nothing else."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Final, Generic, TypeVar
 import trio
 
 ITEMS_MAX: Final = 4_000
-"""How far the thread may be ahead: milliseconds of work, so that neither waits for the other."""
+"""How many rows the thread may be ahead: milliseconds of work, so that neither side waits."""
 
 LINGER_S: Final = 0.005
-"""How long what has come waits for more: a hop between threads costs as much as reading a hundred
-rows, and nobody notices five milliseconds."""
+"""How long rows wait for more to follow. A switch between threads costs as much as reading a
+hundred rows, and five milliseconds go unnoticed."""
 
 T = TypeVar("T")
 
 
-class Pump(Generic[T]):
-    """Goes through `source` in a thread; what a slow source gives comes almost at once, and what a
-    fast one gives comes in long lists.
+class RowReader(Generic[T]):
+    """Iterates over `source` in a thread. Items of a slow source come almost at once, those of a
+    fast one in long lists.
 
-    There is no lock, as one would cost as much as reading a row. The thread only appends, and then
-    looks whether it must wake the other side; the other side first says that it wants to be woken,
-    and then takes what there is. So nothing is taken twice, and nothing waits unseen.
+    A lock would cost as much as reading a row, so there is none. The thread appends an item, and
+    then checks whether it must wake the reader; the reader clears `_awake` first, and then takes
+    the items. In this order no item is taken twice, and none is left behind unnoticed.
     """
 
     def __init__(self, source: Iterator[T]) -> None:
@@ -39,7 +39,7 @@ class Pump(Generic[T]):
         self._stopped = False
 
     async def batches(self) -> AsyncIterator[list[T]]:
-        """What the source gives, in order, until it ends."""
+        """The source's items in order, until it ends."""
         finished = False
         while not finished:
             await self._arrived.wait()
@@ -55,8 +55,8 @@ class Pump(Generic[T]):
                 yield items
 
     async def run(self) -> None:
-        """Reads the source to its end; what that raises comes out here. Cancelled while the source
-        makes it wait, it leaves the thread behind."""
+        """Reads the source to its end, and raises what the source raises. Cancelled while the
+        source blocks, it abandons the thread."""
         try:
             await trio.to_thread.run_sync(self._read, abandon_on_cancel=True)
         finally:
@@ -88,10 +88,10 @@ class Pump(Generic[T]):
 
 
 @asynccontextmanager
-async def pumped(source: Iterator[T]) -> AsyncIterator[AsyncIterator[list[T]]]:
-    """The batches of a `Pump` over `source`, for as long as the context."""
-    pump = Pump(source)
+async def read_in_thread(source: Iterator[T]) -> AsyncIterator[AsyncIterator[list[T]]]:
+    """The items of `source` in batches, read in a thread for as long as the context lasts."""
+    reader = RowReader(source)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(pump.run)
-        yield pump.batches()
+        nursery.start_soon(reader.run)
+        yield reader.batches()
         nursery.cancel_scope.cancel()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.processes import Server, start_server
-from upr_protocol.cli.operate import PARTITIONS
+from upr_protocol.cli.parameters import partition_numbers
 
 
 def test_partitions(bucket: str, run: Run) -> None:
@@ -49,13 +49,13 @@ def test_partitions_that_are_held_alike(bucket: str, run: Run) -> None:
     ("text", "found"), [("5", (5,)), ("0-3", (0, 1, 2, 3)), ("1,3-4", (1, 3, 4))]
 )
 def test_partitions_are_named(text: str, found: tuple[int, ...]) -> None:
-    assert PARTITIONS(text) == found
+    assert partition_numbers(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1024", "1,,2"])
 def test_what_names_none(text: str) -> None:
     with pytest.raises(click.BadParameter):
-        PARTITIONS(text)
+        partition_numbers(text)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_three_nodes(nodes: dict[str, Server], run: Run) -> None:
 
     added = run("replicas", "add", url["a"], f"b={place(nodes['b'])}").stderr
     assert "b: revision 16, a replica of partitions 0-7\n" in added
-    assert "b has everything of partitions 0-7\n" in added
+    assert "b has caught up on partitions 0-7\n" in added
     run("replicas", "add", url["b"], f"c={place(nodes['c'])}", "--partitions", "0-3", "--no-wait")
     run("replicas", "add", url["b"], "c", "--partitions", "4-7", "--from", "b")
     assert table(run, url["c"]) == [
@@ -116,7 +116,7 @@ def test_three_nodes(nodes: dict[str, Server], run: Run) -> None:
     assert {row["state"] for row in rows if row["node"] == "a"} == {"unreachable, to be replica"}
     assert {row["history"] for row in rows if row["node"] == "a"} == {None}
 
-    assert "a holds partitions 0-7 no more" in run("replicas", "remove", url["c"], "a").stderr
+    assert "a no longer holds partitions 0-7" in run("replicas", "remove", url["c"], "a").stderr
     assert "\na " not in run("partitions", url["c"]).stdout
     assert "bring back a node" not in run("failover", url["c"], "9", code=3).stderr
 
@@ -125,7 +125,7 @@ def test_the_command_line(bucket: str, run: Run) -> None:
     for command in ("takeover", "failover"):
         for args in (["--to", "b"], ["1", "--all-of", "a", "--to", "b"]):
             assert "name the partitions" in run(command, bucket, *args, code=2).stderr
-        assert "is no partition" in run(command, bucket, "x", "--to", "b", code=2).stderr
+        assert "is not a partition" in run(command, bucket, "x", "--to", "b", code=2).stderr
     assert "write NODE=HOST:PORT" in run("replicas", "add", bucket, "b b", code=3).stderr
     assert "Missing option '--to'" in run("takeover", bucket, "1", code=2).stderr
     gone = "upr://127.0.0.1:1/b"

@@ -1,19 +1,19 @@
-"""What a consumer is told, as lines of JSON.
+"""A consumer's events, as lines of JSON and as a summary.
 
-Every line is an object with a field `event`. Keys and values are text where they are UTF-8;
-otherwise they are base64, and a field beside them (`key_encoding`, `value_encoding`) says so. CAS
-values and history IDs are text: they need 64 bits, and most readers of JSON have 53.
+Every line is a JSON object with a field `event`. Keys and values are text where they are UTF-8;
+otherwise they are base64, and a second field (`key_encoding`, `value_encoding`) says so. CAS values
+and history IDs are text: they have 64 bits, and most JSON parsers keep only 53.
 """
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any, Final
 
 import msgspec
 
+from upr_protocol.cli.output import rate_text, size_text, text_fields
 from upr_protocol.client import (
     BarrierReached,
     ChunkReceived,
@@ -33,22 +33,14 @@ _encode: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {operation.value: operation.name.lower() for operation in Operation}
 
 
-def text_fields(name: str, data: bytes) -> dict[str, str]:
-    """The field `name` for `data`, and the one that says how it is written, if need be."""
-    try:
-        return {name: data.decode()}
-    except UnicodeDecodeError:
-        return {name: b64encode(data).decode(), f"{name}_encoding": "base64"}
-
-
 def event_lines(event: Event | Undone) -> bytes:
-    """The lines that tell of `event`, each with its newline. O(mutations)."""
+    """The lines for `event`, each with its newline. O(mutations)."""
     if isinstance(event, ChunkReceived):
-        return _mutations(event)
+        return _mutation_lines(event)
     return _encode(_FIELDS[type(event)](event)) + b"\n"
 
 
-def _mutations(event: ChunkReceived) -> bytes:
+def _mutation_lines(event: ChunkReceived) -> bytes:
     chunk = event.chunk
     lines: list[bytes] = []
     for partition, seq, op, key, value, cas, flags, expiry in zip(
@@ -159,3 +151,58 @@ _FIELDS: Final[Mapping[type, Callable[[Any], dict[str, Any]]]] = {
     StreamEnded: _stream_ended,
     Undone: _undone,
 }
+
+
+_SET: Final = bytes((Operation.SET,))
+
+
+class Summary:
+    """Counts a consumer's events.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started_at = self._last_line_at = clock()
+        self._last_line_mutations = 0
+        self.mutations = 0
+        self.removals = 0
+        self.nbytes = 0
+        self.snapshots = 0
+        self.rollbacks = 0
+        self._partitions: set[int] = set()
+
+    def add(self, event: Event | Undone) -> None:
+        """Counts `event`. Scans a chunk's operations once, at memory speed."""
+        if isinstance(event, ChunkReceived):
+            chunk = event.chunk
+            self.mutations += chunk.count
+            self.removals += chunk.count - chunk.operations.tobytes().count(_SET)
+            self.nbytes += chunk.nbytes
+            self._partitions.add(event.partition)
+        elif isinstance(event, SnapshotEnd):
+            self.snapshots += 1
+        elif isinstance(event, RolledBack | Undone):
+            self.rollbacks += 1
+
+    def line(self) -> str:
+        """The totals, and the rate since the previous line."""
+        now = self._clock()
+        rate = rate_text(self.mutations - self._last_line_mutations, now - self._last_line_at)
+        self._last_line_at, self._last_line_mutations = now, self.mutations
+        return f"{self._counts()}, now {rate}"
+
+    def total(self) -> str:
+        """The totals, and the overall rate."""
+        seconds = self._clock() - self._started_at
+        return f"{self._counts()}, in {seconds:.1f} s ({rate_text(self.mutations, seconds)})"
+
+    def _counts(self) -> str:
+        removed = f" ({self.removals:,} of them removals)" if self.removals else ""
+        restarted = f", {self.rollbacks:,} restarts" if self.rollbacks else ""
+        return (
+            f"{self.mutations:,} changes{removed} in {self.snapshots:,} snapshots of "
+            f"{len(self._partitions):,} partitions, {size_text(self.nbytes)}{restarted}"
+        )

@@ -1,4 +1,4 @@
-"""Exit codes, and how an error becomes one sentence and one of them."""
+"""Exit codes, and how an error becomes one sentence and one exit code."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from upr_protocol.errors import (
 )
 
 INCOMPLETE: Final = 1
-"""The command ran, and not everything could be done: a key is missing, rows could not be read."""
+"""The command did part of its work: a key is missing, or rows could not be read."""
 USAGE: Final = 2
 REFUSED: Final = 3
 CONNECTION: Final = 4
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 BROKEN_PIPE: Final = 128 + signal.SIGPIPE
-"""What a shell reports of a program that wrote to nobody: `upr tail | head`."""
+"""What a shell reports of a program whose reader has left: `upr tail | head`."""
 
 EXIT_CODES_HELP: Final = """\b
 Exit codes:
   0    done
-  1    done in part: a key is missing, a file has bad rows, a node does not answer
-  2    the command line is wrong
-  3    the server refused, or it would be wrong
-  4    no server there, or the connection was lost
-  130  ended by Ctrl-C
+  1    partly done: a key is missing, a file has bad rows, or a node does not answer
+  2    wrong usage: check the command line
+  3    refused: the server rejected the request, or carrying it out would do harm
+  4    no connection: no server answers there, or the connection was lost
+  130  interrupted by Ctrl-C
 """
 
-_ENDED_BY_SERVER: Final = frozenset({Status.SHUTTING_DOWN, Status.IDLE, Status.BAD_CHECKSUM})
-"""What a server says of the connection, and not of what was asked."""
+_CONNECTION_STATUSES: Final = frozenset({Status.SHUTTING_DOWN, Status.IDLE, Status.BAD_CHECKSUM})
+"""Statuses that end the connection and say nothing about the request."""
 
 
 class FailedError(click.ClickException):
-    """Ends the command with one sentence on standard error, and the code that its kind has."""
+    """Ends the command with one sentence on standard error, and its class's exit code."""
 
     exit_code = INCOMPLETE
 
@@ -58,8 +58,8 @@ class FailedError(click.ClickException):
         say(self.format_message())
 
 
-class MisusedError(FailedError):
-    """What the command was given cannot be used."""
+class BadInputError(FailedError):
+    """The command cannot use a file or a value that it was given."""
 
     exit_code = USAGE
 
@@ -71,21 +71,21 @@ class RefusedError(FailedError):
 
 
 class DisconnectedError(FailedError):
-    """There is no connection to a server, or none any more."""
+    """A connection could not be made, or was lost."""
 
     exit_code = CONNECTION
 
 
 def say(sentence: str) -> None:
-    """Prints a sentence on standard error, as this command's."""
+    """Prints a sentence on standard error, prefixed with the command's name."""
     click.echo(f"upr: {sentence}", err=True)
 
 
 @contextmanager
 def errors_as_exits() -> Iterator[None]:
-    """Turns what can be expected to go wrong inside into a sentence and an exit code.
+    """Turns an expected error into a sentence and an exit code.
 
-    What is left over is a fault of ours, and keeps its traceback.
+    An unexpected one is a bug of the command, and keeps its traceback.
     """
     try:
         yield
@@ -104,21 +104,22 @@ def errors_as_exits() -> Iterator[None]:
 
 
 def _failure(cause: BaseException) -> FailedError | None:
-    """The sentence and code of `cause`; None of a fault of ours."""
+    """The sentence and exit code for `cause`; None for a bug of the command."""
     if isinstance(cause, AddressError | ResumeStateError | LocalCopyError):
-        return MisusedError(str(cause))
+        return BadInputError(str(cause))
     if isinstance(cause, ServerError):
-        ended = cause.status in _ENDED_BY_SERVER
-        return (DisconnectedError if ended else RefusedError)(_sentence(cause))
+        if cause.status in _CONNECTION_STATUSES:
+            return DisconnectedError(_sentence(cause))
+        return RefusedError(_sentence(cause))
     if isinstance(cause, NotDoneError):
         return RefusedError(str(cause))
     if isinstance(cause, RemoteProtocolError):
-        return DisconnectedError(f"what answers there does not speak UPR: {cause}")
+        return DisconnectedError(f"the server does not speak UPR: {cause}")
     if isinstance(cause, BrokenError | ClosedError):
-        advice = "see that the server is running, and that the URL is right"
+        advice = "check that the server is running, and that the URL is right"
         return DisconnectedError(f"{_sentence(cause)}; {advice}")
     if isinstance(cause, sqlite3.Error):
-        return FailedError(f"the map cannot be read or written: {cause}")
+        return FailedError(f"the local copy cannot be read or written: {cause}")
     if isinstance(cause, OSError):
         where = f"{cause.filename}: " if cause.filename else ""
         return FailedError(f"{where}{cause.strerror or cause}")
@@ -132,13 +133,13 @@ def _sentence(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The errors that `error` stands for."""
+    """The errors inside a group, or the error itself."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [cause for inner in error.exceptions for cause in _causes(inner)]
 
 
 def _discard_output() -> None:
-    # What is still buffered can go nowhere, and Python would complain about it on its way out.
+    # Python flushes its buffer when it exits, and would report that the pipe is broken.
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())

@@ -7,13 +7,13 @@ import pytest
 import trio
 import trio.testing
 
-from upr_protocol.cli.pump import ITEMS_MAX, pumped
+from upr_protocol.cli.row_reader import ITEMS_MAX, read_in_thread
 
 
 async def test_all_comes_once_and_in_order() -> None:
     count = 10 * ITEMS_MAX + 1
     found: list[int] = []
-    async with pumped(iter(range(count))) as batches:
+    async with read_in_thread(iter(range(count))) as batches:
         async for batch in batches:
             assert len(batch) <= ITEMS_MAX
             found += batch
@@ -21,7 +21,7 @@ async def test_all_comes_once_and_in_order() -> None:
 
 
 async def test_an_empty_source_ends() -> None:
-    async with pumped(iter(())) as batches:
+    async with read_in_thread(iter(())) as batches:
         assert [batch async for batch in batches] == []
 
 
@@ -34,7 +34,7 @@ async def test_what_a_slow_source_gave_comes_before_it_goes_on() -> None:
         yield 2
 
     found = []
-    async with pumped(source()) as batches:
+    async with read_in_thread(source()) as batches:
         async for batch in batches:
             found.append(batch)
             go_on.set()
@@ -50,7 +50,7 @@ async def test_the_thread_waits_while_nobody_takes() -> None:
             given = number
             yield number
 
-    async with pumped(source()) as batches:
+    async with read_in_thread(source()) as batches:
         async for batch in batches:
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert given <= batch[-1] + ITEMS_MAX + 1
@@ -62,7 +62,7 @@ async def test_an_error_of_the_source_comes_out() -> None:
         raise ValueError("broken")
 
     async def go_through() -> None:
-        async with pumped(source()) as batches:
+        async with read_in_thread(source()) as batches:
             async for _ in batches:
                 pass
 
@@ -78,7 +78,7 @@ async def test_cancelled_it_leaves_a_source_that_waits() -> None:
         yield 1
 
     with trio.move_on_after(0.01) as scope:
-        async with pumped(source()) as batches:
+        async with read_in_thread(source()) as batches:
             async for _ in batches:
                 pass
     assert scope.cancelled_caught

@@ -3,7 +3,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from upr_protocol.cli.exits import FailedError, errors_as_exits
+from upr_protocol.cli.errors import FailedError, errors_as_exits
 from upr_protocol.client import AddressError, ResumeStateError
 from upr_protocol.errors import (
     BrokenError,
@@ -31,7 +31,7 @@ def leave_with(error: BaseException) -> None:
         (ServerError(Status.SHUTTING_DOWN), 4, "shutting down: connect again"),
         (BrokenError("cannot connect"), 4, "cannot connect"),
         (ClosedError("closed"), 4, "closed"),
-        (RemoteProtocolError("no frame"), 4, "what answers there does not speak UPR: no frame"),
+        (RemoteProtocolError("no frame"), 4, "the server does not speak UPR: no frame"),
         (UprError("something"), 1, "something"),
         (FileNotFoundError(2, "No such file or directory", "x"), 1, "x: No such file or directory"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),

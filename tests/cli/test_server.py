@@ -1,0 +1,133 @@
+"""`upr bucket`, `upr leases` and `upr stats`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Run, Start
+from tests.cli.processes import Server
+from upr_protocol.client import BlockingClient
+from upr_protocol.errors import ServerError
+
+
+def test_a_bucket_is_created_listed_and_deleted(server: Server, run: Run) -> None:
+    url = server.url + "planes"
+    created = run("bucket", "create", url, "--partitions", "16", "--quota", "64M")
+    assert created.stdout == f"created {url}\n"
+    rows = [json.loads(line) for line in run("bucket", "list", url, "--json").stdout.splitlines()]
+    assert {"bucket": "planes", "partitions": 16, "quota_bytes": 64 * 2**20} in rows
+    assert run("bucket", "delete", url, "--yes").stdout == f"deleted {url}\n"
+    assert "planes" not in run("bucket", "list", server.url).stdout
+
+
+def test_the_server_chooses_what_is_left_out(server: Server, run: Run) -> None:
+    url = server.url + "defaults"
+    run("bucket", "create", url)
+    rows = [json.loads(line) for line in run("bucket", "list", url, "--json").stdout.splitlines()]
+    (row,) = [row for row in rows if row["bucket"] == "defaults"]
+    assert row["partitions"] == 64
+    assert row["quota_bytes"] > 0
+
+
+def test_people_get_a_table(bucket: str, run: Run) -> None:
+    head, *lines = run("bucket", "list", bucket).stdout.splitlines()
+    assert head.split() == ["bucket", "partitions", "quota_bytes"]
+    assert any(line.split()[1] == "8" for line in lines)
+
+
+def test_deleting_asks_first(bucket: str, run: Run) -> None:
+    refused = run("bucket", "delete", bucket, input="n\n", code=1)
+    assert f"Delete {bucket} and all its items?" in refused.stderr
+    run("partitions", bucket)
+    run("bucket", "delete", bucket, input="y\n")
+    run("partitions", bucket, code=3)
+
+
+def test_a_bucket_that_exists_is_refused(bucket: str, run: Run) -> None:
+    again = run("bucket", "create", bucket, code=3)
+    assert again.stderr.startswith("upr: ")
+    assert "use the bucket that is there, or delete it first" in again.stderr
+
+
+def test_a_bucket_that_does_not_exist_is_refused(server: Server, run: Run) -> None:
+    refused = run("bucket", "delete", server.url + "nowhere", "--yes", code=3)
+    assert "create the bucket first, or correct its name" in refused.stderr
+
+
+def test_a_name_that_no_bucket_may_have_is_refused(server: Server, run: Run) -> None:
+    run("bucket", "create", server.url + "two%20words", code=3)
+
+
+def test_numbers_out_of_range_are_usage_errors(server: Server, run: Run) -> None:
+    url = server.url + "x"
+    assert (
+        "1025 is not from 1 to 1024"
+        in run("bucket", "create", url, "--partitions", "1025", code=2).stderr
+    )
+    assert "not a size" in run("bucket", "create", url, "--quota", "lots", code=2).stderr
+
+
+def test_creating_needs_a_name(server: Server, run: Run) -> None:
+    assert "the bucket is missing" in run("bucket", "create", server.url, code=2).stderr
+
+
+def test_leases_are_listed_and_released(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v", "--durability", "persisted")
+    with BlockingClient(bucket) as client:
+        (row,) = [row for row in client.seqnos() if row.persisted_seq]
+        held = client.acquire_lease(
+            [(row.partition, 0, row.persisted_seq)], time_to_live_s=60, owner="backup"
+        )
+        assert held.time_to_live_s == 60
+        assert client.renew_lease(held.lease_id, time_to_live_s=90).time_to_live_s == 90
+    (line,) = run("leases", "list", bucket, "--json").stdout.splitlines()
+    told = json.loads(line)
+    assert (told["owner"], told["partitions"], told["numbers"]) == ("backup", 1, 1)
+    assert 60 < told["expires_in_s"] <= 90
+    assert run("leases", "release", bucket, told["id"]).stdout == f"released {told['id']}\n"
+    assert run("leases", "list", bucket, "--json").stdout == ""
+    refused = run("leases", "release", bucket, told["id"], code=3)
+    assert "it was released already" in refused.stderr
+
+
+def test_what_is_no_lease(bucket: str, run: Run) -> None:
+    for lease_id in ("zebra", "", "f" * 17):
+        assert "is not a lease's ID" in run("leases", "release", bucket, lease_id, code=2).stderr
+    assert "is not a lease's ID" in run("leases", "release", bucket, "--", "-1", code=2).stderr
+    with BlockingClient(bucket) as client:
+        for ranges, said in (
+            ([], "1 to 1024 ranges"),
+            ([(99, 0, 0)], "no partition 99"),
+            ([(0, 0, 5)], "no range that is on disk"),
+        ):
+            with pytest.raises(ServerError, match=said):
+                client.acquire_lease(ranges, time_to_live_s=60, owner="me")
+
+
+def test_of_the_server(server: Server, bucket: str, run: Run) -> None:
+    found = json.loads(run("stats", server.url).stdout)
+    assert found["server"]["connections"] >= 1
+    assert bucket.rpartition("/")[2] in str(found)
+
+
+def test_of_a_bucket(bucket: str, run: Run) -> None:
+    run("set", bucket, "k", "v")
+    found = json.loads(run("stats", bucket).stdout)
+    assert (found["partitions"], found["items"]) == (8, 1)
+
+
+def test_of_a_bucket_that_does_not_exist(server: Server, run: Run) -> None:
+    assert "create the bucket first" in run("stats", server.url + "nowhere", code=3).stderr
+
+
+def test_a_reader_that_leaves_ends_it_silently(server: Server, run: Run, start: Start) -> None:
+    url = server.url + "many-partitions"
+    run("bucket", "create", url, "--partitions", "1024")
+    process = start("partitions", url, "--json")  # which is more than a pipe takes
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.leave()
+    _, err = process.finished(code=141)
+    assert err == b""

@@ -1,0 +1,93 @@
+"""What happened to the rows of a file: counts, and the first rows of each kind of problem."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import attrs
+
+from upr_protocol.client import Failure
+from upr_protocol.errors import ADVICE, Status
+
+EXAMPLES_MAX: Final = 5
+"""Enough to find the cause, few enough to read."""
+
+
+@attrs.define
+class Examples:
+    """Rows with the same problem: how many there are, and the first few.
+
+    Attributes:
+        count: How many.
+        first: The first of them, as texts.
+    """
+
+    count: int = 0
+    first: list[str] = attrs.field(factory=list)
+
+    def add(self, text: str) -> None:
+        """Counts one more row."""
+        self.count += 1
+        if len(self.first) < EXAMPLES_MAX:
+            self.first.append(text)
+
+    def __str__(self) -> str:
+        more = ", …" if self.count > len(self.first) else ""
+        return ", ".join(self.first) + more
+
+
+@attrs.define
+class LoadReport:
+    """What happened to the rows so far.
+
+    Attributes:
+        rows: Rows read, good and bad.
+        sent: Rows passed to the publisher.
+        nbytes: Bytes of their keys and values.
+        keyless: Rows without a key.
+        bad: Rows that could not be read.
+        refused: Rows that the server refused, counted by status.
+        refused_keys: The keys of the first of them, by status.
+    """
+
+    rows: int = 0
+    sent: int = 0
+    nbytes: int = 0
+    keyless: Examples = attrs.field(factory=Examples)
+    bad: Examples = attrs.field(factory=Examples)
+    refused: Counter[Status] = attrs.field(factory=Counter)
+    refused_keys: dict[Status, Examples] = attrs.field(factory=dict)
+
+    def add_refused(self, failure: Failure) -> None:
+        """Counts a row that the server refused."""
+        self.refused[failure.status] += 1
+        keys = self.refused_keys.setdefault(failure.status, Examples())
+        keys.add(failure.key.decode(errors="backslashreplace"))
+
+    @property
+    def loaded(self) -> int:
+        """Rows that the server has accepted, once the publisher has been flushed."""
+        return self.sent - self.refused.total()
+
+    def problems(self, unit: str) -> list[str]:
+        """A sentence for each kind of problem.
+
+        Args:
+            unit: What the numbers of keyless and bad rows count: `line` or `row`.
+        """
+        sentences = []
+        if self.keyless.count:
+            sentences.append(
+                f"{self.keyless.count:,} rows skipped because they have no key: "
+                f"{unit}s {self.keyless}"
+            )
+        if self.bad.count:
+            sentences.append(f"{self.bad.count:,} bad rows skipped: {unit}s {self.bad}")
+        for status, count in self.refused.most_common():
+            reason = status.name.replace("_", " ").lower()
+            sentences.append(
+                f"{count:,} rows refused by the server, {reason} ({ADVICE[status]}): "
+                f"{self.refused_keys[status]}"
+            )
+        return sentences

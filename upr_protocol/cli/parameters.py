@@ -1,0 +1,180 @@
+"""What several commands take: the URL that comes first, options, and the types of their values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+import click
+
+from upr_protocol.client import Address, AddressError
+from upr_protocol.ids import Durability
+from upr_protocol.limits import PARTITIONS_MAX
+
+# The URL.
+
+SCHEME: Final = "upr://"
+URL_VARIABLE: Final = "UPR_URL"
+
+
+class TargetCommand(click.Command):
+    """A command whose first argument, `target`, may be left out where `UPR_URL` is set."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Inserts the URL from the environment when the command line has none."""
+        # A parser that knows only the options returns every argument, in order.
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        parser = click.Command(None, params=list(options)).make_parser(ctx)
+        _, positional, _ = parser.parse_args(list(args))
+        asks_for_help = not set(args).isdisjoint(ctx.help_option_names)
+        if not asks_for_help and not (positional and positional[0].startswith(SCHEME)):
+            url = os.environ.get(URL_VARIABLE)
+            if not url:
+                ctx.fail(
+                    "the first argument must be the server's URL, as in "
+                    f"upr://127.0.0.1:12000/flights; or set {URL_VARIABLE} to it"
+                )
+            args = [url, *args]
+        return super().parse_args(ctx, args)
+
+
+def _server(url: str) -> Address:
+    try:
+        return Address.parse(url)
+    except AddressError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _bucket(url: str) -> Address:
+    try:
+        return _server(url).with_bucket()
+    except AddressError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+server_argument: Final = click.argument("target", metavar="URL", type=_server)
+"""Declares the argument `target` of a `TargetCommand`; its URL may name a bucket."""
+
+bucket_argument: Final = click.argument("target", metavar="URL", type=_bucket)
+"""Declares the argument `target` of a `TargetCommand`; its URL must name a bucket."""
+
+
+# Numbers and sizes.
+
+
+def number(low: int, high: int) -> Callable[[str], int]:
+    """The type of a whole number from `low` to `high`, both included."""
+
+    # click.IntRange would add its range to the help text, which names it where it matters.
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise click.BadParameter(f"{value} is not from {low} to {high}")
+        return value
+
+    return convert
+
+
+U32: Final = number(0, 2**32 - 1)
+U64: Final = number(0, 2**64 - 1)
+
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+
+
+def size(text: str) -> int:
+    """The bytes that `text` means: `4096`, `512M`, `1.5GiB`; the units are powers of 1,024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(
+            f"{text!r} is not a size; write a number of bytes, or a unit as in 512M or 2G"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+# Partitions.
+
+
+def partition_numbers(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """The type of `3`, `0-15`, or several of them with commas."""
+    if isinstance(text, tuple):  # a default
+        return text
+    numbers: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        try:
+            first, last = int(low), int(high if dash else low)
+        except ValueError:
+            raise click.BadParameter(
+                f"{part!r} is not a partition; write them as in 5, 0-15 or 1,3"
+            ) from None
+        if not 0 <= first <= last < PARTITIONS_MAX:
+            raise click.BadParameter(
+                f"{part!r} is not a rising range within 0 to {PARTITIONS_MAX - 1}"
+            )
+        numbers += range(first, last + 1)
+    return tuple(numbers)
+
+
+# Options that several commands have.
+
+json_option: Final = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object per line."
+)
+
+patience_option: Final = click.option(
+    "--patience",
+    type=number(0, 10**9),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to keep trying to reconnect after the connection is lost.",
+)
+
+_LEVELS: Final = {level.name.lower().replace("_", "-"): level for level in Durability}
+_REPLICATED: Final = (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED)
+
+
+def _level(_ctx: click.Context, _param: click.Parameter, name: str) -> Durability:
+    return _LEVELS[name]
+
+
+def durability_options(command: Any) -> Any:
+    """Declares the options `--durability` and `--copies`. `copies` is 0 for the levels that do not
+    replicate."""
+
+    @wraps(command)
+    def with_copies(*args: Any, durability: Durability, copies: int | None, **others: Any) -> Any:
+        if durability in _REPLICATED:
+            copies = copies or 1
+        elif copies is not None:
+            levels = " or ".join(n for n, level in _LEVELS.items() if level in _REPLICATED)
+            raise click.UsageError(f"--copies goes with --durability {levels}")
+        return command(*args, durability=durability, copies=copies or 0, **others)
+
+    for option in (
+        click.option(
+            "--copies",
+            type=click.IntRange(1, 255),
+            metavar="N",
+            help="How many replicas must have the change; only for the replicated levels. "
+            "[default: 1]",
+        ),
+        click.option(
+            "--durability",
+            type=click.Choice(list(_LEVELS)),
+            default="memory",
+            show_default=True,
+            callback=_level,
+            help="What must hold before the server accepts a change. A server refuses a level that "
+            "it does not offer.",
+        ),
+    ):
+        with_copies = option(with_copies)
+    return with_copies

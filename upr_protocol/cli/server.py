@@ -1,0 +1,147 @@
+"""`upr bucket`, `upr leases` and `upr stats`: what a server holds."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from upr_protocol.cli.connection import ask
+from upr_protocol.cli.output import print_table
+from upr_protocol.cli.parameters import (
+    TargetCommand,
+    bucket_argument,
+    json_option,
+    number,
+    server_argument,
+    size,
+)
+from upr_protocol.client import Address
+from upr_protocol.limits import PARTITIONS_DEFAULT, PARTITIONS_MAX
+
+
+@click.group()
+def bucket() -> None:
+    """Create, list and delete buckets.
+
+    A bucket is a named set of items, divided into partitions by a hash of the key.
+    """
+
+
+@bucket.command(cls=TargetCommand)
+@bucket_argument
+@click.option(
+    "--partitions",
+    type=number(1, PARTITIONS_MAX),
+    metavar="NUMBER",
+    help=f"How many partitions the bucket has, 1 to {PARTITIONS_MAX}. It cannot be changed later. "
+    f"[default: {PARTITIONS_DEFAULT}]",
+)
+@click.option(
+    "--quota",
+    type=size,
+    metavar="SIZE",
+    help="How much memory the bucket may use, as in 512M or 2G. [default: the server's]",
+)
+def create(target: Address, partitions: int | None, quota: int | None) -> None:
+    r"""Create the bucket that URL names.
+
+    \b
+    Examples:
+      upr bucket create upr://127.0.0.1:12000/flights
+      upr bucket create upr://127.0.0.1:12000/counts --partitions 16 --quota 512M
+    """
+    ask(
+        target,
+        lambda client: client.create_bucket(target.bucket, partitions or 0, quota or 0),
+        bucket=False,
+    )
+    click.echo(f"created {target}")
+
+
+@bucket.command(cls=TargetCommand)
+@bucket_argument
+@click.option("--yes", is_flag=True, help="Delete without asking.")
+def delete(target: Address, yes: bool) -> None:
+    """Delete the bucket that URL names, with all its items.
+
+    Consumers of the bucket are told, and their streams end.
+    """
+    if not yes:
+        click.confirm(f"Delete {target} and all its items?", abort=True, err=True)
+    ask(target, lambda client: client.delete_bucket(target.bucket), bucket=False)
+    click.echo(f"deleted {target}")
+
+
+@bucket.command("list", cls=TargetCommand)
+@server_argument
+@json_option
+def list_buckets(target: Address, as_json: bool) -> None:
+    """List the buckets of the server at URL."""
+    buckets = ask(target, lambda client: client.list_buckets(), bucket=False)
+    print_table(
+        ("bucket", "partitions", "quota_bytes"),
+        [(info.name, info.partition_count, info.quota_bytes) for info in buckets],
+        as_json=as_json,
+    )
+
+
+@click.group()
+def leases() -> None:
+    """List and release leases.
+
+    A lease keeps a range of changes readable for a reader that takes its time, such as a backup.
+    The range takes room on the disk until the lease ends: when its owner releases it, or no longer
+    renews it.
+    """
+
+
+@leases.command("list", cls=TargetCommand)
+@bucket_argument
+@json_option
+def list_leases(target: Address, as_json: bool) -> None:
+    """List the leases on the bucket that URL names.
+
+    `numbers` counts the sequence numbers that a lease holds, over all its partitions.
+    """
+    statistics = ask(target, lambda client: client.stats(target.bucket), bucket=False)
+    columns = ("id", "owner", "partitions", "numbers", "time_to_live_s", "expires_in_s")
+    print_table(
+        columns,
+        [tuple(row[column] for column in columns) for row in statistics["leases"]["leases"]],
+        as_json=as_json,
+    )
+
+
+@leases.command(cls=TargetCommand)
+@bucket_argument
+@click.argument("lease_id", metavar="ID")
+def release(target: Address, lease_id: str) -> None:
+    """End the lease with this ID, as `upr leases list` prints it.
+
+    Its owner may find that the changes it was reading are gone.
+    """
+    try:
+        lease = int(lease_id, 16)
+    except ValueError:
+        lease = -1
+    if not 0 <= lease < 1 << 64:
+        raise click.UsageError(f"{lease_id!r} is not a lease's ID: see `upr leases list`")
+    ask(target, lambda client: client.release_lease(lease))
+    click.echo(f"released {lease_id}")
+
+
+@click.command(cls=TargetCommand)
+@server_argument
+def stats(target: Address) -> None:
+    r"""Print statistics as JSON.
+
+    They are the bucket's if URL names one, otherwise the server's. Sizes are in bytes, times in
+    seconds.
+
+    \b
+    Examples:
+      upr stats upr://127.0.0.1:12000
+      upr stats upr://127.0.0.1:12000/flights
+    """
+    statistics = ask(target, lambda client: client.stats(target.bucket), bucket=False)
+    click.echo(msgspec.json.format(msgspec.json.encode(statistics), indent=2))
