@@ -24,9 +24,9 @@ from upr_server.events import (
 from upr_server.net import Service
 from upr_server.replication import Membership, Peers
 from upr_server.runtime import BoundListeners, System, run_until_signal
+from upr_server.storage.api import Store
 from upr_server.storage.errors import StoreFailedError
-from upr_server.storage.port import Store
-from upr_server.storage.process_store import open_store
+from upr_server.storage.processes import open_store
 from upr_server.storage.upkeeper import IDLE_S, REST_S
 
 UPKEEP_CONSUMER: Final = ".upkeep"

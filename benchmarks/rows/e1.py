@@ -24,7 +24,7 @@ from upr_protocol.ids import HistoryId
 from upr_server.engine import Buckets
 from upr_server.events import DiskStore, EventBus
 from upr_server.events.consumer import Consumer
-from upr_server.storage.process_store import open_store
+from upr_server.storage.processes import open_store
 
 MUTATIONS: Final = 4_000_000
 

@@ -31,7 +31,7 @@ from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.simulated import SimulatedStore
 
 PARTITIONS = 8
 CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))

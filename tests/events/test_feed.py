@@ -27,7 +27,7 @@ from upr_protocol.wire import MESSAGES, NextEvents
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.events import EventBus, MemoryStore
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.simulated import SimulatedStore
 
 CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 2),))
 

@@ -20,10 +20,10 @@ from upr_server.events.store import (
     Transaction,
     range_read,
 )
-from upr_server.storage.calls import Unpacker, pack
 from upr_server.storage.errors import DiskFullError, StorageError
 from upr_server.storage.ledger import Ledger, LedgerCall
-from upr_server.storage.process_store import open_store
+from upr_server.storage.messages import Unpacker, pack
+from upr_server.storage.processes import open_store
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from upr_server.indexer.indexer import Indexer, Settings, running_indexer
 from upr_server.indexer.keys import decode_parts
 from upr_server.indexer.pipeline import Work
 from upr_server.indexer.query import Query
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.simulated import SimulatedStore
 
 BUCKET = "b"
 PARTITIONS = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
 
 import attrs
 import trio
@@ -18,8 +19,8 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
-from upr_server.storage.calls import AnyCall
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.calls import Call
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 
 BUCKET = "b"
 
@@ -92,7 +93,7 @@ class Node:
             self.server = None
             self._ended.set()
 
-    def _delay(self, _call: AnyCall) -> float:
+    def _delay(self, _call: Call[Any]) -> float:
         assert self.delay is not None
         return self.delay.random() * 0.01
 

@@ -19,7 +19,7 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.simulated import SimulatedStore
 
 BUCKET = "b"
 PARTITIONS = 4

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trio
 
-from upr_server.storage.calls import AnyCall, Commit
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.calls import Call, Commit
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 
 
 class HeldStore(SimulatedStore):
@@ -19,7 +21,7 @@ class HeldStore(SimulatedStore):
         super().__init__(room)
         self.released = trio.Event()
 
-    async def _wait(self, call: AnyCall) -> None:
+    async def wait(self, call: Call[Any]) -> None:
         if isinstance(call, Commit):
             await self.released.wait()
-        await super()._wait(call)
+        await super().wait(call)

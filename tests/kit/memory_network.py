@@ -23,8 +23,8 @@ from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.net import service as net_service
 from upr_server.runtime import BoundListeners, System
-from upr_server.storage.port import Store
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.api import Store
+from upr_server.storage.simulated import SimulatedStore
 
 HOST: Final = "127.0.0.1"
 PARTITIONS: Final = 2

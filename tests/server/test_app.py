@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from typing import Any
 
 import pytest
 import trio
@@ -16,8 +17,8 @@ from upr_protocol.ids import Operation, PartitionState
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
-from upr_server.storage.calls import AnyCall, UpkeepStep
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.calls import Call, Maintain
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 from upr_server.storage.upkeeper import REST_S
 
 MIB = 1024 * 1024
@@ -52,8 +53,8 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
 ) -> None:
     looks: list[str] = []
 
-    def delay(call: AnyCall) -> float:
-        if isinstance(call, UpkeepStep):
+    def delay(call: Call[Any]) -> float:
+        if isinstance(call, Maintain):
             looks.append(call.bucket)
         return 0.001
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import trio
@@ -21,13 +21,13 @@ from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
 from upr_server.net import Service
-from upr_server.storage import shelf
+from upr_server.storage import bucket_storage
+from upr_server.storage.api import Store
 from upr_server.storage.backfill import BUDGET_SHARE, PIECE_BYTES
 from upr_server.storage.bucket_disk import BucketDisk
-from upr_server.storage.calls import AnyCall, Find, Read
-from upr_server.storage.port import Store
-from upr_server.storage.process_store import open_store
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.calls import Call, FindItems, ReadChunks
+from upr_server.storage.processes import open_store
+from upr_server.storage.simulated import SimulatedStore
 from upr_server.storage.stream_reader import StreamReader
 
 NOW: Final = 1000.0
@@ -38,16 +38,16 @@ INDEXED_S: Final = 2.0
 class HeldReads(SimulatedStore):
     """A store whose reads wait while `released` is not set."""
 
-    def __init__(self, kind: type[Read] | type[Find]) -> None:
+    def __init__(self, kind: type[ReadChunks] | type[FindItems]) -> None:
         super().__init__()
         self.released = trio.Event()
         self.released.set()
         self._kind = kind
 
-    async def _wait(self, call: AnyCall) -> None:
+    async def wait(self, call: Call[Any]) -> None:
         if isinstance(call, self._kind):
             await self.released.wait()
-        await super()._wait(call)
+        await super().wait(call)
 
 
 class Model:
@@ -234,7 +234,7 @@ async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path)
 async def test_one_that_is_dropped_while_it_reads_the_disk_reads_it_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = HeldReads(Read)
+    store = HeldReads(ReadChunks)
     async with a_partition(store) as (_, model):
         model.write(*items(0, 50))
         await model.persist()
@@ -301,8 +301,8 @@ async def test_a_backfills_end_stands_and_compaction_leaves_it_whole(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every key is overwritten meanwhile, again and again, and nearly all is garbage."""
-    monkeypatch.setattr(shelf, "GARBAGE_BYTES", 0)
-    store = HeldReads(Read)
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    store = HeldReads(ReadChunks)
     async with a_partition(store) as (_, model):
         model.write(*items(0, 60))
         await model.persist()
@@ -317,19 +317,19 @@ async def test_a_backfills_end_stands_and_compaction_leaves_it_whole(
             await model.persist()
             await trio.sleep(INDEXED_S)
             model.forget()
-        assert int(str(store.statistics(BUCKET)["compactions"])) > 0
+        assert int(str(model.disk.upkeeper.statistics()["compactions"])) > 0
         assert model.disk.leases.ranges() == [(0, 0, 60)]
         store.released.set()
         await reader.read()
         assert reader.ends == [60, 540]
         assert model.disk.leases.ranges() == []
         # Nobody holds it now: what is superseded goes.
-        before = int(str(store.statistics(BUCKET)["chunk_bytes"]))
+        before = int(str(model.disk.upkeeper.statistics()["chunk_bytes"]))
         for turn in range(9, 12):
             model.write(*items(turn * 60, 60))
             await model.persist()
             await trio.sleep(INDEXED_S)
-        assert int(str(store.statistics(BUCKET)["chunk_bytes"])) < before
+        assert int(str(model.disk.upkeeper.statistics()["chunk_bytes"])) < before
         reader.close()
 
 
@@ -381,8 +381,8 @@ async def test_one_that_nobody_takes_from_leaves_room_for_others(
 ) -> None:
     reads: list[int] = []
 
-    def delay(call: AnyCall) -> float:
-        if isinstance(call, Read):
+    def delay(call: Call[Any]) -> float:
+        if isinstance(call, ReadChunks):
             reads.append(call.bytes_max)
         return 0.0
 
@@ -411,7 +411,7 @@ async def test_readers_see_what_the_model_says_whatever_happens(
 ) -> None:
     draw = Random(seed)
     if seed % 2:
-        monkeypatch.setattr(shelf, "GARBAGE_BYTES", 0)
+        monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     async with a_partition(store) as (_, model):
         readers = [Reader(model) for _ in range(3)]
@@ -490,7 +490,7 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
 async def test_requests_for_an_evicted_key_keep_their_order(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = HeldReads(Find)
+    store = HeldReads(FindItems)
     async with (
         serving(store, 1) as service,
         speaking(service) as first,
@@ -524,7 +524,7 @@ async def test_requests_for_an_evicted_key_keep_their_order(
 async def test_counters_and_expected_cas_of_evicted_keys(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = HeldReads(Find)
+    store = HeldReads(FindItems)
     async with (
         serving(store, 1) as service,
         speaking(service) as first,

@@ -28,10 +28,10 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
 from upr_server.engine import Partition
 from upr_server.storage import flusher
-from upr_server.storage.calls import AnyCall, Commit, DeleteLeases, UpkeepStep
+from upr_server.storage.calls import Call, Commit, DeleteLeases, LoadBuckets, Maintain, ReadChunks
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.leases import LAPSED_S
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 from upr_server.storage.stream_reader import StreamReader
 
 NOW: Final = 1000.0
@@ -49,7 +49,7 @@ def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chun
 class _Prompt(HeldStore):
     """A store that takes no time, once its commits are released."""
 
-    async def _wait(self, call: AnyCall) -> None:
+    async def wait(self, call: Call[Any]) -> None:
         if isinstance(call, Commit):
             await self.released.wait()
 
@@ -95,7 +95,7 @@ async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
     end = partition.manager.persistence.committed
     while not chunks or chunks[-1].end < end:
         after = chunks[-1].end if chunks else SeqNo(0)
-        chunks += await store.read(BUCKET, partition.id, after, end, 1 << 30)
+        chunks += await store.ask(ReadChunks(BUCKET, partition.id, after, end, 1 << 30))
     return chunks
 
 
@@ -118,7 +118,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
-    full, other = await SimulatedStore(room).load()
+    full, other = await SimulatedStore(room).ask(LoadBuckets())
     assert (full.record.name, full.is_clean, full.partitions[0].record.high) == (BUCKET, False, 0)
     assert (other.record.name, other.is_clean, other.partitions[0].record.high) == (
         "other",
@@ -130,10 +130,10 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
 class _NoUpkeep(SimulatedStore):
     """A store whose index does not move."""
 
-    async def _answer(self, call: AnyCall) -> Any:
-        if isinstance(call, UpkeepStep):
+    async def execute(self, call: Call[Any]) -> Any:
+        if isinstance(call, Maintain):
             await trio.sleep_forever()
-        return await super()._answer(call)
+        return await super().execute(call)
 
 
 async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted(
@@ -227,10 +227,10 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
 class _NothingIsForgotten(SimulatedStore):
     """No lease can be deleted: the disk is full."""
 
-    async def _wait(self, call: AnyCall) -> None:
+    async def wait(self, call: Call[Any]) -> None:
         if isinstance(call, DeleteLeases):
             raise DiskFullError("full")
-        await super()._wait(call)
+        await super().wait(call)
 
 
 async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(

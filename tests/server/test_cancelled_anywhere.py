@@ -56,14 +56,32 @@ from upr_server.replication.neighbours import Neighbours
 from upr_server.replication.peers import ASK_INTERVAL_S
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
+from upr_server.storage.api import Store
 from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.calls import (
+    Commit,
+    DeleteBucket,
+    DeleteLeases,
+    FindExpired,
+    FindItems,
+    FindSnapshotEnd,
+    ForgetIndexed,
+    LoadBuckets,
+    Maintain,
+    MarkCleanStop,
+    MeasureRanges,
+    PutLease,
+    PutPartitionMap,
+    ReadChunks,
+    StartServing,
+    Truncate,
+)
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LAPSED_S, LeaseBook
 from upr_server.storage.ledger import OpenLedger
-from upr_server.storage.process_store import ProcessStore, open_store
+from upr_server.storage.processes import ProcessStore, open_store
 from upr_server.storage.records import LeaseRecord
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
-from upr_server.storage.store import CallingStore
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 from upr_server.storage.upkeeper import Upkeeper
 
 Function = Callable[..., Any]
@@ -126,8 +144,7 @@ BUCKETS: Final[dict[Callable[[Service], Awaitable[None]], tuple[Function, ...]]]
         Service.create_bucket,
         Service.delete_bucket,
         BucketDisk.abandon,
-        CallingStore.create,
-        CallingStore.delete,
+        Store.ask,
     ),
     _hold_and_delete: tries(Service.create_held),
 }
@@ -200,19 +217,24 @@ async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
     await disk.expire(2_000.0)
 
 
+async def _truncate(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    async with disk.upkeeper.quiet():
+        await disk.truncate(PartitionId(1), record_of(0), [])
+
+
 DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[Function, ...]]] = {
     _lease: tries(
         Upkeeper.quiet,
         LeaseBook.acquire,
         LeaseBook.renew,
         LeaseBook.release,
-        CallingStore.put_lease,
-        CallingStore.delete_leases,
+        Store.ask,
     ),
     _forget_leases: tries(LeaseBook.forget),
     _persist: tries(Flusher.persisted),
-    _find: tries(BucketDisk.find, CallingStore.find),
-    _expire: tries(BucketDisk.expire, CallingStore.due),
+    _find: tries(BucketDisk.find, Store.ask),
+    _expire: tries(BucketDisk.expire, Store.ask),
+    _truncate: tries(BucketDisk.truncate, Store.ask),
 }
 
 
@@ -263,24 +285,7 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
     found.check_inside(*UNINDEXED)
 
 
-STORE: Final = tries(
-    CallingStore.load,
-    CallingStore.create,
-    CallingStore.begin,
-    CallingStore.commit,
-    CallingStore.put_map,
-    CallingStore.put_lease,
-    CallingStore.upkeep,
-    CallingStore.read,
-    CallingStore.measure,
-    CallingStore.find,
-    CallingStore.due,
-    CallingStore.newest_end,
-    CallingStore.cut,
-    CallingStore.delete_leases,
-    CallingStore.finish,
-    CallingStore.delete,
-)
+STORE: Final = tries(Store.ask, SimulatedStore.execute, SimulatedStore.wait)
 
 
 async def test_a_store(autojump_clock: MockClock) -> None:
@@ -289,24 +294,25 @@ async def test_a_store(autojump_clock: MockClock) -> None:
 
     async def work() -> None:
         store = slow_store(room)
-        if await store.load():
-            await store.delete(name)
+        if await store.ask(LoadBuckets()):
+            await store.ask(DeleteBucket(name))
         await create(store)
-        await store.begin(name, [])
-        await store.commit(name, [some_write(0, 0), some_write(1, 0)])
-        await store.put_map(name, "a map", [(0, record_of(3))])
-        await store.put_lease(name, LeaseRecord(5, "o", ((0, 0, 3),), 60, 1.0))
-        await store.upkeep(name, urgent=True, leases=(), purge_before_cas=0)
-        await store.read(name, 0, SeqNo(0), SeqNo(3), 1000)
-        await store.measure(name, [(0, 0, 3)])
-        await store.find(name, 0, [Want(b"key 1", 0, value=True)])
-        await store.due(name, 100, b"", 10)
-        await store.newest_end(name, 1, SeqNo(3), SeqNo(0))
-        await store.cut(name, 1, record_of(0), [])
-        await store.delete_leases(name, [5])
-        await store.finish(name)
+        await store.ask(StartServing(name, []))
+        await store.ask(Commit(name, [some_write(0, 0), some_write(1, 0)]))
+        await store.ask(PutPartitionMap(name, "a map", [(0, record_of(3))]))
+        await store.ask(PutLease(name, LeaseRecord(5, "o", ((0, 0, 3),), 60, 1.0)))
+        await store.ask(Maintain(name, urgent=True, leases=(), purge_before_cas=0))
+        await store.ask(ReadChunks(name, 0, SeqNo(0), SeqNo(3), 1000))
+        await store.ask(MeasureRanges(name, [(0, 0, 3)]))
+        await store.ask(FindItems(name, 0, [Want(b"key 1", 0, value=True)]))
+        await store.ask(FindExpired(name, 100, b"", 10))
+        await store.ask(FindSnapshotEnd(name, 1, SeqNo(3), SeqNo(0)))
+        await store.ask(ForgetIndexed(name, 1))
+        await store.ask(Truncate(name, 1, record_of(0), []))
+        await store.ask(DeleteLeases(name, [5]))
+        await store.ask(MarkCleanStop(name))
         assert not store._turn.locked()
-        await store.delete(name)
+        await store.ask(DeleteBucket(name))
 
     found = await cancelled_at_each_step(work, then=work)
     found.check_inside(*STORE)
@@ -469,7 +475,7 @@ async def test_a_map(
     async def then() -> None:
         found = server.service.cluster.map_of("b")
         assert found is not None
-        (stored,) = await SimulatedStore(room).load()
+        (stored,) = await SimulatedStore(room).ask(LoadBuckets())
         assert stored.cluster_map == found.encode()
         await case(server)
 
@@ -700,7 +706,7 @@ async def test_events_on_disk(autojump_clock: MockClock, tmp_path: Path) -> None
 
 # Processes.
 
-tries(open_store, ProcessStore.ledger, ProcessStore.watch)
+tries(open_store, ProcessStore.execute, ProcessStore.ledger, ProcessStore.watch)
 
 
 async def test_a_store_of_two_processes(tmp_path: Path) -> None:
@@ -711,7 +717,7 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
-            await store.load()
+            await store.ask(LoadBuckets())
             # So that it is cancelled once at least while the store is open.
             for _ in range(every):
                 await trio.lowlevel.checkpoint()
@@ -724,10 +730,11 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
     async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
 
         async def ask() -> None:
+            await store.ask(LoadBuckets())
             await store.ledger(OpenLedger())
 
         found = await cancelled_at_each_step(ask, then=ask)
-    found.check_inside(ProcessStore.ledger)
+    found.check_inside(ProcessStore.execute, ProcessStore.ledger)
 
 
 SIGNALS: Final = tries(serve, run_until_signal)

@@ -76,7 +76,7 @@ from upr_protocol.wire import (
 from upr_server.net import Connection, Service
 from upr_server.net.budget import BUDGET_BYTES
 from upr_server.net.credit import CREDIT_BYTES_MIN
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.simulated import SimulatedStore
 
 M = TypeVar("M", bound=Message)
 P0 = PartitionId(0)

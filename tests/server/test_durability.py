@@ -39,12 +39,19 @@ from upr_protocol.wire import (
 )
 from upr_server.net import Service
 from upr_server.storage import flusher
-from upr_server.storage.calls import AnyCall, Commit, Finish, UpkeepStep
+from upr_server.storage.api import Store
+from upr_server.storage.calls import (
+    Call,
+    Commit,
+    DeleteLeases,
+    LoadBuckets,
+    Maintain,
+    MarkCleanStop,
+)
 from upr_server.storage.errors import DiskFullError, StoreFailedError
 from upr_server.storage.flusher import RETRY_S
-from upr_server.storage.port import Store
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
 
 BUCKET: Final = "b"
 P1: Final = PartitionId(1)
@@ -209,7 +216,7 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
 async def test_what_came_together_is_committed_together_and_the_figures_say_so(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    def delay(call: AnyCall) -> float:
+    def delay(call: Call[Any]) -> float:
         return 0.25 if isinstance(call, Commit) else 0.0
 
     store = SimulatedStore(delay=delay)
@@ -345,13 +352,13 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The mark of a clean stop would fit where the mutation does not."""
-    calls: list[AnyCall] = []
+    calls: list[Call[Any]] = []
 
     class Recorded(SimulatedStore):
-        async def _answer(self, call: AnyCall) -> Any:
+        async def execute(self, call: Call[Any]) -> Any:
             # Who asks may be cancelled; a process carries it out nevertheless.
             calls.append(call)
-            return await super()._answer(call)
+            return await super().execute(call)
 
     room = SimulatedRoom()
     store = Recorded(room)
@@ -367,9 +374,9 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
     assert any(isinstance(call, Commit) for call in calls)
-    assert not any(isinstance(call, Finish) for call in calls)
+    assert not any(isinstance(call, MarkCleanStop) for call in calls)
     log_of(store).bytes_max = 1 << 62
-    (found,) = await SimulatedStore(room).load()
+    (found,) = await SimulatedStore(room).ask(LoadBuckets())
     assert not found.is_clean
     assert found.partitions[0].record.high == 1
 
@@ -382,12 +389,12 @@ class _HeldIndex(SimulatedStore):
         self.released = trio.Event()
         self.is_full = False
 
-    async def _answer(self, call: AnyCall) -> Any:
-        if isinstance(call, UpkeepStep):
+    async def execute(self, call: Call[Any]) -> Any:
+        if isinstance(call, Maintain):
             if self.is_full:
                 raise DiskFullError("no room for the index")
             await self.released.wait()
-        return await super()._answer(call)
+        return await super().execute(call)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -441,10 +448,10 @@ async def test_what_stood_in_line_behind_a_write_that_failed_is_not_acknowledged
     """It may have been done: nobody knows what that is worth."""
 
     class FailsOnce(SimulatedStore):
-        async def _answer(self, call: AnyCall) -> Any:
+        async def execute(self, call: Call[Any]) -> Any:
             async with self._turn:
                 await trio.sleep(1)
-                if isinstance(call, Finish):
+                if isinstance(call, MarkCleanStop):
                     raise StoreFailedError("the disk failed")
                 return None
 
@@ -454,14 +461,14 @@ async def test_what_stood_in_line_behind_a_write_that_failed_is_not_acknowledged
     async def delete() -> None:
         await trio.sleep(0.5)
         try:
-            await store.delete_leases("b", [1])
+            await store.ask(DeleteLeases("b", [1]))
         except StoreFailedError as error:
             refused.append(str(error))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(delete)
         with pytest.raises(StoreFailedError):
-            await store.finish("b")
+            await store.ask(MarkCleanStop("b"))
     assert refused == ["the disk failed"]
 
 

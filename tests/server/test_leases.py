@@ -31,8 +31,8 @@ from upr_protocol.limits import LEASES_MAX
 from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.storage import shelf
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage import bucket_storage
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 
 PARTITIONS = 4
 KEYS = [b"key %d" % number for number in range(40)]
@@ -65,7 +65,7 @@ def room() -> SimulatedRoom:
 async def server(
     clock: Clock, room: SimulatedRoom, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Server]:
-    monkeypatch.setattr(shelf, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     async with running_server(CONFIG, SimulatedStore(room)) as server:
         (disk,) = server.service.disks.values()
         monkeypatch.setattr(disk.leases, "_time", clock)
@@ -83,13 +83,13 @@ async def compact(server: Server) -> None:
     """Has everything indexed that is on disk, and what was superseded compacted."""
     (disk,) = server.service.disks.values()
     upkeeper = disk.upkeeper
-    before = disk.store.statistics("b").get("compactions", 0)
+    before = upkeeper.statistics().get("compactions", 0)
     async with upkeeper.quiet():
         upkeeper._asked += 1
         while await upkeeper._step():
             pass
         upkeeper._asked -= 1
-    assert disk.store.statistics("b")["compactions"] != before
+    assert upkeeper.statistics()["compactions"] != before
 
 
 def figures(server: Server) -> tuple[int, int]:

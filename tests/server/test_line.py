@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import trio
 import trio.testing
@@ -36,8 +36,8 @@ from upr_server.net import Connection, Service
 from upr_server.net.connection import LINE_BYTES_MAX, LINE_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.requests import GET_REPLY_BYTES
 from upr_server.storage.bucket_disk import BucketDisk
-from upr_server.storage.calls import AnyCall, Find, PutLease
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.calls import Call, FindItems, PutLease
+from upr_server.storage.simulated import SimulatedStore
 
 FETCH_S: Final = 0.01
 COLD: Final = b"cold"
@@ -79,7 +79,7 @@ async def ask(peer: Peer, count: int) -> None:
 async def test_few_requests_of_a_connection_stand_in_line_and_the_next_are_not_read(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store, count = HeldReads(Find), 10 * LINE_REQUESTS_MAX
+    store, count = HeldReads(FindItems), 10 * LINE_REQUESTS_MAX
     async with a_cold_key(store) as (service, _), speaking(service) as peer:
         (connection,) = service.connections
         store.released = trio.Event()
@@ -96,7 +96,7 @@ async def test_few_bytes_of_requests_stand_in_line(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Their credit is paid back when they come, and no quota counts them."""
-    store, batch, opaques = HeldReads(Find), sets(b"k", value=bytes(200_000)), []
+    store, batch, opaques = HeldReads(FindItems), sets(b"k", value=bytes(200_000)), []
     async with a_cold_key(store) as (service, disk), speaking(service) as peer:
         (connection,) = service.connections
         store.released = trio.Event()
@@ -117,7 +117,7 @@ async def test_few_bytes_of_requests_stand_in_line(
 async def test_a_peer_that_takes_no_answers_is_owed_few_and_holds_nobody_up(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store, value = HeldReads(Find), bytes(900_000)
+    store, value = HeldReads(FindItems), bytes(900_000)
     async with a_cold_key(store, value) as (service, disk), speaking(service) as good:
         before = set(service.connections)
         async with speaking(service) as bad:
@@ -138,7 +138,7 @@ async def test_a_peer_that_takes_no_answers_is_owed_few_and_holds_nobody_up(
 async def test_nothing_is_read_for_those_who_are_gone(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = HeldReads(Find)
+    store = HeldReads(FindItems)
     async with a_cold_key(store) as (service, disk):
         store.released = trio.Event()
         for _ in range(3):
@@ -158,11 +158,11 @@ async def test_nothing_is_read_for_those_who_are_gone(
 class SlowFinds(SimulatedStore):
     """Each item that is read takes its time."""
 
-    async def _wait(self, call: AnyCall) -> None:
-        if isinstance(call, Find):
+    async def wait(self, call: Call[Any]) -> None:
+        if isinstance(call, FindItems):
             await trio.sleep(FETCH_S)
         else:
-            await super()._wait(call)
+            await super().wait(call)
 
 
 async def test_connections_take_turns(
@@ -187,7 +187,7 @@ async def test_who_waits_in_line_is_not_called_silent(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Nor is the server, though the peer is not read for five idle intervals."""
-    store = HeldReads(Find)
+    store = HeldReads(FindItems)
     async with a_cold_key(store) as (service, _), connected(service, idle_interval_s=1) as peer:
         await peer.open(BUCKET)
         store.released = trio.Event()
@@ -205,11 +205,11 @@ async def test_who_waits_in_line_is_not_called_silent(
 class SlowLeases(SimulatedStore):
     """Each lease that is put on disk takes its time."""
 
-    async def _wait(self, call: AnyCall) -> None:
+    async def wait(self, call: Call[Any]) -> None:
         if isinstance(call, PutLease):
             await trio.sleep(FETCH_S)
         else:
-            await super()._wait(call)
+            await super().wait(call)
 
 
 async def test_lease_requests_of_a_connection_are_answered_one_at_a_time(

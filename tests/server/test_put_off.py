@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio.testing
 
@@ -18,9 +20,9 @@ from tests.server.test_durability import (
 )
 from upr_protocol.errors import Status
 from upr_protocol.wire import MutateReply, Refusal
-from upr_server.storage.calls import AnyCall, Find
+from upr_server.storage.calls import Call, FindItems
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.simulated_store import SimulatedStore
+from upr_server.storage.simulated import SimulatedStore
 
 
 async def status_of(peer: Peer, opaque: int) -> Status:
@@ -52,9 +54,9 @@ class Unreadable(SimulatedStore):
 
     is_unreadable = False
 
-    async def _wait(self, call: AnyCall) -> None:
-        await super()._wait(call)
-        if isinstance(call, Find) and self.is_unreadable:
+    async def wait(self, call: Call[Any]) -> None:
+        await super().wait(call)
+        if isinstance(call, FindItems) and self.is_unreadable:
             self.is_unreadable = False
             raise DiskFullError("not now")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -45,8 +44,9 @@ from upr_protocol.ids import (
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_server.engine import Partition, WriterToken
 from upr_server.replication.incoming import Incoming
-from upr_server.storage.chunk_log import PartitionWrite
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.calls import Commit
+from upr_server.storage.simulated import SimulatedRoom
 
 P = 4
 
@@ -310,13 +310,15 @@ async def test_what_the_new_active_never_had_is_undone(
 ) -> None:
     """A replica that ran ahead: exactly, as long as it is not indexed; else from nothing."""
     put: list[HistoryId] = []
-    real = SimulatedStore.commit
+    run = Commit.run
 
-    async def noted(store: SimulatedStore, bucket: str, writes: Sequence[PartitionWrite]) -> None:
-        put.extend(HistoryId(one) for write in writes for one, _ in write.record.failover_log)
-        await real(store, bucket, writes)
+    def noted(commit: Commit, bucket: BucketStorage) -> None:
+        put.extend(
+            HistoryId(one) for write in commit.writes for one, _ in write.record.failover_log
+        )
+        run(commit, bucket)
 
-    monkeypatch.setattr(SimulatedStore, "commit", noted)
+    monkeypatch.setattr(Commit, "run", noted)
     async with cluster(undo_mutations=undo_mutations) as one:
         await write(one, "a", 100)
         await one.quiet()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from tests.simulation.world import JumpingClock
-from upr_server.storage.calls import READS, AnyCall, Forget
+from upr_server.storage.calls import Call
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.records import CHUNK
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+
+Answer = TypeVar("Answer")
 
 
 @attrs.define
@@ -61,15 +63,15 @@ class FaultyStore(SimulatedStore):
         self._has_failed = False
         self.is_dead = False
 
-    async def _answer(self, call: AnyCall) -> Any:
-        if isinstance(call, (*READS, Forget)):
+    async def execute(self, call: Call[Any]) -> Any:
+        if call.is_read:
             await self._pause()
-            return self._reader.answer(call)
+            return call.run_on(self._reader)
         async with self._turn:
             await self._pause()
             self._set_faults()
             try:
-                found = self._writer.answer(call)
+                answer = call.run_on(self._writer)
             except StoreFailedError:
                 self._has_failed = True
                 self._on_failure("")
@@ -77,13 +79,13 @@ class FaultyStore(SimulatedStore):
                 repaired(self.room)
                 raise
             await self._pause()
-        return found
+        return answer
 
-    async def _change(self, call: AnyCall) -> Any:
-        found = await super()._change(call)
-        if self._has_failed:
+    async def ask(self, call: Call[Answer]) -> Answer:
+        answer = await super().ask(call)
+        if self._has_failed and not call.is_read:
             self._on_failure(f"a {type(call).__name__} is acknowledged")
-        return found
+        return answer
 
     async def _pause(self) -> None:
         await self._clock.sleep(self._chance.random() * 2 * self._wear.delay_s)

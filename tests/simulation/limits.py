@@ -8,11 +8,11 @@ from typing import Final
 
 from tests.simulation.bugs.patch import replaced
 from upr_server.engine import closed_snapshot, collapse, segment
-from upr_server.storage import backfill, compaction, shelf
+from upr_server.storage import backfill, bucket_storage, compaction
 
 SMALL: Final = (
-    (shelf, "GARBAGE_BYTES", 4096),
-    (shelf, "SWEEP_BYTES", 1024),
+    (bucket_storage, "GARBAGE_BYTES", 4096),
+    (bucket_storage, "SWEEP_BYTES", 1024),
     (compaction, "CHUNK_BYTES", 1024),
     (closed_snapshot, "SEGMENT_BYTES", 256),
     (segment, "SEGMENT_BYTES", 256),

@@ -23,8 +23,8 @@ from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
+from upr_server.storage.simulated import SimulatedRoom
 from upr_server.storage.simulated_disk import SimulatedDisk
-from upr_server.storage.simulated_store import SimulatedRoom
 
 BUCKET: Final = "b"
 

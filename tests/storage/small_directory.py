@@ -11,11 +11,11 @@ import msgspec
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.engine import Want
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.data_directory import DataRoom, prepare
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
-from upr_server.storage.shelf import Shelf
 
 BUCKET: Final = "planes"
 PARTITIONS: Final = 3
@@ -40,31 +40,33 @@ def make(path: Path) -> None:
     start = PartitionRecord(PartitionState.ACTIVE, ((7, 0),), SeqNo(0), 0)
 
     def fill(log: object, index: object) -> None:
-        shelf = Shelf(log, index)  # type: ignore[arg-type]
-        shelf.log.create(record, [start] * PARTITIONS)
+        storage = BucketStorage(log, index)  # type: ignore[arg-type]
+        storage.log.create(record, [start] * PARTITIONS)
 
     room.create(BUCKET, fill)
-    shelf = Shelf(*room.open(BUCKET))
-    shelf.open()
+    storage = BucketStorage(*room.open(BUCKET))
+    storage.open()
     chance = random.Random(4)
     for turn in range(24):
-        shelf.commit([_write(shelf, number, turn, chance) for number in range(PARTITIONS)])
+        storage.commit([_write(storage, number, turn, chance) for number in range(PARTITIONS)])
         if turn % 4 == 2:
             for number in range(PARTITIONS):
-                shelf.index.step(number, 1 << 20)
+                storage.index.step(number, 1 << 20)
         if turn == 15:
-            _compact(shelf, 0, purge_before_cas=0)
-            _compact(shelf, 1, purge_before_cas=400)
-    lease = LeaseRecord(5, "a consumer", ((1, 0, shelf.log.high(1)),), 60, EXPIRY)
-    shelf.log.put_lease(lease)
+            _compact(storage, 0, purge_before_cas=0)
+            _compact(storage, 1, purge_before_cas=400)
+    lease = LeaseRecord(5, "a consumer", ((1, 0, storage.log.high(1)),), 60, EXPIRY)
+    storage.log.put_lease(lease)
     for number in range(PARTITIONS):
-        shelf.index.step(number, 1 << 20)
-    shelf.log.finish()
-    shelf.close()
+        storage.index.step(number, 1 << 20)
+    storage.log.mark_clean_stop()
+    storage.close()
 
 
-def _write(shelf: Shelf, partition: int, turn: int, chance: random.Random) -> PartitionWrite:
-    high = shelf.log.high(partition)
+def _write(
+    storage: BucketStorage, partition: int, turn: int, chance: random.Random
+) -> PartitionWrite:
+    high = storage.log.high(partition)
     count = chance.choice([1, 3, 20, 40])
     rows = []
     for at in range(count):
@@ -85,12 +87,12 @@ def _write(shelf: Shelf, partition: int, turn: int, chance: random.Random) -> Pa
     return PartitionWrite(partition, record, [chunk], tokens)
 
 
-def _compact(shelf: Shelf, partition: int, purge_before_cas: int) -> None:
-    sweep = Sweep(shelf.log, shelf.index, partition, shelf.index.watermark(partition).seq)
+def _compact(storage: BucketStorage, partition: int, purge_before_cas: int) -> None:
+    sweep = Sweep(storage.log, storage.index, partition, storage.index.watermark(partition).seq)
     is_done = False
     while not is_done:
         swept = sweep.step(20_000, (), purge_before_cas)
-        shelf.index.compacted(partition, swept.purged, 1 if swept.is_done else -1)
+        storage.index.compacted(partition, swept.purged, 1 if swept.is_done else -1)
         is_done = swept.is_done
 
 
@@ -117,16 +119,16 @@ def wants() -> list[Want]:
     return [Want(key, 0, True) for key in keys]
 
 
-def answers(shelf: Shelf) -> Answers:
+def answers(storage: BucketStorage) -> Answers:
     """What an undamaged directory answers."""
-    stored = shelf.log.load()
+    stored = storage.log.load()
     streams = [
-        [bytes(chunk) for chunk in shelf.log.read(number, 0, found.record.high, bytes_max=PLENTY)]
+        [bytes(chunk) for chunk in storage.log.read(number, 0, found.record.high, bytes_max=PLENTY)]
         for number, found in enumerate(stored.partitions)
     ]
     keys = [want.key for want in wants()]
     items = [
-        dict(zip(keys, shelf.index.find(number, wants()), strict=True))
+        dict(zip(keys, storage.index.find(number, wants()), strict=True))
         for number in range(PARTITIONS)
     ]
     return Answers(stored, streams, items)

@@ -20,10 +20,10 @@ import pytest
 from tests.kit.effort import effort
 from tests.storage.small_directory import BUCKET, PLENTY, Answers, answers, make, wants
 from upr_protocol.chunk import Mutation
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.check import Check, Problem, open_bucket
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_store import LmdbEnvironment
-from upr_server.storage.shelf import Shelf
 
 FLIPS: Final = effort(2_000, 10_000)
 FLIPS_OF_THE_TREE: Final = effort(500, 2_500)
@@ -88,27 +88,27 @@ def _read(folder: Path, good: Answers) -> bytes:
         log, index = open_bucket(folder)
     except StorageError:
         return REFUSED
-    shelf = Shelf(log, index)
+    storage = BucketStorage(log, index)
     try:
         # A server that is running serves its readers whatever happens to the files; one that
         # starts looks first.
-        kinds.add(_read_records(shelf, log, good))
+        kinds.add(_read_records(storage, log, good))
         for partition in range(len(good.streams)):
-            kinds.add(_read_stream(shelf, good, partition))
-            kinds.add(_read_items(shelf, good, partition))
+            kinds.add(_read_stream(storage, good, partition))
+            kinds.add(_read_items(storage, good, partition))
     finally:
-        shelf.close()
+        storage.close()
     for kind in (FAULT, WRONG, OLDER, MISSING, NEW_HISTORY, REFUSED):
         if kind in kinds:
             return kind
     return EQUAL
 
 
-def _read_records(shelf: Shelf, log: LmdbEnvironment, good: Answers) -> bytes:
+def _read_records(storage: BucketStorage, log: LmdbEnvironment, good: Answers) -> bytes:
     try:
         log.verify()
-        shelf.open()
-        found = shelf.log.load()
+        storage.open()
+        found = storage.log.load()
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
@@ -124,10 +124,10 @@ def _read_records(shelf: Shelf, log: LmdbEnvironment, good: Answers) -> bytes:
     return NEW_HISTORY if same_but_mark and not found.is_clean else WRONG
 
 
-def _read_stream(shelf: Shelf, good: Answers, partition: int) -> bytes:
+def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     high = good.stored.partitions[partition].record.high
     try:
-        found = shelf.log.read(partition, 0, high, bytes_max=PLENTY)
+        found = storage.log.read(partition, 0, high, bytes_max=PLENTY)
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
@@ -135,12 +135,12 @@ def _read_stream(shelf: Shelf, good: Answers, partition: int) -> bytes:
     return EQUAL if [bytes(chunk) for chunk in found] == good.streams[partition] else WRONG
 
 
-def _read_items(shelf: Shelf, good: Answers, partition: int) -> bytes:
+def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     expected = good.items[partition]
     # What the server knows, that has seen it come so far.
     indexed = good.stored.partitions[partition].record.high
     try:
-        found = shelf.index.find(partition, wants(), indexed=indexed)
+        found = storage.index.find(partition, wants(), indexed=indexed)
         return EQUAL if found == list(expected.values()) else _compare(found, expected)
     except StorageError:
         pass
@@ -149,7 +149,7 @@ def _read_items(shelf: Shelf, good: Answers, partition: int) -> bytes:
     kinds = {REFUSED}
     for want in wants():
         try:
-            item = shelf.index.find(partition, [want], indexed=indexed)[0]
+            item = storage.index.find(partition, [want], indexed=indexed)[0]
         except StorageError:
             continue
         except Exception:  # noqa: BLE001  # the test tells of it
@@ -264,7 +264,7 @@ def _outcomes_in(folder: Path, choose: Callable[[Path], list[Flip]]) -> list[Out
         copy = Path(name) / BUCKET
         shutil.copytree(folder / "made" / "buckets" / BUCKET, copy)
         log, index = open_bucket(copy)
-        good = answers(Shelf(log, index))
+        good = answers(BucketStorage(log, index))
         log.close()
         index.close()
         flips = choose(copy)

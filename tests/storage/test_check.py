@@ -19,6 +19,7 @@ import pytest
 
 from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
 from upr_protocol.ids import SeqNo
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.check import Check, open_bucket, problems
 from upr_server.storage.data_directory import default_data_dir, lock, quiet
 from upr_server.storage.environment import Writer
@@ -44,7 +45,6 @@ from upr_server.storage.records import (
     parse_record,
     partition_key,
 )
-from upr_server.storage.shelf import Shelf
 
 COMMAND = (sys.executable, "-c", "from upr_server.cli import main; main()")
 
@@ -383,7 +383,7 @@ def test_a_dump_is_the_newest_of_each_key(data: Path) -> None:
     assert hashes(data) == before
     rows = [json.loads(line) for line in dumped.stdout.splitlines()]
     log, index = open_bucket(data / "buckets" / BUCKET)
-    good = answers(Shelf(log, index))
+    good = answers(BucketStorage(log, index))
     log.close()
     index.close()
     for partition in range(PARTITIONS):

@@ -173,11 +173,11 @@ def test_answers_are_kept_in_order_and_forgotten(log: ChunkLog) -> None:
 
 def test_the_mark_of_a_clean_stop_goes_together_with_the_records(log: ChunkLog) -> None:
     assert not log.load().is_clean
-    log.finish()
+    log.mark_clean_stop()
     assert log.load().is_clean
-    log.begin([(1, record_of(0))])
+    log.start_serving([(1, record_of(0))])
     assert not log.load().is_clean
-    log.begin([])
+    log.start_serving([])
 
 
 def test_leases_are_kept_renewed_and_forgotten(log: ChunkLog) -> None:

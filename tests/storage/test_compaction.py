@@ -15,14 +15,13 @@ from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
 from upr_server.engine import Want
-from upr_server.storage import compaction, shelf
+from upr_server.storage import bucket_storage, compaction
+from upr_server.storage.bucket_storage import BucketStorage, Upkeep
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.key_index import KeyIndex
-from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord, LeaseRecord
-from upr_server.storage.shelf import Shelf
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PROFILE: Final = settings(
@@ -57,15 +56,15 @@ AGES: Final = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
 
 class Life(RuleBasedStateMachine):
-    """A shelf that is written to, tidied, read, and interrupted."""
+    """A bucket_storage that is written to, tidied, read, and interrupted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(shelf, "SWEEP_BYTES", 500)
-        self.patch.setattr(shelf, "INDEX_MUTATIONS", 6)
-        self.patch.setattr(shelf, "INDEX_LAG_MUTATIONS", 12)
-        self.patch.setattr(shelf, "GARBAGE_BYTES", 900)
+        self.patch.setattr(bucket_storage, "SWEEP_BYTES", 500)
+        self.patch.setattr(bucket_storage, "INDEX_MUTATIONS", 6)
+        self.patch.setattr(bucket_storage, "INDEX_LAG_MUTATIONS", 12)
+        self.patch.setattr(bucket_storage, "GARBAGE_BYTES", 900)
         self.patch.setattr(compaction, "CHUNK_BYTES", 600)
         self.patch.setattr(compaction, "WHOLE_BYTES_MIN", 250)
         self.log_disk, self.index_disk = SimulatedDisk(), SimulatedDisk()
@@ -83,16 +82,16 @@ class Life(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.shelf = Shelf(self.log_disk, self.index_disk)
-        self.shelf.open()
+        self.bucket_storage = BucketStorage(self.log_disk, self.index_disk)
+        self.bucket_storage.open()
 
     @property
     def log(self) -> ChunkLog:
-        return self.shelf.log
+        return self.bucket_storage.log
 
     @property
     def index(self) -> KeyIndex:
-        return self.shelf.index
+        return self.bucket_storage.index
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -121,7 +120,7 @@ class Life(RuleBasedStateMachine):
     @rule(rows=ROWS)
     def commit(self, rows: SomeRows) -> None:
         writes = self.writes_of(rows)
-        self.shelf.commit(writes)
+        self.bucket_storage.commit(writes)
         self.model.take(writes)
 
     def purge_before(self, age: float) -> int:
@@ -129,7 +128,7 @@ class Life(RuleBasedStateMachine):
 
     def upkeep(self, *, urgent: bool, age: float) -> Upkeep:
         before = [stored.purge_seq for stored in self.log.load().partitions]
-        done = self.shelf.upkeep(
+        done = self.bucket_storage.upkeep(
             urgent=urgent,
             leases=[found for lease in self.leases.values() for found in lease.ranges],
             lapsed=list(self.lapsed.values()),
@@ -163,8 +162,8 @@ class Life(RuleBasedStateMachine):
     def sweep(self, number: int, age: float, steps: int) -> None:
         """Begins a sweep though not much is wasted."""
         mark = self.index.watermark(number)
-        if self.shelf._sweep is None and mark.seq:
-            self.shelf._sweep = Sweep(self.log, self.index, number, mark.seq)
+        if self.bucket_storage._sweep is None and mark.seq:
+            self.bucket_storage._sweep = Sweep(self.log, self.index, number, mark.seq)
         for _ in range(steps):
             self.upkeep(urgent=False, age=age)
 
@@ -219,7 +218,7 @@ class Life(RuleBasedStateMachine):
                 newest = self.model.histories[number][-1]
                 assert self.log.find(number, [high], 1) == [newest]
                 assert read(self.log, number, high - 1, high) == [newest]
-            assert self.shelf._bytes[number] == sizes.get(number, 0)
+            assert self.bucket_storage._bytes[number] == sizes.get(number, 0)
             assert self.log.high(number) == high
 
     # Point reads.
@@ -299,7 +298,7 @@ class Life(RuleBasedStateMachine):
             for _ in range(steps):
                 self.upkeep(urgent=True, age=age)
             writes = self.writes_of(rows)
-            self.shelf.commit(writes)
+            self.bucket_storage.commit(writes)
             self.model.take(writes)
             writes = ()
         except StoreFailedError:

@@ -13,7 +13,8 @@ from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.engine import Want
-from upr_server.storage import shelf as shelves
+from upr_server.storage import bucket_storage as shelves
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.records import (
     BucketRecord,
@@ -21,7 +22,6 @@ from upr_server.storage.records import (
     PartialRecord,
     PartitionRecord,
 )
-from upr_server.storage.shelf import Shelf
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 KEYS: Final = [b"key %d" % number for number in range(5)]
@@ -40,9 +40,9 @@ class Cuts(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.log, self.index = SimulatedDisk(), SimulatedDisk()
-        self.shelf = Shelf(self.log, self.index)
-        self.shelf.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
-        self.shelf.open()
+        self.bucket_storage = BucketStorage(self.log, self.index)
+        self.bucket_storage.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+        self.bucket_storage.open()
         self.rows: list[Mutation] = []
         self.ends: list[int] = []
         self.received = 0
@@ -58,7 +58,7 @@ class Cuts(RuleBasedStateMachine):
 
     @property
     def mark(self) -> int:
-        return self.shelf.index.watermark(PARTITION).seq
+        return self.bucket_storage.index.watermark(PARTITION).seq
 
     @rule(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3), whole=st.booleans())
     def receive(self, pieces: list[int], whole: bool) -> None:
@@ -84,13 +84,13 @@ class Cuts(RuleBasedStateMachine):
             self.partial = PartialRecord(HISTORY, SeqNo(self.high), end, SeqNo(self.received))
             written = record(self.high, self.partial)
         ends = [SeqNo(self.received)] if whole else []
-        self.shelf.commit([PartitionWrite(PARTITION, written, chunks, ends=ends)])
+        self.bucket_storage.commit([PartitionWrite(PARTITION, written, chunks, ends=ends)])
 
     @rule(keep=st.sampled_from([0, 3, 10]))
     def follow(self, keep: int) -> None:
         """The index follows, and what it knows is compacted, down to the newest of each key."""
         before = self.mark
-        done = self.shelf.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=keep)
+        done = self.bucket_storage.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=keep)
         assert self.mark in (before, *self.chunk_ends)
         if done.compacted and done.purge_seq:
             raise AssertionError("nothing is old enough")
@@ -103,7 +103,7 @@ class Cuts(RuleBasedStateMachine):
     def cut(self, at: float) -> None:
         """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
         ceiling, floor = SeqNo(int(at * (self.received + 1))), SeqNo(self.mark)
-        found = self.shelf.log.newest_end(PARTITION, ceiling, floor)
+        found = self.bucket_storage.log.newest_end(PARTITION, ceiling, floor)
         known = [end for end in self.ends if floor < end <= ceiling]
         if known:
             assert found == known[-1]
@@ -112,9 +112,9 @@ class Cuts(RuleBasedStateMachine):
             assert found is None or found in self.ends or found == 0
         to = found or 0
         if not to:
-            while self.shelf.forget(PARTITION):
+            while self.bucket_storage.forget(PARTITION):
                 pass
-        self.shelf.cut(PARTITION, record(to), ())
+        self.bucket_storage.truncate(PARTITION, record(to), ())
         self.rows = [row for row in self.rows if row.seq <= to]
         self.ends = [end for end in self.ends if end <= to]
         self.received, self.partial = to, None
@@ -122,8 +122,8 @@ class Cuts(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.shelf = Shelf(self.log, self.index)
-        stored = self.shelf.open().partitions[PARTITION]
+        self.bucket_storage = BucketStorage(self.log, self.index)
+        stored = self.bucket_storage.open().partitions[PARTITION]
         assert stored.record == record(self.high, self.partial)
         assert stored.indexed == self.mark
 
@@ -134,7 +134,7 @@ class Cuts(RuleBasedStateMachine):
         found: list[Mutation] = []
         at = SeqNo(0)
         while at < self.received:
-            chunks = self.shelf.log.read(PARTITION, at, self.received, bytes_max=200)
+            chunks = self.bucket_storage.log.read(PARTITION, at, self.received, bytes_max=200)
             found += [row for chunk in chunks for row in chunk]
             at = chunks[-1].end
         kept = {row.seq for row in found}
@@ -149,11 +149,11 @@ class Cuts(RuleBasedStateMachine):
         for one in self.rows:
             if one.seq <= mark:
                 state[one.key] = one
-        found = self.shelf.index.find(PARTITION, [Want(key, 0, True) for key in KEYS])
+        found = self.bucket_storage.index.find(PARTITION, [Want(key, 0, True) for key in KEYS])
         for key, item in zip(KEYS, found, strict=True):
             newest = state.get(key)
             assert item == (newest if newest and newest.op is Operation.SET else None)
-        assert self.shelf.index.watermark(PARTITION).items == sum(
+        assert self.bucket_storage.index.watermark(PARTITION).items == sum(
             row.op is Operation.SET for row in state.values()
         )
 
@@ -162,8 +162,8 @@ TestCuts = Cuts.TestCase
 TestCuts.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def shelf() -> Shelf:
-    made = Shelf(SimulatedDisk(), SimulatedDisk())
+def bucket_storage() -> BucketStorage:
+    made = BucketStorage(SimulatedDisk(), SimulatedDisk())
     made.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
     made.open()
     return made
@@ -178,32 +178,32 @@ def write(high: int, *ends: int) -> PartitionWrite:
 
 
 def test_a_cut_breaks_the_leases_that_reach_behind_it() -> None:
-    one = shelf()
+    one = bucket_storage()
     one.commit([write(30, 10, 20, 30)])
     for lease_id, end in ((1, 20), (2, 21), (3, 30)):
         one.log.put_lease(LeaseRecord(lease_id, "me", ((PARTITION, 0, end),), 60, 1.0))
     one.log.put_lease(LeaseRecord(4, "me", ((0, 0, 30),), 60, 1.0))
-    assert one.cut(PARTITION, record(20), ()) == [2, 3]
+    assert one.truncate(PARTITION, record(20), ()) == [2, 3]
     leases = {lease.lease_id: lease.is_whole for lease in one.log.load().leases}
     assert leases == {1: True, 2: False, 3: False, 4: True}
-    assert one.cut(PARTITION, record(20), ()) == [], "once"
+    assert one.truncate(PARTITION, record(20), ()) == [], "once"
 
 
 def test_a_cut_forgets_answers() -> None:
-    one = shelf()
+    one = bucket_storage()
     tokens = [Token(bytes(16), counter, b"answer") for counter in (1, 2)]
     one.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
-    one.cut(PARTITION, record(0), [Token(bytes(16), 2, b"")])
+    one.truncate(PARTITION, record(0), [Token(bytes(16), 2, b"")])
     assert one.log.load().partitions[PARTITION].tokens == tokens[:1]
 
 
 def test_nothing_is_cut_that_is_indexed() -> None:
-    one = shelf()
+    one = bucket_storage()
     one.commit([write(30, 10, 20, 30)])
     one.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=5)
     assert one.index.watermark(PARTITION).seq == 20, "where a chunk ends"
     with pytest.raises(ValueError, match="the index knows 20"):
-        one.cut(PARTITION, record(10), ())
+        one.truncate(PARTITION, record(10), ())
     assert one.log.newest_end(PARTITION, SeqNo(29), SeqNo(25)) is None
     assert one.log.newest_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
 
@@ -215,7 +215,7 @@ def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
     monkeypatch.setattr(shelves, "GARBAGE_BYTES", 0)
     monkeypatch.setattr(shelves, "SWEEP_BYTES", 1)
     log = SimulatedDisk()
-    one = Shelf(log, SimulatedDisk())
+    one = BucketStorage(log, SimulatedDisk())
     one.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
     one.open()
     chunks = [
@@ -227,31 +227,31 @@ def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
     assert one.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
     while one.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
         one.upkeep(urgent=True, leases=(), purge_before_cas=0)
-    again = Shelf(log, SimulatedDisk())
+    again = BucketStorage(log, SimulatedDisk())
     again.open()
     assert again.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) is None
     assert again.log.newest_end(PARTITION, SeqNo(99), SeqNo(0)) == 30
-    again.cut(PARTITION, record(0), ())
+    again.truncate(PARTITION, record(0), ())
     again.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
     assert again.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
 
 
 def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
     log, index = SimulatedDisk(), SimulatedDisk()
-    one = Shelf(log, index)
+    one = BucketStorage(log, index)
     one.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
     one.open()
     one.commit([write(30, 10, 20, 30)])
     one.upkeep(urgent=True, leases=(), purge_before_cas=0)
     one.index.forget(PARTITION, 0)
-    again = Shelf(log, index)
+    again = BucketStorage(log, index)
     assert again.open().partitions[PARTITION].indexed == 0
     assert not again.index.knows(PARTITION)
 
 
 @given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))
 def test_what_is_kept_from_the_index_is_shared(keep: int, highs: list[int]) -> None:
-    one = shelf()
+    one = bucket_storage()
     writes: list[Any] = []
     for number, high in enumerate(highs):
         chunks = [
@@ -269,19 +269,19 @@ def test_what_is_kept_from_the_index_is_shared(keep: int, highs: list[int]) -> N
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is superseded is compacted at once."""
-    monkeypatch.setattr("upr_server.storage.shelf.GARBAGE_BYTES", 0)
-    monkeypatch.setattr("upr_server.storage.shelf.GARBAGE_SHARE", 0.01)
+    monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_BYTES", 0)
+    monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_SHARE", 0.01)
 
 
 def test_a_map_is_kept_with_what_it_makes_of_partitions() -> None:
-    one = shelf()
+    one = bucket_storage()
     one.commit([write(30, 10, 20, 30)])
     partial = PartialRecord(HISTORY, SeqNo(30), SeqNo(50), SeqNo(40))
     more = chunk_of([row(Operation.SET, b"k", 40, 40)], 30, 40)
     one.commit([PartitionWrite(PARTITION, record(30, partial), [more])])
     assert one.log.load().cluster_map == ""
     active = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(30), 30)
-    one.put_map("{}", [(PARTITION, active)])
+    one.put_partition_map("{}", [(PARTITION, active)])
     stored = one.log.load()
     assert stored.cluster_map == "{}"
     assert stored.partitions[PARTITION].record == active

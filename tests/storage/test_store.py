@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import lmdb
 import pytest
@@ -23,7 +23,23 @@ from tests.storage.log_model import Model, apply, chunk_of, record_of, row
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.engine import Want
-from upr_server.storage import process_store
+from upr_server.storage import processes
+from upr_server.storage.api import Store
+from upr_server.storage.bucket_storage import Upkeep
+from upr_server.storage.calls import (
+    Commit,
+    CreateBucket,
+    DeleteBucket,
+    DeleteLeases,
+    FindExpired,
+    FindItems,
+    LoadBuckets,
+    Maintain,
+    MarkCleanStop,
+    PutLease,
+    ReadChunks,
+    StartServing,
+)
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, Token
 from upr_server.storage.data_directory import FORMAT_TEXT, DataRoom, prepare
 from upr_server.storage.environment import Environment
@@ -34,10 +50,9 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_store import MAP_BYTES_DEFAULT, LmdbEnvironment
-from upr_server.storage.port import Store
-from upr_server.storage.process_store import SLOT_READ_BYTES_MIN, ProcessStore, open_store
+from upr_server.storage.processes import SLOT_READ_BYTES_MIN, ProcessStore, open_store
 from upr_server.storage.records import BucketRecord, LeaseRecord
-from upr_server.storage.simulated_store import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 from upr_server.storage.slots import SLOT_BYTES, SLOTS, Slots
 
 PARTITIONS: Final = 4
@@ -67,7 +82,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
 
 
 async def create(store: Store) -> None:
-    await store.create(BUCKET, [record_of(0)] * PARTITIONS)
+    await store.ask(CreateBucket(BUCKET, [record_of(0)] * PARTITIONS))
 
 
 def some_write(partition: int, high: int, count: int = 3, expiry: int = 0) -> PartitionWrite:
@@ -87,7 +102,7 @@ async def read_all(store: Store, partition: int, through: int) -> list[Mutation]
     rows: list[Mutation] = []
     after = SeqNo(0)
     while after < through:
-        chunks = await store.read(BUCKET.name, partition, after, SeqNo(through), 200)
+        chunks = await store.ask(ReadChunks(BUCKET.name, partition, after, SeqNo(through), 200))
         assert chunks[0].start == after
         after = chunks[-1].end
         for chunk in chunks:
@@ -95,9 +110,17 @@ async def read_all(store: Store, partition: int, through: int) -> list[Mutation]
     return rows
 
 
-async def upkeep_all(store: Store) -> None:
-    while (await store.upkeep(BUCKET.name, urgent=True, leases=(), purge_before_cas=0)).more:
-        pass
+async def upkeep(store: Store) -> tuple[Upkeep, dict[str, Any]]:
+    return await store.ask(Maintain(BUCKET.name, urgent=True, leases=(), purge_before_cas=0))
+
+
+async def upkeep_all(store: Store) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    more = True
+    while more:
+        done, figures = await upkeep(store)
+        more = done.more
+    return figures
 
 
 # What a bucket goes through.
@@ -107,24 +130,24 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
     lease = LeaseRecord(9, "someone", ((0, 0, 3),), 60, 1_234.5)
     token = Token(b"sixteen bytes id", 4, b"answer")
     async with opener() as store:
-        assert await store.load() == []
+        assert await store.ask(LoadBuckets()) == []
         await create(store)
-        await store.begin(BUCKET.name, [(1, record_of(0))])
+        await store.ask(StartServing(BUCKET.name, [(1, record_of(0))]))
         write = some_write(0, 0)
         write = PartitionWrite(0, write.record, write.chunks, [token])
-        await store.commit(BUCKET.name, [write, some_write(2, 0, 5)])
-        await store.put_lease(BUCKET.name, lease)
-        await store.put_lease(BUCKET.name, LeaseRecord(10, "another", (), 60, 1.0))
-        await store.delete_leases(BUCKET.name, [10, 11])
-        await store.finish(BUCKET.name)
+        await store.ask(Commit(BUCKET.name, [write, some_write(2, 0, 5)]))
+        await store.ask(PutLease(BUCKET.name, lease))
+        await store.ask(PutLease(BUCKET.name, LeaseRecord(10, "another", (), 60, 1.0)))
+        await store.ask(DeleteLeases(BUCKET.name, [10, 11]))
+        await store.ask(MarkCleanStop(BUCKET.name))
     async with opener() as store:
-        (found,) = await store.load()
+        (found,) = await store.ask(LoadBuckets())
         assert (found.record, found.is_clean, list(found.leases)) == (BUCKET, True, [lease])
         assert [partition.record.high for partition in found.partitions] == [3, 0, 5, 0]
         assert list(found.partitions[0].tokens) == [token]
         assert await read_all(store, 0, 3) == list(write.chunks[0])
-        await store.begin(BUCKET.name, [])
-        (found,) = await store.load()
+        await store.ask(StartServing(BUCKET.name, []))
+        (found,) = await store.ask(LoadBuckets())
         assert not found.is_clean
         assert not store.failed.is_set()
 
@@ -133,21 +156,21 @@ async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
     async with opener() as store:
         await create(store)
         write = some_write(1, 0, 10, expiry=50)
-        await store.commit(BUCKET.name, [write])
+        await store.ask(Commit(BUCKET.name, [write]))
         rows = await read_all(store, 1, 10)
         assert rows == list(write.chunks[0])
         known = [Want(row.key, row.seq, value=True) for row in rows]
-        assert await store.find(BUCKET.name, 1, known) == rows
+        assert await store.ask(FindItems(BUCKET.name, 1, known)) == rows
         by_key = [Want(row.key, 0, value=True) for row in rows]
-        assert await store.find(BUCKET.name, 1, by_key) == [None] * 10
-        await upkeep_all(store)
-        assert await store.find(BUCKET.name, 1, by_key) == rows
-        assert await store.due(BUCKET.name, 49, b"", 100) == ([], b"")
-        found, after = await store.due(BUCKET.name, 50, b"", 4)
+        assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == [None] * 10
+        figures = await upkeep_all(store)
+        assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == rows
+        assert await store.ask(FindExpired(BUCKET.name, 49, b"", 100)) == ([], b"")
+        found, after = await store.ask(FindExpired(BUCKET.name, 50, b"", 4))
         assert [due.number for due in found] == [1, 2, 3, 4]
-        found, after = await store.due(BUCKET.name, 50, after, 100)
+        found, after = await store.ask(FindExpired(BUCKET.name, 50, after, 100))
         assert ([due.number for due in found], after) == ([5, 6, 7, 8, 9, 10], b"")
-        assert store.statistics(BUCKET.name)["commits"] == 1
+        assert figures["commits"] == 1
 
 
 def mapped_files(part: str) -> list[str]:
@@ -159,7 +182,7 @@ def mapped_files(part: str) -> list[str]:
 async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> None:
     async with opener() as store:
         await create(store)
-        await store.commit(BUCKET.name, [some_write(0, 0)])
+        await store.ask(Commit(BUCKET.name, [some_write(0, 0)]))
         assert len(await read_all(store, 0, 3)) == 3
 
         # Somebody still reads while it is deleted.
@@ -173,13 +196,13 @@ async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> Non
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
             nursery.start_soon(read)
-            await store.delete(BUCKET.name)
-        assert await store.load() == []
+            await store.ask(DeleteBucket(BUCKET.name))
+        assert await store.ask(LoadBuckets()) == []
         # Nobody has a file of it open: else the disk would not get its room back.
         assert mapped_files("/buckets/") == []
         await create(store)
         other = some_write(0, 0, 5)
-        await store.commit(BUCKET.name, [other])
+        await store.ask(Commit(BUCKET.name, [other]))
         assert await read_all(store, 0, 5) == list(other.chunks[0])
         assert not store.failed.is_set()
 
@@ -189,8 +212,8 @@ async def test_an_answer_may_have_any_number_of_chunks(opener: Opener) -> None:
     small = [one_row(seq) for seq in range(1, count)]
     async with opener() as store:
         await create(store)
-        await store.commit(BUCKET.name, [PartitionWrite(0, record_of(count - 1), small)])
-        found = await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(count - 1), PLENTY)
+        await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(count - 1), small)]))
+        found = await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(count - 1), PLENTY))
         assert (len(found), found[-1].end) == (count - 1, count - 1)
 
 
@@ -203,18 +226,18 @@ async def test_many_callers_at_once_each_get_their_own_answer(opener: Opener) ->
     async def write_and_read(store: Store, partition: int) -> None:
         for turn in range(15):
             write = some_write(partition, model.highs[partition], 1 + turn % 3)
-            await store.commit(BUCKET.name, [write])
+            await store.ask(Commit(BUCKET.name, [write]))
             model.take([write])
             high = model.highs[partition]
             rows = await read_all(store, partition, high)
             assert apply({}, rows) == model.contents(partition, high)
             number = 1 + turn % high
             want = Want(b"key %d" % number, number, value=True)
-            assert await store.find(BUCKET.name, partition, [want]) == [rows[number - 1]]
+            assert await store.ask(FindItems(BUCKET.name, partition, [want])) == [rows[number - 1]]
 
     async def tidy(store: Store) -> None:
         for _ in range(20):
-            await store.upkeep(BUCKET.name, urgent=True, leases=(), purge_before_cas=0)
+            await upkeep(store)
 
     async with opener() as store:
         await create(store)
@@ -229,11 +252,11 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
         await create(store)
         with trio.CancelScope() as scope:
             scope.cancel()
-            await store.load()
+            await store.ask(LoadBuckets())
         for partition in range(PARTITIONS):
             with trio.move_on_after(0.0001 * partition):
-                await store.commit(BUCKET.name, [some_write(partition, 0)])
-        (found,) = await store.load()
+                await store.ask(Commit(BUCKET.name, [some_write(partition, 0)]))
+        (found,) = await store.ask(LoadBuckets())
         # Each is there, whole, or not at all.
         for partition, stored in enumerate(found.partitions):
             assert stored.record.high in (0, 3)
@@ -337,7 +360,7 @@ async def reading(tmp_path: Path) -> AsyncIterator[tuple[ProcessStore, Slots]]:
 
 
 async def read_whole(store: Store, through: int) -> list[Chunk]:
-    return await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(through), PLENTY)
+    return await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(through), PLENTY))
 
 
 async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
@@ -345,9 +368,9 @@ async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
 ) -> None:
     store, slots = reading
     write = PartitionWrite(0, record_of(3), [one_row(seq) for seq in (1, 2, 3)])
-    await store.commit(BUCKET.name, [write])
+    await store.ask(Commit(BUCKET.name, [write]))
     # A small read goes through the pipe.
-    small = await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(3), SLOT_READ_BYTES_MIN - 1)
+    small = await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(3), SLOT_READ_BYTES_MIN - 1))
     assert (small, len(slots)) == (list(write.chunks), SLOTS)
     found = await read_whole(store, 3)
     assert (found, len(slots)) == (list(write.chunks), SLOTS - 1)
@@ -367,7 +390,7 @@ async def test_what_finds_no_room_in_a_slot_goes_through_the_pipe(
         chunk_of([row(Operation.SET, b"k", seq, seq, size=size)], seq - 1, seq)
         for seq, size in enumerate(sizes, 1)
     ]
-    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(5), large)])
+    await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(5), large)]))
     found = await read_whole(store, 5)
     assert (found, len(slots)) == (large, SLOTS - 1)
     for chunk in found:
@@ -379,7 +402,7 @@ async def test_with_every_slot_lent_chunks_go_through_the_pipe(
 ) -> None:
     store, slots = reading
     expected = [one_row(1)]
-    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)])
+    await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)]))
     kept = [await read_whole(store, 1) for _ in range(SLOTS + 3)]
     assert len(slots) == 0
     assert all(found == expected for found in kept)
@@ -392,7 +415,7 @@ async def test_a_caller_that_is_cancelled_gives_its_slot_back_when_the_answer_ha
 ) -> None:
     store, slots = reading
     expected = [one_row(1)]
-    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)])
+    await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)]))
     os.kill(store._reader.process.pid, signal.SIGSTOP)
     for _ in range(3):
         with trio.move_on_after(0.01):
@@ -408,7 +431,7 @@ async def test_chunks_outlive_the_process_that_read_them(
 ) -> None:
     store, _ = reading
     expected = [one_row(1)]
-    await store.commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)])
+    await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)]))
     kept = await read_whole(store, 1)
     os.kill(store._reader.process.pid, signal.SIGKILL)
     with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
@@ -419,11 +442,11 @@ async def test_chunks_outlive_the_process_that_read_them(
 async def test_a_system_without_such_memory_reads_through_the_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_store, "make_shared_memory", lambda: None)
+    monkeypatch.setattr(processes, "make_shared_memory", lambda: None)
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         await create(store)
         write = some_write(0, 0)
-        await store.commit(BUCKET.name, [write])
+        await store.ask(Commit(BUCKET.name, [write]))
         assert store._reader.slots is None
         assert await read_whole(store, 3) == list(write.chunks)
 
@@ -441,15 +464,15 @@ async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
         try:
             while True:
                 if role == "reader":
-                    await store.read(BUCKET.name, 0, SeqNo(0), SeqNo(3), 100)
+                    await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(3), 100))
                 else:
-                    await store.load()
+                    await store.ask(LoadBuckets())
         except StoreFailedError as error:
             failures.append(str(error))
 
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         await create(store)
-        await store.commit(BUCKET.name, [some_write(0, 0)])
+        await store.ask(Commit(BUCKET.name, [some_write(0, 0)]))
         worker = store._reader if role == "reader" else store._writer
         async with trio.open_nursery() as nursery:
             for number in range(5):
@@ -462,10 +485,10 @@ async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
         assert store.failure == sentence
         assert failures == [sentence] * 5
         with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
-            await store.commit(BUCKET.name, [some_write(0, 3)])
+            await store.ask(Commit(BUCKET.name, [some_write(0, 3)]))
     # The directory is as it was.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        (found,) = await store.load()
+        (found,) = await store.ask(LoadBuckets())
         assert found.partitions[0].record.high == 3
 
 
@@ -476,7 +499,7 @@ async def test_a_process_that_cannot_be_started_leaves_no_other(
         await trio.lowlevel.checkpoint()
         raise OSError(errno.EMFILE, "no descriptors")
 
-    monkeypatch.setattr(process_store, "_start_reader", refuse)
+    monkeypatch.setattr(processes, "_start_reader", refuse)
     before = set(children_of(os.getpid()))
     with pytest.RaisesGroup(OSError):
         async with open_store(tmp_path / "data", bytes_max=MAP_BYTES):
@@ -487,22 +510,22 @@ async def test_a_process_that_cannot_be_started_leaves_no_other(
 async def test_only_one_server_may_use_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_store, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(processes, "LOCK_TIMEOUT_S", 0.2)
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         await create(store)
         with pytest.raises(DataDirectoryError, match="used by another server"):
             async with open_store(tmp_path, bytes_max=MAP_BYTES):
                 pytest.fail("it was opened twice")
-        (found,) = await store.load()
+        (found,) = await store.ask(LoadBuckets())
         assert found.record == BUCKET
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        assert len(await store.load()) == 1
+        assert len(await store.ask(LoadBuckets())) == 1
 
 
 _HOLD: Final = """
 import sys, trio
 from pathlib import Path
-from upr_server.storage.process_store import open_store
+from upr_server.storage.processes import open_store
 
 async def main():
     async with open_store(Path(sys.argv[1]), bytes_max=1 << 30) as store:
@@ -543,7 +566,7 @@ async def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path) -> 
     await eventually(lambda: not any(map(is_running, pids)), "the processes end", 20)
     # And the next may begin at once.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        assert await store.load() == []
+        assert await store.ask(LoadBuckets()) == []
 
 
 # Directories that are not ours.

@@ -60,6 +60,7 @@ from upr_protocol.wire import (
 )
 from upr_server.engine import FetchNeeded, Found, MutateResult, Partition, WriterToken
 from upr_server.net.level import MAX_WAIT_S, Level
+from upr_server.storage.calls import MeasureRanges
 from upr_server.storage.errors import StorageError
 
 if TYPE_CHECKING:
@@ -431,7 +432,7 @@ def _lease(connection: Connection, request: Lease) -> None:
             else:
                 lease = await disk.leases.renew(request.lease_id, request.time_to_live_s)
         try:
-            sizes = await disk.store.measure(disk.bucket.name, lease.ranges)
+            sizes = await disk.store.ask(MeasureRanges(disk.bucket.name, lease.ranges))
         except StorageError:
             disk.upkeeper.check_not_abandoned()
             raise

@@ -32,10 +32,17 @@ from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.events import Events, NoEvents
 from upr_server.net.line import Line
+from upr_server.storage.api import Store
 from upr_server.storage.bucket_disk import BucketDisk, recovered
+from upr_server.storage.calls import (
+    CreateBucket,
+    DeleteBucket,
+    LoadBuckets,
+    MarkCleanStop,
+    StartServing,
+)
 from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
-from upr_server.storage.port import Store
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 from upr_server.storage.upkeeper import IDLE_S
 
@@ -192,7 +199,7 @@ class Service:
             for stored in await self._load():
                 record = stored.record
                 images, changed = recovered(stored, self._new_history_id)
-                await self.store.begin(record.name, changed)
+                await self.store.ask(StartServing(record.name, changed))
                 log.info(
                     "bucket recovered",
                     bucket=record.name,
@@ -236,7 +243,7 @@ class Service:
             try:
                 await disk.stop()
                 if not self.cluster.is_doubtful(bucket.name):
-                    await self.store.finish(bucket.name)
+                    await self.store.ask(MarkCleanStop(bucket.name))
             except DiskFullError as error:
                 failure = failure or error
         if failure is not None:
@@ -244,7 +251,7 @@ class Service:
 
     async def _load(self) -> list[StoredBucket]:
         try:
-            return await self.store.load()
+            return await self.store.ask(LoadBuckets())
         except CorruptionError as error:
             raise CorruptionError(f"{error}; run `upr-server check`") from error
 
@@ -276,13 +283,12 @@ class Service:
                 failover_log = failover_log.branch(self._new_history_id(), SeqNo(0))
             images.append(PartitionImage(state, failover_log))
         incarnation = self._new_history_id()
-        await self.store.create(
-            BucketRecord(name, len(states), quota_bytes, incarnation=incarnation),
-            [
-                PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
-                for image in images
-            ],
-        )
+        record = BucketRecord(name, len(states), quota_bytes, incarnation=incarnation)
+        partitions = [
+            PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
+            for image in images
+        ]
+        await self.store.ask(CreateBucket(record, partitions))
         bucket = self.buckets.create(
             name, len(states), quota_bytes, images, incarnation=incarnation
         )
@@ -349,7 +355,7 @@ class Service:
             # Who asked for it may go meanwhile.
             with trio.CancelScope(shield=True):
                 await self.disks.pop(bucket).abandon()
-                await self.store.delete(name)
+                await self.store.ask(DeleteBucket(name))
                 self._has_garbage = True
 
     def line(self, disk: BucketDisk, partition: Partition) -> Line:

@@ -20,6 +20,7 @@ from upr_server.replication.incoming import Incoming
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import System
 from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.calls import PutPartitionMap
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
@@ -405,11 +406,8 @@ class Membership:
                 for partition, state in states.items()
             ]
             changes = [c for c in changes if c.leads_elsewhere or c.partition in logs]
-            await disk.store.put_map(
-                bucket.name,
-                new.encode(),
-                [(change.partition.id, _record(change)) for change in changes],
-            )
+            records = [(change.partition.id, _record(change)) for change in changes]
+            await disk.store.ask(PutPartitionMap(bucket.name, new.encode(), records))
         except UprError as error:
             failure = error
         if failure is not None:

@@ -31,6 +31,7 @@ from upr_server.replication.host import Host
 from upr_server.replication.incoming import Answer, Incoming
 from upr_server.runtime import System
 from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.flusher import encode_answer
@@ -299,7 +300,7 @@ class Replicator:
         """
         while not self._is_gone:
             try:
-                await self._disk.store.commit(self._disk.bucket.name, writes)
+                await self._disk.store.ask(Commit(self._disk.bucket.name, writes))
                 return True
             except DiskFullError as error:
                 if not self.trouble:
@@ -340,14 +341,16 @@ class Replicator:
             self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
             async with disk.upkeeper.quiet(), self._turn:
                 before = incoming.received
-                found = await disk.store.newest_end(bucket.name, number, ceiling, undone.indexed)
+                found = await disk.store.ask(
+                    FindSnapshotEnd(bucket.name, number, ceiling, undone.indexed)
+                )
                 to = SeqNo(found or 0)
                 failover_log = incoming.log.until(to)
                 pairs = tuple(failover_log.pairs())
                 record = PartitionRecord(PartitionState.REPLICA, pairs, to, undone.last_cas)
                 tokens = [Token(one.writer, one.counter, b"") for one in undone.answered_above(to)]
                 self._check_not_gone()
-                broken = await disk.store.cut(bucket.name, number, record, tokens)
+                broken = await disk.truncate(number, record, tokens)
                 # Whoever has begun to read meanwhile may have been told of what is gone.
                 self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
                 disk.leases.are_broken(broken)

@@ -14,6 +14,7 @@ from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import SeqNo, SnapshotKind
 from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEnd, SnapshotStart
 from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.calls import ReadChunks
 from upr_server.storage.errors import StorageError
 from upr_server.storage.leases import BACKFILL_LEASE_S
 
@@ -196,7 +197,9 @@ class Backfill:
         nbytes = max(PIECE_BYTES, min(READ_BYTES, self._budget_left()))
         disk.memory.backfills += nbytes
         try:
-            return await disk.store.read(disk.bucket.name, self._partition.id, after, end, nbytes)
+            return await disk.store.ask(
+                ReadChunks(disk.bucket.name, self._partition.id, after, end, nbytes)
+            )
         finally:
             disk.memory.backfills -= nbytes
 

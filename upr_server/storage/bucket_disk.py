@@ -11,7 +11,7 @@ import trio
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import Cas, HistoryId, PartitionState
+from upr_protocol.ids import Cas, HistoryId, PartitionId, PartitionState
 from upr_server.engine import (
     Bucket,
     MutateResult,
@@ -21,11 +21,12 @@ from upr_server.engine import (
     Want,
     WriterToken,
 )
-from upr_server.storage.chunk_log import StoredBucket, StoredPartition
+from upr_server.storage.api import Store
+from upr_server.storage.calls import FindExpired, FindItems, ForgetIndexed, Truncate
+from upr_server.storage.chunk_log import StoredBucket, StoredPartition, Token
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
-from upr_server.storage.port import Store
 from upr_server.storage.records import LeaseRecord, PartitionRecord
 from upr_server.storage.upkeeper import IDLE_S, Upkeeper
 
@@ -131,6 +132,30 @@ class BucketDisk:
         self._scope.cancel()
         await self._ended.wait()
 
+    async def truncate(
+        self, partition: PartitionId, record: PartitionRecord, tokens: Sequence[Token]
+    ) -> list[int]:
+        """Makes a partition end at `record.high`: a snapshot's end that is not below what is
+        indexed, or 0. With 0 all of it goes, in several steps, so that commits may come between
+        them: after a crash on the way the partition is what it was, and its index is made anew.
+
+        Args:
+            partition: The partition.
+            record: What is true of it afterwards.
+            tokens: Answers to forget.
+
+        Returns:
+            The leases that this broke.
+
+        Raises:
+            StorageError: It was not done, or not wholly.
+        """
+        name = self.bucket.name
+        if not record.high:
+            while await self.store.ask(ForgetIndexed(name, partition)):
+                pass
+        return await self.store.ask(Truncate(name, partition, record, tokens))
+
     # Reading.
 
     async def find(
@@ -145,7 +170,9 @@ class BucketDisk:
         await self.upkeeper.until_it_can_be_asked(partition)
         self._fetches += 1
         self._fetched += len(wants)
-        rows = await self.store.find(self.bucket.name, partition.id, wants, partition.indexed)
+        rows = await self.store.ask(
+            FindItems(self.bucket.name, partition.id, wants, partition.indexed)
+        )
         return {want.key: row for want, row in zip(wants, rows, strict=False)}
 
     async def expire(self, now: float) -> None:
@@ -157,7 +184,9 @@ class BucketDisk:
         while more and self.bucket.relief() is Relief.NOTHING:
             pins = {partition.id: partition.pin() for partition in self.bucket.partitions}
             try:
-                due, after = await self.store.due(self.bucket.name, int(now), after, DUE_MAX)
+                due, after = await self.store.ask(
+                    FindExpired(self.bucket.name, int(now), after, DUE_MAX)
+                )
                 for item in due:
                     partition = self.bucket.partitions[item.partition]
                     if partition.can_be_asked:
@@ -171,7 +200,7 @@ class BucketDisk:
         """Figures; sizes in bytes, times in seconds."""
         return {
             "flusher": self.flusher.statistics(),
-            "disk": {**self.store.statistics(self.bucket.name), **self.upkeeper.statistics()},
+            "disk": self.upkeeper.statistics(),
             "backfill": {"begun": self.backfills, "bytes": self.backfill_bytes},
             "fetch": {"batches": self._fetches, "items": self._fetched},
             "leases": self.leases.statistics(),

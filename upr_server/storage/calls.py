@@ -1,282 +1,305 @@
-"""What is asked of a library, as values, and how they go through a pipe."""
+"""Every call to a node's disk, as a value that carries itself out: `await store.ask(Commit(...))`.
+
+A call is made in the server, and runs where the disk is: in a process of its own over LMDB, or in
+the server's own loop over simulated disks. To add one, write a subclass here and `ask` for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
 
-from upr_protocol.chunk import Buffer, Chunk, Mutation
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Want
+from upr_server.storage.bucket_storage import BucketStorage, Upkeep
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
-from upr_server.storage.errors import (
-    CorruptionError,
-    DataDirectoryError,
-    DiskFullError,
-    StorageError,
-    StoreFailedError,
-)
 from upr_server.storage.key_index import Due
-from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
+from upr_server.storage.storage_server import StorageServer
+
+Answer_co = TypeVar("Answer_co", covariant=True)
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
-    """A request.
+class Call(msgspec.Struct, Generic[Answer_co], frozen=True, tag=True):
+    """A request to the disk.
 
     Attributes:
-        answer_type: What is answered.
+        is_read: Whether it changes nothing: then it runs beside the calls that do.
+        answer_type: The type of its answer, taken from the base class `Call[...]`.
     """
 
+    is_read: ClassVar[bool] = False
     answer_type: ClassVar[Any] = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        (cls.answer_type,) = get_args(cls.__dict__["__orig_bases__"][0])
 
-class Load(Call, frozen=True, tag=True):
-    """`Store.load`."""
+    def run_on(self, server: StorageServer) -> Answer_co:
+        """Carries it out.
 
-    answer_type: ClassVar[Any] = list[StoredBucket]
+        Raises:
+            StorageError: It could not be done.
+        """
+        raise NotImplementedError
 
 
-class Create(Call, frozen=True, tag=True):
-    """`Store.create`."""
+class BucketCall(Call[Answer_co], Generic[Answer_co], frozen=True):
+    """A request to the disk of one bucket.
+
+    Attributes:
+        bucket: The bucket's name.
+    """
+
+    bucket: str
+
+    def run_on(self, server: StorageServer) -> Answer_co:
+        """Carries it out on the bucket, which is opened if it is not open yet."""
+        return self.run(server.bucket(self.bucket))
+
+    def run(self, bucket: BucketStorage) -> Answer_co:
+        """Carries it out."""
+        raise NotImplementedError
+
+
+def all_calls(base: type[Call[Any]] = Call) -> Iterator[type[Call[Any]]]:
+    """Every call there is."""
+    for call in base.__subclasses__():
+        if call is not BucketCall:
+            yield call
+        yield from all_calls(call)
+
+
+# The life of buckets.
+
+
+class LoadBuckets(Call[list[StoredBucket]], frozen=True):
+    """Opens every bucket that there is, and answers what they are, by name."""
+
+    def run_on(self, server: StorageServer) -> list[StoredBucket]:
+        return [server.bucket(name).open() for name in server.names()]
+
+
+class CreateBucket(Call[None], frozen=True):
+    """Makes a bucket. It is there, whole, when this is answered, or not at all."""
 
     record: BucketRecord
     partitions: Sequence[PartitionRecord]
 
+    @property
+    def name(self) -> str:
+        """The bucket's name."""
+        return self.record.name
 
-class Delete(Call, frozen=True, tag=True):
-    """`Store.delete`."""
-
-    bucket: str
-
-
-class Forget(Call, frozen=True, tag=True):
-    """A bucket is about to be deleted by another process: lets go of it."""
-
-    bucket: str
+    def run_on(self, server: StorageServer) -> None:
+        server.create(self.record, self.partitions)
 
 
-class Begin(Call, frozen=True, tag=True):
-    """`Store.begin`."""
+class DeleteBucket(Call[None], frozen=True):
+    """Deletes a bucket and all that is in it."""
 
-    bucket: str
+    name: str
+
+    def run_on(self, server: StorageServer) -> None:
+        server.delete(self.name)
+
+
+class CloseBucket(Call[None], frozen=True):
+    """Closes the files of a bucket; the next call opens them again. `Store.ask` asks for it after a
+    bucket was created or deleted."""
+
+    is_read: ClassVar[bool] = True
+
+    name: str
+
+    def run_on(self, server: StorageServer) -> None:
+        server.close_bucket(self.name)
+
+
+class StartServing(BucketCall[None], frozen=True):
+    """Removes the mark of a clean stop and replaces these partitions' records, before anything is
+    served."""
+
     records: Sequence[tuple[int, PartitionRecord]]
 
-
-class Finish(Call, frozen=True, tag=True):
-    """`Store.finish`."""
-
-    bucket: str
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.log.start_serving(self.records)
 
 
-class Commit(Call, frozen=True, tag=True):
-    """`Store.commit`."""
+class MarkCleanStop(BucketCall[None], frozen=True):
+    """Sets the mark of a clean stop: everything is on disk."""
 
-    bucket: str
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.log.mark_clean_stop()
+
+
+# Changes.
+
+
+class Commit(BucketCall[None], frozen=True):
+    """Puts whole snapshots on disk, all or none; see `ChunkLog.commit`."""
+
     writes: Sequence[PartitionWrite]
 
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.commit(self.writes)
 
-class PutLease(Call, frozen=True, tag=True):
-    """`Store.put_lease`."""
 
-    bucket: str
+class PutLease(BucketCall[None], frozen=True):
+    """Stores a lease, new or renewed."""
+
     lease: LeaseRecord
 
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.log.put_lease(self.lease)
 
-class DeleteLeases(Call, frozen=True, tag=True):
-    """`Store.delete_leases`."""
 
-    bucket: str
+class DeleteLeases(BucketCall[None], frozen=True):
+    """Deletes leases; those that are not there are passed over."""
+
     lease_ids: Sequence[int]
 
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.log.delete_leases(self.lease_ids)
 
-class PutMap(Call, frozen=True, tag=True):
-    """`Store.put_map`."""
 
-    bucket: str
+class PutPartitionMap(BucketCall[None], frozen=True):
+    """Stores another partition map, and what it makes of partitions; see
+    `BucketStorage.put_partition_map`."""
+
     document: str
     records: Sequence[tuple[int, PartitionRecord]]
 
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.put_partition_map(self.document, self.records)
 
-class Cut(Call, frozen=True, tag=True):
-    """`Store.cut`."""
 
-    bucket: str
+class Truncate(BucketCall[list[int]], frozen=True):
+    """Makes a partition end at `record.high`, and answers the leases that this broke; see
+    `BucketStorage.truncate`."""
+
     partition: int
     record: PartitionRecord
     tokens: Sequence[Token]
 
-    answer_type: ClassVar[Any] = list[int]
+    def run(self, bucket: BucketStorage) -> list[int]:
+        return bucket.truncate(self.partition, self.record, self.tokens)
 
 
-class ForgetIndex(Call, frozen=True, tag=True):
-    """A step of `Store.cut` to 0."""
+class ForgetIndexed(BucketCall[bool], frozen=True):
+    """One bounded step of taking a partition out of the index, before it is truncated to 0. Answers
+    whether there is more."""
 
-    bucket: str
     partition: int
 
-    answer_type: ClassVar[Any] = bool
+    def run(self, bucket: BucketStorage) -> bool:
+        return bucket.forget(self.partition)
 
 
-class NewestEnd(Call, frozen=True, tag=True):
-    """`Store.newest_end`."""
+class Maintain(BucketCall[tuple[Upkeep, dict[str, Any]]], frozen=True, kw_only=True):
+    """One bounded step of indexing or compaction, if there is something to do. Answers what was
+    done, and the bucket's figures.
 
-    bucket: str
+    Attributes:
+        urgent: Whether to index what there is, however little.
+        leases: (partition, start, end) of the ranges that are held.
+        lapsed: Leases that hold nothing back. If something of their ranges is dropped, the same
+            commit marks them broken.
+        purge_before_cas: Tombstones with a lower CAS are old enough to go.
+        keep: So many mutations of the bucket are not to be indexed yet: what is not indexed can be
+            truncated.
+    """
+
+    urgent: bool
+    leases: Sequence[tuple[int, int, int]]
+    lapsed: Sequence[LeaseRecord] = ()
+    purge_before_cas: int
+    keep: int = 0
+
+    def run(self, bucket: BucketStorage) -> tuple[Upkeep, dict[str, Any]]:
+        done = bucket.upkeep(
+            urgent=self.urgent,
+            leases=self.leases,
+            lapsed=self.lapsed,
+            purge_before_cas=self.purge_before_cas,
+            keep=self.keep,
+        )
+        return done, bucket.statistics()
+
+
+# Reads.
+
+
+class FindSnapshotEnd(BucketCall[SeqNo | None], frozen=True):
+    """Finds the highest snapshot end at which a partition can be truncated; see
+    `ChunkLog.newest_end`."""
+
+    is_read: ClassVar[bool] = True
+
     partition: int
     ceiling: SeqNo
     floor: SeqNo
 
-    answer_type: ClassVar[Any] = SeqNo | None
+    def run(self, bucket: BucketStorage) -> SeqNo | None:
+        return bucket.log.newest_end(self.partition, self.ceiling, self.floor)
 
 
-class UpkeepStep(Call, frozen=True, tag=True):
-    """`Store.upkeep`; the answer has the bucket's figures, too."""
+class ReadChunks(BucketCall[list[Chunk]], frozen=True):
+    """Reads chunks behind `after`, at least one; see `ChunkLog.read`."""
 
-    bucket: str
-    urgent: bool
-    leases: Sequence[tuple[int, int, int]]
-    lapsed: Sequence[LeaseRecord]
-    purge_before_cas: int
-    keep: int = 0
+    is_read: ClassVar[bool] = True
 
-    answer_type: ClassVar[Any] = tuple[Upkeep, dict[str, Any]]
-
-
-class Read(Call, frozen=True, tag=True):
-    """`Store.read`."""
-
-    bucket: str
     partition: int
     after: SeqNo
     through: SeqNo
     bytes_max: int
 
-    answer_type: ClassVar[Any] = list[Chunk]
+    def run(self, bucket: BucketStorage) -> list[Chunk]:
+        return bucket.log.read(
+            self.partition,
+            self.after,
+            self.through,
+            bytes_max=self.bytes_max,
+            in_pieces=True,
+            copied=bucket.copied,
+        )
 
 
-class Measure(Call, frozen=True, tag=True):
-    """`Store.measure`."""
+class MeasureRanges(BucketCall[list[int]], frozen=True):
+    """The bytes of the chunks in each (partition, start, end]."""
 
-    bucket: str
+    is_read: ClassVar[bool] = True
+
     ranges: Sequence[tuple[int, int, int]]
 
-    answer_type: ClassVar[Any] = list[int]
+    def run(self, bucket: BucketStorage) -> list[int]:
+        return bucket.log.measure(self.ranges)
 
 
-class Find(Call, frozen=True, tag=True):
-    """`Store.find`."""
+class FindItems(BucketCall[list[Mutation | None]], frozen=True):
+    """Finds items by key; see `KeyIndex.find`."""
 
-    bucket: str
+    is_read: ClassVar[bool] = True
+
     partition: int
     wants: Sequence[Want]
-    indexed: int
+    indexed: int = 0
 
-    answer_type: ClassVar[Any] = list[Mutation | None]
+    def run(self, bucket: BucketStorage) -> list[Mutation | None]:
+        return bucket.index.find(self.partition, self.wants, indexed=self.indexed)
 
 
-class FindDue(Call, frozen=True, tag=True):
-    """`Store.due`."""
+class FindExpired(BucketCall[tuple[list[Due], bytes]], frozen=True):
+    """Finds items that have expired; see `KeyIndex.due`."""
 
-    bucket: str
+    is_read: ClassVar[bool] = True
+
     now: int
     after: bytes
     limit: int
 
-    answer_type: ClassVar[Any] = tuple[list[Due], bytes]
-
-
-AnyCall = (
-    Load
-    | Create
-    | Delete
-    | Forget
-    | Begin
-    | Finish
-    | Commit
-    | PutLease
-    | DeleteLeases
-    | PutMap
-    | Cut
-    | ForgetIndex
-    | NewestEnd
-    | UpkeepStep
-    | Read
-    | Measure
-    | Find
-    | FindDue
-)
-
-READS: Final = (Read, Measure, Find, FindDue, NewestEnd)
-"""Calls that change nothing: they are answered beside those that do."""
-
-_ERRORS: Final[dict[str, type[StorageError]]] = {
-    kind.__name__: kind
-    for kind in (CorruptionError, DataDirectoryError, DiskFullError, StoreFailedError)
-}
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """A call did not succeed.
-
-    Attributes:
-        kind: The name of the `StorageError`.
-        sentence: What went wrong.
-    """
-
-    kind: str
-    sentence: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """What is said of `error`. One that is no `StorageError` is a fault of ours: nothing can be
-        said of the disk after it."""
-        kind = type(error).__name__
-        if kind not in _ERRORS:
-            return cls(StoreFailedError.__name__, f"a fault in the store: {kind}: {error}")
-        return cls(kind, str(error))
-
-    def error(self) -> StorageError:
-        """The exception."""
-        return _ERRORS[self.kind](self.sentence)
-
-
-# Packing: chunks go beside the message, as they are.
-
-
-def pack(value: object) -> tuple[bytes, list[Buffer]]:
-    """A message, and the buffers of the chunks in it."""
-    buffers: list[Buffer] = []
-
-    def chunk(found: object) -> tuple[int, int]:
-        if not isinstance(found, Chunk):
-            raise TypeError(f"{type(found).__name__} cannot be sent")
-        buffers.append(found.encode())
-        return found.nbytes, found.crc
-
-    return msgspec.msgpack.encode(value, enc_hook=chunk), buffers
-
-
-class Unpacker:
-    """The reverse of `pack`. To be used by one thread. It keeps the decoder of each type, as making
-    one costs more than a hundred small messages."""
-
-    def __init__(self) -> None:
-        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-        self._buffers: Iterator[Buffer] = iter(())
-
-    def unpack(self, data: Buffer, kind: Any, buffers: Iterable[Buffer]) -> Any:
-        """The value; its chunks refer to `buffers`."""
-        decoder = self._decoders.get(kind)
-        if decoder is None:
-            decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._chunk)
-            self._decoders[kind] = decoder
-        self._buffers = iter(buffers)
-        try:
-            return decoder.decode(data)
-        finally:
-            self._buffers = iter(())
-
-    def _chunk(self, _kind: type, given: tuple[int, int]) -> Chunk:
-        return Chunk(next(self._buffers), given[1])
+    def run(self, bucket: BucketStorage) -> tuple[list[Due], bytes]:
+        return bucket.index.due(self.now, self.after, self.limit)

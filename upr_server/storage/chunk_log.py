@@ -194,7 +194,7 @@ class ChunkLog:
     def _purge_seq(self, reader: Reader, partition: int) -> SeqNo:
         return number_in(reader, partition_key(PURGE, partition))
 
-    def begin(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
+    def start_serving(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
         """The server begins to serve: the mark of a clean stop goes, and `records` replace those of
         their partitions, in one commit."""
         with self.environment.write() as writer:
@@ -203,7 +203,9 @@ class ChunkLog:
                 key = partition_key(PARTITION, number)
                 writer.put(key, pack_record(key, record))
 
-    def put_map(self, document: str, records: Iterable[tuple[int, PartitionRecord]]) -> None:
+    def put_partition_map(
+        self, document: str, records: Iterable[tuple[int, PartitionRecord]]
+    ) -> None:
         """Keeps another partition map, and with it what it makes of partitions, in one commit.
 
         A record may say that the partition ends earlier, at a snapshot's end: then what the log has
@@ -212,9 +214,9 @@ class ChunkLog:
         with self.environment.write() as writer:
             writer.put(MAP, pack_record(MAP, document))
             for number, record in records:
-                self._cut(writer, number, record)
+                self._truncate(writer, number, record)
 
-    def cut(
+    def truncate(
         self, partition: int, record: PartitionRecord, tokens: Iterable[Token] = ()
     ) -> list[int]:
         """Has a partition end at `record.high`, a snapshot's end or 0: what is behind that goes.
@@ -229,7 +231,7 @@ class ChunkLog:
         """
         broken: list[int] = []
         with self.environment.write() as writer:
-            self._cut(writer, partition, record)
+            self._truncate(writer, partition, record)
             self._put_tokens(writer, partition, tokens)
             if not record.high:
                 writer.delete(partition_key(PURGE, partition))
@@ -246,7 +248,7 @@ class ChunkLog:
                 writer.put(key, pack_record(key, msgspec.structs.replace(lease, is_whole=False)))
         return broken
 
-    def _cut(self, writer: Writer, partition: int, record: PartitionRecord) -> None:
+    def _truncate(self, writer: Writer, partition: int, record: PartitionRecord) -> None:
         before = self._record(writer, partition)
         if record.received > before.received:
             raise ValueError(f"partition {partition} ends at {before.received}: {record.received}")
@@ -258,7 +260,7 @@ class ChunkLog:
         key = partition_key(PARTITION, partition)
         writer.put(key, pack_record(key, record))
 
-    def finish(self) -> None:
+    def mark_clean_stop(self) -> None:
         """The server stops, and everything is here."""
         with self.environment.write() as writer:
             writer.put(CLEAN, seal(CLEAN, b""))

@@ -19,9 +19,10 @@ import trio
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition, SnapshotEnd
+from upr_server.storage.api import Store
+from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.port import Store
 from upr_server.storage.records import PartitionRecord
 
 FLUSH_INTERVAL_S: Final = 0.1
@@ -245,7 +246,7 @@ class Flusher:
         began = trio.current_time()
         while True:
             try:
-                await self._store.commit(self._bucket.name, writes)
+                await self._store.ask(Commit(self._bucket.name, writes))
                 break
             except DiskFullError as error:
                 if not self.full:

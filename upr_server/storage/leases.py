@@ -22,8 +22,9 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.limits import LEASE_RANGES_MAX, LEASE_TIME_TO_LIVE_S_MAX, LEASES_MAX
 from upr_server.engine import Bucket
+from upr_server.storage.api import Store
+from upr_server.storage.calls import DeleteLeases, PutLease
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.port import Store
 from upr_server.storage.records import LeaseRecord
 
 BACKFILL_LEASE_S: Final = 3600.0
@@ -160,7 +161,7 @@ class LeaseBook:
             raise ServerError(
                 Status.LIMIT_REACHED, f"bucket {self._bucket.name} has {LEASES_MAX} leases"
             )
-        await self._store.delete_leases(self._bucket.name, [first.lease_id])
+        await self._store.ask(DeleteLeases(self._bucket.name, [first.lease_id]))
         self._leases.pop(first.lease_id, None)
 
     def _check(self, ranges: Sequence[tuple[int, int, int]], time_to_live_s: int) -> None:
@@ -196,7 +197,7 @@ class LeaseBook:
         before = self._leases.get(lease.lease_id)
         self._leases[lease.lease_id] = lease
         try:
-            await self._store.put_lease(self._bucket.name, lease)
+            await self._store.ask(PutLease(self._bucket.name, lease))
         except DiskFullError:
             self._leases.pop(lease.lease_id, None)
             if before is not None:
@@ -252,7 +253,7 @@ class LeaseBook:
             raise ServerError(
                 Status.BAD_ARGUMENT, f"there is no lease {lease_id:x}: it was released already"
             )
-        await self._store.delete_leases(self._bucket.name, [lease_id])
+        await self._store.ask(DeleteLeases(self._bucket.name, [lease_id]))
         self._leases.pop(lease_id, None)
 
     async def forget(self) -> None:
@@ -267,7 +268,7 @@ class LeaseBook:
             if lease.expires_at <= now - LAPSED_S or total > LAPSED_RANGES_MAX
         ]
         if over:
-            await self._store.delete_leases(self._bucket.name, over)
+            await self._store.ask(DeleteLeases(self._bucket.name, over))
             # Not before: one that is left on disk, as that is full, must be known to compaction.
             for lease_id in over:
                 self._leases.pop(lease_id, None)

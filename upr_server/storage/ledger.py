@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import Enum, unique
 from pathlib import Path
 from struct import Struct
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -93,14 +93,12 @@ def operate(before: bytes | None, operation: Operate) -> bytes:
 # What is asked of it.
 
 
-class OpenLedger(Call, frozen=True, tag=True):
+class OpenLedger(Call[str], frozen=True):
     """Before anything else: finds what a clean stop has left, or begins anew. It is answered with
     the damage for which that was, if there is any."""
 
-    answer_type: ClassVar[Any] = str
 
-
-class ReadLedger(Call, frozen=True, tag=True):
+class ReadLedger(Call[list[Row]], frozen=True):
     """The keys from `first` on, and below `end`, with their values, by rising key: `limit` of them
     at most, or all when it is 0."""
 
@@ -108,20 +106,16 @@ class ReadLedger(Call, frozen=True, tag=True):
     end: bytes
     limit: int
 
-    answer_type: ClassVar[Any] = list[Row]
 
-
-class CommitLedger(Call, frozen=True, tag=True):
+class CommitLedger(Call[bool], frozen=True):
     """Changes, in this order, all or none. Of each range in `reads` stands there what was found:
     where that has changed none is done, and it is answered so."""
 
     reads: Sequence[tuple[bytes, bytes, Sequence[Row]]]
     changes: Sequence[Change]
 
-    answer_type: ClassVar[Any] = bool
 
-
-class FinishLedger(Call, frozen=True, tag=True):
+class FinishLedger(Call[None], frozen=True):
     """The server stops: what there is survives."""
 
 

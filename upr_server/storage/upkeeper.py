@@ -12,11 +12,12 @@ import trio
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionState
 from upr_server.engine import Bucket, Partition
+from upr_server.storage.api import Store
+from upr_server.storage.bucket_storage import INDEX_LAG_MUTATIONS
+from upr_server.storage.calls import Maintain
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
-from upr_server.storage.port import Store
-from upr_server.storage.shelf import INDEX_LAG_MUTATIONS
 
 IDLE_S: Final = 0.5
 """With no commit for so long the index takes in whatever there is."""
@@ -71,6 +72,7 @@ class Upkeeper:
         self._asked = 0
         self._corrupted = self._full = ""
         self._is_abandoned = False
+        self._figures: dict[str, object] = {}
         self.keep = 0
         """So many of the newest mutations are left out of the index, unless memory is short or they
         are asked for: what is not indexed can be undone."""
@@ -181,13 +183,15 @@ class Upkeeper:
         short = self._bucket.quota.is_short(self._bucket.memory)
         asked = self._is_asked()
         await self._leases.forget()
-        done = await self._store.upkeep(
-            self._bucket.name,
-            urgent=idle or short or asked,
-            leases=self._leases.ranges(),
-            lapsed=self._leases.lapsed(),
-            purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
-            keep=0 if short or asked else self.keep,
+        done, self._figures = await self._store.ask(
+            Maintain(
+                self._bucket.name,
+                urgent=idle or short or asked,
+                leases=self._leases.ranges(),
+                lapsed=self._leases.lapsed(),
+                purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
+                keep=0 if short or asked else self.keep,
+            )
         )
         self._leases.are_broken(done.broken)
         self._flusher.index_moves(True)
@@ -201,5 +205,9 @@ class Upkeeper:
         return done.more
 
     def statistics(self) -> dict[str, object]:
-        """Figures."""
-        return {"unindexed_mutations": self._flusher.unindexed(), "damaged": self._corrupted}
+        """Figures of the bucket's disk, as of the last step, and of what is left to do."""
+        return {
+            **self._figures,
+            "unindexed_mutations": self._flusher.unindexed(),
+            "damaged": self._corrupted,
+        }

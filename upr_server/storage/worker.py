@@ -16,61 +16,29 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from struct import Struct
 from typing import Any, Final
 
-import msgspec
-
 from upr_protocol.chunk import Buffer
-from upr_server.storage.calls import AnyCall, Failure, Unpacker, pack
+from upr_server.storage.calls import Call
 from upr_server.storage.data_directory import DataRoom
-from upr_server.storage.ledger import LEDGER_CALLS, Ledger, LedgerCall
-from upr_server.storage.library import Library
-from upr_server.storage.slots import NO_SLOT, SlotWriter
-
-WorkerCall = AnyCall | LedgerCall
-"""What a process is asked."""
+from upr_server.storage.ledger import LEDGER_CALLS, Ledger
+from upr_server.storage.messages import (
+    HEAD,
+    RECORD_BYTES,
+    Failure,
+    Unpacker,
+    head_of,
+    pack,
+    parse_records,
+    request_type,
+)
+from upr_server.storage.slots import SlotWriter
+from upr_server.storage.storage_server import StorageServer
 
 NO_DESCRIPTOR: Final = -1
 """In the place of SLOTS_FD: no memory is shared with this process."""
 
-
-class Request(msgspec.Struct, frozen=True, array_like=True):
-    """What goes to a process.
-
-    Attributes:
-        call: What is asked.
-        slot: The slot that was lent for the answer's chunks.
-    """
-
-    call: WorkerCall
-    slot: int = NO_SLOT
-
-
-HEAD: Final = Struct("<II?")
-"""Length of the message, count of buffers, whether it is a failure; then a record of each buffer,
-the message, and the buffers that do not lie in the slot."""
-
-_RECORD: Final = Struct("<I?")
-
-
-def head_of(
-    message: bytes, buffers: Sequence[Buffer], in_slot: Sequence[bool], *, failed: bool = False
-) -> bytes:
-    """What stands before a message: `in_slot` says of each buffer where it is."""
-    records = b"".join(
-        _RECORD.pack(len(buffer), is_there)
-        for buffer, is_there in zip(buffers, in_slot, strict=True)
-    )
-    return HEAD.pack(len(message), len(buffers), failed) + records
-
-
-def parse_records(data: Buffer) -> list[tuple[int, bool]]:
-    """The buffers' lengths, and whether each lies in the slot, behind those before it."""
-    return list(_RECORD.iter_unpack(data))
-
-
-RECORD_BYTES: Final = _RECORD.size
+REQUEST: Final = request_type()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -83,12 +51,12 @@ def main(arguments: Sequence[str]) -> None:
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:
         slots = SlotWriter(int(slots_descriptor))
-    library = Library(room) if slots is None else Library(room, slots.put)
+    server = StorageServer(room) if slots is None else StorageServer(room, slots.put)
     ledger = Ledger(Path(path) / "events")
     unpacker = Unpacker()
 
-    def answer(call: WorkerCall) -> Any:
-        return ledger.answer(call) if isinstance(call, LEDGER_CALLS) else library.answer(call)
+    def answer(call: Call[Any]) -> Any:
+        return ledger.answer(call) if isinstance(call, LEDGER_CALLS) else call.run_on(server)
 
     with socket.socket(fileno=int(descriptor)) as pipe:
         try:
@@ -98,13 +66,13 @@ def main(arguments: Sequence[str]) -> None:
             pass
         finally:
             ledger.close()
-            library.close()
+            server.close()
 
 
 def _serve(
     pipe: socket.socket,
     unpacker: Unpacker,
-    answer_to: Callable[[WorkerCall], Any],
+    answer_to: Callable[[Call[Any]], Any],
     slots: SlotWriter | None,
 ) -> None:
     length, count, _ = HEAD.unpack(_receive(pipe, HEAD.size))
@@ -114,7 +82,7 @@ def _serve(
     answer: Any
     failed = False
     try:
-        request = unpacker.unpack(message, Request, buffers)
+        request = unpacker.unpack(message, REQUEST, buffers)
         if slots is not None:
             slots.begin(request.slot)
         answer = answer_to(request.call)

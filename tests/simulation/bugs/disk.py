@@ -13,13 +13,13 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine import Partition
 from upr_server.replication.incoming import Incoming
 from upr_server.storage import chunk_log, compaction, key_index, records
-from upr_server.storage.calls import Commit
+from upr_server.storage.api import Store
+from upr_server.storage.calls import Commit, CreateBucket, DeleteBucket
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LeaseBook
 from upr_server.storage.records import CHUNK_HEAD
-from upr_server.storage.store import CallingStore
 
 
 @contextmanager
@@ -38,11 +38,11 @@ def acknowledges_before_the_commit() -> Iterator[None]:
 @contextmanager
 def goes_on_after_a_failed_fsync() -> Iterator[None]:
     """A commit that failed is taken for done."""
-    answer: Any = CallingStore._change
+    real: Any = Store.ask
 
-    async def change(self: CallingStore, call: Any) -> Any:
+    async def ask(self: Store, call: Any) -> Any:
         try:
-            return await answer(self, call)
+            return await real(self, call)
         except StoreFailedError:
             if not isinstance(call, Commit) or getattr(self, "is_dead", False):
                 raise
@@ -50,8 +50,8 @@ def goes_on_after_a_failed_fsync() -> Iterator[None]:
             return None
 
     with (
-        replaced(CallingStore, "_change", change),
-        replaced(CallingStore, "has_failed", lambda _self, _sentence: None),
+        replaced(Store, "ask", ask),
+        replaced(Store, "fail", lambda _self, _reason: None),
     ):
         yield
 
@@ -60,17 +60,19 @@ def goes_on_after_a_failed_fsync() -> Iterator[None]:
 def acknowledges_what_was_behind_a_failure() -> Iterator[None]:
     """What stood in line behind a commit that failed is acknowledged, if it was done; found by the
     simulation."""
+    real: Any = Store.ask
 
-    async def change(self: CallingStore, call: Any) -> Any:
-        if self.failed.is_set():
-            raise StoreFailedError(self.failure)
+    async def ask(self: Store, call: Any) -> Any:
+        if call.is_read or isinstance(call, CreateBucket | DeleteBucket):
+            return await real(self, call)
+        self.check_not_failed()
         try:
-            return await self._answer(call)
+            return await self.execute(call)
         except StoreFailedError as error:
-            self.has_failed(str(error))
+            self.fail(str(error))
             raise
 
-    with replaced(CallingStore, "_change", change):
+    with replaced(Store, "ask", ask):
         yield
 
 

@@ -8,15 +8,17 @@ races a write, in the virtual time of a mock clock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
-from upr_server.storage.calls import READS, AnyCall, Forget
+from upr_server.storage.api import Store
+from upr_server.storage.calls import Call
 from upr_server.storage.environment import Environment
-from upr_server.storage.library import Library
 from upr_server.storage.simulated_disk import SimulatedDisk
-from upr_server.storage.store import CallingStore
+from upr_server.storage.storage_server import StorageServer
+
+Answer = TypeVar("Answer")
 
 
 class SimulatedRoom:
@@ -48,7 +50,7 @@ class SimulatedRoom:
         del self.disks[name]
 
 
-class SimulatedStore(CallingStore):
+class SimulatedStore(Store):
     """A `Store`.
 
     Args:
@@ -57,25 +59,26 @@ class SimulatedStore(CallingStore):
     """
 
     def __init__(
-        self, room: SimulatedRoom | None = None, delay: Callable[[AnyCall], float] | None = None
+        self, room: SimulatedRoom | None = None, delay: Callable[[Call[Any]], float] | None = None
     ) -> None:
         super().__init__()
         self.room = SimulatedRoom() if room is None else room
         self._delay = delay
-        self._writer = Library(self.room)
-        self._reader = Library(self.room)
+        self._writer = StorageServer(self.room)
+        self._reader = StorageServer(self.room)
         # Calls that change something are carried out one after the other.
         self._turn = trio.StrictFIFOLock()
 
-    async def _answer(self, call: AnyCall) -> Any:
-        if isinstance(call, (*READS, Forget)):
-            await self._wait(call)
-            return self._reader.answer(call)
+    async def execute(self, call: Call[Answer]) -> Answer:
+        if call.is_read:
+            await self.wait(call)
+            return call.run_on(self._reader)
         async with self._turn:
-            await self._wait(call)
-            return self._writer.answer(call)
+            await self.wait(call)
+            return call.run_on(self._writer)
 
-    async def _wait(self, call: AnyCall) -> None:
+    async def wait(self, call: Call[Any]) -> None:
+        """Lets as much time pass as the call takes."""
         if self._delay is None:
             await trio.lowlevel.checkpoint()
         else:

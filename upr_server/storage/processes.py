@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import structlog
@@ -20,21 +20,25 @@ import trio
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.transport import write_all
-from upr_server.storage.calls import READS, AnyCall, Failure, Forget, Read, Unpacker, pack
+from upr_server.storage.api import Store
+from upr_server.storage.calls import Call, ReadChunks
 from upr_server.storage.data_directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.ledger import LedgerCall
-from upr_server.storage.slots import NO_SLOT, Slot, Slots, make_shared_memory
-from upr_server.storage.store import CallingStore
-from upr_server.storage.worker import (
+from upr_server.storage.messages import (
     HEAD,
-    NO_DESCRIPTOR,
     RECORD_BYTES,
+    Failure,
     Request,
-    WorkerCall,
+    Unpacker,
     head_of,
+    pack,
     parse_records,
 )
+from upr_server.storage.slots import NO_SLOT, Slot, Slots, make_shared_memory
+from upr_server.storage.worker import NO_DESCRIPTOR
+
+Answer = TypeVar("Answer")
 
 LOCK_TIMEOUT_S: Final = 5.0
 """How long to wait for the directory: the processes of a server that was killed end in a moment."""
@@ -58,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 @attrs.define
 class _Waiting:
-    call: WorkerCall
+    call: Call[Any]
     slot: Slot | None
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
@@ -83,14 +87,14 @@ class _Worker:
         self._wakeup = trio.Event()
         self.is_gone = False
 
-    async def call(self, call: WorkerCall) -> Any:
+    async def call(self, call: Call[Any]) -> Any:
         """Has `call` answered. On cancellation it is carried out nevertheless."""
         if self.is_gone:
             raise StoreFailedError("the store is closed")
         slot = None
         if (
             self.slots is not None
-            and isinstance(call, Read)
+            and isinstance(call, ReadChunks)
             and call.bytes_max >= SLOT_READ_BYTES_MIN
         ):
             slot = self.slots.lend()
@@ -181,7 +185,7 @@ class _Worker:
         await self.process.wait()
 
 
-class ProcessStore(CallingStore):
+class ProcessStore(Store):
     """See the module. Made by `open_store`."""
 
     def __init__(self, writer: _Worker, reader: _Worker) -> None:
@@ -189,12 +193,10 @@ class ProcessStore(CallingStore):
         self._writer = writer
         self._reader = reader
 
-    async def _answer(self, call: AnyCall) -> Any:
-        if isinstance(call, Forget):
-            await self._reader.call(call)
-            return None
-        worker = self._reader if isinstance(call, READS) else self._writer
-        return await worker.call(call)
+    async def execute(self, call: Call[Answer]) -> Answer:
+        worker = self._reader if call.is_read else self._writer
+        answer: Answer = await worker.call(call)
+        return answer
 
     async def ledger(self, call: LedgerCall) -> Any:
         """Has the node's ledger answer: in the process that reads, which has the most time.
@@ -214,7 +216,7 @@ class ProcessStore(CallingStore):
             with trio.CancelScope(shield=True), trio.move_on_after(1):
                 await worker.process.wait()
             sentence = f"the {worker.role} of the store {_how_it_ended(worker.process.returncode)}"
-            self.has_failed(sentence)
+            self.fail(sentence)
             worker.fail(sentence)
         finally:
             # Cancelled: those who wait although they are cancelled too must hear of it.

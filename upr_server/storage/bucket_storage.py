@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
+from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
 from upr_server.storage.chunk_log import (
     STORED_OVERHEAD_BYTES,
@@ -19,7 +20,6 @@ from upr_server.storage.compaction import Sweep
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
-from upr_server.storage.port import Upkeep
 from upr_server.storage.records import LeaseRecord, PartitionRecord
 
 INDEX_MUTATIONS: Final = 16 * 1024
@@ -55,17 +55,46 @@ WASTEFUL_SHARE: Final = 0.7
 """More of the bucket than this, beside twice `GARBAGE_BYTES`, is wasteful."""
 
 
-class Shelf:
+class Upkeep(msgspec.Struct, frozen=True):
+    """What one step of a bucket's upkeep did.
+
+    Attributes:
+        partition: The partition that it was about; -1 when there was nothing to do.
+        indexed: Up to which number the index knows it now.
+        items: Keys that exist in it, as of there.
+        purge_seq: Its purge number.
+        compacted: Whether the step belonged to a compaction, and not to indexing.
+        more: Whether there is more to do at once.
+        broken: Leases that are not whole any more.
+    """
+
+    partition: int = -1
+    indexed: SeqNo = SeqNo(0)
+    items: int = 0
+    purge_seq: SeqNo = SeqNo(0)
+    compacted: bool = False
+    more: bool = False
+    broken: Sequence[int] = ()
+
+
+class BucketStorage:
     """The disk of one bucket, as the one process that writes it sees it.
 
     Args:
         log: Where the log is kept.
         index: Where the index is kept.
+        copied: Copies a chunk that was read to where its reader takes it from.
     """
 
-    def __init__(self, log: Environment, index: Environment) -> None:
+    def __init__(
+        self,
+        log: Environment,
+        index: Environment,
+        copied: Callable[[Chunk], Chunk] = Chunk.copied,
+    ) -> None:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
+        self.copied = copied
         self._sweep: Sweep | None = None
         self._turn = 0
         self._count = 0
@@ -93,7 +122,7 @@ class Shelf:
         sizes = self.log.sizes()
         marks = [self.index.watermark(number) for number in range(count)]
         for number, mark in enumerate(marks):
-            # Whoever wanted to cut it to 0 may have come no further than that.
+            # Whoever wanted to truncate it to 0 may have come no further than that.
             while not mark.seq and self.index.knows(number):
                 self.index.forget(number, FORGET_KEYS)
         self._highs = [partition.record.high for partition in stored.partitions]
@@ -127,19 +156,23 @@ class Shelf:
                 chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks
             )
 
-    def put_map(self, document: str, records: Sequence[tuple[int, PartitionRecord]]) -> None:
-        """See `ChunkLog.put_map`. No record may end below the index's watermark."""
-        self.log.put_map(document, records)
+    def put_partition_map(
+        self, document: str, records: Sequence[tuple[int, PartitionRecord]]
+    ) -> None:
+        """See `ChunkLog.put_partition_map`. No record may end below the index's watermark."""
+        self.log.put_partition_map(document, records)
         self._sweep = None
         for number, record in records:
             self._highs[number] = record.high
 
-    def cut(self, partition: int, record: PartitionRecord, tokens: Sequence[Token]) -> list[int]:
-        """See `ChunkLog.cut`. Below the index's watermark there is 0 only, once all that the index
-        knows was forgotten: see `forget`."""
+    def truncate(
+        self, partition: int, record: PartitionRecord, tokens: Sequence[Token]
+    ) -> list[int]:
+        """See `ChunkLog.truncate`. Below the index's watermark there is 0 only, once all that the
+        index knows was forgotten: see `forget`."""
         if record.high < self._marks[partition]:
             raise ValueError(f"the index knows {self._marks[partition]} of partition {partition}")
-        broken = self.log.cut(partition, record, tokens)
+        broken = self.log.truncate(partition, record, tokens)
         self._sweep = None
         self._highs[partition] = record.high
         if not record.high:
@@ -169,7 +202,8 @@ class Shelf:
         purge_before_cas: int,
         keep: int = 0,
     ) -> Upkeep:
-        """See `Store.upkeep`. Indexing and compaction take turns when both have something to do."""
+        """One bounded step of indexing or compaction: they take turns when both have something to
+        do. The call `Maintain` describes the arguments."""
         if self._damage is not None:
             raise self._damage
         self._keep = keep

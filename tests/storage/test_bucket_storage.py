@@ -1,4 +1,4 @@
-"""The upkeep of a shelf: what it takes of the disk, and when it does what."""
+"""The upkeep of a bucket_storage: what it takes of the disk, and when it does what."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import pytest
 
 from tests.storage.log_model import Model, chunk_of, record_of, row
 from upr_protocol.ids import Operation
-from upr_server.storage import compaction, shelf
+from upr_server.storage import bucket_storage, compaction
+from upr_server.storage.bucket_storage import STEPS_URGENT, STEPS_WASTEFUL, BucketStorage, Upkeep
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
 from upr_server.storage.lmdb_store import LmdbEnvironment
-from upr_server.storage.port import Upkeep
 from upr_server.storage.records import BucketRecord
-from upr_server.storage.shelf import STEPS_URGENT, STEPS_WASTEFUL, Shelf
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PARTITIONS: Final = 2
@@ -32,23 +31,23 @@ NEVER: Final = 0
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "INDEX_MUTATIONS", 300)
-    monkeypatch.setattr(shelf, "INDEX_LAG_MUTATIONS", 600)
-    monkeypatch.setattr(shelf, "SWEEP_BYTES", SWEEP_BYTES)
-    monkeypatch.setattr(shelf, "GARBAGE_BYTES", GARBAGE_BYTES)
+    monkeypatch.setattr(bucket_storage, "INDEX_MUTATIONS", 300)
+    monkeypatch.setattr(bucket_storage, "INDEX_LAG_MUTATIONS", 600)
+    monkeypatch.setattr(bucket_storage, "SWEEP_BYTES", SWEEP_BYTES)
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", GARBAGE_BYTES)
     monkeypatch.setattr(compaction, "CHUNK_BYTES", 16_000)
     monkeypatch.setattr(compaction, "WHOLE_BYTES_MIN", 8_000)
 
 
-def new_shelf(log: Environment, index: Environment) -> Shelf:
-    made = Shelf(log, index)
+def new_bucket(log: Environment, index: Environment) -> BucketStorage:
+    made = BucketStorage(log, index)
     made.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     made.open()
     return made
 
 
 @pytest.fixture(params=["lmdb", "simulated"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketStorage]:
     environments: list[Environment] = []
     for name in ("log", "index"):
         if request.param == "lmdb":
@@ -56,12 +55,12 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
             environments.append(LmdbEnvironment(tmp_path / name, bytes_max=1 << 28))
         else:
             environments.append(SimulatedDisk())
-    made = new_shelf(*environments)
+    made = new_bucket(*environments)
     yield made
     made.close()
 
 
-def overwrite(bucket: Shelf, model: Model, random: Random, count: int = 20) -> None:
+def overwrite(bucket: BucketStorage, model: Model, random: Random, count: int = 20) -> None:
     """One commit, of keys that are mostly there already."""
     number = random.randrange(PARTITIONS)
     high = model.highs[number]
@@ -76,7 +75,7 @@ def overwrite(bucket: Shelf, model: Model, random: Random, count: int = 20) -> N
     model.take([write])
 
 
-def tidy(bucket: Shelf, *, urgent: bool = False, before_cas: int = NEVER) -> list[Upkeep]:
+def tidy(bucket: BucketStorage, *, urgent: bool = False, before_cas: int = NEVER) -> list[Upkeep]:
     """Upkeep until there is nothing more to do at once."""
     done: list[Upkeep] = []
     while not done or done[-1].more:
@@ -84,7 +83,7 @@ def tidy(bucket: Shelf, *, urgent: bool = False, before_cas: int = NEVER) -> lis
     return done
 
 
-def test_disk_use_is_bounded_under_steady_overwrites(bucket: Shelf) -> None:
+def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> None:
     random, model = Random(1), Model(PARTITIONS)
     live_bytes_max = PARTITIONS * KEYS * (VALUE_BYTES + 100)
     in_file: list[int] = []
@@ -96,7 +95,10 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: Shelf) -> None:
         assert isinstance(chunk_bytes, int)
         # What was not indexed yet counts as well: no sweep goes over it.
         behind = 600 * (VALUE_BYTES + 100)
-        assert chunk_bytes < (1 + shelf.GARBAGE_SHARE) * live_bytes_max + GARBAGE_BYTES + behind
+        assert (
+            chunk_bytes
+            < (1 + bucket_storage.GARBAGE_SHARE) * live_bytes_max + GARBAGE_BYTES + behind
+        )
         if turn % 100 == 99:
             in_file.append(bucket.log.environment.statistics()["bytes_in_file"])
     compactions = bucket.statistics()["compactions"]
@@ -110,7 +112,7 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: Shelf) -> None:
 
 
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
-    bucket: Shelf,
+    bucket: BucketStorage,
 ) -> None:
     assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
     random, model = Random(2), Model(PARTITIONS)
@@ -121,7 +123,7 @@ def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
 
 
-def turns(bucket: Shelf) -> list[tuple[bool, int]]:
+def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
     """How many steps of compaction (true) and of indexing follow each other, while both have
     something to do: from the first of compaction, which is due when indexing finds out so."""
     random, model = Random(3), Model(PARTITIONS)
@@ -138,14 +140,16 @@ def turns(bucket: Shelf) -> list[tuple[bool, int]]:
     return [(kind, len(list(steps))) for kind, steps in groupby(both)][1:]
 
 
-def test_indexing_and_compaction_take_turns(bucket: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "WASTEFUL_SHARE", 1e9)
+def test_indexing_and_compaction_take_turns(
+    bucket: BucketStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_storage, "WASTEFUL_SHARE", 1e9)
     indexing, compacting = STEPS_URGENT
     runs = turns(bucket)
     assert all(length <= (compacting if kind else indexing) for kind, length in runs), runs
 
 
-def test_compaction_goes_first_while_too_much_is_wasted(bucket: Shelf) -> None:
+def test_compaction_goes_first_while_too_much_is_wasted(bucket: BucketStorage) -> None:
     indexing, compacting = STEPS_WASTEFUL
     # When it begins to be wasteful the turn of before goes on.
     runs = turns(bucket)[1:]
@@ -153,7 +157,7 @@ def test_compaction_goes_first_while_too_much_is_wasted(bucket: Shelf) -> None:
     assert all(length <= (compacting if kind else indexing) for kind, length in runs), runs
 
 
-def test_a_step_is_bounded(bucket: Shelf) -> None:
+def test_a_step_is_bounded(bucket: BucketStorage) -> None:
     random, model = Random(4), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
@@ -165,12 +169,12 @@ def test_a_step_is_bounded(bucket: Shelf) -> None:
     assert marks == model.highs
 
 
-def test_what_a_shelf_knows_it_finds_again(bucket: Shelf) -> None:
+def test_what_a_shelf_knows_it_finds_again(bucket: BucketStorage) -> None:
     random, model = Random(5), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
         tidy(bucket, before_cas=max(model.highs) - 500)
-    again = Shelf(bucket.log.environment, bucket.index.environment)
+    again = BucketStorage(bucket.log.environment, bucket.index.environment)
     again.open()
     for name in ("_highs", "_marks", "_items", "_purges", "_bytes", "_garbage"):
         assert getattr(again, name) == getattr(bucket, name), name
@@ -179,7 +183,7 @@ def test_what_a_shelf_knows_it_finds_again(bucket: Shelf) -> None:
 
 def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
     log, index = SimulatedDisk(), SimulatedDisk()
-    bucket = new_shelf(log, index)
+    bucket = new_bucket(log, index)
     random, model = Random(6), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
@@ -212,9 +216,9 @@ def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
 def test_a_disk_that_is_full_is_compacted_whatever_may_be_wasted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shelf, "GARBAGE_BYTES", 1 << 40)
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 1 << 40)
     log, index = SimulatedDisk(), SimulatedDisk()
-    bucket = new_shelf(log, index)
+    bucket = new_bucket(log, index)
     random, model = Random(7), Model(PARTITIONS)
     log.bytes_max = COMMIT_RESERVE_BYTES + 2_000_000
     full = 0
@@ -237,7 +241,7 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
     monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
     """Consumers from before it must roll back, and the deletions are gone from the log."""
-    bucket = new_shelf(SimulatedDisk(), SimulatedDisk())
+    bucket = new_bucket(SimulatedDisk(), SimulatedDisk())
     random, model = Random(8), Model(PARTITIONS)
 
     compacted = bucket.index.compacted
@@ -269,9 +273,9 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
 
 
 def test_a_chunk_may_be_larger_than_a_step_of_compaction(
-    bucket: Shelf, monkeypatch: pytest.MonkeyPatch
+    bucket: BucketStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "SWEEP_BYTES", 1_000)
+    monkeypatch.setattr(bucket_storage, "SWEEP_BYTES", 1_000)
     random, model = Random(9), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)

@@ -1,0 +1,134 @@
+"""How calls and their answers go through the pipe between the server and a worker process.
+
+A message is a head, the record of each buffer, the msgpack message, and the buffers. Chunks go
+beside the msgpack message, as they are: encoding them into it would copy them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
+from typing import Any, Final, Generic, TypeVar, Union
+
+import msgspec
+
+from upr_protocol.chunk import Buffer, Chunk
+from upr_server.storage.calls import all_calls
+from upr_server.storage.errors import (
+    CorruptionError,
+    DataDirectoryError,
+    DiskFullError,
+    StorageError,
+    StoreFailedError,
+)
+from upr_server.storage.slots import NO_SLOT
+
+AnyCall = TypeVar("AnyCall")
+
+HEAD: Final = Struct("<II?")
+"""Length of the message, count of buffers, whether it is a failure; then a record of each buffer,
+the message, and the buffers that do not lie in the slot."""
+
+_RECORD: Final = Struct("<I?")
+RECORD_BYTES: Final = _RECORD.size
+
+
+class Request(msgspec.Struct, Generic[AnyCall], frozen=True, array_like=True):
+    """What goes to a process.
+
+    Attributes:
+        call: What is asked.
+        slot: The slot that was lent for the answer's chunks.
+    """
+
+    call: AnyCall
+    slot: int = NO_SLOT
+
+
+def request_type() -> Any:
+    """The type to unpack a request as: it can hold any call that was imported by now."""
+    return Request[Union[tuple(all_calls())]]  # type: ignore[misc]  # noqa: UP007  # made at run time
+
+
+_ERRORS: Final[dict[str, type[StorageError]]] = {
+    kind.__name__: kind
+    for kind in (CorruptionError, DataDirectoryError, DiskFullError, StoreFailedError)
+}
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A call did not succeed.
+
+    Attributes:
+        kind: The name of the `StorageError`.
+        sentence: What went wrong.
+    """
+
+    kind: str
+    sentence: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """What is said of `error`. One that is no `StorageError` is a fault of ours: nothing can be
+        said of the disk after it."""
+        kind = type(error).__name__
+        if kind not in _ERRORS:
+            return cls(StoreFailedError.__name__, f"a fault in the store: {kind}: {error}")
+        return cls(kind, str(error))
+
+    def error(self) -> StorageError:
+        """The exception."""
+        return _ERRORS[self.kind](self.sentence)
+
+
+def head_of(
+    message: bytes, buffers: Sequence[Buffer], in_slot: Sequence[bool], *, failed: bool = False
+) -> bytes:
+    """What stands before a message: `in_slot` says of each buffer where it is."""
+    records = b"".join(
+        _RECORD.pack(len(buffer), is_there)
+        for buffer, is_there in zip(buffers, in_slot, strict=True)
+    )
+    return HEAD.pack(len(message), len(buffers), failed) + records
+
+
+def parse_records(data: Buffer) -> list[tuple[int, bool]]:
+    """The buffers' lengths, and whether each lies in the slot, behind those before it."""
+    return list(_RECORD.iter_unpack(data))
+
+
+def pack(value: object) -> tuple[bytes, list[Buffer]]:
+    """A message, and the buffers of the chunks in it."""
+    buffers: list[Buffer] = []
+
+    def chunk(found: object) -> tuple[int, int]:
+        if not isinstance(found, Chunk):
+            raise TypeError(f"{type(found).__name__} cannot be sent")
+        buffers.append(found.encode())
+        return found.nbytes, found.crc
+
+    return msgspec.msgpack.encode(value, enc_hook=chunk), buffers
+
+
+class Unpacker:
+    """The reverse of `pack`. To be used by one thread. It keeps the decoder of each type, as making
+    one costs more than a hundred small messages."""
+
+    def __init__(self) -> None:
+        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+        self._buffers: Iterator[Buffer] = iter(())
+
+    def unpack(self, data: Buffer, kind: Any, buffers: Iterable[Buffer]) -> Any:
+        """The value; its chunks refer to `buffers`."""
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._chunk)
+            self._decoders[kind] = decoder
+        self._buffers = iter(buffers)
+        try:
+            return decoder.decode(data)
+        finally:
+            self._buffers = iter(())
+
+    def _chunk(self, _kind: type, given: tuple[int, int]) -> Chunk:
+        return Chunk(next(self._buffers), given[1])

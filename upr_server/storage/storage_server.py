@@ -1,0 +1,88 @@
+"""The side of the store that has the disk: the buckets that are open, and where they lie.
+
+It runs where the disk is: in a process of its own over LMDB, or in the server's loop over simulated
+disks. One carries out the calls that change something; others may only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from upr_protocol.chunk import Chunk
+from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.environment import Environment
+from upr_server.storage.records import BucketRecord, PartitionRecord
+
+
+class BucketDirectory(Protocol):
+    """Where the maps of buckets are kept."""
+
+    def names(self) -> list[str]:
+        """The buckets there are, sorted."""
+
+    def open(self, name: str) -> tuple[Environment, Environment]:
+        """Log and index of a bucket."""
+
+    def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
+        """Makes a bucket: it is there, filled, or not at all."""
+
+    def delete(self, name: str) -> None:
+        """Deletes a bucket's files, which are closed."""
+
+
+class StorageServer:
+    """The open buckets of a directory. Calls run on it: `call.run_on(server)`.
+
+    Args:
+        directory: Where the buckets lie.
+        copied: Copies a chunk that was read to where its reader takes it from.
+    """
+
+    def __init__(
+        self, directory: BucketDirectory, copied: Callable[[Chunk], Chunk] = Chunk.copied
+    ) -> None:
+        self._directory = directory
+        self._copied = copied
+        self._open: dict[str, BucketStorage] = {}
+
+    def names(self) -> list[str]:
+        """The buckets there are, sorted."""
+        return self._directory.names()
+
+    def bucket(self, name: str) -> BucketStorage:
+        """A bucket's disk; it is opened if it is not open yet.
+
+        Raises:
+            StorageError: It cannot be opened.
+        """
+        bucket = self._open.get(name)
+        if bucket is None:
+            log, index = self._directory.open(name)
+            bucket = self._open[name] = BucketStorage(log, index, self._copied)
+        return bucket
+
+    def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
+        """Makes a bucket with these records, and opens it."""
+
+        def fill(log: Environment, index: Environment) -> None:
+            BucketStorage(log, index).log.create(record, partitions)
+
+        self._directory.create(record.name, fill)
+        self.bucket(record.name).open()
+
+    def delete(self, name: str) -> None:
+        """Closes a bucket and deletes it."""
+        self.close_bucket(name)
+        self._directory.delete(name)
+
+    def close_bucket(self, name: str) -> None:
+        """Closes a bucket's files, if they are open."""
+        bucket = self._open.pop(name, None)
+        if bucket is not None:
+            bucket.close()
+
+    def close(self) -> None:
+        """Closes every bucket."""
+        for name in list(self._open):
+            self.close_bucket(name)
