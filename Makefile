@@ -51,7 +51,7 @@ java:
 	@sh deploy/java.sh
 
 demo: $(INSTALLED) java ## write 336,776 flights with Spark, stream them to three consumers, compare
-	$(BIN)/python deploy/demo.py
+	$(BIN)/python -m deploy.demo
 
 test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

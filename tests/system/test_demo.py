@@ -1,9 +1,7 @@
-"""The demonstration, as `make demo` runs it: to its end, to that of one of its processes, to
-Ctrl-C."""
+"""The demonstration: as `make demo` runs it, and what it says when something is wrong."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,10 +13,10 @@ from typing import Final
 import pytest
 import trio
 
-from deploy.demo import DemoError, Report, Watched, compare, compare_totals
+from deploy.demo import DemoError, SparkJob, compare_contents, compare_totals
 from tests.kit.process import ROOT, environment, eventually
 
-DEMO: Final = (sys.executable, str(ROOT / "deploy" / "demo.py"))
+DEMO: Final = (sys.executable, "-m", "deploy.demo")
 TIMEOUT_S: Final = 240
 
 pytestmark = [
@@ -52,11 +50,11 @@ class Demo:
         """Its processes, and theirs: their command lines by ID."""
         return dict(_children_of(self.process.pid))
 
-    async def streaming(self) -> dict[int, str]:
-        """Waits until its server and consumers are there; gives their command lines by ID."""
+    async def server_running(self) -> dict[int, str]:
+        """Waits until its server is there; gives the command lines of its processes by ID."""
         await eventually(
-            lambda: any('"slow"' in line for line in self.children().values()),
-            "the last of its processes is there",
+            lambda: any("upr_server" in line for line in self.children().values()),
+            "its server is there",
             TIMEOUT_S,
         )
         return self.children()
@@ -83,11 +81,6 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-async def all_gone(children: dict[int, str]) -> None:
-    """Waits until none is: Spark's workers end when they notice that Java is gone."""
-    await eventually(lambda: gone(children), "its processes are gone")
-
-
 @asynccontextmanager
 async def demo(**settings: str) -> AsyncIterator[Demo]:
     process = await trio.lowlevel.open_process(
@@ -97,84 +90,78 @@ async def demo(**settings: str) -> AsyncIterator[Demo]:
         cwd=ROOT,
         env=environment(PYTHONPATH=str(ROOT), **settings),
     )
-    found = Demo(process)
+    running = Demo(process)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(found.listen)
-            yield found
+            nursery.start_soon(running.listen)
+            yield running
     finally:
         process.kill()
         with trio.CancelScope(shield=True):
             await process.wait()
 
 
-async def test_it_ends_by_itself_with_equal_contents() -> None:
-    async with demo() as found:
-        assert await found.ended() == 0, found.shown
-    for said in (
-        "336,776 flights in",
-        "2,512 name no aircraft and are left out",
+async def test_all_contents_are_equal_at_its_end() -> None:
+    async with demo() as running:
+        assert await running.ended() == 0, running.shown
+    for sentence in (
+        "336,776 flights. 2,512 name no aircraft and are left out",
         "334,264 remain, of 4,043 aircraft",
-        "the server                    4,043 aircraft, 0 differ",
         "334,264 flights (111 MB) were written by Spark, and are on disk",
-        "Half-way the server was stopped, and started again",
-        "It has given out 334,264 sequence numbers",
+        "The server was stopped and started again",
+        "the server                    4,043 aircraft, 0 differ",
         "consumer 'from the start'     4,043 aircraft, 0 differ",
         "consumer 'from half-way'      4,043 aircraft, 0 differ",
         "consumer 'slow'               4,043 aircraft, 0 differ",
-        "of 16 carriers; 0 differ from what the file says",
+        "of 16 carriers; 0 differ from the file's totals",
         "All contents are equal.",
     ):
-        assert said in found.shown
-    assert "WARN" not in found.shown
+        assert sentence in running.shown
+    assert "WARN" not in running.shown
 
 
-async def test_a_process_that_is_killed_is_missed() -> None:
-    line, said = "demo_job.py", "demo: the Spark job ended too early, with code -9"
-    async with demo() as found:
-        children = await found.streaming()
-        victim = next(pid for pid, command in children.items() if line in command)
-        os.kill(victim, signal.SIGKILL)
-        assert await found.ended() == 1, found.shown
-        assert said in found.shown
-        await all_gone(children)
+async def test_ctrl_c_leaves_no_process_behind() -> None:
+    async with demo() as running:
+        children = await running.server_running()
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == 128 + signal.SIGINT, running.shown
+        assert running.shown.endswith("\nstopped\n")
+        assert "Traceback" not in running.shown
+        # Spark's workers end when they notice that Java is gone.
+        await eventually(lambda: gone(children), "its processes are gone")
 
 
-async def test_without_java_it_says_what_to_do(tmp_path: Path) -> None:
-    async with demo(JAVA_HOME=str(tmp_path)) as found:
-        assert await found.ended() == 1, found.shown
-        assert found.shown.startswith("demo: Spark needs Java 17 or newer, and there is none: ")
+async def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
+    async with demo(JAVA_HOME=str(tmp_path)) as running:
+        assert await running.ended() == 1, running.shown
+        assert running.shown.startswith("demo: Spark needs Java 17 or newer: install it")
 
 
-async def test_stopped_it_leaves_nothing_behind() -> None:
-    number = signal.SIGINT
-    async with demo() as found:
-        children = await found.streaming()
-        found.process.send_signal(number)
-        assert await found.ended() == 128 + number, found.shown
-        assert found.shown.endswith("\nstopped\n")
-        assert "Traceback" not in found.shown
-        await all_gone(children)
+async def test_the_reason_of_a_job_that_ends_is_in_the_error(tmp_path: Path) -> None:
+    dies = "import sys; print('[UPR_NO_BUCKET] no such bucket\\nat java', file=sys.stderr); exit(3)"
+    async with SparkJob.started("-c", dies, folder=tmp_path) as job:
+        with pytest.raises(DemoError, match=r"code 3: \[UPR_NO_BUCKET\] no such bucket$"):
+            await job.ask(write="upr://nowhere")
 
 
-def test_what_differs_is_told() -> None:
+@pytest.mark.parametrize(
+    "contents",
+    [{b"N1": b"{1}"}, {b"N1": b"{1}", b"N2": b"{1}"}, {b"N1": b"{1}", b"N2": b"{2}", b"N3": b""}],
+)
+def test_contents_that_differ_are_an_error(contents: dict[bytes, bytes]) -> None:
     newest = {b"N1": b"{1}", b"N2": b"{2}"}
-    numbers = {0: 7}
-    whole = Watched("whole", report=Report(ends=numbers), contents=dict(newest))
-    compare(newest, dict(newest), [whole], numbers)
-    for wrong in ({b"N1": b"{1}"}, {**newest, b"N2": b"{1}"}, {**newest, b"N3": b"{}"}):
-        with pytest.raises(DemoError, match="contents differ: the server"):
-            compare(newest, wrong, [whole], numbers)
-        spoilt = Watched("spoilt", report=Report(ends=numbers), contents=wrong)
-        with pytest.raises(DemoError, match="contents differ: consumer 'spoilt'"):
-            compare(newest, dict(newest), [whole, spoilt], numbers)
-    with pytest.raises(DemoError, match="not at the server's numbers"):
-        compare(newest, dict(newest), [whole], {0: 8})
+    compare_contents(newest, "the server", dict(newest))
+    with pytest.raises(DemoError, match="the contents of the server differ"):
+        compare_contents(newest, "the server", contents)
 
 
-def test_sums_that_differ_are_told() -> None:
-    sums = {"AA": [2, 300, 50], "UA": [1, 100, 20]}
-    compare_totals(sums, dict(sums))
-    for wrong in ({"AA": [2, 300, 50]}, {**sums, "UA": [1, 100, 21]}, {**sums, "B6": [1, 1, 1]}):
-        with pytest.raises(DemoError, match=r"Spark's sums differ from the file's: (UA|B6)"):
-            compare_totals(sums, wrong)
+def test_totals_that_differ_are_an_error() -> None:
+    totals = {"AA": [2, 300, 50], "UA": [1, 100, 20]}
+    compare_totals(totals, dict(totals))
+    for wrong in (
+        {"AA": [2, 300, 50]},
+        {**totals, "UA": [1, 100, 21]},
+        {**totals, "B6": [1, 1, 1]},
+    ):
+        with pytest.raises(DemoError, match=r"Spark's totals differ from the file's: (UA|B6)"):
+            compare_totals(totals, wrong)
