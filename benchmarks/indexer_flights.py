@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import BlockingClient, IndexClient, Written
+from upr_protocol.client import BlockingClient, IndexClient, WriteResult
 from upr_protocol.ids import Operation
 
 SERVER: Final = "from upr_server.cli import main; main()"
@@ -88,7 +88,7 @@ def scans(asking: IndexClient, client: BlockingClient, goes_on: Callable[[], boo
     options: dict[str, Any] = {"prefix": ["JFK"], "limit": 100, "timeout_s": 60}
 
     def read_own_write() -> None:
-        written: Written = client.set("own", '{"origin": "own"}')
+        written: WriteResult = client.set("own", '{"origin": "own"}')
         asking.scan("first/origin", consistency="at_least", written=[written], **options)
 
     kinds: dict[str, Callable[[], object]] = {

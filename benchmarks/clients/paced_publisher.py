@@ -10,7 +10,7 @@ from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
 from benchmarks.kit.raw import RawConnection
 from benchmarks.kit.work import KEYS, VALUE_BYTES, key_of
 from upr_protocol.chunk import plain_chunk
-from upr_protocol.client import Writer
+from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
 from upr_protocol.wire import Mutate, MutateReply
 
@@ -23,7 +23,7 @@ _UNANSWERED_MAX = 4_000
 class _Publisher:
     def __init__(self, connection: RawConnection) -> None:
         self._connection = connection
-        self._writer = Writer()
+        self._writer = WriterIdentity()
         # Every key once in 20 seconds: deduplication then leaves every mutation to be seen.
         self._keys = [key_of(number) for number in range(KEYS)]
         random.Random(1).shuffle(self._keys)

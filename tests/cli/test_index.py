@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.indexer.processes import indexer_process
-from upr_protocol.client import BlockingClient, Written
+from upr_protocol.client import BlockingClient, WriteResult
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     with BlockingClient(bucket) as client:
         for number in range(6):
             client.set(f"k{number}", json.dumps({"city": "ab"[number % 2], "n": number}))
-        written: Written = client.set("own", '{"city": "c", "n": 7}')
+        written: WriteResult = client.set("own", '{"city": "c", "n": 7}')
     indexes = ("--index", "city=city", "--index", "both=city,n")
     created = run("index", "create", "d", *indexes, "--indexer", indexer)
     assert created.stdout == "created d\n"

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from tests.indexer.kit import a_server, an_indexer, until_ready
-from upr_protocol.client import Client, IndexClient, IndexerError, Written, connect
+from upr_protocol.client import Client, IndexClient, IndexerError, WriteResult, connect
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 from upr_server.indexer.app import serving
@@ -126,7 +126,7 @@ async def test_what_is_refused(site: Site) -> None:
     assert (await refusal(asking.scan, "d/city", limit=0)).code == "bad_query"
     assert (await refusal(asking.scan, "d/city", continuation="x")).place == "continuation"
     assert (await refusal(asking.create, "e", b"x" * (1 << 20) + b"x")).code == "too_long"
-    lost = Written(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
+    lost = WriteResult(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
     error = await refusal(
         asking.scan, "d/city", consistency="at_least", written=[lost], timeout_s=0.05
     )

@@ -20,7 +20,7 @@ from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process
 from tests.kit.process import POLL_S
-from upr_protocol.client import BlockingClient, IndexClient, IndexerError, Written
+from upr_protocol.client import BlockingClient, IndexClient, IndexerError, WriteResult
 from upr_server.indexer.definition import IndexDefinition
 
 KILLS = int(os.environ.get("UPR_INDEXER_KILLS", "2"))
@@ -130,7 +130,7 @@ def written_through(indexer: IndexerProcess, client: BlockingClient, count: int)
         until_ready(asking, {"d/a", "d/both"})
         for number in range(count):
             key = rng.choice(KEYS)
-            answer: Written = client.set(key, json.dumps({"a": number}))
+            answer: WriteResult = client.set(key, json.dumps({"a": number}))
             page = asking.scan("d/a", prefix=[number], consistency="at_least", written=[answer])
             stale += [(entry.key, entry.id) for entry in page.entries] != [([number], key)]
     return stale

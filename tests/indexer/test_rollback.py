@@ -11,7 +11,7 @@ from tests.indexer.kit import an_indexer, by_brute_force, define, scan, until_re
 from tests.indexer.test_oracle import World
 from tests.kit.fleet import running_fleet
 from tests.kit.process import eventually
-from upr_protocol.client import Written as Answered
+from upr_protocol.client import WriteResult
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import Durability
 from upr_server.indexer.definition import IndexDefinition
@@ -21,7 +21,7 @@ from upr_server.indexer.query import Written
 BY_A = IndexDefinition(("a",))
 
 
-def as_written(answer: Answered) -> tuple[Written, ...]:
+def as_written(answer: WriteResult) -> tuple[Written, ...]:
     return (Written(answer.partition, f"{answer.history_id:016x}", answer.seq),)
 
 

@@ -36,13 +36,13 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
-    Written,
+    WriteResult,
     consume,
     publisher,
 )
-from upr_protocol.client.keyvalue import counter_delta
-from upr_protocol.client.outcome import NotDurableError, outcomes
-from upr_protocol.client.writer import Writer
+from upr_protocol.client.core.key_lookup import counter_delta
+from upr_protocol.client.core.results import NotDurableError, outcomes
+from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import LocalProtocolError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -146,7 +146,7 @@ class RecordedPublisher:
                         credit_timeout_s=20.0,
                         on_failure=lambda _failure: None,
                         dial=self._dial,
-                        writer=Writer(self._chance.randbytes),
+                        writer=WriterIdentity(self._chance.randbytes),
                         draw=self._chance.random,
                     ) as sink,
                     trio.open_nursery() as nursery,
@@ -168,7 +168,7 @@ class RecordedPublisher:
                 continue
             found = outcomes(lane.partition, chunk, reply)
             for row, number, what in zip(rows, numbers, found, strict=True):
-                if isinstance(what, Written):
+                if isinstance(what, WriteResult):
                     self.acknowledged += 1
                     self._history.add(
                         Answered(row.key, number, True, lane.partition, what.history_id, what.seq)

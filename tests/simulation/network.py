@@ -21,7 +21,7 @@ from tests.simulation.bugs.patch import replaced
 from tests.simulation.world import JumpingClock
 from upr_protocol.chunk import Buffer
 from upr_protocol.client import Address
-from upr_protocol.client import link as client_end
+from upr_protocol.client.trio import connection as client_end
 from upr_protocol.transport import write_now
 from upr_protocol.transport.socket_io import unsent
 from upr_server.net import connection as server_end

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from pyspark.sql import types
 
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
-from upr_protocol.client.outbox import IN_FLIGHT_MAX
+from upr_protocol.client.core.accumulator import IN_FLIGHT_MAX
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo

@@ -12,7 +12,7 @@ import msgspec
 from upr_protocol.cli.errors import BadInputError, RefusedError, say
 from upr_protocol.cli.output import print_table
 from upr_protocol.cli.parameters import json_option, number
-from upr_protocol.client import IndexClient, IndexerError, Written
+from upr_protocol.client import IndexClient, IndexerError, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
 URL_VARIABLE: Final = "UPR_INDEXER_URL"
@@ -152,10 +152,10 @@ def _key(option: str) -> Any:
     return lambda text: _key_parts(option, text)
 
 
-def _written(text: str) -> Written:
+def _written(text: str) -> WriteResult:
     try:
         partition, history_id, seq = text.split(":")
-        return Written(
+        return WriteResult(
             PartitionId(int(partition)), HistoryId(int(history_id, 16)), SeqNo(int(seq)), Cas(0)
         )
     except ValueError as error:
@@ -213,7 +213,7 @@ def scan(
     limit: int | None,
     count: bool,
     consistency: Literal["any", "at_least", "now"],
-    written: tuple[Written, ...],
+    written: tuple[WriteResult, ...],
     timeout: int,
     url: str,
 ) -> None:

@@ -23,7 +23,7 @@ from upr_protocol.cli.parameters import (
     durability_options,
     number,
 )
-from upr_protocol.client import Address, Client, Item, Written
+from upr_protocol.client import Address, Client, Item, WriteResult
 
 _EXPIRE_IN_MAX: Final = 100 * 365 * 86_400
 """A hundred years: the expiry time has 32 bits, which end in 2106."""
@@ -57,7 +57,7 @@ _expire_option = click.option(
     help="When the item expires, from now. [default: never]",
 )
 
-Write = Callable[[Client], Awaitable[Written]]
+Write = Callable[[Client], Awaitable[WriteResult]]
 
 
 def _write_command(

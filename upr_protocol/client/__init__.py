@@ -16,19 +16,22 @@ conversations, `follower` (a consumer's) and `outbox` (a publisher's).
 from __future__ import annotations
 
 from upr_protocol.address import Address, AddressError
-from upr_protocol.client.blocking import BlockingClient
+from upr_protocol.client.blocking.client import BlockingClient
 from upr_protocol.client.blocking_consumer import BlockingConsumer
-from upr_protocol.client.calls import (
+from upr_protocol.client.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
+from upr_protocol.client.core.accumulator import Batch
+from upr_protocol.client.core.calls import (
     BucketInfo,
     HeldLease,
     LeasedRange,
     PartitionInfo,
     PartitionNumbers,
 )
-from upr_protocol.client.client import Client, ClientStatistics, connect
-from upr_protocol.client.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
 from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.key_lookup import Item
+from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
+from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.events import (
     AnswersReceived,
@@ -44,24 +47,21 @@ from upr_protocol.client.events import (
     Undone,
 )
 from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
-from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.local_copy.database import LocalCopyError, LocalCopyWriteError
 from upr_protocol.client.local_copy.follower import LocalCopy, keep_local_copy
 from upr_protocol.client.local_copy.reader import LocalCopyReader
 from upr_protocol.client.maps import fetch_map, give_map
-from upr_protocol.client.outbox import Batch
-from upr_protocol.client.outcome import Failure, NotDurableError, Written
-from upr_protocol.client.publisher import (
+from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
+from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
+from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
+from upr_protocol.client.rollback.record_log import RecordLogError
+from upr_protocol.client.trio.client import Client, ClientStatistics, connect
+from upr_protocol.client.trio.publisher import (
     Publisher,
     PublishError,
     PublisherStatistics,
     publisher,
 )
-from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
-from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
-from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
-from upr_protocol.client.rollback.record_log import RecordLogError
-from upr_protocol.client.writer import Writer
 
 __all__ = [
     "Address",
@@ -115,8 +115,8 @@ __all__ = [
     "StreamEnded",
     "UndoCallback",
     "Undone",
-    "Writer",
-    "Written",
+    "WriteResult",
+    "WriterIdentity",
     "connect",
     "consume",
     "consume_with_rollback",

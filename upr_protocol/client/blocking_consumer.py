@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Self
 
 from upr_protocol.address import Address
+from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
+from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking_feeds import BlockingFeeds
-from upr_protocol.client.blocking_fleet import BlockingFleet
-from upr_protocol.client.blocking_link import BLOCKING_IDLE_INTERVAL_S, SocketOptions
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
+from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.events import Event, RolledBack
-from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore
-from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
@@ -94,7 +94,7 @@ class BlockingConsumer:
         self._course = Course(self._wishes, found.copy())
         self._feeds = BlockingFeeds(
             self._course,
-            BlockingFleet(
+            BlockingConnectionPool(
                 self.address,
                 self._options,
                 draw,
@@ -102,7 +102,7 @@ class BlockingConsumer:
                 by_map=by_map,
                 opened=self._wishes.partitions,
             ),
-            Patience(patience_s, draw),
+            RetryPolicy(patience_s, draw),
             patience_s,
         )
         self._tracker = DeliveryTracker(
@@ -111,7 +111,7 @@ class BlockingConsumer:
             self._feeds.acknowledge,
             time.monotonic(),
         )
-        self._connecting = Patience(patience_s, draw)
+        self._connecting = RetryPolicy(patience_s, draw)
         self._sleep = sleep
         self._closed = False
 

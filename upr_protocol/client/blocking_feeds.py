@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 
 from upr_protocol.address import Address
-from upr_protocol.client.blocking_fleet import BlockingFleet
-from upr_protocol.client.blocking_link import BlockingLink, step_any
+from upr_protocol.client.blocking.connection import BlockingConnection, step_any
+from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core.delivery_tracker import Delivery
+from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.client.course import Course
-from upr_protocol.client.fleet import PAUSE_MAX_S
 from upr_protocol.client.follower import PROGRESS, Follower
-from upr_protocol.client.retry import Patience
+from upr_protocol.client.trio.connection_pool import PAUSE_MAX_S
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.session.session import SNAPSHOT_MESSAGES
@@ -35,7 +35,11 @@ class BlockingFeeds:
     """
 
     def __init__(
-        self, course: Course, fleet: BlockingFleet, patience: Patience, patience_s: float
+        self,
+        course: Course,
+        fleet: BlockingConnectionPool,
+        patience: RetryPolicy,
+        patience_s: float,
     ) -> None:
         self.inbox: deque[Delivery] = deque()
         self._course = course
@@ -43,8 +47,8 @@ class BlockingFeeds:
         self._patience = patience
         self._patience_s = patience_s
         # The first node is at the user's address, wherever partitions turn out to be.
-        self._followers = {fleet.atlas.address: Follower(course)}
-        self._links: dict[Follower, BlockingLink] = {}
+        self._followers = {fleet.metadata.address: Follower(course)}
+        self._links: dict[Follower, BlockingConnection] = {}
         self._rests: dict[Follower, float] = {}
         self._listens_at = 0.0
         """When the rest that `receive` told of last is over."""
@@ -86,7 +90,7 @@ class BlockingFeeds:
             UprError: There is no use in going on.
         """
         self._route()
-        links: dict[Follower, BlockingLink] = {}
+        links: dict[Follower, BlockingConnection] = {}
         now = time.monotonic()
         for address, follower in list(self._followers.items()):
             if self._rests.get(follower, now) <= now:
@@ -135,22 +139,22 @@ class BlockingFeeds:
         self._fleet.refresh()
 
     def _begin(
-        self, follower: Follower, address: Address, links: dict[Follower, BlockingLink]
+        self, follower: Follower, address: Address, links: dict[Follower, BlockingConnection]
     ) -> None:
         self._rests.pop(follower, None)
         link = self._fleet.at(address)
         if self._links.get(follower) is not link:
             follower.disconnected()
-            self.inbox.extend(follower.enter(link.greeting))
+            self.inbox.extend(follower.enter(link.handshake))
             self._route()
             if self._followers.get(address) is not follower:
                 return  # there are several nodes, and it turned out just now
             self._links[follower] = link
-            follower.begin(link.session, link.greeting)
+            follower.begin(link.session, link.handshake)
             self._look(follower)
         links[follower] = link
 
-    def _take(self, follower: Follower, link: BlockingLink) -> None:
+    def _take(self, follower: Follower, link: BlockingConnection) -> None:
         while (message := link.take()) is not None:
             self.inbox.extend(follower.take(message))
             if isinstance(message, PROGRESS):
@@ -165,7 +169,7 @@ class BlockingFeeds:
     def _look(self, follower: Follower) -> None:
         strays, follower.strays = follower.strays, []
         for stray in strays:
-            if self._fleet.atlas.is_alone:
+            if self._fleet.metadata.is_alone:
                 raise stray.error  # there is no other node to try meanwhile
             now = time.monotonic()
             self._homeless_since.setdefault(stray.partition, now)
@@ -186,7 +190,7 @@ class BlockingFeeds:
             homes[partition] = None if resting else self._fleet.home_of(partition)
             if not resting:
                 self._strays.pop(partition, None)
-        if None in homes.values() or self._fleet.atlas.is_old:
+        if None in homes.values() or self._fleet.metadata.is_stale:
             self._fleet.refresh()
         for partition, home in homes.items():
             if home is not None and home not in self._followers:
@@ -209,7 +213,7 @@ class BlockingFeeds:
     def _give_up_on(self, partition: PartitionId, now: float) -> None:
         since = self._homeless_since.setdefault(partition, now)
         if now - since >= self._patience_s:
-            nobody = self._fleet.nobody_for(partition) or f"no node takes partition {partition}"
+            nobody = self._fleet.no_holder_text(partition) or f"no node takes partition {partition}"
             error = BrokenError(nobody)
             error.add_note(f"gave up after {now - since:.0f} s")
             raise error

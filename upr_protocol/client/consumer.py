@@ -19,15 +19,15 @@ from upr_protocol.client.core.delivery_tracker import (
     RollbackRequest,
     SaveLimits,
 )
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
+from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.feeds import Feeds
-from upr_protocol.client.fleet import Fleet
-from upr_protocol.client.link import TrioOptions
-from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore, ResumeStore
-from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
@@ -448,8 +448,8 @@ async def consume(
         with_logs,
         undo is not None,
     )
-    feeds = Feeds(Course(wishes, found.copy()), lambda: Patience(patience_s, draw))
-    feeds.fleet = Fleet(
+    feeds = Feeds(Course(wishes, found.copy()), lambda: RetryPolicy(patience_s, draw))
+    feeds.fleet = ConnectionPool(
         address,
         options,
         feeds,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from upr_protocol.client.core.barrier_tracker import BarrierTracker
 from upr_protocol.client.core.delivery_tracker import RollbackRequest
+from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.greeting import Greeting
 from upr_protocol.client.wishes import Wishes
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
@@ -54,7 +54,7 @@ class Course:
         """The partitions that are still to be streamed."""
         return set(self.wanted or ()) - self.finished
 
-    def enter(self, greeting: Greeting) -> list[PartitionId]:
+    def enter(self, greeting: Handshake) -> list[PartitionId]:
         """A node told of the bucket.
 
         Returns:
@@ -85,7 +85,7 @@ class Course:
         gone = [] if self.wishes.partitions else [p for p in self.state.positions if p >= count]
         return [p for p in sorted(gone) if self.state.position(p).highest_received]
 
-    def settle(self, partition: PartitionId, greeting: Greeting) -> bool:
+    def settle(self, partition: PartitionId, greeting: Handshake) -> bool:
         """Decides once where `partition` begins and ends, by what a node told of it.
 
         Returns:

@@ -13,11 +13,11 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
-from upr_protocol.client import calls
-from upr_protocol.client.asker import Asker
-from upr_protocol.client.link import TrioOptions, open_link
-from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.retry import PATIENCE_S_DEFAULT, Patience
+from upr_protocol.client.core import calls
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
+from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
@@ -52,7 +52,7 @@ class EventFeed:
         self,
         address: Address,
         options: TrioOptions,
-        patience: Patience,
+        patience: RetryPolicy,
         question: Callable[[int], calls.Call[EventsReply]],
     ) -> None:
         self._addresses = deque(attrs.evolve(one, bucket="") for one in address.each())
@@ -115,8 +115,8 @@ class EventFeed:
 
     async def _converse(self) -> None:
         address = self._addresses[0]
-        asker = Asker(address, 0.0)
-        async with open_link(address, self._options, asker):
+        asker = RequestChannel(address, 0.0)
+        async with open_connection(address, self._options, asker):
             while True:
                 reply = await asker.ask(self._question(self._acknowledged))
                 self._is_connected = True
@@ -197,7 +197,7 @@ async def follow_events(
             pattern,
         )
 
-    feed = EventFeed(address, options, Patience(patience_s, draw), question)
+    feed = EventFeed(address, options, RetryPolicy(patience_s, draw), question)
     async with background() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()

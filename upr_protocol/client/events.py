@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind

@@ -5,11 +5,11 @@ from __future__ import annotations
 import trio
 
 from upr_protocol.client.core.delivery_tracker import Delivery
-from upr_protocol.client.fleet import Fleet
+from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.client.follower import PROGRESS, Follower
-from upr_protocol.client.link import Link
 from upr_protocol.client.mailbox import Mailbox
-from upr_protocol.client.retry import Patience
+from upr_protocol.client.trio.connection import Connection
+from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session.session import SNAPSHOT_MESSAGES
@@ -30,17 +30,17 @@ class Feed:
     def __init__(
         self,
         follower: Follower,
-        patience: Patience,
+        patience: RetryPolicy,
         mailbox: Mailbox[Delivery],
         opened: trio.Event,
-        fleet: Fleet[Feed],
+        fleet: ConnectionPool[Feed],
     ) -> None:
         self.patience = patience
         self._follower = follower
         self._mailbox = mailbox
         self._opened = opened
         self._fleet = fleet
-        self._link: Link | None = None
+        self._link: Connection | None = None
 
     @property
     def connected_now(self) -> bool:
@@ -49,18 +49,18 @@ class Feed:
 
     # The link's side.
 
-    def connected(self, link: Link) -> None:
-        """See `Handler`."""
-        for delivery in self._follower.enter(link.greeting):
+    def connected(self, link: Connection) -> None:
+        """See `ConnectionHandler`."""
+        for delivery in self._follower.enter(link.handshake):
             self._mailbox.put(delivery)
-        self._fleet.greeted(self, link)
-        self._follower.begin(link.session, link.greeting)
+        self._fleet.connected(self, link)
+        self._follower.begin(link.session, link.handshake)
         self._link = link
         self._opened.set()
         self._look()
 
     def received(self, message: Message) -> None:
-        """See `Handler`."""
+        """See `ConnectionHandler`."""
         if self._link is None:
             return
         if isinstance(message, MapReply):
@@ -81,7 +81,7 @@ class Feed:
         link, follower = self._link, self._follower
         strays, follower.strays = follower.strays, []
         for stray in strays:
-            if self._fleet.atlas.is_alone and link is not None:
+            if self._fleet.metadata.is_alone and link is not None:
                 link.fail(stray.error)  # there is no other node to try meanwhile
                 return
             self._fleet.refused(stray.partition, stray.error, stray.map_revision)
@@ -95,22 +95,22 @@ class Feed:
             link.poke()
 
     def writable(self) -> None:
-        """See `Handler`."""
+        """See `ConnectionHandler`."""
 
     async def breathe(self) -> None:
-        """See `Handler`."""
+        """See `ConnectionHandler`."""
         if self._mailbox.full:
             await self._mailbox.drained()
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  whoever connects again has it
-        """See `Handler`."""
+        """See `ConnectionHandler`."""
         self._link = None
         self._follower.disconnected()
 
     # The fleet's side.
 
     async def drain(self) -> None:
-        """See `Member`. What had not come goes on elsewhere."""
+        """See `NodeHandler`. What had not come goes on elsewhere."""
 
     def take_on(self, partition: PartitionId) -> None:
         """Follows one more partition."""

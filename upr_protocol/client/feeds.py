@@ -8,12 +8,12 @@ from typing import Final
 import trio
 
 from upr_protocol.client.core.delivery_tracker import Delivery
+from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.feed import Feed
-from upr_protocol.client.fleet import Fleet
 from upr_protocol.client.follower import Follower
 from upr_protocol.client.mailbox import Mailbox
-from upr_protocol.client.retry import Patience
+from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.wire import ReplicaAck
 
@@ -35,9 +35,9 @@ class Feeds:
         fleet: Who keeps the links; set by whoever makes it.
     """
 
-    fleet: Fleet[Feed]
+    fleet: ConnectionPool[Feed]
 
-    def __init__(self, course: Course, new_patience: Callable[[], Patience]) -> None:
+    def __init__(self, course: Course, new_patience: Callable[[], RetryPolicy]) -> None:
         self.mailbox: Mailbox[Delivery] = Mailbox(DELIVERIES_MAX)
         self.opened = trio.Event()
         self.course = course
@@ -48,20 +48,20 @@ class Feeds:
 
     @property
     def finished(self) -> bool:
-        """See `Crew`."""
+        """See `PoolClient`."""
         return self.course.done
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
-        """See `Crew`."""
+        """See `PoolClient`."""
         return sorted(self.course.left)
 
-    def waits_for(self, partition: PartitionId) -> bool:
-        """See `Crew`."""
+    def is_waiting_for(self, partition: PartitionId) -> bool:
+        """See `PoolClient`."""
         return partition in self.course.left
 
-    def recruit(self) -> Feed:
-        """See `Crew`."""
+    def new_handler(self) -> Feed:
+        """See `PoolClient`."""
         feed = Feed(
             Follower(self.course), self._new_patience(), self.mailbox, self.opened, self.fleet
         )
@@ -69,15 +69,15 @@ class Feeds:
         return feed
 
     def place(self, partition: PartitionId, member: Feed | None) -> None:
-        """See `Crew`."""
+        """See `PoolClient`."""
         for feed in self._feeds:
             if feed is not member:
                 feed.let_go(partition)
         if member is not None:
             member.take_on(partition)
 
-    def dismiss(self, member: Feed) -> None:
-        """See `Crew`."""
+    def remove_handler(self, member: Feed) -> None:
+        """See `PoolClient`."""
         self._feeds.remove(member)
 
     # The application's side.

@@ -14,6 +14,9 @@ import attrs
 
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
+from upr_protocol.client.core.handshake import Handshake
+from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.retry import is_retryable
 from upr_protocol.client.course import Course
 from upr_protocol.client.events import (
     AnswersReceived,
@@ -25,9 +28,6 @@ from upr_protocol.client.events import (
     StreamAccepted,
     StreamEnded,
 )
-from upr_protocol.client.greeting import Greeting
-from upr_protocol.client.outcome import status_of
-from upr_protocol.client.retry import passes
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import (
@@ -103,7 +103,7 @@ class Follower:
         self.strays: list[Stray] = []
         self._course = course
         self._session: ClientSession | None = None
-        self._greeting: Greeting | None = None
+        self._greeting: Handshake | None = None
         self._news = False
         """Whether this connection's answers say anything new of where the streams stand."""
         self._asked: set[PartitionId] = set()
@@ -113,7 +113,7 @@ class Follower:
         self._later: set[PartitionId] = set()
         """Those to be asked for once an earlier stream of theirs has ended."""
         self._covers: dict[bytes, set[PartitionId]] = {}
-        """By barrier that was sent on this connection the streams that it passes."""
+        """By barrier that was sent on this connection the streams that it is_retryable."""
         # By partition the snapshot that was begun last. The session knows it too, but may be ahead:
         # it takes in all that arrived before any of it comes here.
         self._snapshots: dict[PartitionId, PartitionStart] = {}
@@ -125,7 +125,7 @@ class Follower:
 
     # The conversation.
 
-    def enter(self, greeting: Greeting) -> Iterable[Delivery]:
+    def enter(self, greeting: Handshake) -> Iterable[Delivery]:
         """A connection is greeted; comes before `begin`, as it tells which partitions there are.
 
         Raises:
@@ -138,7 +138,7 @@ class Follower:
             for partition in self._course.enter(greeting)
         ]
 
-    def begin(self, session: ClientSession, greeting: Greeting) -> None:
+    def begin(self, session: ClientSession, greeting: Handshake) -> None:
         """Asks on a new connection for the streams that are still wanted."""
         course = self._course
         self._session = session
@@ -409,7 +409,7 @@ class Follower:
 
     def _lose(self, partition: PartitionId, error: ServerError, map_revision: int) -> None:
         """The node does not give a stream: it may be elsewhere."""
-        if not passes(error):
+        if not is_retryable(error):
             self.trouble = error
             return
         self._leave(partition)

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from upr_protocol.client.outcome import Written
+from upr_protocol.client.core.results import WriteResult
 from upr_protocol.errors import BrokenError, UprError
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ class IndexClient:
         limit: int = 100,
         continuation: str = "",
         consistency: Literal["any", "at_least", "now"] = "any",
-        written: Iterable[Written] = (),
+        written: Iterable[WriteResult] = (),
         timeout_s: float = TIMEOUT_S,
         timestamps: bool = False,
     ) -> IndexPage:
@@ -225,7 +225,7 @@ class IndexClient:
         low: Bound | None = None,
         high: Bound | None = None,
         consistency: Literal["any", "at_least", "now"] = "any",
-        written: Iterable[Written] = (),
+        written: Iterable[WriteResult] = (),
         timeout_s: float = TIMEOUT_S,
     ) -> int:
         """How many entries there are; see `scan`."""
@@ -287,7 +287,7 @@ def _question(
     low: Bound | None,
     high: Bound | None,
     consistency: str,
-    written: Iterable[Written],
+    written: Iterable[WriteResult],
     timeout_s: float,
 ) -> dict[str, Any]:
     return {

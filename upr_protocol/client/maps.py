@@ -9,10 +9,10 @@ import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.asker import Asker
-from upr_protocol.client.calls import Call, PartitionInfo, partition_infos
-from upr_protocol.client.link import TrioOptions, open_link
-from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.client.core.calls import Call, PartitionInfo, partition_infos
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
@@ -79,7 +79,7 @@ async def ask_node(
     return await _ask(nowhere, _map_call(address.bucket), identity, timeout_s, dial)
 
 
-async def ask_on(asker: Asker, bucket: str) -> NodeMap:
+async def ask_on(asker: RequestChannel, bucket: str) -> NodeMap:
     """The same on a link that is there. Cancelled, the answer is waited for no more.
 
     Raises:
@@ -107,11 +107,11 @@ async def look_at_node(
     options = map_options(identity, timeout_s, dial)
     with trio.move_on_after(timeout_s):
         while True:
-            asker = Asker(address, timeout_s)
-            async with open_link(address, options, asker) as link:
+            asker = RequestChannel(address, timeout_s)
+            async with open_connection(address, options, asker) as link:
                 found = await ask_on(asker, address.bucket)
-                if link.greeting.map_revision == (found.map.revision if found.map else 0):
-                    infos = partition_infos(link.greeting.logs.values())
+                if link.handshake.map_revision == (found.map.revision if found.map else 0):
+                    infos = partition_infos(link.handshake.logs.values())
                     return attrs.evolve(found, partitions=tuple(infos))
             # It was given another map meanwhile, and its partitions may be others, too.
     raise BrokenError(f"{address} did not answer in time")
@@ -226,8 +226,8 @@ def map_of(reply: MapReply) -> PartitionMap | None:
 
 async def _ask(address: Address, call: Call[T], identity: str, timeout_s: float, dial: Dial) -> T:
     options = map_options(identity, timeout_s, dial)
-    asker = Asker(address, timeout_s)
+    asker = RequestChannel(address, timeout_s)
     with trio.move_on_after(timeout_s):
-        async with open_link(address, options, asker):
+        async with open_connection(address, options, asker):
             return await asker.ask(call)
     raise BrokenError(f"{address} did not answer in time")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
 from upr_protocol.client import Address, AddressError
-from upr_protocol.client.blocking_link import BLOCKING_IDLE_INTERVAL_S
+from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S
 from upr_protocol.spark.errors import OptionError
 
 T = TypeVar("T")

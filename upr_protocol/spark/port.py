@@ -15,9 +15,9 @@ from upr_protocol.client import (
     HeldLease,
     PartitionInfo,
     PartitionNumbers,
-    calls,
 )
-from upr_protocol.client.retry import Patience
+from upr_protocol.client.core import calls
+from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.spark.errors import OptionError, PipelineError
@@ -95,7 +95,7 @@ class ServerPort:
 
     def _patiently(self, ask: Callable[[BlockingClient], T]) -> T:
         """Asks, and asks again while that may help."""
-        patience = Patience(self._options.timeout_s)
+        patience = RetryPolicy(self._options.timeout_s)
         while True:
             is_fresh = self._client is None
             try:

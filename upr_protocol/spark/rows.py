@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from upr_protocol.client.keyvalue import counter_delta
+from upr_protocol.client.core.key_lookup import counter_delta
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX

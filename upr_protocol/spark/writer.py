@@ -40,10 +40,10 @@ from pyspark.sql.datasource import (
 )
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.client import BlockingClient, Writer
-from upr_protocol.client.outbox import Batch
-from upr_protocol.client.outcome import status_of
-from upr_protocol.client.writer import WRITER_BYTES
+from upr_protocol.client import BlockingClient, WriterIdentity
+from upr_protocol.client.core.accumulator import Batch
+from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.writer_identity import WRITER_BYTES
 from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.batches import Gathering, chunks
@@ -106,7 +106,7 @@ class Task:
 
     def __init__(self, options: WriteOptions, writer_id: bytes, attempt: int) -> None:
         self._options = options
-        self._writer = Writer.of_task(writer_id, attempt)
+        self._writer = WriterIdentity.of_task(writer_id, attempt)
         self._letters = None
         if options.dead_letter_path is not None:
             self._letters = DeadLetters(options.dead_letter_path, writer_id.hex(), attempt)

@@ -8,9 +8,9 @@ import attrs
 import trio
 
 from upr_protocol.client import Address
-from upr_protocol.client.asker import Asker
-from upr_protocol.client.link import TrioOptions, open_link
 from upr_protocol.client.maps import NodeMap, ask_on
+from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import BrokenError
 
 
@@ -18,7 +18,7 @@ from upr_protocol.errors import BrokenError
 class _Neighbour:
     """A link that is there, and how to end it."""
 
-    asker: Asker
+    asker: RequestChannel
     close: Callable[[], None]
 
 
@@ -73,9 +73,9 @@ class Neighbours:
         return found
 
     async def _hold(self, where: Address, task_status: trio.TaskStatus[_Neighbour]) -> None:
-        asker = Asker(where, self._options.connect_timeout_s)
+        asker = RequestChannel(where, self._options.connect_timeout_s)
         with trio.CancelScope() as scope:
-            async with open_link(where, self._options, asker) as link:
+            async with open_connection(where, self._options, asker) as link:
                 here = self._links[where] = _Neighbour(asker, scope.cancel)
                 task_status.started(here)
                 try:

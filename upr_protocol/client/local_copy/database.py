@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
+from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.keyvalue import Item
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 

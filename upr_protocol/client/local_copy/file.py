@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 import trio
 
 from upr_protocol.chunk import Chunk
+from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
-from upr_protocol.client.keyvalue import Item
 from upr_protocol.client.local_copy.database import (
     COLUMNS,
     FILE_NAME,

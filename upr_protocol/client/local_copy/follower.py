@@ -15,16 +15,16 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.consumer import Consumer
 from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
     SnapshotEnd,
     Undone,
 )
-from upr_protocol.client.keyvalue import Item, Text, octets
 from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
-from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.retry import PATIENCE_S_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.wishes import End
@@ -123,7 +123,7 @@ class LocalCopy(RollbackIterator):
 
     async def get(self, key: Text) -> Item | None:
         """The item at `key`, as of the last event."""
-        data = octets(key)
+        data = to_bytes(key)
         return await self._file.get(partition_of(data, self._consumer.partition_count), data)
 
     async def count(self) -> int:

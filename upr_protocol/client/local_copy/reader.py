@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from upr_protocol.client.keyvalue import Item
+from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.local_copy.database import (
     COLUMNS,
     FILE_NAME,

@@ -10,12 +10,12 @@ import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.calls import PartitionInfo
-from upr_protocol.client.client import Client, connect
+from upr_protocol.client.core.calls import PartitionInfo
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.maps import NodeMap, ask_node, look_at_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
-from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.client.trio.client import Client, connect
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap, newest

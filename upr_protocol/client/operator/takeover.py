@@ -20,7 +20,7 @@ from typing import Final
 import attrs
 import trio
 
-from upr_protocol.client.calls import PartitionNumbers
+from upr_protocol.client.core.calls import PartitionNumbers
 from upr_protocol.client.operator.errors import (
     MapRefusedError,
     NotDoneError,

@@ -11,9 +11,9 @@ import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.client import connect
 from upr_protocol.client.consumer import Consumer, ConsumerStatistics, Resume, consume
 from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
@@ -22,10 +22,10 @@ from upr_protocol.client.events import (
     StreamAccepted,
     Undone,
 )
-from upr_protocol.client.link import TrioOptions
-from upr_protocol.client.retry import Patience
 from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
+from upr_protocol.client.trio.client import connect
+from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.wishes import End
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
@@ -45,7 +45,7 @@ class ServerDocumentReader:
 
     address: Address
     options: TrioOptions
-    patience: Patience
+    patience: RetryPolicy
 
     async def read_newest(
         self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
@@ -168,7 +168,7 @@ async def consume_with_planner(
 ) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
     """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
     options = TrioOptions(identity=identity, dial=dial)
-    reader = ServerDocumentReader(address, options, Patience(patience_s, draw))
+    reader = ServerDocumentReader(address, options, RetryPolicy(patience_s, draw))
     planner = RollbackPlanner(received_keys, reader)
     async with consume(
         address,

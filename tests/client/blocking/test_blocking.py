@@ -1,0 +1,502 @@
+"""The client for programs that block, against a fake server in a thread."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.kit.mirror import Mirror
+from tests.kit.threaded import ThreadedFake, trio_thread
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.client import (
+    Address,
+    BarrierReached,
+    BlockingClient,
+    BlockingConsumer,
+    ChunkReceived,
+    Completed,
+    Event,
+    Failure,
+    ResumeState,
+    RolledBack,
+    SnapshotEnd,
+    StreamEnded,
+    WriteResult,
+    WriterIdentity,
+)
+from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
+from upr_protocol.client.core.accumulator import Batch
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    Status,
+)
+from upr_protocol.ids import Durability, Operation, PartitionId
+from upr_protocol.limits import WINDOW_BYTES_MIN
+from upr_protocol.wire import Message, Mutate, Stats
+
+URL = "upr://fake/b"
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[object]:
+    with trio_thread() as thread:
+        yield thread
+
+
+@pytest.fixture
+def fake(thread: object) -> ThreadedFake:
+    return ThreadedFake(thread)  # type: ignore[arg-type]
+
+
+def client(fake: ThreadedFake, url: str = URL, **more: object) -> BlockingClient:
+    return BlockingClient(
+        url,
+        dial=fake.dial,
+        sleep=lambda _: None,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def consumer(fake: ThreadedFake, **more: object) -> BlockingConsumer:
+    return BlockingConsumer(URL, dial=fake.dial, sleep=lambda _: None, **more)  # type: ignore[arg-type]
+
+
+def test_keys(fake: ThreadedFake) -> None:
+    with client(fake) as kv:
+        assert kv.get("k") is None
+        written = kv.set("k", "v", flags=7)
+        item = kv.get("k")
+        assert item is not None
+        assert (item.value, item.flags, item.cas) == (b"v", 7, written.cas)
+        assert kv.increment("n", 5).count == 5
+        assert kv.increment("n").count == 6
+        kv.append("k", "w")
+        kv.delete("n")
+        with pytest.raises(ServerError) as caught:
+            kv.add("k", "x")
+        assert caught.value.status is Status.EXISTS
+        assert [item and item.value for item in kv.get_many(["n", "k"])] == [None, b"vw"]
+        assert kv.await_durable(written, Durability.MEMORY) == written.seq
+        assert len(kv.partitions()) == len(kv.seqnos()) == 4
+    assert fake.dialled == 1
+
+
+def test_many_keys_in_several_answers(fake: ThreadedFake) -> None:
+    fake.server.get_items_max = 3
+    keys = [b"%d" % number for number in range(100)]
+    for key in keys[1::2]:
+        fake.server.put(key, key)
+    with client(fake) as kv:
+        assert [item and item.value for item in kv.get_many(keys)] == [
+            key if number % 2 else None for number, key in enumerate(keys)
+        ]
+
+
+def test_buckets(fake: ThreadedFake) -> None:
+    with client(fake, "upr://fake") as admin:
+        admin.create_bucket("c", 8)
+        assert [bucket.name for bucket in admin.list_buckets()] == ["b", "c"]
+        admin.delete_bucket("c")
+        assert admin.stats() == {"fake": True}
+        with pytest.raises(LocalProtocolError, match="names a bucket"):
+            admin.get("k")
+
+
+def test_it_connects_again(fake: ThreadedFake) -> None:
+    with client(fake) as kv:
+        kv.set("k", "v")
+        fake.cut()
+        with pytest.raises(BrokenError):
+            kv.get("k")
+        item = kv.get("k")
+        assert item is not None
+    assert fake.dialled == 2
+    with pytest.raises(ClosedError):
+        kv.get("k")
+
+
+def test_nobody_listens(fake: ThreadedFake) -> None:
+    fake.down = True
+    with pytest.raises(BrokenError, match="cannot connect"), client(fake):
+        pass
+    with pytest.raises(BrokenError, match="cannot connect"):
+        client(fake).publish_all([])
+    assert fake.dialled == 2
+
+
+def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:
+    with pytest.raises(ServerError) as caught, client(fake, "upr://fake/other"):
+        pass
+    assert caught.value.status is Status.NO_BUCKET
+
+
+def test_a_peer_that_speaks_something_else() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        kv = BlockingClient(URL, dial=lambda *_: ours)
+        with pytest.raises(RemoteProtocolError, match="no UPR frame"):
+            kv.get("k")
+    assert ours.fileno() == -1
+
+
+def test_a_peer_that_says_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(BrokenError, match="did not answer in time"):
+        BlockingClient(URL, dial=lambda *_: ours, connect_timeout_s=0.01).get("k")
+    assert ours.fileno() == -1
+
+
+def test_an_answer_that_does_not_come(fake: ThreadedFake) -> None:
+    fake.server.held = {Stats}
+    with client(fake, timeout_s=0.01) as kv:
+        with pytest.raises(TimeoutError, match=r"did not answer in 0\.01 s"):
+            kv.stats()
+        # The connection is as good as before.
+        kv.set("k", "v")
+    assert fake.dialled == 1
+
+
+def test_no_credit_for_too_long(fake: ThreadedFake) -> None:
+    fake.server.credit_bytes = 0
+    with client(fake, credit_timeout_s=0.01) as kv:
+        with pytest.raises(ServerError, match="over its memory quota"):
+            kv.set("k", "v")
+        with pytest.raises(ServerError, match="over its memory quota"):
+            kv.publish(PartitionId(0), plain_chunk([b"k"], [b"v"]))
+    assert fake.server.contents() == {}
+
+
+def test_a_published_chunk(fake: ThreadedFake) -> None:
+    with client(fake) as kv:
+        reply = kv.publish(PartitionId(1), plain_chunk([b"a", b"b"], [b"1", b"2"]))
+        assert (reply.first_seq, reply.last_seq) == (1, 2)
+        fake.server.refuse = lambda m: Status.UNSUPPORTED if isinstance(m, Mutate) else None
+        with pytest.raises(ServerError) as caught:
+            kv.publish(PartitionId(1), plain_chunk([b"a"], [b"1"]))
+        assert caught.value.status is Status.UNSUPPORTED
+
+
+def test_the_same_writer_again_has_no_second_effect(fake: ThreadedFake) -> None:
+    def task() -> list[Failure]:
+        writer = WriterIdentity(b"task 7 of 9".ljust)
+        chunk = plain_chunk([b"n"], [CounterDelta(1, 1).encode()], bytes([Operation.INCREMENT]))
+        with client(fake) as kv:
+            return kv.publish_all([(PartitionId(0), chunk)] * 10, writer=writer)
+
+    assert task() == task() == []
+    assert fake.server.contents() == {b"n": b"10"}
+
+
+def test_a_publisher_of_its_own_gives_no_chain(fake: ThreadedFake) -> None:
+    heard: list[Mutate] = []
+
+    def hear(message: Message) -> None:
+        if isinstance(message, Mutate):
+            heard.append(message)
+
+    fake.server.refuse = hear
+    batch = (PartitionId(0), plain_chunk([b"k"], [b"v"]))
+    with client(fake) as kv:
+        kv.publish_all([batch])
+        kv.publish_all([batch], writer=WriterIdentity.of_task(bytes(15) + b"1", 5))
+    assert [(message.attempt, message.chain) for message in heard] == [
+        (0, 0),
+        (5, batch[1].chained(0)),
+    ]
+
+
+def test_the_id_of_a_task_has_16_bytes() -> None:
+    with pytest.raises(ValueError, match="16 bytes, not 3"):
+        WriterIdentity.of_task(b"abc")
+
+
+def test_what_on_answer_raises_ends_the_call(fake: ThreadedFake) -> None:
+    def refuse(batch: Batch) -> None:
+        raise LocalProtocolError(f"no more after {batch.counter}")
+
+    batches = [(PartitionId(0), plain_chunk([b"k%d" % n], [b"v"])) for n in range(100)]
+    with client(fake) as kv, pytest.raises(LocalProtocolError, match="after 1"):
+        kv.publish_each(batches, refuse)
+
+
+def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
+    answered: list[int] = []
+
+    def source() -> Iterator[tuple[PartitionId, Chunk]]:
+        for number in range(3000):
+            yield PartitionId(0), plain_chunk([b"k%d" % number], [bytes(10_000)])
+        assert answered, "all waited for the last"
+
+    with client(fake) as kv:
+        kv.publish_each(source(), lambda batch: answered.append(batch.counter))
+    assert answered == list(range(1, 3001))
+
+
+def test_a_large_batch_while_answers_come_back(fake: ThreadedFake) -> None:
+    batches = [
+        (PartitionId(number % 4), plain_chunk([b"%d" % number], [bytes(100_000)]))
+        for number in range(200)
+    ]
+    with client(fake) as kv:
+        assert kv.publish_all(batches) == []
+    assert len(fake.server.contents()) == 200
+
+
+def test_outcomes_are_in_order_though_connections_are_cut(fake: ThreadedFake) -> None:
+    rng = random.Random(7)
+    mutations = []
+    for number in range(3000):
+        key = b"counter-%d" % (number % 50)
+        if number % 10 == 9:
+            mutations.append(Mutation(Operation.ADD, key, b"x"))
+        else:
+            mutations.append(Mutation(Operation.INCREMENT, key, CounterDelta(1, 1).encode()))
+    fake.budgets = iter([4000, *(rng.randrange(5000) for _ in range(20))])
+    with client(fake, draw=rng.random) as kv:
+        results = kv.apply(mutations)
+    assert len(results) == len(mutations)
+    expected: dict[bytes, int] = {}
+    for mutation, result in zip(mutations, results, strict=True):
+        if mutation.op is Operation.ADD and mutation.key in expected:
+            assert isinstance(result, Failure)
+            assert (result.key, result.status) == (mutation.key, Status.EXISTS)
+        elif mutation.op is Operation.INCREMENT:
+            assert isinstance(result, WriteResult)
+            expected[mutation.key] = expected.get(mutation.key, 0) + 1
+            assert result.count == expected[mutation.key]
+    assert fake.dialled > 2
+
+
+def test_a_refusal_of_a_whole_batch_fails_each(fake: ThreadedFake) -> None:
+    fake.server.refuse = lambda m: Status.BAD_ARGUMENT if isinstance(m, Mutate) else None
+    with client(fake) as kv:
+        results = kv.apply(Mutation(Operation.SET, b"%d" % number, b"v") for number in range(9))
+    assert [result.status for result in results if isinstance(result, Failure)] == [
+        Status.BAD_ARGUMENT
+    ] * 9
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: ThreadedFake) -> None:
+    clock = Clock()
+    options = SocketOptions(idle_interval_s=20, dial=fake.dial, clock=clock)
+    link = BlockingConnection(Address("fake", 12000, "b"), options)
+    while link.receive(clock.now) is not None:
+        pass
+    clock.now += 10_000
+    assert link.receive(clock.now) is None
+    # What counts is how long it listened in vain.
+    link._silent_s = 39.9
+    assert link.receive(clock.now) is None
+    link._silent_s = 40.0
+    with pytest.raises(BrokenError, match="said nothing for too long"):
+        link.receive(clock.now)
+    with pytest.raises(BrokenError, match="said nothing for too long"):
+        link.receive(clock.now)
+    link.close()
+
+
+# Consuming.
+
+
+def fill(fake: ThreadedFake, count: int, size: int = 10) -> None:
+    def put() -> None:
+        for number in range(count):
+            fake.server.put(b"key-%d" % number, b"%d" % number + bytes(size))
+
+    fake.thread.call(put)
+
+
+def test_events_until_now(fake: ThreadedFake) -> None:
+    fill(fake, 100)
+    mirror = Mirror()
+    with client(fake) as kv, kv.read_stream(end="now") as stream:
+        ended = 0
+        for event in stream:
+            mirror.apply(event)
+            ended += isinstance(event, StreamEnded)
+        assert stream.done
+        assert ended == 4
+    assert mirror.contents == fake.server.contents()
+
+
+def test_a_window_smaller_than_what_comes(fake: ThreadedFake) -> None:
+    fill(fake, 300, 2000)
+    mirror = Mirror()
+    with consumer(fake, window_bytes=WINDOW_BYTES_MIN, end="now") as stream:
+        for event in stream:
+            mirror.apply(event)
+    assert mirror.contents == fake.server.contents()
+
+
+def test_some_partitions_from_now_with_a_barrier(fake: ThreadedFake) -> None:
+    fill(fake, 100)
+    with consumer(fake, partitions=[0, 1], start="now") as stream:
+        assert stream.next_event() == Completed(1)
+        assert stream.next_event(0.01) is None
+        assert not stream.done
+        fill(fake, 10)
+        stream.barrier(b"mine")
+        events: list[Event | None] = []
+        while not any(isinstance(event, BarrierReached) for event in events):
+            events.append(stream.next_event())
+        keys = [event.chunk.keys() for event in events if isinstance(event, ChunkReceived)]
+        expected = {b"key-%d" % n for n in range(10)}
+        of_two = {key for key in expected if fake.server.partition_of(key).id < 2}
+        assert {key for some in keys for key in some} == of_two
+
+
+def test_cut_and_resumed_from_a_file(fake: ThreadedFake, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    path = tmp_path / "resume.json"
+    items: dict[int, dict[bytes, tuple[int, bytes]]] = {}
+    for _ in range(20):
+        fill(fake, rng.randrange(60))
+        fake.budgets = iter([3000, *(rng.randrange(4000) for _ in range(3))])
+        mirror = Mirror(items)
+        with suppress(BrokenError), consumer(fake, resume=path) as stream:
+            for _ in range(rng.randrange(50)):
+                event = stream.next_event(0.001)
+                if event is not None:
+                    mirror.apply(event)
+        items = mirror.items
+    mirror = Mirror(items)
+    fake.budgets = iter(())
+    with consumer(fake, resume=path, end="now") as stream:
+        for event in stream:
+            mirror.apply(event)
+            assert not isinstance(event, RolledBack)
+    assert mirror.contents == fake.server.contents()
+
+
+def test_a_partition_that_fails_over(fake: ThreadedFake) -> None:
+    fill(fake, 50)
+    mirror = Mirror()
+    with consumer(fake, end="now") as stream:
+        for event in stream:
+            mirror.apply(event)
+        state = stream.resume_state
+    fake.server.partitions[1].fail_over(99, 3)
+    mirror = Mirror(mirror.items)
+    with consumer(fake, resume=state, end="now") as stream:
+        rolled_back = []
+        for event in stream:
+            mirror.apply(event)
+            if isinstance(event, RolledBack):
+                rolled_back.append((event.partition, event.ceiling, event.to))
+    assert rolled_back == [(1, 3, 0)]
+    assert mirror.contents == fake.server.contents()
+
+
+def test_killed_before_it_has_gone_back_it_is_told_again(
+    fake: ThreadedFake, tmp_path: Path
+) -> None:
+    """Though it asks a server then that has all it had."""
+    fill(fake, 50)
+    path, not_parted = tmp_path / "state", deepcopy(fake.server.partitions[1])
+    with consumer(fake, resume=path, end="now") as stream:
+        assert [event for event in stream if isinstance(event, SnapshotEnd)]
+    fake.server.partitions[1].fail_over(99, 3)
+    with consumer(fake, resume=path, end="now") as stream:
+        assert any(isinstance(event, RolledBack) for event in stream)  # it is in hand
+    fake.server.partitions[1] = not_parted
+    with consumer(fake, resume=path, end="now") as stream:
+        told = [event for event in stream if isinstance(event, RolledBack)]
+    assert [(event.partition, event.ceiling) for event in told] == [(1, 3)]
+
+
+def test_a_refusal_that_stays(fake: ThreadedFake) -> None:
+    fake.server.refuse = lambda m: (
+        Status.SEQ_TOO_HIGH if type(m).__name__ == "Stream" and m.partition == 2 else None
+    )
+    with consumer(fake, patience_s=0.05) as stream:
+        with pytest.raises(ServerError) as caught:
+            list(stream)
+        assert caught.value.status is Status.SEQ_TOO_HIGH
+
+
+def test_the_state_of_another_bucket(fake: ThreadedFake) -> None:
+    from upr_protocol.client import ResumeStateError
+
+    with pytest.raises(ResumeStateError):
+        consumer(fake, resume=ResumeState("other"))
+
+
+def test_a_closed_consumer(fake: ThreadedFake) -> None:
+    with consumer(fake) as stream:
+        next(stream)
+    with pytest.raises(ClosedError):
+        next(stream)
+
+
+def test_a_server_that_is_known_to_be_one_is_waited_for(fake: ThreadedFake) -> None:
+    away = [OSError("refused"), OSError("refused")]
+    waits: list[float] = []
+
+    def dial(address: Address, timeout_s: float) -> socket.socket:
+        if away:
+            raise away.pop()
+        return fake.dial(address, timeout_s)
+
+    fill(fake, 10)
+    mirror = Mirror()
+    with BlockingConsumer(URL, end="now", dial=dial, sleep=waits.append) as following:
+        following.connect()
+        for event in following:
+            mirror.apply(event)
+    assert mirror.contents == fake.server.contents()
+    assert len(waits) == 2
+    away.append(OSError("refused"))
+    with (
+        pytest.raises(BrokenError, match="refused"),
+        BlockingConsumer(URL, dial=dial, sleep=waits.append) as following,
+    ):
+        next(following)
+    with pytest.raises(ClosedError):
+        following.connect()
+
+
+def test_a_caller_who_does_not_wait_ends_no_rest(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("upr_protocol.client.blocking_feeds.time", clock)
+    monkeypatch.setattr("upr_protocol.client.blocking_consumer.time", clock)
+    fake.server.put(b"k", b"v")
+    with BlockingConsumer(URL, dial=fake.dial, sleep=sleep, draw=lambda: 1.0) as following:
+        assert next(following) is not None
+        fake.down = True
+        fake.cut()
+        dialled = fake.dialled
+        while now < 10.0:
+            following.next_event(timeout_s=0.0)
+            sleep(0.0001)
+        assert 2 <= fake.dialled - dialled < 20
+        fake.down = False
+        while not isinstance(following.next_event(timeout_s=1.0), Completed):
+            assert now < 60.0

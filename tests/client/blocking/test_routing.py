@@ -1,0 +1,130 @@
+"""Programs that block and several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kit.mirror import Mirror
+from tests.kit.threaded import ThreadedCluster, trio_thread
+from upr_protocol.chunk import CounterDelta, Mutation
+from upr_protocol.client import (
+    BarrierReached,
+    BlockingClient,
+    BlockingConsumer,
+    WriteResult,
+)
+from upr_protocol.errors import BrokenError
+from upr_protocol.ids import Operation
+from upr_protocol.partition_map import Assignment
+
+URL = "upr://a,b,c/b"
+PARTITIONS = 6
+KEYS = [f"key-{number}" for number in range(60)]
+
+
+@pytest.fixture
+def nodes() -> Iterator[ThreadedCluster]:
+    with trio_thread() as thread:
+        yield thread.call(lambda: ThreadedCluster(thread, "abc", PARTITIONS))
+
+
+def client(nodes: ThreadedCluster, url: str = URL, **options: float) -> BlockingClient:
+    return BlockingClient(url, dial=nodes.dial, **options)  # type: ignore[arg-type]
+
+
+def increments(count: int) -> list[Mutation]:
+    value = CounterDelta(1, 1).encode()
+    return [
+        Mutation(Operation.INCREMENT, b"key-%d" % (number % 60), value) for number in range(count)
+    ]
+
+
+def counted(nodes: ThreadedCluster) -> int:
+    return sum(map(int, nodes.cluster.any.contents().values()))
+
+
+def read(consumer: BlockingConsumer, mirror: Mirror) -> None:
+    """Applies events until a barrier comes back."""
+    consumer.barrier(b"%d" % mirror.mutations)
+    for event in consumer:
+        mirror.apply(event)
+        if isinstance(event, BarrierReached):
+            assert set(event.ends) == set(range(PARTITIONS))
+            return
+
+
+def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
+    with client(nodes, "upr://c/b") as asker:
+        for key in KEYS:
+            asker.set(key, "1")
+        nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
+        for key in KEYS:
+            asker.increment(key)
+        items = asker.get_many(KEYS)
+        assert [item and item.value for item in items] == [b"2"] * 60
+        assert [row.partition for row in asker.seqnos()] == list(range(PARTITIONS))
+        assert [info.partition for info in asker.partitions()] == list(range(PARTITIONS))
+        nodes.kill("a")
+        nodes.move({3: Assignment(active="b")}, tell="bc")
+        with pytest.raises(BrokenError):
+            asker.seqnos()  # nobody listened while it was lost
+        assert len(asker.seqnos()) == PARTITIONS
+        with pytest.raises(BrokenError):
+            client(nodes, "upr://a/b", patience_s=0.1).connect()
+
+
+def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
+    with client(nodes, "upr://nobody,b/b") as asker:
+        assert all(isinstance(result, WriteResult) for result in asker.apply(increments(300)))
+        nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
+        asker.apply(increments(300))
+        nodes.kill("a")
+        nodes.move({3: Assignment(active="b")}, tell="bc")
+        asker.apply(increments(300))
+        nodes.move({number: Assignment(active="c") for number in range(PARTITIONS)}, tell="bc")
+        asker.apply(increments(300))
+    assert counted(nodes) == 1200
+
+
+def test_nobody_is_active(nodes: ThreadedCluster) -> None:
+    nodes.move({2: Assignment()})
+    with (
+        client(nodes, patience_s=1.0) as asker,
+        pytest.raises(BrokenError, match="no node takes a partition"),
+    ):
+        asker.apply(increments(60))
+    with (
+        BlockingConsumer(URL, dial=nodes.dial, patience_s=1.0) as consumer,
+        pytest.raises(BrokenError, match="no node is active for partition 2"),
+    ):
+        read(consumer, Mirror())
+
+
+def test_streams_follow_their_partitions(nodes: ThreadedCluster) -> None:
+    mirror = Mirror()
+    with client(nodes) as asker, BlockingConsumer("upr://b/b", dial=nodes.dial) as consumer:
+        asker.apply(increments(300))
+        read(consumer, mirror)
+        assert mirror.contents == nodes.cluster.any.contents()
+        nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
+        asker.apply(increments(300))
+        read(consumer, mirror)
+        assert mirror.contents == nodes.cluster.any.contents()
+        nodes.kill("a")
+        nodes.move({3: Assignment(active="b")}, tell="bc")
+        asker.apply(increments(300))
+        read(consumer, mirror)
+        assert mirror.contents == nodes.cluster.any.contents()
+
+
+def test_until_now_of_several_nodes(nodes: ThreadedCluster) -> None:
+    with client(nodes) as asker:
+        asker.apply(increments(300))
+    mirror = Mirror()
+    with BlockingConsumer(URL, dial=nodes.dial, end="now") as consumer:
+        for event in consumer:
+            mirror.apply(event)
+        assert consumer.done
+    assert mirror.contents == nodes.cluster.any.contents()

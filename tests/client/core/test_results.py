@@ -1,0 +1,80 @@
+"""What an answer says of each operation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kit.fake_partition import FakePartition
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.client.core.results import (
+    Failure,
+    WriteResult,
+    failures,
+    only_outcome,
+    outcomes,
+    refused,
+    status_of,
+)
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.wire import MutateReply
+
+_P = PartitionId(3)
+
+OPERATIONS = st.lists(
+    st.builds(
+        Mutation,
+        op=st.sampled_from([Operation.SET, Operation.ADD, Operation.DELETE, Operation.INCREMENT]),
+        key=st.sampled_from([b"1", b"2", b"3"]),
+        value=st.just(CounterDelta(1).encode()),
+    ).map(lambda m: m if m.op is Operation.INCREMENT else Mutation(m.op, m.key, b"7")),
+    max_size=12,
+)
+
+
+@given(OPERATIONS)
+def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutation]) -> None:
+    partition = FakePartition(3, 99)
+    chunk = Chunk.build(rows)
+    reply = partition.mutate(chunk, bytes(16), 0)
+    assert isinstance(reply, MutateReply)
+    found = outcomes(_P, chunk, reply)
+    assert len(found) == len(rows)
+    assert [one for one in found if isinstance(one, Failure)] == failures(_P, chunk, reply)
+    history = iter(partition.history)
+    for row, outcome in zip(rows, found, strict=True):
+        if isinstance(outcome, Failure):
+            assert (outcome.key, outcome.operation) == (row.key, row.op)
+            continue
+        stored = next(history)
+        assert (outcome.seq, outcome.cas, outcome.history_id) == (stored.seq, stored.cas, 99)
+        assert stored.key == row.key
+        assert (outcome.count is not None) == (row.op is Operation.INCREMENT)
+        if outcome.count is not None:
+            assert b"%d" % outcome.count == stored.value
+    assert next(history, None) is None
+
+
+def test_one_operation() -> None:
+    chunk = Chunk.build([Mutation(Operation.ADD, b"k", b"v")])
+    reply = MutateReply(HistoryId(9), SeqNo(5), SeqNo(5), Cas(77))
+    assert only_outcome(_P, chunk, reply) == WriteResult(_P, HistoryId(9), SeqNo(5), Cas(77))
+    reply = MutateReply(HistoryId(9), SeqNo(0), SeqNo(0), Cas(0), ((0, Status.EXISTS),))
+    with pytest.raises(ServerError, match="add of b'k': exists: use set or replace") as caught:
+        only_outcome(_P, chunk, reply)
+    assert caught.value.status is Status.EXISTS
+
+
+def test_a_batch_that_was_refused() -> None:
+    chunk = Chunk.build([Mutation(Operation.SET, b"a"), Mutation(Operation.DELETE, b"b")])
+    assert refused(_P, chunk, Status.UNSUPPORTED) == [
+        Failure(_P, b"a", Operation.SET, Status.UNSUPPORTED),
+        Failure(_P, b"b", Operation.DELETE, Status.UNSUPPORTED),
+    ]
+
+
+def test_a_status_of_a_newer_server() -> None:
+    assert status_of(32) is Status.EXISTS
+    assert status_of(60000) is Status.INTERNAL

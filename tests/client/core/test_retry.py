@@ -1,0 +1,79 @@
+"""Back-off, and when to give up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.client.core.backoff import CAP_S, FIRST_S, Backoff
+from upr_protocol.client.core.retry import RetryPolicy, is_retryable
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    Status,
+)
+
+
+def test_waits_double_up_to_the_cap() -> None:
+    backoff = Backoff(lambda: 1.0, first_s=1.0, cap_s=10.0)
+    assert [backoff.next_wait_s() for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    backoff.reset()
+    assert backoff.next_wait_s() == 1
+    assert backoff.failures == 1
+
+
+@given(st.lists(st.floats(0, 1, exclude_max=True), max_size=100))
+def test_waits_are_drawn_between_half_and_all(draws: list[float]) -> None:
+    numbers = iter(draws)
+    backoff = Backoff(lambda: next(numbers))
+    for failures in range(len(draws)):
+        longest = min(CAP_S, FIRST_S * 2**failures)
+        assert longest / 2 <= backoff.next_wait_s() <= longest
+
+
+def test_it_can_fail_for_ever() -> None:
+    backoff = Backoff(lambda: 0.5)
+    for _ in range(2000):
+        backoff.next_wait_s()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (BrokenError("lost"), True),
+        (ClosedError("ours"), False),
+        (LocalProtocolError("ours"), False),
+        (RemoteProtocolError("theirs", Status.BAD_CHECKSUM), True),
+        (RemoteProtocolError("theirs", Status.BAD_MAGIC), False),
+        (ServerError(Status.NOT_MY_PARTITION), True),
+        (ServerError(Status.SEQ_TOO_HIGH), True),
+        (ServerError(Status.SHUTTING_DOWN), True),
+        (ServerError(Status.NO_BUCKET), False),
+        (ServerError(Status.OUT_OF_TURN), False),
+        (ServerError(Status.TOKEN_TOO_OLD), False),
+    ],
+)
+def test_what_passes(error: Exception, expected: bool) -> None:
+    assert is_retryable(error) is expected
+
+
+def test_patience_counts_from_the_first_failure_without_progress() -> None:
+    patience = RetryPolicy(10.0, lambda: 0.5)
+    lost = BrokenError("lost")
+    assert patience.wait_s(lost, 1000.0) > 0
+    assert patience.wait_s(lost, 1009.0) <= 1.0
+    patience.progress()
+    assert patience.wait_s(lost, 1011.0) > 0
+    assert patience.wait_s(lost, 1020.9) <= 0.1 + 1e-9
+    with pytest.raises(BrokenError, match="lost") as caught:
+        patience.wait_s(lost, 1021.0)
+    assert caught.value.__notes__ == ["gave up after 3 attempts in 10 s"]
+
+
+def test_what_does_not_pass_is_raised_at_once() -> None:
+    with pytest.raises(ServerError):
+        RetryPolicy(10.0).wait_s(ServerError(Status.NO_BUCKET), 0.0)

@@ -1,0 +1,257 @@
+"""Requests to several nodes: each to the one whose partition it is about."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.kit.fake_cluster import FakeCluster
+from tests.kit.fake_server import FakeConnection, FakeServer
+from upr_protocol.client import Client, NotDurableError, connect
+from upr_protocol.client.core.backoff import CAP_S
+from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.partition_map import Assignment
+from upr_protocol.wire import Get, Lease, LeaseReply, Mutate
+
+URL = "upr://a,b,c/b"
+KEYS = [f"key-{number}" for number in range(60)]
+
+
+@pytest.fixture
+def cluster(nursery: trio.Nursery) -> FakeCluster:
+    return FakeCluster(nursery, "abc", 6)
+
+
+def key_of(cluster: FakeCluster, partition: int) -> str:
+    return next(key for key in KEYS if cluster.any.partition_of(key.encode()).id == partition)
+
+
+async def test_each_key_is_asked_for_where_it_is(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        for key in KEYS:
+            written = await client.set(key, f"value of {key}")
+            assert await client.await_durable(written, Durability.PERSISTED) == written.seq
+        items = await client.get_many([*KEYS, "none"])
+        assert [item and item.value.decode() for item in items] == [
+            *(f"value of {key}" for key in KEYS),
+            None,
+        ]
+        for name in "abc":
+            (connection,) = cluster.server(name).connections
+            assert connection.counts[Mutate] == sum(
+                cluster.any.partition_of(key.encode()).id % 3 == "abc".index(name) for key in KEYS
+            )
+            assert connection.counts[Get] == 2
+    assert cluster.open == 0
+
+
+async def test_requests_follow_the_map(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    async with connect(URL, dial=cluster.dial) as client:
+        for turn in range(6):
+            names = "abc"[turn % 2] + "abc"[turn % 3]
+            cluster.move({turn: Assignment(active=names[0])}, tell=set(names))
+            for key in KEYS[:20]:
+                await client.increment(key)
+            cluster.tell("abc")
+            assert all(await client.get_many(KEYS[:20]))
+    assert set(cluster.any.contents().values()) == {b"6"}
+
+
+@asynccontextmanager
+async def left_with_a_change(cluster: FakeCluster, client: Client) -> AsyncIterator[FakeServer]:
+    """All that `a` had has gone to `b`, and `client` knows it, while a change of a key of partition
+    0 is on its way to `a`."""
+    a = cluster.server("a")
+    a.held.add(Mutate)
+    await trio.sleep(1)
+    cluster.move({number: Assignment(active="b") for number in (0, 2, 3, 5)}, tell="bc")
+    # The new map is asked for.
+    await client.set(key_of(cluster, 2), "1")
+    await trio.sleep(5)
+    assert len(a.connections) == 1
+    yield a
+    await trio.sleep(5)
+    assert not a.connections
+
+
+async def test_a_node_that_is_not_needed_may_answer_what_it_was_asked(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """It had made the change already."""
+    async with connect("upr://b/b", dial=cluster.dial) as client, trio.open_nursery() as nursery:
+        numbers: list[int | None] = []
+
+        async def count() -> None:
+            numbers.append((await client.increment(key_of(cluster, 0))).count)
+
+        nursery.start_soon(count)
+        async with left_with_a_change(cluster, client) as a:
+            a.release()
+        assert numbers == [1]
+        assert client.statistics().open == 0
+
+
+async def test_a_node_that_is_not_needed_may_end_as_it_likes(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    key = key_of(cluster, 0)
+    async with connect("upr://b/b", dial=cluster.dial) as client, trio.open_nursery() as nursery:
+
+        async def count() -> None:
+            with pytest.raises(ServerError):
+                await client.increment(key)
+
+        nursery.start_soon(count)
+        async with left_with_a_change(cluster, client) as a:
+            (connection,) = a.connections
+            # No other connection would fare better.
+            connection.session.fail(Status.UNKNOWN_MESSAGE, "what is that?")
+            connection.wake()
+        assert (await client.increment(key)).count == 1
+
+
+async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+    key = key_of(cluster, 2)
+    async with connect(URL, dial=cluster.dial, patience_s=10) as client:
+        await client.set(key, "1")
+        cluster.move({2: Assignment(handing_over="c")})
+
+        async def appoint() -> None:
+            await trio.sleep(4)
+            cluster.move({2: Assignment(active="a")})
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(appoint)
+            await client.set(key, "2")
+            assert 4 <= trio.current_time() < 4.6
+        cluster.move({2: Assignment()})
+        with pytest.raises((BrokenError, ServerError)):
+            await client.set(key, "3")
+        # Nothing is wrong with the others.
+        await client.set(key_of(cluster, 1), "4")
+        item = await client.get(key_of(cluster, 1))
+        assert item is not None
+        assert item.value == b"4"
+
+
+async def test_a_lost_node_breaks_what_is_open_and_nothing_later(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    key = key_of(cluster, 0)
+    async with connect(URL, dial=cluster.dial) as client:
+        await client.set(key, "1")
+        cluster.server("a").held.add(Get)
+
+        async def ask() -> None:
+            with pytest.raises(BrokenError):
+                await client.get(key)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(1)
+            cluster.kill("a")
+        cluster.move({0: Assignment(active="b"), 3: Assignment(active="b")}, tell="bc")
+        item = await client.get(key)
+        assert item is not None
+        assert item.value == b"1"
+        assert client.statistics().open == 0
+
+
+async def test_numbers_and_histories_come_from_each_partition_s_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=cluster.dial) as client:
+        for key in KEYS:
+            await client.set(key, "v")
+        rows = await client.seqnos()
+        assert [(row.partition, row.high_seq) for row in rows] == [
+            (p.id, p.high) for p in cluster.any.partitions
+        ]
+        assert [row.partition for row in await client.seqnos([4, 1])] == [1, 4]
+        infos = client.partitions()
+        assert [info.partition for info in infos] == list(map(PartitionId, range(6)))
+        cluster.move({0: Assignment(active="b")})
+        assert len(await client.seqnos()) == 6
+
+
+async def test_a_change_whose_durability_is_not_known(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    for name in "abc":
+        cluster.server(name).refuse = lambda m: (
+            Status.NOT_DURABLE_YET if isinstance(m, Mutate) else None
+        )
+    async with connect(URL, dial=cluster.dial) as client:
+        with pytest.raises(NotDurableError, match="was made and may be lost yet") as caught:
+            await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
+        assert caught.value.status is Status.NOT_DURABLE_YET
+        assert caught.value.written is None
+
+
+async def test_a_client_begins_when_its_nodes_are_reached(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        assert [info.partition for info in client.partitions()] == list(range(6))
+    assert trio.current_time() == 0
+    cluster.kill("a")
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        assert [info.partition for info in client.partitions()] == [1, 2, 4, 5]
+    assert trio.current_time() == 0
+    cluster.silent.add("a")
+    cluster.move({0: Assignment(), 1: Assignment()})
+    async with connect("upr://b/b", dial=cluster.dial, connect_timeout_s=3) as client:
+        assert [info.partition for info in client.partitions()] == [2, 4, 5]
+    assert trio.current_time() == pytest.approx(3)
+
+
+async def test_a_lease_is_renewed_at_every_node_or_not_said_to_be(
+    cluster: FakeCluster, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lease(connection: FakeConnection, message: Lease) -> None:
+        connection.session.send(
+            LeaseReply(message.lease_id, message.time_to_live_s, (), opaque=message.opaque)
+        )
+
+    def asked() -> str:
+        servers = {name: cluster.server(name) for name in "abc"}
+        return "".join(
+            name
+            for name, server in servers.items()
+            for connection in server.connections
+            for _ in range(connection.counts[Lease])
+        )
+
+    monkeypatch.setattr(FakeConnection, "_on_lease", lease, raising=False)
+    # Longer than the pause between two attempts to connect becomes.
+    patience_s = CAP_S + 2
+    async with connect("upr://b/b", dial=cluster.dial, patience_s=patience_s) as client:
+        await client.renew_lease(7, time_to_live_s=60)
+        assert asked() == "abc"
+        cluster.kill("a")
+        await trio.sleep(0.1)
+        with pytest.raises(BrokenError, match="no node takes partition 0"):
+            await client.renew_lease(7, time_to_live_s=60)
+        assert asked() == "bbcc"
+        with pytest.raises(BrokenError, match="no node takes partition 0"):
+            await client.release_lease(7)
+        # It comes back while it is waited for.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.release_lease, 7)
+            await trio.sleep(1)
+            assert asked() == "bbbbcccc"
+            cluster.nets["a"].down = False
+        assert asked() == "abbbbcccc"
+        # A partition that is nowhere has no node to be asked.
+        cluster.kill("a")
+        cluster.move({0: Assignment(), 3: Assignment(active="c")})
+        await trio.sleep(3)
+        await client.renew_lease(7, time_to_live_s=60)
+        assert asked() == "bbbbbccccc"

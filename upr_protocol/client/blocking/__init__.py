@@ -1,0 +1,1 @@
+"""The client for programs that block, over plain sockets."""

@@ -1,0 +1,393 @@
+"""What can be asked of a server, once for both faces: how each request is made, and what its answer
+means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import attrs
+import msgspec
+
+from upr_protocol.bucket_event import EventKind
+from upr_protocol.chunk import Chunk
+from upr_protocol.client.core.key_lookup import KeyRequest, Text, one_operation
+from upr_protocol.client.core.results import NotDurableError, WriteResult, only_outcome, status_of
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import (
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
+from upr_protocol.wire import (
+    Await,
+    AwaitReply,
+    CreateBucket,
+    DeleteBucket,
+    EventsReply,
+    Get,
+    GetReply,
+    Lease,
+    LeaseAction,
+    LeaseReply,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    MutateReply,
+    NextEvents,
+    PartitionLog,
+    Refusal,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    StatsReply,
+)
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Call(Generic[T]):
+    """One request and its answer.
+
+    Attributes:
+        request: Makes the request with an opaque.
+        result: What the answer means; may raise.
+        partition: The partition that it is about; None when it is about none, or several.
+    """
+
+    request: Callable[[int], Message]
+    result: Callable[[Any], T]
+    partition: PartitionId | None = None
+
+
+def checked(reply: Message) -> Message:
+    """`reply`, unless it refuses.
+
+    Raises:
+        ServerError: It does; the status says why.
+        NotDurableError: What was asked was done, and may not be durable yet.
+    """
+    if isinstance(reply, Refusal):
+        if reply.status == Status.NOT_DURABLE_YET:
+            raise NotDurableError
+        raise ServerError(status_of(reply.status), reply.sentence, reply.map_revision)
+    return reply
+
+
+class BucketInfo(msgspec.Struct, frozen=True):
+    """One bucket.
+
+    Attributes:
+        name: Its name.
+        partition_count: How many partitions it has.
+        quota_bytes: The memory it may take.
+    """
+
+    name: str
+    partition_count: int
+    quota_bytes: int
+
+
+class PartitionInfo(msgspec.Struct, frozen=True):
+    """One partition, as the server told it when the bucket was opened.
+
+    Attributes:
+        partition: Its number.
+        owned: Whether the server has it; what follows means nothing otherwise.
+        state: Its state there.
+        high_seq: Its highest number then.
+        persisted_seq: The last snapshot end on disk then.
+        purge_seq: Deletions at or below it may be gone.
+        log: Its failover log.
+    """
+
+    partition: PartitionId
+    owned: bool
+    state: PartitionState
+    high_seq: SeqNo
+    persisted_seq: SeqNo
+    purge_seq: SeqNo
+    log: FailoverLog
+
+
+class PartitionNumbers(msgspec.Struct, frozen=True):
+    """How far one partition is.
+
+    Attributes:
+        partition: Its number.
+        history_id: The history in which the numbers hold.
+        high_seq: The highest number given.
+        persisted_seq: The last snapshot end on disk.
+        replicated_seq: The last snapshot end that replicas have.
+    """
+
+    partition: PartitionId
+    history_id: HistoryId
+    high_seq: SeqNo
+    persisted_seq: SeqNo
+    replicated_seq: SeqNo
+
+
+def partition_infos(logs: Iterable[PartitionLog]) -> list[PartitionInfo]:
+    """What `Open`'s answer says, by partition."""
+    return [
+        PartitionInfo(
+            log.partition,
+            log.status == 0,
+            log.state,
+            log.high_seq,
+            log.persisted_seq,
+            log.purge_seq,
+            log.log,
+        )
+        for log in sorted(logs, key=lambda log: log.partition)
+    ]
+
+
+def _nothing(_: Message) -> None:
+    """The answer says only that it was done."""
+
+
+def create_bucket(name: str, partition_count: int, quota_bytes: int) -> Call[None]:
+    """Makes a bucket; zeros leave the choice to the server."""
+    return Call(
+        lambda opaque: CreateBucket(name, partition_count, quota_bytes, opaque=opaque), _nothing
+    )
+
+
+def delete_bucket(name: str) -> Call[None]:
+    """Deletes a bucket and all that is in it."""
+    return Call(lambda opaque: DeleteBucket(name, opaque=opaque), _nothing)
+
+
+def list_buckets() -> Call[list[BucketInfo]]:
+    """Every bucket, by name."""
+
+    def result(reply: ListBucketsReply) -> list[BucketInfo]:
+        return [BucketInfo(*row) for row in reply.buckets]
+
+    return Call(lambda opaque: ListBuckets(opaque=opaque), result)
+
+
+def stats(bucket: str) -> Call[dict[str, Any]]:
+    """Statistics of a bucket, or of the server."""
+
+    def result(reply: StatsReply) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(reply.json, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
+
+    return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
+
+
+def next_events(
+    consumer: str,
+    acknowledged: int,
+    timeout_s: int,
+    wait_s: float,
+    kinds: EventKind,
+    pattern: str,
+) -> Call[EventsReply]:
+    """What became of buckets since a consumer asked last."""
+
+    def request(opaque: int) -> NextEvents:
+        return NextEvents(
+            consumer, acknowledged, timeout_s, int(wait_s * 1000), kinds, pattern, opaque=opaque
+        )
+
+    def result(reply: EventsReply) -> EventsReply:
+        return reply
+
+    return Call(request, result)
+
+
+class LeasedRange(msgspec.Struct, frozen=True):
+    """A range that a lease holds.
+
+    Attributes:
+        partition: The partition.
+        history_id: The history that the partition is in now.
+        start: Where it begins, exclusive.
+        end: Where it ends.
+        nbytes: What it takes on the server's disk, about.
+    """
+
+    partition: PartitionId
+    history_id: HistoryId
+    start: SeqNo
+    end: SeqNo
+    nbytes: int
+
+
+class HeldLease(msgspec.Struct, frozen=True):
+    """A lease that the server has granted.
+
+    Attributes:
+        lease_id: Its number, to renew and release it with.
+        time_to_live_s: How long it holds without renewal.
+        ranges: What it holds.
+    """
+
+    lease_id: int
+    time_to_live_s: int
+    ranges: tuple[LeasedRange, ...] = ()
+
+
+def lease(
+    action: LeaseAction,
+    *,
+    lease_id: int = 0,
+    time_to_live_s: int = 0,
+    owner: str = "",
+    ranges: Iterable[tuple[int, int, int]] = (),
+) -> Call[HeldLease]:
+    """A lease acquired, renewed or released."""
+    held = tuple(ranges)
+
+    def result(reply: LeaseReply) -> HeldLease:
+        return HeldLease(
+            reply.lease_id,
+            reply.time_to_live_s,
+            tuple(
+                LeasedRange(
+                    PartitionId(partition), HistoryId(history_id), SeqNo(start), SeqNo(end), nbytes
+                )
+                for partition, history_id, start, end, nbytes in reply.ranges
+            ),
+        )
+
+    return Call(
+        lambda opaque: Lease(action, lease_id, time_to_live_s, owner, held, opaque=opaque), result
+    )
+
+
+def one_lease(held: Sequence[HeldLease]) -> HeldLease:
+    """What several nodes hold under one ID, as one lease: it lapses when the first of them does."""
+    ranges = sorted(
+        (leased for one in held for leased in one.ranges), key=lambda leased: leased.partition
+    )
+    time_to_live_s = min(one.time_to_live_s for one in held)
+    return HeldLease(held[0].lease_id, time_to_live_s, tuple(ranges))
+
+
+def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
+    """How far partitions are; all of them when none are named."""
+
+    def result(reply: SeqnosReply) -> list[PartitionNumbers]:
+        return [
+            PartitionNumbers(
+                PartitionId(partition),
+                HistoryId(history_id),
+                SeqNo(high),
+                SeqNo(persisted),
+                SeqNo(replicated),
+            )
+            for partition, history_id, high, persisted, replicated in reply.rows
+        ]
+
+    return Call(lambda opaque: Seqnos(tuple(partitions), opaque=opaque), result)
+
+
+def await_durable(
+    partition: int,
+    history_id: int,
+    seq: int,
+    durability: Durability,
+    copies: int,
+    timeout_s: float,
+) -> Call[SeqNo]:
+    """Waits until a number is as durable as asked for."""
+
+    def request(opaque: int) -> Await:
+        return Await(
+            HistoryId(history_id),
+            SeqNo(seq),
+            int(timeout_s * 1000),
+            durability,
+            copies,
+            partition=PartitionId(partition),
+            opaque=opaque,
+        )
+
+    def result(reply: AwaitReply) -> SeqNo:
+        return reply.seq
+
+    return Call(request, result, PartitionId(partition))
+
+
+def get(question: KeyRequest) -> Call[GetReply]:
+    """Asks for what is left of `question`."""
+
+    def result(reply: GetReply) -> GetReply:
+        return reply
+
+    return Call(question.request, result, question.partition)
+
+
+def get_from(
+    partition: PartitionId, keys: tuple[bytes, ...], history_id: HistoryId
+) -> Call[GetReply]:
+    """Reads keys of one partition, in one history."""
+
+    def result(reply: GetReply) -> GetReply:
+        return reply
+
+    return Call(
+        lambda opaque: Get(keys, history_id, partition=partition, opaque=opaque), result, partition
+    )
+
+
+def mutate(
+    partition: PartitionId,
+    chunk: Chunk,
+    *,
+    writer: bytes = bytes(16),
+    counter: int = 0,
+    durability: Durability = Durability.MEMORY,
+    copies: int = 0,
+) -> Call[MutateReply]:
+    """Sends a batch."""
+
+    def request(opaque: int) -> Mutate:
+        return Mutate(
+            chunk, writer, counter, durability, copies, partition=partition, opaque=opaque
+        )
+
+    def result(reply: MutateReply) -> MutateReply:
+        return reply
+
+    return Call(request, result, partition)
+
+
+def one(
+    partition_count: int,
+    operation: Operation,
+    key: Text,
+    value: Text = b"",
+    *,
+    cas: int = 0,
+    flags: int = 0,
+    expiry: int = 0,
+    durability: Durability = Durability.MEMORY,
+    copies: int = 0,
+) -> Call[WriteResult]:
+    """Does one operation."""
+    chunk = one_operation(operation, key, value, cas=cas, flags=flags, expiry=expiry)
+    partition = partition_of(chunk.key(0), partition_count)
+    call = mutate(partition, chunk, durability=durability, copies=copies)
+
+    def result(reply: MutateReply) -> WriteResult:
+        written = only_outcome(partition, chunk, reply)
+        if reply.status == Status.NOT_DURABLE_YET:
+            raise NotDurableError(written)
+        return written
+
+    return Call(call.request, result, partition)

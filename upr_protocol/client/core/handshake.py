@@ -1,0 +1,69 @@
+"""The first steps of every connection: who we are, and which bucket."""
+
+from __future__ import annotations
+
+from upr_protocol.client.core.results import status_of
+from upr_protocol.errors import ServerError
+from upr_protocol.ids import PartitionId
+from upr_protocol.session import ClientSession
+from upr_protocol.wire import HelloReply, Message, Open, Opened, PartitionLog, Refusal
+
+
+class Handshake:
+    """Leads a fresh session to the point where requests may be made.
+
+    Args:
+        session: The session; it has queued its `Hello`.
+        bucket: The bucket to open; empty for none.
+        partitions: Those whose histories are of interest; none for all.
+
+    Attributes:
+        done: Whether the session has come as far as wanted.
+        server: What the server said of itself, once it did.
+        logs: The server's answer to `Open`, by partition, as far as it has come.
+        opened: Its end.
+    """
+
+    __slots__ = ("_bucket", "_partitions", "_session", "done", "logs", "opened", "server")
+
+    def __init__(
+        self, session: ClientSession, bucket: str, partitions: tuple[PartitionId, ...] = ()
+    ) -> None:
+        self._session = session
+        self._bucket = bucket
+        self._partitions = partitions
+        self.done = False
+        self.server: HelloReply | None = None
+        self.logs: dict[PartitionId, PartitionLog] = {}
+        self.opened: Opened | None = None
+
+    def take(self, message: Message) -> None:
+        """Takes in what the server said, and says what comes next.
+
+        Raises:
+            ServerError: The bucket was refused.
+        """
+        if isinstance(message, HelloReply):
+            self.server = message
+            if self._bucket:
+                opaque = self._session.new_opaque()
+                self._session.send(Open(self._bucket, self._partitions, opaque=opaque))
+            else:
+                self.done = True
+        elif isinstance(message, PartitionLog):
+            self.logs[message.partition] = message
+        elif isinstance(message, Opened):
+            self.opened = message
+            self.done = True
+        elif isinstance(message, Refusal):
+            raise ServerError(status_of(message.status), message.sentence)
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the bucket has; 0 before it was opened."""
+        return self.opened.partition_count if self.opened is not None else 0
+
+    @property
+    def map_revision(self) -> int:
+        """The revision of the node's partition map; 0 when it holds the bucket alone."""
+        return self.opened.map_revision if self.opened is not None else 0

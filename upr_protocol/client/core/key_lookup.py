@@ -1,0 +1,175 @@
+"""Requests about keys: what is asked, and what the answers mean."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta
+from upr_protocol.client.core.batcher import check_sizes
+from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.limits import GET_KEYS_MAX
+from upr_protocol.wire import Get, GetReply
+
+LOOKUPS_AT_ONCE: Final = 16
+"""Requests that one `get_many` has open: each may bring a whole frame of values."""
+
+Text = bytes | str
+"""A key or a value; text stands for its UTF-8."""
+
+
+def to_bytes(text: Text) -> bytes:
+    """The bytes of a key or value."""
+    return text.encode() if isinstance(text, str) else text
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One item, as it is stored.
+
+    Attributes:
+        key: Its key.
+        value: Its value.
+        cas: Its version: give it with a change to lose no update of others.
+        flags: The application's own 32 bits.
+        expiry: When it expires, in seconds since 1970; 0 for never.
+        seq: The number of its newest change.
+        partition: Its partition.
+        history_id: The history in which the number holds.
+    """
+
+    key: bytes
+    value: bytes
+    cas: Cas
+    flags: int
+    expiry: int
+    seq: SeqNo
+    partition: PartitionId
+    history_id: HistoryId
+
+
+def one_operation(
+    operation: Operation,
+    key: Text,
+    value: Text = b"",
+    *,
+    cas: int = 0,
+    flags: int = 0,
+    expiry: int = 0,
+) -> Chunk:
+    """A batch of one.
+
+    Raises:
+        ServerError: The key or the value is longer than any server takes.
+    """
+    key, value = to_bytes(key), to_bytes(value)
+    check_sizes(key, value)
+    builder = ChunkBuilder()
+    builder.append(operation, key, value, 0, cas, flags, expiry)
+    return builder.build()
+
+
+def counter_delta(operation: Operation, delta: int, initial: int | None, create: bool) -> bytes:
+    """The value that an increment or decrement carries.
+
+    With `initial` None a missing counter is taken for 0 before the change: it then holds the delta,
+    or 0 after a decrement.
+    """
+    if initial is None:
+        initial = delta if operation is Operation.INCREMENT else 0
+    return CounterDelta(delta, initial, create).encode()
+
+
+class KeyLookup:
+    """Asks for many keys with as few requests as possible, and puts the answers in order.
+
+    Args:
+        keys: What to ask for, in any order, repeated or not.
+        partition_count: The bucket's.
+
+    Attributes:
+        items: The answers, in the order of the keys; None for what is missing.
+    """
+
+    __slots__ = ("_groups", "items")
+
+    def __init__(self, keys: Sequence[bytes], partition_count: int) -> None:
+        self.items: list[Item | None] = [None] * len(keys)
+        groups: defaultdict[PartitionId, list[tuple[int, bytes]]] = defaultdict(list)
+        for index, key in enumerate(keys):
+            check_sizes(key)
+            groups[partition_of(key, partition_count)].append((index, key))
+        self._groups = groups
+
+    def questions(self) -> Iterator[KeyRequest]:
+        """The questions to begin with; each may have to be asked on."""
+        for partition, group in self._groups.items():
+            for at in range(0, len(group), GET_KEYS_MAX):
+                yield KeyRequest(self.items, partition, group[at : at + GET_KEYS_MAX])
+
+
+class KeyRequest:
+    """Some keys of one partition, until all of them are answered.
+
+    Attributes:
+        partition: The partition.
+    """
+
+    __slots__ = ("_items", "_wanted", "partition")
+
+    def __init__(
+        self,
+        items: list[Item | None],
+        partition: PartitionId,
+        wanted: list[tuple[int, bytes]],
+    ) -> None:
+        self._items = items
+        self.partition = partition
+        self._wanted = wanted
+
+    def request(self, opaque: int) -> Get:
+        """The request for what is not answered yet."""
+        keys = tuple(key for _, key in self._wanted)
+        return Get(keys, partition=self.partition, opaque=opaque)
+
+    def answer(self, reply: GetReply) -> bool:
+        """Takes in an answer.
+
+        Returns:
+            Whether everything is answered.
+
+        Raises:
+            RemoteProtocolError: The answer does not fit the question.
+        """
+        answered = reply.next_index
+        if not 1 <= answered <= len(self._wanted) or reply.chunk.count != answered:
+            raise RemoteProtocolError(
+                f"an answer of {reply.chunk.count} items up to {answered}, to a question about "
+                f"{len(self._wanted)} keys"
+            )
+        for (index, _), item in zip(self._wanted, items_of(self.partition, reply), strict=False):
+            self._items[index] = item
+        self._wanted = self._wanted[answered:]
+        return not self._wanted
+
+
+def items_of(partition: PartitionId, reply: GetReply) -> Iterable[Item | None]:
+    """The items of an answer, in order; None for what is missing. O(count)."""
+    for mutation in reply.chunk:
+        if mutation.op is not Operation.SET:
+            yield None
+        else:
+            yield Item(
+                mutation.key,
+                mutation.value,
+                mutation.cas,
+                mutation.flags,
+                mutation.expiry,
+                mutation.seq,
+                partition,
+                reply.history_id,
+            )

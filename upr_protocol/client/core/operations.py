@@ -1,0 +1,70 @@
+"""Operations in any order, as batches by partition, and what became of them in their own order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.client.core.accumulator import Batch
+from upr_protocol.client.core.batcher import Batcher, BatchLimits
+from upr_protocol.client.core.results import Failure, WriteResult, outcomes
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
+
+
+class OperationBatches:
+    """Follows each operation into its batch and back.
+
+    Args:
+        mutations: The operations.
+        partition_count: The bucket's.
+    """
+
+    __slots__ = ("_found", "_mutations", "_partition_count", "_rows_of")
+
+    def __init__(self, mutations: Iterable[Mutation], partition_count: int) -> None:
+        self._mutations = mutations
+        self._partition_count = partition_count
+        self._found: dict[int, WriteResult | Failure] = {}
+        # By the chunk's identity: it lives until its batch is answered.
+        self._rows_of: dict[int, list[int]] = {}
+
+    def batches(self) -> Iterator[tuple[PartitionId, Chunk]]:
+        """Every operation in a batch of its partition, in order.
+
+        Raises:
+            ServerError: A key or value is longer than any server takes.
+        """
+        batcher = Batcher(self._partition_count, BatchLimits())
+        rows: defaultdict[PartitionId, list[int]] = defaultdict(list)
+        for row, mutation in enumerate(self._mutations):
+            full = batcher.add(
+                0.0,
+                mutation.op,
+                mutation.key,
+                mutation.value,
+                cas=mutation.cas,
+                flags=mutation.flags,
+                expiry=mutation.expiry,
+            )
+            rows[partition_of(mutation.key, self._partition_count)].append(row)
+            if full is not None:
+                self._rows_of[id(full[1])] = rows.pop(full[0])
+                yield full
+        for rest in batcher.all():
+            self._rows_of[id(rest[1])] = rows.pop(rest[0])
+            yield rest
+
+    def answered(self, batch: Batch) -> None:
+        """A batch was answered, or refused for good."""
+        results: Sequence[WriteResult | Failure]
+        if batch.reply is None:
+            results = batch.failures()
+        else:
+            results = outcomes(batch.partition, batch.chunk, batch.reply)
+        self._found.update(zip(self._rows_of.pop(id(batch.chunk)), results, strict=True))
+
+    def results(self) -> list[WriteResult | Failure]:
+        """What became of each operation, in their order, once every batch was answered."""
+        return [self._found[row] for row in range(len(self._found))]

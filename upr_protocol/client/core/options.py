@@ -1,0 +1,44 @@
+"""How to connect, whichever way."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+from upr_protocol.limits import (
+    HANDSHAKE_TIMEOUT_S,
+    IDLE_INTERVAL_S_DEFAULT,
+    WINDOW_BYTES_DEFAULT,
+)
+from upr_protocol.session import ClientSession
+from upr_protocol.transport import FrameMemory
+
+IDENTITY_DEFAULT: Final = "client:python"
+
+
+@attrs.frozen
+class ConnectionOptions:
+    """How to connect.
+
+    Attributes:
+        identity: `what:who`, for the server's logs and statistics.
+        window_bytes: How many bytes of a stream may be on their way unacknowledged.
+        idle_interval_s: The silence after which a side says that it is there still.
+        connect_timeout_s: How long the connection and its first answers may take.
+    """
+
+    identity: str = IDENTITY_DEFAULT
+    window_bytes: int = WINDOW_BYTES_DEFAULT
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
+    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
+
+    def session(self, now: float) -> ClientSession:
+        """A session that has its first words ready."""
+        return ClientSession(
+            self.identity,
+            window_bytes=self.window_bytes,
+            idle_interval_s=self.idle_interval_s,
+            now=now,
+            allocate=FrameMemory().allocate,
+        )

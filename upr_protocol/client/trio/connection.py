@@ -1,0 +1,280 @@
+"""One session over one Trio stream: a task that reads, one that writes, one that keeps alive."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Final, Protocol
+
+import attrs
+import trio
+
+from upr_protocol.address import Address
+from upr_protocol.client.core.accumulator import OUTGOING_BYTES_MAX
+from upr_protocol.client.core.handshake import Handshake
+from upr_protocol.client.core.options import ConnectionOptions
+from upr_protocol.client.core.results import status_of
+from upr_protocol.concurrency import background
+from upr_protocol.errors import (
+    BrokenError,
+    ClosedError,
+    LocalProtocolError,
+    ServerError,
+    UprError,
+)
+from upr_protocol.ids import PartitionId
+from upr_protocol.session import ClientSession, SessionState
+from upr_protocol.transport import (
+    Dial,
+    dial_tcp,
+    new_scratch,
+    read_rest,
+    read_some,
+    write_now,
+    write_rest,
+)
+from upr_protocol.wire import Close, Error, Message
+
+_TURN_BYTES: Final = 512 * 1024
+"""So much is read at a time without giving way to other tasks, where it is there already."""
+
+_GOODBYE_S: Final = 2.0
+"""How long a peer that does not read may hold up our leaving."""
+
+
+@attrs.frozen
+class TrioOptions(ConnectionOptions):
+    """How to connect with Trio.
+
+    Attributes:
+        dial: How to reach an address, where that is not plain TCP.
+    """
+
+    dial: Dial = dial_tcp
+
+
+class ConnectionHandler(Protocol):
+    """Who deals with what a connection brings. Nothing here waits, but for `breathe`."""
+
+    def connected(self, connection: Connection) -> None:
+        """The bucket is open; called before any message is handed on."""
+
+    def received(self, message: Message) -> None:
+        """A message came."""
+
+    def writable(self) -> None:
+        """What was queued is being written: there is room for more."""
+
+    async def breathe(self) -> None:
+        """Called between reads: waits while too much is waiting to be dealt with."""
+
+    def lost(self, error: UprError) -> None:
+        """The connection is over; called once."""
+
+
+class Connection:
+    """A connection on which the handshake is done. `open_connection` makes one.
+
+    Attributes:
+        address: Where it leads.
+        session: The session. After `session.send` call `poke`.
+        handshake: What was learnt in the beginning.
+        failure: Why the connection is over; None while it is not.
+        ended: Set when it is over.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        stream: trio.abc.Stream,
+        session: ClientSession,
+        handshake: Handshake,
+        handler: ConnectionHandler,
+    ) -> None:
+        self.address = address
+        self.session = session
+        self.handshake = handshake
+        self.failure: UprError | None = None
+        self.ended = trio.Event()
+        self.ready = trio.Event()
+        self._stream = stream
+        self._handler = handler
+        self._wake = trio.Event()
+        self._breathing = False
+        self._flushed = trio.Event()
+
+    def send(self, message: Message) -> None:
+        """Queues `message` and has it written.
+
+        Raises:
+            LocalProtocolError: It must not be said now.
+            BrokenError, ClosedError, ServerError: The connection is over.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self.session.send(message)
+        self._wake.set()
+
+    def poke(self) -> None:
+        """Has what was queued written."""
+        if self.session.outgoing_bytes:
+            self._wake.set()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits to be written that senders should wait for `writable`."""
+        return self.session.outgoing_bytes >= OUTGOING_BYTES_MAX
+
+    def finish(self) -> None:
+        """There is nothing left to do on this connection; whoever waits for `ended` closes it."""
+        self.ended.set()
+
+    def fail(self, error: UprError) -> None:
+        """Ends the connection. Only the first reason counts."""
+        if self.failure is None:
+            self.failure = error
+            self.ended.set()
+            self.ready.set()
+            self._wake.set()
+            self._handler.lost(error)
+
+    async def read(self) -> None:
+        """Reads until the connection is over."""
+        session, stream = self.session, self._stream
+        scratch = new_scratch()
+        try:
+            while self.failure is None:
+                count = await read_some(stream, session, scratch)
+                if not count:
+                    self.fail(BrokenError("the server closed the connection"))
+                    return
+                left = _TURN_BYTES
+                while count:
+                    for message in session.events():
+                        self._take(message)
+                    left -= count
+                    count = read_rest(stream, session, scratch) if left > 0 else 0
+                self.poke()
+                self._breathing = True
+                await self._handler.breathe()
+                self._breathing = False
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.fail(BrokenError(f"the connection was lost: {error.__cause__ or error!r}"))
+        except UprError as error:
+            # When it was the server that broke a rule, an `Error` that tells it so is queued; it is
+            # written before the stream is closed.
+            self.fail(error)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Error):
+            self.fail(ServerError(status_of(message.status), message.sentence))
+        elif self.handshake.done:
+            self._handler.received(message)
+        else:
+            self.handshake.take(message)
+            if self.handshake.done:
+                self._handler.connected(self)
+                self.ready.set()
+
+    async def write(self) -> None:
+        """Writes until the connection is over, and then what is still queued."""
+        session = self.session
+        try:
+            while (buffers := session.take(trio.current_time())) or self.failure is None:
+                if buffers:
+                    self._handler.writable()
+                    if rest := write_now(self._stream, buffers):
+                        await write_rest(self._stream, rest)
+                else:
+                    self._wake = trio.Event()
+                    await self._wake.wait()
+        except trio.TooSlowError:
+            self.fail(BrokenError("the server took nothing for too long"))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.fail(BrokenError(f"the connection was lost: {error}"))
+        finally:
+            self._flushed.set()
+
+    async def keep_alive(self) -> None:
+        """Says `Noop` when it is due, and ends the connection when the server says nothing for too
+        long."""
+        session = self.session
+        await self.ready.wait()
+        silent = False
+        while self.failure is None:
+            now = trio.current_time()
+            if self._breathing:
+                # It is we who do not listen.
+                session.keep_alive.received(now)
+            if session.tick(now):
+                silent = False
+            elif silent:
+                self.fail(BrokenError("the server said nothing for too long"))
+                return
+            else:
+                # Perhaps it was this process that slept: what came meanwhile is read first.
+                silent = True
+            self._wake.set()
+            assert self.handshake.server is not None
+            pause_s = self.handshake.server.idle_interval_s / 4
+            await trio.sleep_until(max(session.keep_alive.next_check(), now + pause_s))
+
+    async def say_goodbye(self) -> None:
+        """Ends the connection, politely where that is possible, and waits until the last of it is
+        written. With a peer that does not read that may be never."""
+        if self.failure is None and self.session.state is not SessionState.CLOSED:
+            # It may be too early in the conversation for a goodbye.
+            with suppress(LocalProtocolError):
+                self.session.send(Close())
+        self.fail(ClosedError("the connection was closed here"))
+        await self._flushed.wait()
+
+
+@asynccontextmanager
+async def open_connection(
+    address: Address,
+    options: TrioOptions,
+    handler: ConnectionHandler,
+    partitions: tuple[PartitionId, ...] = (),
+) -> AsyncIterator[Connection]:
+    """A connection to `address`, its bucket opened when the address names one.
+
+    Cancelled while it connects, nothing of the connection is left; leaving the context closes it.
+
+    Raises:
+        BrokenError: There is no connection to be had, or it broke before the handshake was done.
+        ServerError: The server refused the bucket.
+        RemoteProtocolError: What answered does not speak the protocol.
+    """
+    deadline = trio.current_time() + options.connect_timeout_s
+    session = options.session(trio.current_time())
+    stream = await _dial(address, options, deadline)
+    connection = Connection(
+        address, stream, session, Handshake(session, address.bucket, partitions), handler
+    )
+    async with background() as nursery:
+        nursery.start_soon(connection.read)
+        nursery.start_soon(connection.write)
+        nursery.start_soon(connection.keep_alive)
+        try:
+            with trio.CancelScope(deadline=deadline):
+                await connection.ready.wait()
+            if not connection.ready.is_set():
+                connection.fail(BrokenError(f"{address} did not answer in time"))
+            if connection.failure is not None:
+                raise connection.failure
+            yield connection
+        finally:
+            deadline = trio.current_time() + _GOODBYE_S
+            with trio.CancelScope(shield=True, deadline=deadline):
+                await connection.say_goodbye()
+            await trio.aclose_forcefully(stream)
+
+
+async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:
+    with trio.CancelScope(deadline=deadline):
+        try:
+            return await options.dial(address)
+        except (OSError, trio.BrokenResourceError) as error:
+            raise BrokenError(f"cannot connect to {address}: {error}") from error
+    raise BrokenError(f"cannot connect to {address}: it did not answer in time")

@@ -1,0 +1,434 @@
+"""Publishing: many changes, in batches, each with exactly one effect."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import attrs
+import trio
+
+from upr_protocol.address import Address
+from upr_protocol.chunk import Chunk
+from upr_protocol.client.core.accumulator import (
+    BUFFER_BYTES_DEFAULT,
+    IN_FLIGHT_MAX,
+    Accumulator,
+    AccumulatorLimits,
+    Batch,
+)
+from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
+from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.core.results import Failure
+from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.writer_identity import WriterIdentity
+from upr_protocol.client.trio.client import Client
+from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.connection_pool import ConnectionPool
+from upr_protocol.client.trio.publisher_router import PublisherRouter
+from upr_protocol.client.trio.request_channel import CREDIT_TIMEOUT_S_DEFAULT, over_quota
+from upr_protocol.concurrency import background
+from upr_protocol.errors import ClosedError, ServerError, Status, UprError
+from upr_protocol.ids import Durability, Operation, PartitionId
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.transport import Dial, dial_tcp
+from upr_protocol.wire import MutateReply
+
+Draw = Callable[[], float]
+
+FAILURES_MAX: Final = 10_000
+"""Failures that a publisher keeps; what comes after is only counted."""
+
+
+class PublishError(UprError):
+    """Some operations failed, and nobody looked.
+
+    Attributes:
+        failures: Those that were kept.
+    """
+
+    def __init__(self, failures: list[Failure], count: int) -> None:
+        super().__init__(f"{count} operations failed; the first: {failures[0]}")
+        self.failures = failures
+
+
+@attrs.frozen
+class PublisherStatistics:
+    """What a publisher can tell about itself.
+
+    Attributes:
+        batches: Batches answered.
+        mutations: Operations answered, failed ones among them.
+        failed: Operations that failed.
+        resent: How many times a batch was sent again.
+        unanswered: Batches that wait for their answers.
+        unanswered_bytes: What they hold.
+        connections: Connections made.
+        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
+    """
+
+    batches: int
+    mutations: int
+    failed: int
+    resent: int
+    unanswered: int
+    unanswered_bytes: int
+    connections: int
+    last_failure: str
+
+
+class Publisher:
+    """Publishes changes in batches; `publisher` makes it.
+
+    Operations on one key take effect in the order in which they were handed over. Each takes effect
+    once, though connections break and batches are sent again. What fails, fails alone: see
+    `failures`.
+
+    Everything here may be called by several tasks. What was handed over stays so when the call is
+    cancelled.
+
+    Attributes:
+        failures: What failed, unless a callback is told; at most `FAILURES_MAX`. Clear it when you
+            have dealt with it: what is left when the context ends is raised as `PublishError`.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        new_accumulator: Callable[[], Accumulator],
+        new_patience: Callable[[], RetryPolicy],
+        buffer_bytes: int,
+        limits: BatchLimits,
+        credit_timeout_s: float,
+        on_failure: Callable[[Failure], None] | None,
+    ) -> None:
+        self.address = address
+        self.failures: list[Failure] = []
+        self._publishers = PublisherRouter(new_accumulator, new_patience, buffer_bytes, self._done)
+        self._limits = limits
+        self._credit_timeout_s = credit_timeout_s
+        self._on_failure = on_failure
+        self._batcher: Batcher | None = None
+        self._lingering = trio.Event()
+        self._batches = 0
+        self._mutations = 0
+        self._failed = 0
+
+    # Handing over.
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the bucket has."""
+        return self._publishers.partition_count
+
+    async def apply(
+        self,
+        operation: Operation,
+        key: Text,
+        value: Text = b"",
+        *,
+        cas: int = 0,
+        flags: int = 0,
+        expiry: int = 0,
+    ) -> None:
+        """Hands over one operation. It is sent with others, soon.
+
+        This is a checkpoint only when a batch becomes full; then it waits for room.
+
+        Args:
+            operation: What to do; the value of an increment or decrement is a `CounterDelta`.
+            key: 1 to 250 bytes; text stands for its UTF-8.
+            value: At most 20 MiB.
+            cas: The version that the item must have; 0 for any.
+            flags: The application's own 32 bits.
+            expiry: When the item expires, in seconds since 1970; 0 for never.
+
+        Raises:
+            ServerError: `BAD_KEY` or `TOO_LARGE`, and it was not handed over; or the bucket is over
+                its quota and no credit came in time: it was, and is sent when credit comes.
+            BrokenError: The server could not be reached for too long.
+        """
+        batcher = self._batcher
+        assert batcher is not None
+        if self._publishers.error is not None:
+            raise self._publishers.error
+        was_empty = not batcher
+        full = batcher.add(
+            trio.current_time(),
+            operation,
+            to_bytes(key),
+            to_bytes(value),
+            cas=cas,
+            flags=flags,
+            expiry=expiry,
+        )
+        if full is not None:
+            await self.publish(*full)
+        elif was_empty:
+            self._lingering.set()
+
+    async def set(
+        self, key: Text, value: Text, *, cas: int = 0, flags: int = 0, expiry: int = 0
+    ) -> None:
+        """Stores `value`, whether or not the key exists. See `apply`."""
+        await self.apply(Operation.SET, key, value, cas=cas, flags=flags, expiry=expiry)
+
+    async def delete(self, key: Text, *, cas: int = 0) -> None:
+        """Removes the key. See `apply`."""
+        await self.apply(Operation.DELETE, key, cas=cas)
+
+    async def increment(
+        self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
+    ) -> None:
+        """Adds to a decimal counter; see `Client.increment`, and `apply`."""
+        value = counter_delta(Operation.INCREMENT, delta, initial, create)
+        await self.apply(Operation.INCREMENT, key, value)
+
+    async def decrement(
+        self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
+    ) -> None:
+        """Subtracts from a decimal counter; see `Client.decrement`, and `apply`."""
+        value = counter_delta(Operation.DECREMENT, delta, initial, create)
+        await self.apply(Operation.DECREMENT, key, value)
+
+    async def publish(
+        self,
+        partition: PartitionId,
+        chunk: Chunk,
+        on_answer: Callable[[Batch], None] | None = None,
+    ) -> Batch:
+        """Hands over a published chunk as it is: the fast way for bulk loads. Waits for room.
+
+        Do not mix it with `apply` on the same keys without a `flush` between: batches that are
+        still being filled are sent after this.
+
+        Args:
+            partition: The partition of every key in it.
+            chunk: The operations; at most 32 MiB with its frame.
+            on_answer: Called once it is answered.
+
+        Raises:
+            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`, and it was not handed over; or the bucket is
+                over its quota and no credit came in time, and it was.
+            BrokenError: The server could not be reached for too long.
+        """
+        publishers = self._publishers
+        if publishers.error is not None:
+            raise publishers.error
+        if not 0 <= partition < publishers.partition_count:
+            raise ServerError(
+                Status.BAD_ARGUMENT,
+                f"the bucket has partitions 0 to {publishers.partition_count - 1}, not {partition}",
+            )
+        batch = self._publishers.add(partition, chunk, on_answer)
+        publishers.pump()
+        await self._wait_until(self._has_room)
+        return batch
+
+    async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> MutateReply:
+        """Hands over a published chunk and waits for its answer.
+
+        Raises:
+            ServerError: The whole batch was refused; or see `publish`.
+            NotDurableError: It was done, and never became as durable as was asked.
+            BrokenError: See `publish`.
+        """
+        batch = await self.publish(partition, chunk)
+        await self._wait_until(lambda: batch.reply is not None or batch.refusal is not None)
+        if batch.refusal is not None:
+            raise batch.error(batch.refusal)
+        assert batch.reply is not None
+        return batch.reply
+
+    async def flush(self) -> None:
+        """Waits until everything handed over is answered.
+
+        Raises:
+            ServerError: The bucket is over its quota and no credit came in time.
+            BrokenError: The server could not be reached for too long.
+        """
+        assert self._batcher is not None
+        self._hand_over(self._batcher.all())
+        await self._wait_until(self._all_answered)
+
+    def _hand_over(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
+        for partition, chunk in batches:
+            self._publishers.add(partition, chunk)
+        self._publishers.pump()
+
+    def _has_room(self) -> bool:
+        return not self._publishers.full
+
+    def _all_answered(self) -> bool:
+        return self._publishers.unanswered == 0
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        publishers = self._publishers
+        began_at = trio.current_time()
+        if condition():
+            await trio.lowlevel.checkpoint()
+        while not condition():
+            if publishers.error is not None:
+                raise publishers.error
+            deadline = float("inf")
+            starved_since = publishers.starved_since
+            if starved_since is not None:
+                deadline = max(starved_since, began_at) + self._credit_timeout_s
+                if trio.current_time() >= deadline:
+                    raise over_quota(self.address, self._credit_timeout_s)
+            await publishers.change(deadline)
+
+    # Behind the scenes.
+
+    def _done(self, batch: Batch) -> None:
+        self._batches += 1
+        self._mutations += batch.chunk.count
+        for failure in batch.failures():
+            self._failed += 1
+            if self._on_failure is not None:
+                self._on_failure(failure)
+            elif len(self.failures) < FAILURES_MAX:
+                self.failures.append(failure)
+
+    async def _linger(self) -> None:
+        """Sends batches that nobody fills, when their time has come."""
+        batcher = self._batcher
+        assert batcher is not None
+        while True:
+            due_at = batcher.due_at
+            if due_at is None:
+                self._lingering = trio.Event()
+                await self._lingering.wait()
+            else:
+                await trio.sleep_until(due_at)
+                self._hand_over(batcher.due(trio.current_time()))
+
+    async def _run(self) -> None:
+        try:
+            await self._publishers.pool.run()
+        except UprError as error:
+            self._publishers.stop(error)
+
+    async def _start(
+        self,
+        nursery: trio.Nursery,
+        options: TrioOptions,
+        patience_s: float,
+        by_map: bool,
+        draw: Draw,
+    ) -> None:
+        publishers = self._publishers
+        publishers.pool = ConnectionPool(
+            self.address, options, publishers, patience_s=patience_s, by_map=by_map, draw=draw
+        )
+        nursery.start_soon(self._run)
+        await self._wait_until(lambda: publishers.partition_count > 0)
+        self._batcher = Batcher(publishers.partition_count, self._limits)
+        nursery.start_soon(self._linger)
+        nursery.start_soon(publishers.pump_rested)
+
+    async def _leave(self) -> None:
+        await self.flush()
+        self._publishers.stop(ClosedError("the publisher was closed"))
+        if self.failures:
+            raise PublishError(self.failures, self._failed)
+
+    def statistics(self) -> PublisherStatistics:
+        """What the publisher can tell about itself."""
+        return PublisherStatistics(
+            self._batches,
+            self._mutations,
+            self._failed,
+            self._publishers.resent,
+            self._publishers.unanswered,
+            self._publishers.nbytes,
+            self._publishers.connections,
+            self._publishers.pool.last_failure,
+        )
+
+
+@asynccontextmanager
+async def publisher(
+    target: str | Address | Client,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    batch_mutations: int = BATCH_MUTATIONS,
+    batch_bytes: int = BATCH_BYTES,
+    linger_s: float = 0.005,
+    in_flight: int = IN_FLIGHT_MAX,
+    buffer_bytes: int = BUFFER_BYTES_DEFAULT,
+    durability: Durability = Durability.MEMORY,
+    copies: int = 0,
+    on_failure: Callable[[Failure], None] | None = None,
+    credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
+    patience_s: float = PATIENCE_S_DEFAULT,
+    by_map: bool = True,
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
+    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    dial: Dial = dial_tcp,
+    writer: WriterIdentity | None = None,
+    draw: Callable[[], float] = random.random,
+) -> AsyncIterator[Publisher]:
+    """A publisher to one bucket, over connections of its own.
+
+    Leaving the context waits until everything is answered. Left by an exception, or cancelled, what
+    is not answered may have been done or not.
+
+    Args:
+        target: `upr://host:port/bucket`, several nodes as `upr://host:port,host:port/bucket`; or
+            a client, for its address and options.
+        identity: `what:who`, for the server's logs and statistics.
+        batch_mutations: A batch is sent at this many operations,
+        batch_bytes: or at this many bytes,
+        linger_s: or after this time.
+        in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
+        buffer_bytes: What it holds, unsent or unanswered, before those who hand it more wait.
+        durability: What must hold before a batch is answered.
+        copies: How many replicas beside the active, for the replicated levels. What does not become
+            so durable while the patience lasts fails with `NOT_DURABLE_YET`: it was done, and may
+            be lost.
+        on_failure: Told of each operation that fails, instead of `Publisher.failures`.
+        credit_timeout_s: How long it waits for a server that is over its memory quota.
+        patience_s: How long it goes on without any answer before it gives up.
+        by_map: Whether to go to the nodes that the partition map names, and not to stay with the
+            one at `target`.
+        idle_interval_s: The silence after which a side says that it is there still.
+        connect_timeout_s: How long a connection and its first answers may take.
+        dial: How to reach an address, where that is not plain TCP.
+        writer: Gives batches their tokens.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+
+    Raises:
+        AddressError: The URL is none, or names no bucket.
+        BrokenError: There is no connection to be had.
+        ServerError: The server refused, for instance with `NO_BUCKET`.
+        PublishError: On leaving: operations failed, and there is no `on_failure`.
+    """
+    if isinstance(target, Client):
+        address, options = target.address, target.options
+    else:
+        address = Address.parse(target) if isinstance(target, str) else target
+        options = TrioOptions(
+            identity=identity,
+            idle_interval_s=idle_interval_s,
+            connect_timeout_s=connect_timeout_s,
+            dial=dial,
+        )
+    limits = AccumulatorLimits(in_flight, buffer_bytes, patience_s, durability, copies)
+    writes = WriterIdentity() if writer is None else writer
+    found = Publisher(
+        address.with_bucket(),
+        lambda: Accumulator(writes, limits, draw),
+        lambda: RetryPolicy(patience_s, draw),
+        buffer_bytes,
+        BatchLimits(batch_mutations, batch_bytes, linger_s),
+        credit_timeout_s,
+        on_failure,
+    )
+    async with background() as nursery:
+        await found._start(nursery, options, patience_s, by_map, draw)  # noqa: SLF001
+        yield found
+        await found._leave()  # noqa: SLF001
