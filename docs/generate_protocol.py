@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import zip_longest
 from pathlib import Path
@@ -43,20 +43,15 @@ from upr_protocol.ids import (
     SnapshotKind,
 )
 from upr_protocol.session import ClientSession, ServerSession, Session
-from upr_protocol.session.states import SESSION, STREAM, SessionState, StreamState
+from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS, StreamState
 from upr_protocol.wire import (
     HEADER_BYTES,
     MESSAGES,
     Ack,
-    Await,
-    AwaitReply,
     Barrier,
     Close,
-    CloseStream,
     Credit,
     Error,
-    Get,
-    GetReply,
     Go,
     LeaseAction,
     Message,
@@ -65,67 +60,22 @@ from upr_protocol.wire import (
     Noop,
     Open,
     Opened,
-    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
-    PartitionSnapshot,
     PartitionStart,
     Refusal,
-    ReplicaAck,
-    Sender,
+    Role,
+    SessionState,
     Stream,
-    StreamEnd,
     StreamReply,
 )
 from upr_protocol.wire.columns import CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
 
-ABOUT_A_PARTITION: Final[frozenset[type[Message]]] = frozenset(
-    {
-        PartitionLog,
-        Stream,
-        StreamReply,
-        CloseStream,
-        StreamEnd,
-        PartitionStart,
-        PartitionChunk,
-        PartitionSnapshot,
-        PartitionAnswers,
-        PartitionEnd,
-        Mutate,
-        MutateReply,
-        Get,
-        GetReply,
-        Await,
-        AwaitReply,
-        ReplicaAck,
-    }
-)
-"""Messages whose header names a partition."""
-
-OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(
-    {
-        CloseStream,
-        StreamEnd,
-        PartitionStart,
-        PartitionChunk,
-        PartitionSnapshot,
-        PartitionAnswers,
-        PartitionEnd,
-    }
-)
+OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
 """Messages that carry the opaque of the `Stream` that opened theirs."""
-
-STATUS_FIELD: Final[Mapping[type[Message], str]] = {
-    Error: "why the connection ends",
-    PartitionLog: "`OK`, or `NOT_MY_PARTITION`",
-    StreamReply: "`OK`, `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` or `SEQ_TOO_HIGH`",
-    StreamEnd: "why the stream ended",
-    Refusal: "why the request was refused",
-}
-"""Messages whose header says something in its status field; elsewhere it is 0."""
 
 PROSE: Final = Path(__file__).with_name("protocol.in.md")
 
@@ -138,7 +88,7 @@ ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (
     BucketFate,
 )
 
-SENDERS: Final = {Sender.CLIENT: "client", Sender.SERVER: "server", Sender.EITHER: "either side"}
+SENDERS: Final = {Role.CLIENT: "client", Role.SERVER: "server", Role.EITHER: "either side"}
 
 STATUS_RANGES: Final = (
     (0, 0, "Success."),
@@ -346,7 +296,7 @@ def state_rows() -> list[list[str]]:
     rows = []
     for state, row in SESSION.items():
         cells = [f"`{state.name}`", state.value]
-        for side in (Sender.CLIENT, Sender.SERVER):
+        for side in (Role.CLIENT, Role.SERVER):
             said = [
                 link(kind) + (f" → `{to.name}`" if to is not state else "")
                 for kind, to in row.items()
@@ -372,11 +322,6 @@ def stream_rows() -> list[list[str]]:
     ]
 
 
-def by_opcode() -> list[type[Message]]:
-    """All messages, each answer behind its request."""
-    return sorted(MESSAGES.values(), key=lambda kind: (kind.opcode & 0x7F, kind.opcode))
-
-
 def index_rows() -> list[list[str]]:
     """Opcode, name, sender and answers of each message."""
     return [
@@ -386,18 +331,18 @@ def index_rows() -> list[list[str]]:
             SENDERS[kind.sender],
             ", ".join(map(link, kind.answers)) or "–",
         ]
-        for kind in by_opcode()
+        for kind in MESSAGES.values()
     ]
 
 
 def message_section(kind: type[Message]) -> str:
     """One message: what it is for, its header fields, its layout."""
     asked_by = [link(other) for other in MESSAGES.values() if kind in other.answers]
-    sender = "either side" if kind.sender is Sender.EITHER else f"the {SENDERS[kind.sender]}"
+    sender = "either side" if kind.sender is Role.EITHER else f"the {SENDERS[kind.sender]}"
     header = [
         f"partition {partition_field(kind)}",
         f"opaque {opaque_field(kind)}",
-        f"status {STATUS_FIELD.get(kind, '0')}",
+        f"status {kind.status_meaning}",
     ]
     facts = [
         f"opcode `{kind.opcode:#04x}`, said by {sender}",
@@ -426,7 +371,7 @@ def partition_field(kind: type[Message]) -> str:
     """What stands in the partition field."""
     if kind is Refusal:
         return "its request's"
-    return "the one it is about" if kind in ABOUT_A_PARTITION else "0xFFFF"
+    return "the one it is about" if kind.about_partition else "0xFFFF"
 
 
 def opaque_field(kind: type[Message]) -> str:
@@ -720,7 +665,7 @@ def blocks() -> dict[str, str]:
         "stream_states": table(("state", "what it means", "what may happen"), stream_rows()),
         "reasons": table(("reason", "sentence"), reasons),
         "message_index": table(message_head, index_rows()),
-        "messages": "\n\n".join(map(message_section, by_opcode())),
+        "messages": "\n\n".join(map(message_section, MESSAGES.values())),
         "chunk": chunk_layout(),
         "empty_chunk_bytes": str(encoded_bytes(0, 0, 0)),
         "chunk_example": chunk_example(),

@@ -9,10 +9,8 @@ from typing import Final
 import pytest
 
 from docs.generate_protocol import (
-    ABOUT_A_PARTITION,
     OF_A_STREAM,
     PROSE,
-    STATUS_FIELD,
     STATUS_RANGES,
     blocks,
     document,
@@ -31,7 +29,7 @@ from upr_protocol.wire import (
     Open,
     PartitionStart,
     Refusal,
-    Sender,
+    Role,
     decode,
 )
 
@@ -96,7 +94,7 @@ def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
         assert not buffer.mid_frame
         message = decode(*frame)
         assert type(message).__name__ == name
-        assert message.sender & (Sender.CLIENT if sender == "client" else Sender.SERVER)
+        assert message.sender & (Role.CLIENT if sender == "client" else Role.SERVER)
     assert len(shown) == len(example_conversation())
 
 
@@ -116,12 +114,12 @@ CONVERSATION: Final = [message for _, message, _ in example_conversation()]
 @pytest.mark.parametrize("message", CONVERSATION, ids=lambda message: type(message).__name__)
 def test_the_header_fields_are_as_told(message: Message) -> None:
     kind = type(message)
-    assert (message.partition != NO_PARTITION) == (kind in ABOUT_A_PARTITION)
+    assert (message.partition != NO_PARTITION) == kind.about_partition
     if kind in OF_A_STREAM:
         assert message.opaque == next(m for m in CONVERSATION if type(m) is PartitionStart).opaque
     answers_or_asks = bool(kind.answers) or any(kind in k.answers for k in MESSAGES.values())
     assert (message.opaque != 0) == (answers_or_asks or kind in OF_A_STREAM)
-    assert message.status == 0 or kind in STATUS_FIELD
+    assert message.status == 0 or kind.status_meaning != "0"
 
 
 def test_what_is_of_a_stream_is_what_its_table_knows() -> None:
@@ -129,14 +127,14 @@ def test_what_is_of_a_stream_is_what_its_table_knows() -> None:
     example = {type(message): message for message in CONVERSATION}
     for kind in OF_A_STREAM & set(example):
         assert stream_input(example[kind]) is not None
-    assert OF_A_STREAM < ABOUT_A_PARTITION
+    assert all(kind.about_partition for kind in OF_A_STREAM)
 
 
 def test_no_frame_before_the_bucket_is_open_is_long() -> None:
     early = (SessionState.GREETING, SessionState.GREETED, SessionState.READY, SessionState.OPENING)
     for state in early:
         for kind in SESSION[state]:
-            if kind.sender & Sender.CLIENT:
+            if kind.sender & Role.CLIENT:
                 assert kind.body_bytes_max <= HANDSHAKE_BODY_BYTES_MAX
 
 

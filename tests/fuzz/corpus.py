@@ -59,7 +59,7 @@ from upr_protocol.wire import (
     PartitionAnswers,
     Refusal,
     ReplicaAck,
-    Sender,
+    Role,
     Stream,
 )
 from upr_server.engine.partition import MutateResult, pack
@@ -109,7 +109,7 @@ def _messages() -> Iterator[tuple[str, bytes]]:
 
 
 def _server() -> Iterator[tuple[str, bytes]]:
-    said = [message for kind, message in SAMPLES.items() if kind.sender & Sender.CLIENT]
+    said = [message for kind, message in SAMPLES.items() if kind.sender & Role.CLIENT]
     requests = [
         msgspec.structs.replace(message, opaque=100 + index)
         for index, message in enumerate(said)

@@ -17,7 +17,7 @@ from upr_protocol.client.follower import PROGRESS, Follower
 from upr_protocol.client.trio.connection_pool import PAUSE_MAX_S
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
-from upr_protocol.session.session import SNAPSHOT_MESSAGES
+from upr_protocol.session.states import SNAPSHOT_MESSAGES
 from upr_protocol.wire import StreamReply
 
 

@@ -12,7 +12,7 @@ from upr_protocol.client.trio.connection import Connection
 from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.session.session import SNAPSHOT_MESSAGES
+from upr_protocol.session.states import SNAPSHOT_MESSAGES
 from upr_protocol.wire import MapReply, Message, ReplicaAck, StreamReply
 
 

@@ -11,7 +11,8 @@ from upr_protocol.session.client import ClientSession
 from upr_protocol.session.cycle import CycleCompleted, PartitionCycle
 from upr_protocol.session.server import ServerSession
 from upr_protocol.session.session import Session
-from upr_protocol.session.states import SessionState, StreamState
+from upr_protocol.session.states import StreamState
+from upr_protocol.wire import SessionState
 
 __all__ = [
     "ClientSession",

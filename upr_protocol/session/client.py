@@ -9,8 +9,16 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.session.session import Session
-from upr_protocol.session.states import SessionState
-from upr_protocol.wire import HEADER_BYTES, VERSION, Ack, Hello, Message, PartitionChunk, Sender
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    VERSION,
+    Ack,
+    Hello,
+    Message,
+    PartitionChunk,
+    Role,
+    SessionState,
+)
 
 _ACK_FRACTION = 4
 """Acknowledge once a quarter of the window was dealt with: the server then never runs dry, and one
@@ -28,8 +36,8 @@ class ClientSession(Session):
         allocate: Gives so many writable bytes for a frame's body, of any content.
     """
 
-    role: ClassVar[Sender] = Sender.CLIENT
-    peer: ClassVar[Sender] = Sender.SERVER
+    role: ClassVar[Role] = Role.CLIENT
+    peer: ClassVar[Role] = Role.SERVER
 
     def __init__(
         self,

@@ -2,13 +2,13 @@
 
 The rules run on both sides: on the sender's before the message leaves, on the receiver's when it
 comes. So both count the window, the credit and the open barriers alike. `CHECKS` only look: a
-message that is refused, by whatever rule, has changed nothing. `EFFECTS` cannot fail.
+message that any rule refuses has changed nothing. `EFFECTS` cannot fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
@@ -23,6 +23,7 @@ from upr_protocol.limits import (
     KEY_BYTES_MAX,
     WINDOW_BYTES_MIN,
 )
+from upr_protocol.session.context import SessionContext
 from upr_protocol.session.keepalive import KeepAlive
 from upr_protocol.session.states import STREAM_INPUTS
 from upr_protocol.wire import (
@@ -46,107 +47,115 @@ from upr_protocol.wire import (
     StreamReply,
 )
 
-if TYPE_CHECKING:
-    from upr_protocol.session.session import Session
-
-
-# What is looked at.
+# Checks.
 
 
 def _check_identity(identity: str) -> None:
     if not 1 <= len(identity.encode()) <= IDENTITY_BYTES_MAX:
-        raise ProtocolError(f"an identity is 1 to {IDENTITY_BYTES_MAX} bytes")
+        raise ProtocolError(f"identity: must be 1 to {IDENTITY_BYTES_MAX} bytes")
 
 
 def _check_interval(interval_s: int) -> None:
     if not IDLE_INTERVAL_S_MIN <= interval_s <= IDLE_INTERVAL_S_MAX:
         raise ProtocolError(
-            f"an idle interval is {IDLE_INTERVAL_S_MIN} to {IDLE_INTERVAL_S_MAX} seconds"
+            f"idle interval: must be {IDLE_INTERVAL_S_MIN} to {IDLE_INTERVAL_S_MAX} seconds"
         )
 
 
-def _check_hello(_session: Session, message: Hello) -> None:
+def _check_hello(_context: SessionContext, message: Hello) -> None:
     if VERSION not in message.versions:
-        said = ", ".join(map(str, message.versions)) or "none"
+        versions = ", ".join(map(str, message.versions)) or "none"
         raise ProtocolError(
-            f"the client speaks version {said}; this server {VERSION}", Status.BAD_VERSION
+            f"Hello: the client speaks versions {versions}; this server speaks {VERSION}",
+            Status.BAD_VERSION,
         )
     _check_identity(message.identity)
     _check_interval(message.idle_interval_s)
     if message.window_bytes < WINDOW_BYTES_MIN:
-        raise ProtocolError(f"a window has at least {WINDOW_BYTES_MIN} bytes")
+        raise ProtocolError(f"Hello: window_bytes must be at least {WINDOW_BYTES_MIN}")
 
 
-def _check_hello_reply(session: Session, message: HelloReply) -> None:
-    hello = session.hello
-    assert hello is not None, "the table lets no answer come before the question"
+def _check_hello_reply(context: SessionContext, message: HelloReply) -> None:
+    hello = context.hello
+    assert hello is not None, "the table lets HelloReply come only after Hello"
     if message.version not in hello.versions:
         raise ProtocolError(
-            f"the server chose version {message.version}, which was not offered", Status.BAD_VERSION
+            f"HelloReply: version {message.version} is not one that the client offered",
+            Status.BAD_VERSION,
         )
     if message.features & ~hello.features:
-        raise ProtocolError("the server chose features that were not asked for")
+        raise ProtocolError("HelloReply: features must be among those that Hello asked for")
     _check_identity(message.identity)
     _check_interval(message.idle_interval_s)
     if message.frame_body_bytes_max < HANDSHAKE_BODY_BYTES_MAX:
-        raise ProtocolError(f"a server takes bodies of {HANDSHAKE_BODY_BYTES_MAX} bytes at least")
+        raise ProtocolError(
+            f"HelloReply: frame_body_bytes_max must be at least {HANDSHAKE_BODY_BYTES_MAX}"
+        )
     if not (message.open_barriers_max and message.requests_open_max):
-        raise ProtocolError("a server that takes no requests or no barriers is none")
+        raise ProtocolError(
+            "HelloReply: open_barriers_max and requests_open_max must be at least 1"
+        )
 
 
-def _check_stream(_session: Session, message: Stream) -> None:
+def _check_stream(_context: SessionContext, message: Stream) -> None:
     position, partial = message.position, message.position.partial
     if partial is None:
-        whole = position.highest_received == position.last_complete
+        is_consistent = position.highest_received == position.last_complete
     else:
-        whole = (
+        is_consistent = (
             position.last_complete <= position.highest_received
             and partial.start <= position.highest_received <= partial.end
         )
-    if not whole:
-        raise ProtocolError(f"no client can stand at {position}")
+    if not is_consistent:
+        raise ProtocolError(f"Stream: the position contradicts itself: {position}")
 
 
-def _check_get(_session: Session, message: Get) -> None:
+def _check_get(_context: SessionContext, message: Get) -> None:
     if not 1 <= len(message.keys) <= GET_KEYS_MAX:
-        raise ProtocolError(f"a Get asks for 1 to {GET_KEYS_MAX} keys", Status.TOO_MANY)
+        raise ProtocolError(f"Get: must ask for 1 to {GET_KEYS_MAX} keys", Status.TOO_MANY)
     if not all(1 <= len(key) <= KEY_BYTES_MAX for key in message.keys):
-        raise ProtocolError(f"a key is 1 to {KEY_BYTES_MAX} bytes")
+        raise ProtocolError(f"Get: a key must be 1 to {KEY_BYTES_MAX} bytes")
 
 
-def _check_mutate(session: Session, _message: Mutate) -> None:
-    if not session.credit.open:
-        raise ProtocolError("more was published than credit was granted", Status.FLOW_CONTROL)
-
-
-def _check_chunk(session: Session, _message: PartitionChunk) -> None:
-    if not session.window.open:
-        raise ProtocolError("more was streamed than the window allows", Status.FLOW_CONTROL)
-
-
-def _check_ack(session: Session, message: Ack) -> None:
-    if message.bytes > session.window.used:
+def _check_mutate(context: SessionContext, _message: Mutate) -> None:
+    if not context.credit.open:
         raise ProtocolError(
-            f"{message.bytes} bytes acknowledged; {session.window.used} are on their way",
+            "Mutate: the client has used up its credit; wait for Credit", Status.FLOW_CONTROL
+        )
+
+
+def _check_chunk(context: SessionContext, _message: PartitionChunk) -> None:
+    if not context.window.open:
+        raise ProtocolError(
+            "the server has used up the client's window; wait for Ack", Status.FLOW_CONTROL
+        )
+
+
+def _check_ack(context: SessionContext, message: Ack) -> None:
+    if message.bytes > context.window.used:
+        raise ProtocolError(
+            f"Ack of {message.bytes} bytes; only {context.window.used} are unacknowledged",
             Status.FLOW_CONTROL,
         )
 
 
-def _check_barrier(session: Session, message: Barrier) -> None:
+def _check_barrier(context: SessionContext, message: Barrier) -> None:
     cookie = message.cookie
     if not 1 <= len(cookie) <= COOKIE_BYTES_MAX:
-        raise ProtocolError(f"a cookie is 1 to {COOKIE_BYTES_MAX} bytes")
-    if cookie in session.barriers:
-        raise ProtocolError(f"the barrier {cookie!r} is still open", Status.OPAQUE_IN_USE)
-    if len(session.barriers) >= session.agreed.open_barriers_max:
-        raise ProtocolError(f"{len(session.barriers)} barriers are open already", Status.TOO_MANY)
+        raise ProtocolError(f"Barrier: a cookie must be 1 to {COOKIE_BYTES_MAX} bytes")
+    if cookie in context.barriers:
+        raise ProtocolError(f"Barrier: cookie {cookie!r} is still in use", Status.OPAQUE_IN_USE)
+    if len(context.barriers) >= context.agreed.open_barriers_max:
+        raise ProtocolError(
+            f"Barrier: {len(context.barriers)} barriers are open already", Status.TOO_MANY
+        )
 
 
-def _check_barrier_reply(session: Session, message: BarrierReply) -> None:
-    oldest = next(iter(session.barriers), None)
+def _check_barrier_reply(context: SessionContext, message: BarrierReply) -> None:
+    oldest = next(iter(context.barriers), None)
     if message.cookie != oldest:
         raise ProtocolError(
-            f"the barrier {message.cookie!r} came back; the oldest open one is {oldest!r}"
+            f"BarrierReply to {message.cookie!r}; the oldest open barrier is {oldest!r}"
         )
 
 
@@ -156,23 +165,25 @@ _REASONS: Final = frozenset(
 )
 
 
-def _check_status(_session: Session, message: Message) -> None:
+def _check_status(_context: SessionContext, message: Message) -> None:
     if message.status not in _STATUSES:
-        raise ProtocolError(f"{type(message).__name__} has status {message.status}, which is none")
+        raise ProtocolError(f"{type(message).__name__}: unknown status {message.status}")
 
 
-def _check_refusal(session: Session, message: Refusal) -> None:
-    _check_status(session, message)
+def _check_refusal(context: SessionContext, message: Refusal) -> None:
+    _check_status(context, message)
     if message.status == Status.OK:
-        raise ProtocolError("a refusal says why")
+        raise ProtocolError("Refusal: the status must say why, not OK")
 
 
-def _check_stream_end(_session: Session, message: StreamEnd) -> None:
+def _check_stream_end(_context: SessionContext, message: StreamEnd) -> None:
     if message.status not in _REASONS:
-        raise ProtocolError(f"a stream does not end for reason {message.status}")
+        raise ProtocolError(
+            f"StreamEnd: status {message.status} is not a reason for a stream to end"
+        )
 
 
-CHECKS: Final[Mapping[type[Message], Callable[[Session, Any], None]]] = {
+CHECKS: Final[Mapping[type[Message], Callable[[SessionContext, Any], None]]] = {
     Hello: _check_hello,
     HelloReply: _check_hello_reply,
     Stream: _check_stream,
@@ -191,51 +202,51 @@ CHECKS: Final[Mapping[type[Message], Callable[[Session, Any], None]]] = {
 """What raises `ProtocolError` for a message that must not be said; it changes nothing."""
 
 
-# What is done, with the message and the length of its frame.
+# Effects: of a message, and the length of its frame.
 
 
-def _greet(session: Session, message: Hello, _frame_bytes: int) -> None:
-    session.hello = message
-    session.window.grant(message.window_bytes)
+def _greet(context: SessionContext, message: Hello, _frame_bytes: int) -> None:
+    context.hello = message
+    context.window.grant(message.window_bytes)
 
 
-def _agree(session: Session, message: HelloReply, _frame_bytes: int) -> None:
-    session.agreed = message
-    session.keep_alive = KeepAlive(message.idle_interval_s, session.now)
+def _agree(context: SessionContext, message: HelloReply, _frame_bytes: int) -> None:
+    context.agreed = message
+    context.keep_alive = KeepAlive(message.idle_interval_s, context.now)
 
 
-def _spend(session: Session, _message: Mutate, frame_bytes: int) -> None:
-    session.credit.use(frame_bytes)
+def _use_credit(context: SessionContext, _message: Mutate, frame_bytes: int) -> None:
+    context.credit.use(frame_bytes)
 
 
-def _use_window(session: Session, _message: PartitionChunk, frame_bytes: int) -> None:
-    session.window.use(frame_bytes)
+def _use_window(context: SessionContext, _message: PartitionChunk, frame_bytes: int) -> None:
+    context.window.use(frame_bytes)
 
 
-def _acknowledge(session: Session, message: Ack, _frame_bytes: int) -> None:
-    session.window.give_back(message.bytes)
+def _acknowledge(context: SessionContext, message: Ack, _frame_bytes: int) -> None:
+    context.window.give_back(message.bytes)
 
 
-def _grant(session: Session, message: Credit, _frame_bytes: int) -> None:
-    session.credit.grant(message.bytes)
+def _grant_credit(context: SessionContext, message: Credit, _frame_bytes: int) -> None:
+    context.credit.grant(message.bytes)
 
 
-def _open_barrier(session: Session, message: Barrier, _frame_bytes: int) -> None:
-    session.barriers[message.cookie] = None
+def _open_barrier(context: SessionContext, message: Barrier, _frame_bytes: int) -> None:
+    context.barriers[message.cookie] = None
 
 
-def _close_barrier(session: Session, message: BarrierReply, _frame_bytes: int) -> None:
-    del session.barriers[message.cookie]
+def _close_barrier(context: SessionContext, message: BarrierReply, _frame_bytes: int) -> None:
+    del context.barriers[message.cookie]
 
 
-EFFECTS: Final[Mapping[type[Message], Callable[[Session, Any, int], None]]] = {
+EFFECTS: Final[Mapping[type[Message], Callable[[SessionContext, Any, int], None]]] = {
     Hello: _greet,
     HelloReply: _agree,
-    Mutate: _spend,
+    Mutate: _use_credit,
     PartitionChunk: _use_window,
     PartitionSnapshot: _use_window,
     Ack: _acknowledge,
-    Credit: _grant,
+    Credit: _grant_credit,
     Barrier: _open_barrier,
     BarrierReply: _close_barrier,
 }
@@ -247,16 +258,16 @@ class Rule:
     """All that the funnel needs to know of one kind of message, found in one look.
 
     Attributes:
-        check: See `CHECKS`.
-        effect: See `EFFECTS`.
+        check: Its entry in `CHECKS`.
+        effect: Its entry in `EFFECTS`.
         is_request: Whether it is answered.
         is_answer: Whether it answers a request.
         ends_request: Whether it may end one.
         is_of_stream: Whether it concerns one partition's stream.
     """
 
-    check: Callable[[Session, Any], None] | None
-    effect: Callable[[Session, Any, int], None] | None
+    check: Callable[[SessionContext, Any], None] | None
+    effect: Callable[[SessionContext, Any, int], None] | None
     is_request: bool
     is_answer: bool
     ends_request: bool

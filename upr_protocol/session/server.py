@@ -10,8 +10,8 @@ from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session.cycle import BarrierQueue, CycleCompleted, PartitionCycle
-from upr_protocol.session.session import SNAPSHOT_MESSAGES, Session
-from upr_protocol.session.states import SessionState, StreamState
+from upr_protocol.session.session import Session
+from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.wire import (
     VERSION,
     Barrier,
@@ -23,7 +23,8 @@ from upr_protocol.wire import (
     Message,
     PartitionSnapshot,
     PartitionStart,
-    Sender,
+    Role,
+    SessionState,
     StreamEnd,
 )
 
@@ -58,8 +59,8 @@ class ServerSession(Session):
         now: The time.
     """
 
-    role: ClassVar[Sender] = Sender.SERVER
-    peer: ClassVar[Sender] = Sender.CLIENT
+    role: ClassVar[Role] = Role.SERVER
+    peer: ClassVar[Role] = Role.CLIENT
 
     def __init__(self, identity: str, *, now: float) -> None:
         super().__init__(now)

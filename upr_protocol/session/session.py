@@ -17,46 +17,27 @@ from upr_protocol.errors import (
     Status,
 )
 from upr_protocol.ids import PartitionId
-from upr_protocol.limits import (
-    FRAME_BODY_BYTES_MAX,
-    IDLE_INTERVAL_S_DEFAULT,
-    OPEN_BARRIERS_MAX,
-    REQUESTS_OPEN_MAX,
-)
-from upr_protocol.session.flow import Allowance
-from upr_protocol.session.keepalive import KeepAlive
+from upr_protocol.session.context import SessionContext
 from upr_protocol.session.rules import RULES
-from upr_protocol.session.states import SESSION, SessionState, StreamState
+from upr_protocol.session.states import SESSION, SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.session.stream import StreamRecord, out_of_turn
 from upr_protocol.wire import (
     HEADER_BYTES,
     MESSAGES,
-    VERSION,
     CloseStream,
     Error,
     FrameBuffer,
     Header,
-    Hello,
-    HelloReply,
     Message,
     Noop,
     Open,
-    PartitionAnswers,
-    PartitionChunk,
-    PartitionEnd,
-    PartitionSnapshot,
-    PartitionStart,
     Refusal,
-    Sender,
+    Role,
+    SessionState,
     Stream,
     StreamReply,
     decode,
 )
-
-SNAPSHOT_MESSAGES: Final = frozenset(
-    {PartitionStart, PartitionChunk, PartitionAnswers, PartitionEnd, PartitionSnapshot}
-)
-"""What a snapshot consists of; of a stream that was closed, it is dropped."""
 
 _OUT_OF_TURN: Final = Status.OUT_OF_TURN
 
@@ -64,7 +45,7 @@ _SENTENCE_MAX: Final = 900
 """Characters of an error's sentence: in any script, with the advice, they fit the frame."""
 
 
-class Session:
+class Session(SessionContext):
     """One end of a conversation. `ClientSession` and `ServerSession` are the two there are.
 
     Feed it with `receive` and go through `events`, dealing with each before taking the next; say
@@ -73,39 +54,18 @@ class Session:
 
     Attributes:
         state: How far the conversation has come.
-        hello: What the client introduced itself with, or None before that.
-        agreed: What the server answered to it; before that, the version's own limits.
         streams: The streams that are requested, open or closing, by partition.
-        window: Bytes of stream frames that the server may still send.
-        credit: Bytes of `Mutate` frames that the client may still send.
-        barriers: The cookies of open barriers, oldest first.
         outgoing_bytes: What `take` would return, in bytes.
-        keep_alive: When to say something, and when to give up.
-        now: The time of the last `receive`.
     """
 
-    role: ClassVar[Sender]
-    peer: ClassVar[Sender]
+    role: ClassVar[Role]
+    peer: ClassVar[Role]
 
     def __init__(self, now: float, allocate: Callable[[int], Buffer] = bytearray) -> None:
+        super().__init__(now)
         self.state = SessionState.GREETING
-        self.hello: Hello | None = None
-        self.agreed = HelloReply(
-            VERSION,
-            0,
-            IDLE_INTERVAL_S_DEFAULT,
-            FRAME_BODY_BYTES_MAX,
-            OPEN_BARRIERS_MAX,
-            REQUESTS_OPEN_MAX,
-            "",
-        )
         self.streams: dict[PartitionId, StreamRecord] = {}
-        self.window = Allowance()
-        self.credit = Allowance()
-        self.barriers: dict[bytes, None] = {}
         self.outgoing_bytes = 0
-        self.keep_alive = KeepAlive(IDLE_INTERVAL_S_DEFAULT, now)
-        self.now = now
         self._requests: dict[int, type[Message]] = {}
         self._frames = FrameBuffer(self._admit, allocate)
         self._outgoing: list[Buffer] = []
@@ -236,9 +196,9 @@ class Session:
             raise ProtocolError(f"{kind.__name__} is out of turn: {self.state.value}", _OUT_OF_TURN)
         return state
 
-    def _check_length(self, kind: type[Message], length: int, sender: Sender) -> None:
+    def _check_length(self, kind: type[Message], length: int, sender: Role) -> None:
         limit = kind.body_bytes_max
-        if sender is Sender.CLIENT:
+        if sender is Role.CLIENT:
             limit = min(limit, self.agreed.frame_body_bytes_max)
         if length > limit:
             raise ProtocolError(

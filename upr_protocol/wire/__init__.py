@@ -1,10 +1,12 @@
 """Bytes to messages and back. Pure: no I/O.
 
-`MESSAGES` is every message there is, by opcode; `decode` makes one from a frame.
+A message is declared once, in the module of its topic, and exported here. `MESSAGES` has them all
+by opcode; `decode` makes one from a frame.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from upr_protocol.chunk import Buffer
@@ -44,7 +46,7 @@ from upr_protocol.wire.keyvalue import (
     Seqnos,
     SeqnosReply,
 )
-from upr_protocol.wire.message import Message, Sender
+from upr_protocol.wire.message import Message, Role, SessionState
 from upr_protocol.wire.publishing import Credit, Mutate, MutateReply
 from upr_protocol.wire.streaming import (
     Ack,
@@ -61,59 +63,20 @@ from upr_protocol.wire.streaming import (
     StreamEnd,
 )
 
-MESSAGES: Final[dict[int, type[Message]]] = {
+
+def _declared(base: type[Message]) -> Iterator[type[Message]]:
+    """The messages that are declared below `base`."""
+    for kind in base.__subclasses__():
+        if "opcode" in vars(kind):
+            yield kind
+        yield from _declared(kind)
+
+
+MESSAGES: Final[Mapping[int, type[Message]]] = {
     kind.opcode: kind
-    for kind in (
-        Hello,
-        HelloReply,
-        Error,
-        Open,
-        PartitionLog,
-        Opened,
-        Stream,
-        StreamReply,
-        Go,
-        PartitionStart,
-        PartitionChunk,
-        PartitionSnapshot,
-        PartitionAnswers,
-        PartitionEnd,
-        Completed,
-        Barrier,
-        BarrierReply,
-        Ack,
-        Noop,
-        StreamEnd,
-        CloseStream,
-        Close,
-        Mutate,
-        MutateReply,
-        Credit,
-        Get,
-        GetReply,
-        Seqnos,
-        SeqnosReply,
-        Await,
-        AwaitReply,
-        ReplicaAck,
-        Lease,
-        LeaseReply,
-        CreateBucket,
-        DeleteBucket,
-        BucketDone,
-        ListBuckets,
-        ListBucketsReply,
-        Stats,
-        StatsReply,
-        GetMap,
-        SetMap,
-        Join,
-        MapReply,
-        NextEvents,
-        EventsReply,
-        Refusal,
-    )
+    for kind in sorted(_declared(Message), key=lambda kind: (kind.opcode & 0x7F, kind.opcode))
 }
+"""Every message by its opcode, each answer behind its request."""
 
 
 def decode(header: Header, body: Buffer) -> Message:
@@ -174,9 +137,10 @@ __all__ = [
     "PartitionStart",
     "Refusal",
     "ReplicaAck",
-    "Sender",
+    "Role",
     "Seqnos",
     "SeqnosReply",
+    "SessionState",
     "SetMap",
     "Stats",
     "StatsReply",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import construct as cs
 
 from upr_protocol.wire.columns import row, text, tuple_of
-from upr_protocol.wire.message import Message, Sender
+from upr_protocol.wire.message import CONTROL, Message, Role, SessionState, said_in
 
 
 class Refusal(Message, frozen=True):
@@ -19,9 +17,11 @@ class Refusal(Message, frozen=True):
             told `NOT_MY_PARTITION` needs one that is no older.
     """
 
-    opcode: ClassVar[int] = 0xFF
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0xFF
+    sender = Role.SERVER
+    states = CONTROL | said_in(SessionState.OPENING, leads_to=SessionState.READY)
+    status_meaning = "why the request was refused"
+    layout = cs.Struct(
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
         "sentence" / text() * "what was wrong",
     )
@@ -33,18 +33,20 @@ class Refusal(Message, frozen=True):
 class BucketDone(Message, frozen=True):
     """The bucket was created or deleted as asked."""
 
-    opcode: ClassVar[int] = 0x98
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x98
+    sender = Role.SERVER
+    states = CONTROL
+    layout = cs.Struct()
 
 
 class CreateBucket(Message, frozen=True):
     """Makes a bucket."""
 
-    opcode: ClassVar[int] = 0x18
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (BucketDone,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x18
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (BucketDone,)
+    layout = cs.Struct(
         "partition_count" / cs.Int16ul * "1 to 1,024; 0 for the server's default",
         "quota_bytes" / cs.Int64ul * "memory it may take; 0 for the server's default",
         "name" / text() * "1 to 100 of letters, digits, `.`, `_`, `-`",
@@ -58,10 +60,11 @@ class CreateBucket(Message, frozen=True):
 class DeleteBucket(Message, frozen=True):
     """Deletes a bucket and all that is in it."""
 
-    opcode: ClassVar[int] = 0x19
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (BucketDone,)
-    layout: ClassVar[Any] = cs.Struct("name" / text() * "the bucket's name")
+    opcode = 0x19
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (BucketDone,)
+    layout = cs.Struct("name" / text() * "the bucket's name")
 
     name: str
 
@@ -69,10 +72,11 @@ class DeleteBucket(Message, frozen=True):
 class ListBucketsReply(Message, frozen=True):
     """Name, partition count and quota of every bucket, by name."""
 
-    opcode: ClassVar[int] = 0x9A
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 8 * 1024 * 1024
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x9A
+    sender = Role.SERVER
+    states = CONTROL
+    body_bytes_max = 8 * 1024 * 1024
+    layout = cs.Struct(
         "buckets"
         / tuple_of(row(name=text(), partition_count=cs.Int16ul, quota_bytes=cs.Int64ul))
         * "the buckets, by name",
@@ -84,19 +88,21 @@ class ListBucketsReply(Message, frozen=True):
 class ListBuckets(Message, frozen=True):
     """Asks which buckets there are."""
 
-    opcode: ClassVar[int] = 0x1A
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (ListBucketsReply,)
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x1A
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (ListBucketsReply,)
+    layout = cs.Struct()
 
 
 class StatsReply(Message, frozen=True):
     """The server's statistics, as a JSON object."""
 
-    opcode: ClassVar[int] = 0x9B
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 8 * 1024 * 1024
-    layout: ClassVar[Any] = cs.Struct("json" / text(cs.Int32ul) * "a JSON object")
+    opcode = 0x9B
+    sender = Role.SERVER
+    states = CONTROL
+    body_bytes_max = 8 * 1024 * 1024
+    layout = cs.Struct("json" / text(cs.Int32ul) * "a JSON object")
 
     json: str
 
@@ -104,9 +110,10 @@ class StatsReply(Message, frozen=True):
 class Stats(Message, frozen=True):
     """Asks for statistics: of the server, or of one bucket."""
 
-    opcode: ClassVar[int] = 0x1B
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (StatsReply,)
-    layout: ClassVar[Any] = cs.Struct("bucket" / text() * "a bucket's name; empty for the server")
+    opcode = 0x1B
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (StatsReply,)
+    layout = cs.Struct("bucket" / text() * "a bucket's name; empty for the server")
 
     bucket: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as StructError
-from typing import Any, ClassVar, Final, Self
+from typing import Final, Self
 
 import construct as cs
 
@@ -13,7 +13,7 @@ from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import octets, pack_text, row, text, tuple_of, unpack_text
-from upr_protocol.wire.message import Message, Sender, check_end
+from upr_protocol.wire.message import CONTROL, DATA, STREAMING, Message, Role, check_end
 
 _ENDS: Final = Struct("<QQQ")
 _MAP: Final = Struct("<QI")
@@ -24,10 +24,11 @@ _ANSWER: Final = Struct("<16sQQI")
 class MapReply(Message, frozen=True):
     """The partition map that the node has now."""
 
-    opcode: ClassVar[int] = 0xA0
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 1024 * 1024
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0xA0
+    sender = Role.SERVER
+    states = CONTROL
+    body_bytes_max = 1024 * 1024
+    layout = cs.Struct(
         "revision" / cs.Int64ul * "the map's revision; 0: the node holds the bucket alone",
         "document" / text(cs.Int32ul) * "the map, as JSON; empty for revision 0",
         "node" / text() * "what maps call the node that answers",
@@ -61,10 +62,11 @@ class MapReply(Message, frozen=True):
 class GetMap(Message, frozen=True):
     """Asks for a bucket's partition map, and for the node's name."""
 
-    opcode: ClassVar[int] = 0x20
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x20
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (MapReply,)
+    layout = cs.Struct(
         "bucket" / text() * "the bucket's name; empty: only the node's name is asked for"
     )
 
@@ -88,11 +90,12 @@ class SetMap(Message, frozen=True):
     """Gives a node another partition map, which is carried out when the answer comes. Refused with
     `REVISION_CONFLICT` when the node does not have the map that the giver believes it has."""
 
-    opcode: ClassVar[int] = 0x21
-    sender: ClassVar[Sender] = Sender.CLIENT
-    body_bytes_max: ClassVar[int] = 1024 * 1024
-    answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x21
+    sender = Role.CLIENT
+    states = DATA
+    body_bytes_max = 1024 * 1024
+    answers = (MapReply,)
+    layout = cs.Struct(
         "expected_revision" / cs.Int64ul * "the revision that it replaces; 0 for none",
         "document" / text(cs.Int32ul) * "the map, as JSON",
     )
@@ -106,10 +109,11 @@ class Join(Message, frozen=True):
     `address` for the partition map, and carries that out. Whoever holds the bucket is given maps
     with `SetMap`."""
 
-    opcode: ClassVar[int] = 0x22
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (MapReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x22
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (MapReply,)
+    layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
         "address" / text() * "`HOST:PORT` of a node that has the map",
     )
@@ -122,10 +126,12 @@ class PartitionAnswers(Message, frozen=True):
     """What publishers were answered to batches that are in the snapshot under way. Sent only on
     streams that ask for it, before `PartitionEnd`."""
 
-    opcode: ClassVar[int] = 0xA2
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0xA2
+    sender = Role.SERVER
+    states = STREAMING
+    about_partition = True
+    body_bytes_max = FRAME_BODY_BYTES_MAX
+    layout = cs.Struct(
         "rows"
         / tuple_of(
             row(writer=cs.Bytes(16), counter=cs.Int64ul, seq=cs.Int64ul, answer=octets(cs.Int32ul)),
@@ -171,9 +177,11 @@ class PartitionAnswers(Message, frozen=True):
 class ReplicaAck(Message, frozen=True):
     """A replica reports the complete snapshot ends that it has received and persisted."""
 
-    opcode: ClassVar[int] = 0x16
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x16
+    sender = Role.CLIENT
+    states = DATA
+    about_partition = True
+    layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history the ends belong to",
         "received" / cs.Int64ul * "the last complete snapshot end received",
         "persisted" / cs.Int64ul * "the last complete snapshot end persisted",

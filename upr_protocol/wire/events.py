@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import construct as cs
 
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, BucketFate, EventKind
 from upr_protocol.wire.columns import member, octets, row, text, tuple_of
-from upr_protocol.wire.message import Message, Sender
+from upr_protocol.wire.message import CONTROL, Message, Role
 
 
 def _decode_kinds(value: int, _: Any) -> EventKind:
@@ -48,10 +48,11 @@ class EventsReply(Message, frozen=True):
         events: What became of buckets, by name.
     """
 
-    opcode: ClassVar[int] = 0xA3
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 2 * 1024 * 1024
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0xA3
+    sender = Role.SERVER
+    states = CONTROL
+    body_bytes_max = 2 * 1024 * 1024
+    layout = cs.Struct(
         "batch" / cs.Int64ul * "what to acknowledge it by, or 0",
         "everything" / cs.Flag * "1 when the consumer must look at everything",
         "events"
@@ -80,10 +81,11 @@ class NextEvents(Message, frozen=True):
         pattern: Of which buckets.
     """
 
-    opcode: ClassVar[int] = 0x23
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (EventsReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x23
+    sender = Role.CLIENT
+    states = CONTROL
+    answers = (EventsReply,)
+    layout = cs.Struct(
         "acknowledged" / cs.Int64ul * "the batch that was dealt with, or 0",
         "timeout_s" / cs.Int32ul * "1 to 3,600: for how long to be kept without asking",
         "wait_ms" / cs.Int32ul * "how long to wait for something to tell",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as StructError
-from typing import Any, ClassVar, Final, Self
+from typing import Final, Self
 
 import construct as cs
 
@@ -25,7 +25,7 @@ from upr_protocol.wire.columns import (
     unpack_position,
     unpack_text,
 )
-from upr_protocol.wire.message import Message, Sender, check_end
+from upr_protocol.wire.message import DATA, LIVE, Message, Role, SessionState, check_end, said_in
 
 _U64: Final = Struct("<Q")
 _STREAM: Final = Struct("<BQQ?")
@@ -45,9 +45,10 @@ class Hello(Message, frozen=True):
         idle_interval_s: After how many seconds of silence a side says `NOOP`.
     """
 
-    opcode: ClassVar[int] = 0x01
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x01
+    sender = Role.CLIENT
+    states = said_in(SessionState.GREETING, leads_to=SessionState.GREETED)
+    layout = cs.Struct(
         "versions" / tuple_of(cs.Int8ul, cs.Int8ul) * "versions the client speaks",
         "features" / cs.Int32ul * "a bit for each feature wanted",
         "window_bytes" / cs.Int32ul * "the flow-control window",
@@ -87,9 +88,10 @@ class Hello(Message, frozen=True):
 class HelloReply(Message, frozen=True):
     """The server's answer: what was agreed, and the limits it holds its peers to."""
 
-    opcode: ClassVar[int] = 0x81
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x81
+    sender = Role.SERVER
+    states = said_in(SessionState.GREETED, leads_to=SessionState.READY)
+    layout = cs.Struct(
         "version" / cs.Int8ul * "the version chosen",
         "features" / cs.Int32ul * "the features both have",
         "idle_interval_s" / cs.Int16ul * "the interval both keep",
@@ -144,9 +146,11 @@ class Error(Message, frozen=True):
     """Why the connection is about to be closed; the code is in the header's status field. Its
     layout is the same in all versions."""
 
-    opcode: ClassVar[int] = 0x02
-    sender: ClassVar[Sender] = Sender.EITHER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x02
+    sender = Role.EITHER
+    states = said_in(*LIVE, leads_to=SessionState.CLOSED)
+    status_meaning = "why the connection ends"
+    layout = cs.Struct(
         "sentence" / text() * "what happened",
         "advice" / text() * "what to do about it",
     )
@@ -159,9 +163,12 @@ class PartitionLog(Message, frozen=True):
     """One partition's state and failover log, in answer to `Open`. A partition that the server does
     not own has status `NOT_MY_PARTITION` and an empty log."""
 
-    opcode: ClassVar[int] = 0x85
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x85
+    sender = Role.SERVER
+    states = said_in(SessionState.OPENING)
+    about_partition = True
+    status_meaning = "`OK`, or `NOT_MY_PARTITION`"
+    layout = cs.Struct(
         "state" / member(PartitionState) * "1 active, 2 replica, 3 pending, 4 dead",
         "high_seq" / cs.Int64ul * "the highest number",
         "persisted_seq" / cs.Int64ul * "the last snapshot end on disk",
@@ -199,9 +206,10 @@ class PartitionLog(Message, frozen=True):
 class Opened(Message, frozen=True):
     """The end of the answer to `Open`: every `PartitionLog` was sent."""
 
-    opcode: ClassVar[int] = 0x84
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x84
+    sender = Role.SERVER
+    states = said_in(SessionState.OPENING, leads_to=SessionState.OPEN)
+    layout = cs.Struct(
         "partition_count" / cs.Int16ul * "how many partitions the bucket has",
         "map_revision" / cs.Int64ul * "that of the partition map; 0: the node is alone",
     )
@@ -213,10 +221,11 @@ class Opened(Message, frozen=True):
 class Open(Message, frozen=True):
     """Chooses a bucket and the partitions of it that the client may want to stream."""
 
-    opcode: ClassVar[int] = 0x04
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (PartitionLog, Opened)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x04
+    sender = Role.CLIENT
+    states = said_in(SessionState.READY, leads_to=SessionState.OPENING)
+    answers = (PartitionLog, Opened)
+    layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
         "partitions" / tuple_of(cs.Int16ul) * "the partitions wanted; none for all",
     )
@@ -230,9 +239,12 @@ class StreamReply(Message, frozen=True):
     `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or
     `RANGE_GONE` (the lease does not hold what is asked for)."""
 
-    opcode: ClassVar[int] = 0x86
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x86
+    sender = Role.SERVER
+    states = DATA
+    about_partition = True
+    status_meaning = "`OK`, `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` or `SEQ_TOO_HIGH`"
+    layout = cs.Struct(
         "seq" / cs.Int64ul * "where the stream goes on (exclusive), or the rollback's ceiling",
         "reason" / text() * "why there",
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
@@ -278,10 +290,12 @@ class Stream(Message, frozen=True):
             to give them again one day.
     """
 
-    opcode: ClassVar[int] = 0x06
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (StreamReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x06
+    sender = Role.CLIENT
+    states = DATA
+    about_partition = True
+    answers = (StreamReply,)
+    layout = cs.Struct(
         "state" / member(PartitionState) * "the state the client expects",
         "end_seq" / cs.Int64ul * "where the stream shall end; all ones for never",
         "lease_id" / cs.Int64ul * "the lease whose range is to be read; 0 for none",
@@ -324,6 +338,7 @@ class Stream(Message, frozen=True):
 class Go(Message, frozen=True):
     """Every stream that the client wants to begin with is open: start the cycle."""
 
-    opcode: ClassVar[int] = 0x07
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x07
+    sender = Role.CLIENT
+    states = said_in(SessionState.OPEN, leads_to=SessionState.STREAMING)
+    layout = cs.Struct()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, unique
 from struct import Struct
 from struct import error as StructError
-from typing import Any, ClassVar, Final, Self
+from typing import Final, Self
 
 import construct as cs
 
@@ -14,7 +14,7 @@ from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, text, tuple_of
-from upr_protocol.wire.message import Message, Sender
+from upr_protocol.wire.message import DATA, Message, Role
 
 _GET_REPLY: Final = Struct("<QI4x")
 
@@ -24,10 +24,12 @@ class GetReply(Message, frozen=True):
     is missing as a `DELETE` with number 0. When not all fit one frame, `next_index` is the first
     key that was not answered; ask again from there."""
 
-    opcode: ClassVar[int] = 0x93
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x93
+    sender = Role.SERVER
+    states = DATA
+    about_partition = True
+    body_bytes_max = FRAME_BODY_BYTES_MAX
+    layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history that the numbers belong to",
         "next_index" / cs.Int32ul * "the first key not answered; the count of keys when all are",
         "padding" / cs.Padding(4),
@@ -57,11 +59,13 @@ class Get(Message, frozen=True):
     """Asks for items of one partition; `history_id` other than 0 is the history expected, and
     another is answered `HISTORY_CHANGED`."""
 
-    opcode: ClassVar[int] = 0x13
-    sender: ClassVar[Sender] = Sender.CLIENT
-    body_bytes_max: ClassVar[int] = 2 * 1024 * 1024
-    answers: ClassVar[tuple[type[Message], ...]] = (GetReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x13
+    sender = Role.CLIENT
+    states = DATA
+    about_partition = True
+    body_bytes_max = 2 * 1024 * 1024
+    answers = (GetReply,)
+    layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history expected, or 0",
         "keys" / tuple_of(octets(cs.Int8ul)) * "1 to 4,096 keys",
     )
@@ -73,10 +77,11 @@ class Get(Message, frozen=True):
 class SeqnosReply(Message, frozen=True):
     """The numbers of the partitions asked for that are there."""
 
-    opcode: ClassVar[int] = 0x94
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 64 * 1024
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x94
+    sender = Role.SERVER
+    states = DATA
+    body_bytes_max = 64 * 1024
+    layout = cs.Struct(
         "rows"
         / tuple_of(
             row(
@@ -96,10 +101,11 @@ class SeqnosReply(Message, frozen=True):
 class Seqnos(Message, frozen=True):
     """Asks for partitions' numbers; no partitions means all."""
 
-    opcode: ClassVar[int] = 0x14
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (SeqnosReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x14
+    sender = Role.CLIENT
+    states = DATA
+    answers = (SeqnosReply,)
+    layout = cs.Struct(
         "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
     )
 
@@ -110,9 +116,11 @@ class AwaitReply(Message, frozen=True):
     """The number was reached at the level asked for; the refusals are `HISTORY_CHANGED` and
     `TIMED_OUT`."""
 
-    opcode: ClassVar[int] = 0x95
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct("seq" / cs.Int64ul * "the number now reached")
+    opcode = 0x95
+    sender = Role.SERVER
+    states = DATA
+    about_partition = True
+    layout = cs.Struct("seq" / cs.Int64ul * "the number now reached")
 
     seq: SeqNo
 
@@ -120,10 +128,12 @@ class AwaitReply(Message, frozen=True):
 class Await(Message, frozen=True):
     """Waits until a number is as durable as asked for."""
 
-    opcode: ClassVar[int] = 0x15
-    sender: ClassVar[Sender] = Sender.CLIENT
-    answers: ClassVar[tuple[type[Message], ...]] = (AwaitReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x15
+    sender = Role.CLIENT
+    states = DATA
+    about_partition = True
+    answers = (AwaitReply,)
+    layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history the number belongs to",
         "seq" / cs.Int64ul * "the number",
         "deadline_ms" / cs.Int32ul * "how long to wait",
@@ -159,10 +169,11 @@ class LeaseReply(Message, frozen=True):
         ranges: (partition, history, start, end, bytes on disk) of what it holds, start exclusive.
     """
 
-    opcode: ClassVar[int] = 0x97
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 64 * 1024
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x97
+    sender = Role.SERVER
+    states = DATA
+    body_bytes_max = 64 * 1024
+    layout = cs.Struct(
         "lease_id" / cs.Int64ul * "the lease",
         "time_to_live_s" / cs.Int32ul * "seconds it holds without renewal",
         "ranges"
@@ -197,11 +208,12 @@ class Lease(Message, frozen=True):
             that is on disk when the lease is granted.
     """
 
-    opcode: ClassVar[int] = 0x17
-    sender: ClassVar[Sender] = Sender.CLIENT
-    body_bytes_max: ClassVar[int] = 64 * 1024
-    answers: ClassVar[tuple[type[Message], ...]] = (LeaseReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x17
+    sender = Role.CLIENT
+    states = DATA
+    body_bytes_max = 64 * 1024
+    answers = (LeaseReply,)
+    layout = cs.Struct(
         "action" / member(LeaseAction) * "1 acquire, 2 renew, 3 release",
         "lease_id" / cs.Int64ul * "the lease; to acquire, one of the client's choice, or 0",
         "time_to_live_s" / cs.Int32ul * "seconds to hold without renewal",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, unique
+from collections.abc import Mapping
+from enum import Enum, IntEnum, unique
 from io import BytesIO
 from struct import Struct
 from typing import Any, ClassVar, Final, Self
@@ -26,20 +27,68 @@ BODY_BYTES_MAX_DEFAULT: Final = 4 * 1024
 
 
 @unique
-class Sender(IntEnum):
-    """Who may send a message."""
+class Role(IntEnum):
+    """The two sides of a session, as bits: `EITHER` is both."""
 
     CLIENT = 1
     SERVER = 2
     EITHER = 3
 
 
+@unique
+class SessionState(Enum):
+    """How far a session has come, as one side sees it."""
+
+    # That of `Enum` is a function in Python, and these are looked up for every message.
+    __hash__ = object.__hash__
+
+    GREETING = "nothing was said; the client says `Hello`"
+    GREETED = "the client said `Hello`; the server answers"
+    READY = "acquainted; the client may manage buckets, or open one"
+    OPENING = "the client chose a bucket; the server tells its partitions' histories"
+    OPEN = "the client may publish, read, and ask for streams"
+    STREAMING = "the client said `Go`; the server cycles over the streams"
+    CLOSED = "over; nothing more is said, and what still comes is ignored"
+
+
+States = Mapping[SessionState, SessionState]
+"""The states in which a message may be said, each with the state that it leads to."""
+
+
+def said_in(
+    *states: SessionState, leads_to: SessionState | None = None
+) -> dict[SessionState, SessionState]:
+    """The declaration of a message that may be said in `states`, and leads from each to `leads_to`;
+    by default the session stays where it is."""
+    return {state: leads_to or state for state in states}
+
+
+LIVE: Final = said_in(*(state for state in SessionState if state is not SessionState.CLOSED))
+"""Every state in which anything may be said."""
+
+ACQUAINTED: Final = said_in(
+    SessionState.READY, SessionState.OPENING, SessionState.OPEN, SessionState.STREAMING
+)
+"""The states after the handshake."""
+
+CONTROL: Final = said_in(SessionState.READY, SessionState.OPEN, SessionState.STREAMING)
+"""For messages that manage buckets. None while a bucket is being opened: the refusal of another
+request could not be told from that of `Open`."""
+
+DATA: Final = said_in(SessionState.OPEN, SessionState.STREAMING)
+"""For messages about the open bucket, and for long ones: a stranger can send no long frame."""
+
+STREAMING: Final = said_in(SessionState.STREAMING)
+"""For messages of the partition cycle."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A message of the protocol.
 
     A subclass is the message's one declaration: its fields, its `layout` (field for field), who
-    sends it, and how long its body may be. The hot ones have `struct` code beside the layout, which
-    the tests hold equal to it.
+    says it in which states, what answers it, and how long its body may be. The tables of the
+    session and the protocol document are made from that. Hot messages have `struct` code beside the
+    layout, which the tests hold equal to it.
 
     Attributes:
         partition: The header's partition field.
@@ -48,11 +97,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     opcode: ClassVar[int]
-    sender: ClassVar[Sender]
-    layout: ClassVar[Any]
-    body_bytes_max: ClassVar[int] = BODY_BYTES_MAX_DEFAULT
+    sender: ClassVar[Role]
+    """Who may say it."""
+    states: ClassVar[States]
+    """When it may be said, and what state follows."""
     answers: ClassVar[tuple[type[Message], ...]] = ()
     """For a request: the messages that answer it, beside `Refusal`."""
+    layout: ClassVar[Any]
+    body_bytes_max: ClassVar[int] = BODY_BYTES_MAX_DEFAULT
+    about_partition: ClassVar[bool] = False
+    """Whether the header's partition field names one."""
+    status_meaning: ClassVar[str] = "0"
+    """What the header's status field says, for the protocol document."""
 
     partition: PartitionId = NO_PARTITION
     opaque: int = 0

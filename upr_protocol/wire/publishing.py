@@ -6,7 +6,7 @@ from array import array
 from itertools import chain
 from struct import Struct
 from struct import error as StructError
-from typing import Any, ClassVar, Final, Self
+from typing import Final, Self
 
 import construct as cs
 
@@ -15,7 +15,7 @@ from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, row, tuple_of
-from upr_protocol.wire.message import Message, OneNumber, Sender, check_end
+from upr_protocol.wire.message import DATA, Message, OneNumber, Role, check_end
 
 _MUTATE: Final = Struct("<BB2xI16sQQ")
 _REPLY: Final = Struct("<QQQQI")
@@ -37,10 +37,12 @@ class MutateReply(Message, frozen=True):
         counters: (index in the batch, new value) of each increment and decrement that succeeded.
     """
 
-    opcode: ClassVar[int] = 0x91
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x91
+    sender = Role.SERVER
+    states = DATA
+    about_partition = True
+    body_bytes_max = FRAME_BODY_BYTES_MAX
+    layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history in which the numbers hold",
         "first_seq" / cs.Int64ul * "the first number given, or 0",
         "last_seq" / cs.Int64ul * "the last number given, or 0",
@@ -118,11 +120,13 @@ class Mutate(Message, frozen=True):
         chunk: The operations, as a published chunk.
     """
 
-    opcode: ClassVar[int] = 0x11
-    sender: ClassVar[Sender] = Sender.CLIENT
-    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
-    answers: ClassVar[tuple[type[Message], ...]] = (MutateReply,)
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x11
+    sender = Role.CLIENT
+    states = DATA
+    about_partition = True
+    body_bytes_max = FRAME_BODY_BYTES_MAX
+    answers = (MutateReply,)
+    layout = cs.Struct(
         "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
         "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
         "padding" / cs.Padding(2),
@@ -170,8 +174,9 @@ class Mutate(Message, frozen=True):
 class Credit(OneNumber, frozen=True):
     """The client may send so many more bytes of `Mutate` frames, headers counted."""
 
-    opcode: ClassVar[int] = 0x92
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct("bytes" / cs.Int64ul * "bytes, in addition to earlier ones")
+    opcode = 0x92
+    sender = Role.SERVER
+    states = DATA
+    layout = cs.Struct("bytes" / cs.Int64ul * "bytes, in addition to earlier ones")
 
     bytes: int

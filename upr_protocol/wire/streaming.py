@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as StructError
-from typing import Any, ClassVar, Final, Self
+from typing import Final, Self
 
 import construct as cs
 
@@ -14,7 +14,17 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, tuple_of
 from upr_protocol.wire.frame import pack_header
-from upr_protocol.wire.message import Message, OneNumber, Sender, check_end
+from upr_protocol.wire.message import (
+    ACQUAINTED,
+    DATA,
+    STREAMING,
+    Message,
+    OneNumber,
+    Role,
+    SessionState,
+    check_end,
+    said_in,
+)
 
 _START: Final = Struct("<QQQQB?6x")
 _U16: Final = Struct("<H")
@@ -29,9 +39,11 @@ class PartitionStart(Message, frozen=True):
         may_repeat: Older versions of a key may appear before its newest.
     """
 
-    opcode: ClassVar[int] = 0x88
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x88
+    sender = Role.SERVER
+    states = STREAMING
+    about_partition = True
+    layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history it belongs to",
         "start" / cs.Int64ul * "the number it begins behind",
         "end" / cs.Int64ul * "the last number it covers",
@@ -81,10 +93,12 @@ class PartitionChunk(Message, frozen=True):
     """Some of the snapshot's mutations, in order. The body is the chunk and nothing else, so that
     the same bytes serve every consumer."""
 
-    opcode: ClassVar[int] = 0x89
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = FRAME_BODY_BYTES_MAX
-    layout: ClassVar[Any] = cs.Struct("chunk" / CHUNK * "a stored chunk")
+    opcode = 0x89
+    sender = Role.SERVER
+    states = STREAMING
+    about_partition = True
+    body_bytes_max = FRAME_BODY_BYTES_MAX
+    layout = cs.Struct("chunk" / CHUNK * "a stored chunk")
 
     chunk: Chunk
 
@@ -112,15 +126,17 @@ class PartitionSnapshot(PartitionChunk, frozen=True):
     The history it belongs to and the purge number are those that the stream's last `PartitionStart`
     named; there was one."""
 
-    opcode: ClassVar[int] = 0x8D
+    opcode = 0x8D
 
 
 class PartitionEnd(OneNumber, frozen=True):
     """The snapshot is complete: only here is the client consistent, at `end`."""
 
-    opcode: ClassVar[int] = 0x8A
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct("end" / cs.Int64ul * "the snapshot's last number")
+    opcode = 0x8A
+    sender = Role.SERVER
+    states = STREAMING
+    about_partition = True
+    layout = cs.Struct("end" / cs.Int64ul * "the snapshot's last number")
 
     end: SeqNo
 
@@ -129,9 +145,10 @@ class Completed(OneNumber, frozen=True):
     """Every registered partition was streamed or skipped once more; sent after each cycle that sent
     anything, and after the first."""
 
-    opcode: ClassVar[int] = 0x8B
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct("cycle" / cs.Int64ul * "cycles completed, from 1")
+    opcode = 0x8B
+    sender = Role.SERVER
+    states = STREAMING
+    layout = cs.Struct("cycle" / cs.Int64ul * "cycles completed, from 1")
 
     cycle: int
 
@@ -139,10 +156,11 @@ class Completed(OneNumber, frozen=True):
 class BarrierReply(Message, frozen=True):
     """A barrier comes back: every partition was streamed or skipped since it arrived."""
 
-    opcode: ClassVar[int] = 0x8C
-    sender: ClassVar[Sender] = Sender.SERVER
-    body_bytes_max: ClassVar[int] = 64 * 1024
-    layout: ClassVar[Any] = cs.Struct(
+    opcode = 0x8C
+    sender = Role.SERVER
+    states = STREAMING
+    body_bytes_max = 64 * 1024
+    layout = cs.Struct(
         "cookie" / octets() * "the cookie that was sent",
         "ends"
         / tuple_of(row(partition=cs.Int16ul, end=cs.Int64ul))
@@ -186,9 +204,10 @@ class BarrierReply(Message, frozen=True):
 class Barrier(Message, frozen=True):
     """Asks to hear when everything up to now was streamed. The cookie must not be open already."""
 
-    opcode: ClassVar[int] = 0x0C
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct("cookie" / octets() * "1 to 64 bytes of the client's choice")
+    opcode = 0x0C
+    sender = Role.CLIENT
+    states = STREAMING
+    layout = cs.Struct("cookie" / octets() * "1 to 64 bytes of the client's choice")
 
     cookie: bytes
 
@@ -196,9 +215,10 @@ class Barrier(Message, frozen=True):
 class Ack(OneNumber, frozen=True):
     """So many more bytes of `PartitionChunk` frames, headers counted, were dealt with."""
 
-    opcode: ClassVar[int] = 0x0D
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct("bytes" / cs.Int64ul * "bytes, in addition to earlier ones")
+    opcode = 0x0D
+    sender = Role.CLIENT
+    states = STREAMING
+    layout = cs.Struct("bytes" / cs.Int64ul * "bytes, in addition to earlier ones")
 
     bytes: int
 
@@ -206,31 +226,38 @@ class Ack(OneNumber, frozen=True):
 class Noop(Message, frozen=True):
     """Says only that its sender is alive."""
 
-    opcode: ClassVar[int] = 0x0E
-    sender: ClassVar[Sender] = Sender.EITHER
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x0E
+    sender = Role.EITHER
+    states = ACQUAINTED
+    layout = cs.Struct()
 
 
 class StreamEnd(Message, frozen=True):
     """One partition's stream is over; the status says why."""
 
-    opcode: ClassVar[int] = 0x8F
-    sender: ClassVar[Sender] = Sender.SERVER
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x8F
+    sender = Role.SERVER
+    states = DATA
+    about_partition = True
+    status_meaning = "why the stream ended"
+    layout = cs.Struct()
 
 
 class CloseStream(Message, frozen=True):
     """Ends one partition's stream. What is on its way still comes, and is dropped, but counts for
     flow control; the last of it is `StreamEnd`."""
 
-    opcode: ClassVar[int] = 0x0F
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x0F
+    sender = Role.CLIENT
+    states = DATA
+    about_partition = True
+    layout = cs.Struct()
 
 
 class Close(Message, frozen=True):
     """The client says goodbye."""
 
-    opcode: ClassVar[int] = 0x10
-    sender: ClassVar[Sender] = Sender.CLIENT
-    layout: ClassVar[Any] = cs.Struct()
+    opcode = 0x10
+    sender = Role.CLIENT
+    states = said_in(*ACQUAINTED, leads_to=SessionState.CLOSED)
+    layout = cs.Struct()

@@ -22,7 +22,9 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT
 from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
+from upr_protocol.session.states import STREAM_INPUTS
 from upr_protocol.wire import (
+    MESSAGES,
     Ack,
     Await,
     AwaitReply,
@@ -407,35 +409,20 @@ class Pair:
             self.client_says(Barrier(b"cookie"))
 
 
-OF_A_STREAM: Final = frozenset(
-    {
-        PartitionStart,
-        PartitionChunk,
-        PartitionSnapshot,
-        PartitionAnswers,
-        PartitionEnd,
-        CloseStream,
-        StreamEnd,
-        Ack,
-    }
-)
+OF_A_STREAM: Final = frozenset(STREAM_INPUTS) - {Stream} | {Ack}
 """What is said only where a stream is."""
 
 REQUESTS: Final[dict[type[Message], type[Message]]] = {
-    StreamReply: Stream,
-    MutateReply: Mutate,
-    GetReply: Get,
-    SeqnosReply: Seqnos,
-    AwaitReply: Await,
-    LeaseReply: Lease,
-    BucketDone: CreateBucket,
-    ListBucketsReply: ListBuckets,
-    StatsReply: Stats,
-    MapReply: GetMap,
-    EventsReply: NextEvents,
     Refusal: Stats,
+    **{
+        answer: request
+        for request in reversed(list(MESSAGES.values()))
+        for answer in request.answers
+        # `Open`'s answers have a state of their own.
+        if request is not Open
+    },
 }
-"""What each answer answers here. `Open`'s answers have a state of their own."""
+"""What each answer answers here: of several requests the one with the lowest opcode."""
 
 
 def portrait(session: Session) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from upr_protocol.wire import (
 )
 
 # What may happen to a stream, and where it leads; `.` where it may not. Written from
-# design/2-wire.md, and not from the code. In brackets: the server may not say it any more, but it
+# the protocol, and not from the code. In brackets: the server may not say it any more, but it
 # may be on its way, and the client drops it.
 TABLE: Final = """
                      ABSENT     REQUESTED  BETWEEN   INSIDE    CLOSING

@@ -53,7 +53,7 @@ from upr_protocol.wire import (
     PartitionAnswers,
     PartitionChunk,
     PartitionStart,
-    Sender,
+    Role,
     SeqnosReply,
     Stream,
     decode,
@@ -143,10 +143,10 @@ def test_a_declaration_is_whole(kind: type[Message]) -> None:
 @kinds
 def test_answers_come_from_the_other_side_with_the_high_bit_set(kind: type[Message]) -> None:
     # ERROR may be said by either side, and is no answer.
-    assert (kind.sender is Sender.SERVER) == (kind.opcode >= 0x80)
+    assert (kind.sender is Role.SERVER) == (kind.opcode >= 0x80)
     for answer in kind.answers:
-        assert kind.sender is Sender.CLIENT
-        assert answer.sender is Sender.SERVER
+        assert kind.sender is Role.CLIENT
+        assert answer.sender is Role.SERVER
 
 
 def test_the_fast_ones_are_those_that_are_many() -> None:
