@@ -34,6 +34,7 @@ VIOLATIONS: Final[dict[str, tuple[str, str]]] = {
     "pyspark-has-one-room": ("upr_protocol.client", "pyspark"),
     "deltalake-has-one-room": ("upr_protocol.spark", "deltalake"),
     "lmdb-has-one-room": ("upr_server.storage", "lmdb"),
+    "no-circles": ("upr_protocol.session.rules", "upr_protocol.session.session"),
 }
 """By contract: an importer, and what it must not import. import-linter has tests of its own: one
 violation a contract shows that the contract stands in the configuration as it is meant."""
