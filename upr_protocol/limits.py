@@ -79,8 +79,7 @@ LEASE_TIME_TO_LIVE_S_MAX: Final = 24 * 3600
 """Who wants a range for longer renews: what is held costs disk, and its holder may be dead."""
 
 CONSUMER_NAME_BYTES_MAX: Final = 100
-"""The name of a consumer of the event bus: with a bucket's name and a design document's key it
-stands in a key of the store, which takes 511 bytes."""
+"""The name of a consumer of the event bus."""
 
 CONSUMERS_MAX: Final = 100
 """Consumers of one node's event bus: each has a queue, in which every bucket may stand once."""
@@ -99,5 +98,5 @@ EVENT_KEYS_MAX: Final = 2000
 1 MiB."""
 
 DESIGNS_MAX: Final = 1000
-"""Design documents of one bucket that are told one by one while a node runs; of more it is said
-that any of them may have changed."""
+"""Design documents of one bucket that a consumer is told one by one; when more changed since it was
+told last, it is told that any of them may have changed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Final
 
@@ -14,18 +14,13 @@ import trio
 from upr_protocol.bucket_event import EventFilter, EventKind
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
-from upr_server.events import (
-    DiskStore,
-    EventBus,
-    EventStore,
-    MemoryStore,
-    News,
-)
+from upr_server.events import EventBatch, EventBus
 from upr_server.net import Service
 from upr_server.replication import Membership, Peers
 from upr_server.runtime import BoundListeners, System, run_until_signal
 from upr_server.storage.api import Store
-from upr_server.storage.errors import StoreFailedError
+from upr_server.storage.calls import TakeEventQueues
+from upr_server.storage.errors import CorruptionError, StoreFailedError
 from upr_server.storage.processes import open_store
 from upr_server.storage.upkeeper import IDLE_S, REST_S
 
@@ -76,15 +71,13 @@ async def running_server(
     """
     system = system or System()
     async with AsyncExitStack() as stack:
-        events: EventStore = MemoryStore()
         if store is None:
-            store = disk = await stack.enter_async_context(
+            store = await stack.enter_async_context(
                 open_store(config.data_path(), bytes_max=config.disk_bytes_max)
             )
-            events = DiskStore(disk.ledger)
         bus = None
         if config.events:
-            bus = EventBus(events, time=system.time, new_id=system.new_history_id)
+            bus = EventBus(store, time=system.time, new_id=system.new_history_id)
         yield await stack.enter_async_context(_serving(config, store, bus, system))
 
 
@@ -115,6 +108,13 @@ async def _serving(
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
         nursery.start_soon(_watch, store)
         async with service.recovered():
+            # Not before the disk was found to be in order: a start that fails changes nothing. And
+            # before any bucket changes, as that has to be counted in the restored queues.
+            if bus is not None:
+                await bus.restore()
+            else:
+                # A later start with a bus must not find queues that miss what happens now.
+                await _discard_event_queues(store)
             for wanted in config.buckets:
                 found = service.buckets.get(wanted.name)
                 if found is None:
@@ -122,13 +122,14 @@ async def _serving(
                     await service.create_bucket(wanted.name, wanted.partitions, quota_bytes)
                 else:
                     _adapt(found, wanted)
-            # Not before the disk was found to be in order: a start that fails changes nothing.
             async with (
                 _told(service, bus),
                 _accepting(config, service, membership, bound) as server,
             ):
                 yield server
         # Everything is on disk.
+        if bus is not None:
+            await bus.save()
         nursery.cancel_scope.cancel()
 
 
@@ -140,16 +141,22 @@ async def _told(service: Service, bus: EventBus | None) -> AsyncIterator[None]:
         yield
         return
 
-    def look(news: News) -> None:
-        updated = {event.bucket for event in news.events}
+    def wake_upkeepers(batch: EventBatch) -> None:
+        updated = {event.bucket for event in batch.events}
         for bucket, disk in service.disks.items():
-            if news.everything or bucket.name in updated:
+            if batch.everything or bucket.name in updated:
                 disk.upkeeper.wake()
 
     updates = EventFilter(EventKind.UPDATED)
     async with bus.running():
-        with bus.worker(UPKEEP_CONSUMER, UPKEEP_TIMEOUT_S).calling(look, updates):
+        consumer = bus.local_consumer(UPKEEP_CONSUMER, UPKEEP_TIMEOUT_S)
+        with consumer.subscribed(wake_upkeepers, updates):
             yield
+
+
+async def _discard_event_queues(store: Store) -> None:
+    with suppress(CorruptionError):
+        await store.ask(TakeEventQueues())
 
 
 def _adapt(found: Bucket, wanted: BucketConfig) -> None:

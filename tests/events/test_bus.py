@@ -4,225 +4,240 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from itertools import count
+from typing import Any, Final
 
 import pytest
+import structlog.testing
 import trio
 from trio.testing import MockClock
 
 from tests.engine.helpers import put, request, send
-from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter, EventKind
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Buckets
-from upr_server.events import EventBus, MemoryStore, queues
-from upr_server.events.bell import Bell
-from upr_server.events.consumer import Consumer, News
-from upr_server.events.producer import FLUSH_S
-from upr_server.events.queues import Telling
-from upr_server.events.store import Transaction
-from upr_server.events.worker import RETRY_S, Worker
-from upr_server.storage.errors import DiskFullError
+from upr_server.events import EventBatch, EventBus
+from upr_server.storage.calls import Call
+from upr_server.storage.errors import CorruptionError, DiskFullError
+from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
 
-ALL = EventFilter()
-EVERYTHING = News(everything=True, events=())
+ALL: Final = EventFilter()
+EVERYTHING: Final = EventBatch(everything=True)
+
+Answer = tuple[int, bool, tuple[BucketEvent, ...]]
 
 
-class CountingStore(MemoryStore):
-    """Counts commits, and is full now and then."""
-
-    is_full = False
-    commits = 0
-
-    async def commit(self, transaction: Transaction) -> bool:
-        if self.is_full:
-            raise DiskFullError("full")
-        self.commits += 1
-        return await super().commit(transaction)
+def new_bus(store: SimulatedStore | None = None, first_id: int = 1) -> EventBus:
+    ids = count(first_id)
+    return EventBus(
+        SimulatedStore() if store is None else store,
+        time=trio.current_time,
+        new_id=lambda: next(ids),
+    )
 
 
 @pytest.fixture
-def store() -> CountingStore:
-    return CountingStore()
-
-
-@pytest.fixture
-async def bus(store: CountingStore, autojump_clock: MockClock) -> AsyncIterator[EventBus]:
-    ids = count(1)
-    bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
+async def bus(autojump_clock: MockClock) -> AsyncIterator[EventBus]:
+    bus = new_bus()
     async with bus.running():
         yield bus
 
 
-async def test_it_runs_though_its_store_is_full(autojump_clock: MockClock) -> None:
-    ids, store = count(1), CountingStore()
-    bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
-    async with bus.running():
-        await Consumer(store, "c", 30.0, trio.current_time).poll()
-    store.is_full = True
-    async with bus.running():
-        await trio.sleep(10)
-        store.is_full = False
-        assert not (await Consumer(store, "c", 30.0, trio.current_time).poll()).everything
-
-
-@pytest.fixture
-def buckets(bus: EventBus) -> Buckets:
+def buckets_of(bus: EventBus) -> Buckets:
     ids = count(1)
     return Buckets(lambda: HistoryId(next(ids)), listener=bus.producer)
 
 
+@pytest.fixture
+def buckets(bus: EventBus) -> Buckets:
+    return buckets_of(bus)
+
+
 async def ask(
     bus: EventBus, name: str = "c", acknowledged: int = 0, timeout_s: float = 9.0
-) -> tuple[int, bool, tuple[BucketEvent, ...]]:
+) -> Answer:
     return await bus.next_events(
         name, ALL, timeout_s=timeout_s, acknowledged=acknowledged, wait_s=timeout_s / 3
     )
 
 
-async def test_callbacks_share_a_worker_and_each_has_its_filter(
-    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
+async def test_registering_while_buckets_change_misses_nothing(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
-    told: dict[str, list[News]] = {"all": [], "deleted": [], "named": [], "late": []}
-    worker = bus.worker(".test", 30.0)
-    assert bus.worker(".test", 30.0) is worker
-    with (
-        worker.calling(told["all"].append, ALL),
-        worker.calling(told["deleted"].append, EventFilter(EventKind.DELETED)),
-        worker.calling(told["named"].append, EventFilter(pattern="a*")),
-    ):
-        await trio.sleep(1)
-        buckets.create("abc", 1, incarnation=1)
-        buckets.create("b", 1, incarnation=2)
-        await trio.sleep(1)
-        buckets.delete("b")
-        await trio.sleep(1)
-        with worker.calling(told["late"].append, ALL):
-            buckets.delete("abc")
-            await trio.sleep(1)
-    created = tuple(
-        BucketEvent(name, n, BucketFate.CREATED) for n, name in enumerate(("abc", "b"), 1)
-    )
-    deleted = [BucketEvent(name, n, BucketFate.DELETED) for n, name in ((1, "abc"), (2, "b"))]
-    # Each begins by looking at everything, and the worker's registration says so once more.
-    assert {name: news[0] for name, news in told.items()} == dict.fromkeys(told, EVERYTHING)
-    flat = {
-        name: [event for news in all_news for event in news.events]
-        for name, all_news in told.items()
-    }
-    assert flat["all"] == [*created, deleted[1], deleted[0]]
-    assert flat["deleted"] == [deleted[1], deleted[0]]
-    assert flat["named"] == [created[0], deleted[0]]
-    assert flat["late"] == [deleted[0]]
-    # One queue: registration, health, and what is idle.
-    assert len(store) <= 4
+    """Each consumer is told of every update from its registration on, and once."""
+    bucket = buckets.create("b", 1, incarnation=7)
+    made = 0
+    registered_at: dict[str, int] = {}
+    told: dict[str, int] = {}
 
-
-async def test_a_worker_lives_though_nothing_is_told(
-    autojump_clock: MockClock, bus: EventBus
-) -> None:
-    told: list[News] = []
-    with bus.worker(".test", 3.0).calling(told.append, ALL):
-        await trio.sleep(60)
-    assert told == [EVERYTHING, EVERYTHING]
-
-
-async def test_a_worker_that_cannot_read_tries_again_soon(
-    autojump_clock: MockClock, store: CountingStore
-) -> None:
-    bell = Bell()
-    worker = Worker(Consumer(store, ".test", 3000.0, trio.current_time), bell)
-    told: list[News] = []
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(worker.run)
-        with worker.calling(told.append, ALL):
-            await trio.sleep(1)
-            await queues.tell(store, [Telling("b", 7, created=True)])
-            store.is_full = True
-            bell.ring()
-            await trio.sleep(1)
-            store.is_full = False
-            await trio.sleep(RETRY_S)
-        nursery.cancel_scope.cancel()
-    assert told[2:] == [News(everything=False, events=(BucketEvent("b", 7, BucketFate.CREATED),))]
-
-
-async def test_ingest_pays_no_transaction_a_batch(
-    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
-) -> None:
-    await ask(bus)
-    some = [buckets.create(name, 1, incarnation=n) for n, name in enumerate("abcd", 1)]
-    before, begun = store.commits, trio.current_time()
-    for _ in range(1000):
-        for bucket in some:
+    async def write() -> None:
+        nonlocal made
+        for _ in range(200):
             put(bucket.partitions[0], b"k")
-        await trio.sleep(0.001)
-    await bus.producer.flush()
-    flushes = (trio.current_time() - begun) / FLUSH_S
-    assert store.commits - before <= flushes + 2
+            made += 1
+            await trio.sleep(0.01)
+
+    async def follow(name: str, delay_s: float) -> None:
+        await trio.sleep(delay_s)
+        registered_at[name], told[name] = made, 0
+        batch_id, everything, _ = await ask(bus, name)
+        assert everything
+        while True:
+            batch_id, everything, events = await ask(bus, name, batch_id)
+            assert not everything
+            told[name] += sum(event.updates for event in events)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(follow, f"c{number}", number * 0.0713)
+        await write()
+        await trio.sleep(5)
+        nursery.cancel_scope.cancel()
+    assert told == {name: made - before for name, before in registered_at.items()}
 
 
-async def test_the_dead_are_cleared_in_time_and_others_are_not(
-    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
+async def test_a_consumer_that_waits_is_woken_at_once(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    batch_id, _, _ = await ask(bus)
+    asked_at = trio.current_time()
+    async with trio.open_nursery() as nursery:
+
+        async def create_later() -> None:
+            await trio.sleep(1.0)
+            buckets.create("b", 1, incarnation=7)
+
+        nursery.start_soon(create_later)
+        _, _, events = await ask(bus, acknowledged=batch_id, timeout_s=60.0)
+    assert events == (BucketEvent("b", 7, BucketFate.CREATED),)
+    assert trio.current_time() == asked_at + 1.0
+
+
+async def test_a_load_that_never_ends_is_told_ten_times_a_second(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    batch_id, _, _ = await ask(bus)
+    bucket = buckets.create("b", 1, incarnation=7)
+    begun, answers, told = trio.current_time(), 0, 0
+
+    async def write() -> None:
+        while True:
+            put(bucket.partitions[0], b"k")
+            await trio.sleep(0.001)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        while told < 1000:
+            batch_id, _, events = await ask(bus, acknowledged=batch_id)
+            answers += 1
+            told += sum(event.updates for event in events)
+        nursery.cancel_scope.cancel()
+    assert answers <= 10 * (trio.current_time() - begun) + 2
+
+
+async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) -> None:
+    """A consumer that could not ask, as the node was down, is not dead when the node is back."""
+    room = SimulatedRoom()
+    before = new_bus(SimulatedStore(room))
+    async with before.running():
+        batch_id, _, _ = await ask(before, timeout_s=9.0)
+        buckets_of(before).create("b", 1, incarnation=7)
+    await before.save()
+    await trio.sleep(3600)
+    after = new_bus(SimulatedStore(room), first_id=1000)
+    await after.restore()
+    async with after.running():
+        await trio.sleep(8.0)
+        _, everything, events = await ask(after, acknowledged=batch_id)
+        assert not everything
+        assert events == (BucketEvent("b", 7, BucketFate.CREATED),)
+
+
+async def test_queues_are_restored_once(autojump_clock: MockClock) -> None:
+    """Whatever is not saved by a clean stop is gone: a crash has consumers look at everything."""
+    room = SimulatedRoom()
+    before = new_bus(SimulatedStore(room))
+    async with before.running():
+        await ask(before)
+    await before.save()
+    for is_known in (True, False):
+        after = new_bus(SimulatedStore(room), first_id=1000)
+        await after.restore()
+        assert bool(after.statistics()["consumers"]) is is_known
+
+
+async def test_damaged_queues_have_consumers_start_over(autojump_clock: MockClock) -> None:
+    class Damaged(SimulatedStore):
+        async def execute(self, call: Call[Any]) -> Any:
+            await trio.lowlevel.checkpoint()
+            raise CorruptionError("checksum mismatch")
+
+    room = SimulatedRoom()
+    room.event_queues.data = b"of another version"
+    for store in (Damaged(), SimulatedStore(room)):
+        bus = new_bus(store)
+        with structlog.testing.capture_logs() as logs:
+            await bus.restore()
+        assert [log["event"] for log in logs] == [
+            "event queues cannot be read; consumers start over"
+        ]
+        async with bus.running():
+            _, everything, _ = await ask(bus)
+            assert everything
+
+
+async def test_a_disk_that_is_full_at_the_stop_has_consumers_start_over(
+    autojump_clock: MockClock,
+) -> None:
+    class Full(SimulatedStore):
+        async def execute(self, call: Call[Any]) -> Any:
+            await trio.lowlevel.checkpoint()
+            raise DiskFullError("the disk is full")
+
+    bus = new_bus(Full())
+    with structlog.testing.capture_logs() as logs:
+        await bus.save()
+    assert [log["event"] for log in logs] == ["event queues not saved; consumers start over"]
+
+
+async def test_dead_consumers_are_cleared_in_time_and_others_are_not(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     _, everything, _ = await ask(bus, "dead", timeout_s=5.0)
     assert everything
-    number, _, _ = await ask(bus, "alive", timeout_s=5.0)
+    batch_id, _, _ = await ask(bus, "alive", timeout_s=5.0)
     died_at = trio.current_time()
     while bus.statistics()["consumers_cleared"] == 0:
         buckets.create("b", 1, incarnation=1)
         await trio.sleep(0.5)
         buckets.delete("b")
-        number, everything, _ = await ask(bus, "alive", number, timeout_s=5.0)
+        batch_id, everything, _ = await ask(bus, "alive", batch_id, timeout_s=5.0)
         assert not everything
     assert trio.current_time() - died_at <= 5.0 + 3.0
-    assert bus.statistics()["feeds"] == 1
+    assert bus.statistics()["consumers"] == 1
     _, everything, events = await ask(bus, "dead", timeout_s=5.0)
     assert everything
     assert events == ()
 
 
-async def test_a_full_store_loses_nothing(
-    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, store: CountingStore
-) -> None:
-    number, _, _ = await ask(bus)
-    store.is_full = True
-    bucket = buckets.create("b", 1, incarnation=7)
-    for _ in range(5):
-        put(bucket.partitions[0], b"k", b"_design/x")
-        await trio.sleep(1)
-    assert bus.statistics()["failures"] != 0
-    store.is_full = False
-    await trio.sleep(2)
-    _, everything, events = await ask(bus, "c", number)
-    assert not everything
-    assert events == (BucketEvent("b", 7, BucketFate.CREATED, 5, (b"_design/x",)),)
-
-
-async def test_a_stop_that_cannot_write_leaves_a_store_that_is_not_whole(
-    autojump_clock: MockClock,
-) -> None:
-    store = CountingStore()
-    ids = count(1)
-    bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
-    async with bus.running():
-        buckets = Buckets(lambda: HistoryId(next(ids)), listener=bus.producer)
-        await Consumer(store, "c", 10.0, trio.current_time).poll()
-        buckets.create("b", 1)
-        store.is_full = True
-    assert not store.is_whole
+async def test_a_consumer_that_waits_is_not_dead(autojump_clock: MockClock, bus: EventBus) -> None:
+    """Though it waits for longer than its timeout."""
+    batch_id, _, _ = await ask(bus)
+    await bus.next_events("c", ALL, timeout_s=5.0, acknowledged=batch_id, wait_s=60.0)
+    assert bus.statistics()["consumers_cleared"] == 0
 
 
 async def test_what_has_expired_is_told(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
-    number, _, _ = await ask(bus)
+    batch_id, _, _ = await ask(bus)
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
     send(partition, request(Operation.SET, b"_design/x", expiry=5), now=1.0)
     await trio.sleep(0.2)
-    number, _, events = await ask(bus, "c", number)
+    batch_id, _, events = await ask(bus, "c", batch_id)
     assert [event.designs for event in events] == [(b"_design/x",)]
     assert partition.expire(10.0) == 1
     await trio.sleep(0.2)
-    number, _, events = await ask(bus, "c", number)
+    batch_id, _, events = await ask(bus, "c", batch_id)
     assert [(event.updates, event.designs) for event in events] == [(1, (b"_design/x",))]
 
 
@@ -231,17 +246,17 @@ async def test_what_was_cut_may_be_any_design_document(
 ) -> None:
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
     await trio.sleep(0.2)
-    number, _, _ = await ask(bus)
+    batch_id, _, _ = await ask(bus)
     partition.cut(SeqNo(0))
     await trio.sleep(0.2)
-    _, _, events = await ask(bus, "c", number)
+    _, _, events = await ask(bus, "c", batch_id)
     assert events == (BucketEvent("b", 1, BucketFate.NONE, 1, (ANY_DESIGN,)),)
 
 
 async def test_a_batch_that_changed_nothing_tells_nothing(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
-    number, _, _ = await ask(bus)
+    batch_id, _, _ = await ask(bus)
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
     send(partition, request(Operation.REPLACE, b"_design/x", b"v"))
     send(
@@ -250,5 +265,5 @@ async def test_a_batch_that_changed_nothing_tells_nothing(
         request(Operation.SET, b"_design/z", b"v"),
     )
     await trio.sleep(0.2)
-    _, _, events = await ask(bus, "c", number)
+    _, _, events = await ask(bus, "c", batch_id)
     assert events == (BucketEvent("b", 1, BucketFate.CREATED, 1, (b"_design/z",)),)

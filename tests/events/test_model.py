@@ -1,4 +1,4 @@
-"""Producers and consumers that crash, against what is so: after quiet every live consumer knows of
+"""Nodes and consumers that crash, against what is so: after quiet every live consumer knows of
 every bucket what became of it last, that it was updated if it was, and its design documents.
 
 A consumer here keeps what it knows of each bucket up to date by what it is told, and by nothing
@@ -18,36 +18,24 @@ import trio
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from trio.testing import MockClock
 
 from tests.engine.helpers import request
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import HistoryId, Operation
 from upr_server.engine import Bucket, Buckets
-from upr_server.events import MemoryStore, queues
+from upr_server.events import EventBatch
 from upr_server.events.bell import Bell
-from upr_server.events.feeds import Batch, Feeds
+from upr_server.events.feeds import EventFeeds
 from upr_server.events.producer import Producer
-from upr_server.events.store import Transaction
-from upr_server.storage.errors import DiskFullError
+from upr_server.events.queues import EventQueues
 
 NAMES: Final = ("a", "ba")
 CONSUMERS: Final = ("one", "two")
 KEYS: Final = (b"k", b"_design/x", b"_design/y", b"not_design/x")
 TIMEOUT_S: Final = 10
 ALL: Final = EventFilter()
-KEYS_MAX: Final = len(CONSUMERS) * (2 + len(NAMES) * (1 + len(KEYS)))
-
-
-class FillingStore(MemoryStore):
-    """A store that is full now and then."""
-
-    is_full = False
-
-    async def commit(self, transaction: Transaction) -> bool:
-        if self.is_full:
-            raise DiskFullError("full")
-        return await super().commit(transaction)
 
 
 class Listener:
@@ -94,10 +82,10 @@ class Client:
         self.knows: dict[str, Knowledge] = {}
         self._buckets = buckets
 
-    def take(self, batch: Batch) -> None:
-        if not batch.number:
+    def take(self, batch: EventBatch) -> None:
+        if not batch.id:
             return
-        self.acknowledged = batch.number
+        self.acknowledged = batch.id
         if batch.everything:
             self.knows = {bucket.name: everything_of(bucket) for bucket in self._buckets}
         for event in batch.events:
@@ -146,19 +134,18 @@ class BusMachine(RuleBasedStateMachine):
         self.listener = Listener()
         self.buckets = Buckets(lambda: HistoryId(next(self.ids)), listener=self.listener)
         self.clients = {name: Client(name, self.buckets) for name in CONSUMERS}
-        self.start_node(FillingStore())
+        self.start_node(EventQueues())
         for name in NAMES:
             self.create(name)
         for name in CONSUMERS:
             for _ in range(2):  # all registered, and that acknowledged
                 self.poll(name)
 
-    def start_node(self, store: FillingStore) -> None:
-        self.store = store
+    def start_node(self, queues: EventQueues) -> None:
+        self.queues = queues
         bell = Bell()
-        self.producer = Producer(store, bell.ring)
-        self.feeds = Feeds(store, bell, lambda: self.now, lambda: next(self.ids), 0.0)
-        self.listener.producer = self.producer
+        self.feeds = EventFeeds(queues, bell, lambda: self.now, lambda: next(self.ids), 0.0)
+        self.listener.producer = Producer(queues, bell.ring)
 
     # The engine.
 
@@ -196,44 +183,18 @@ class BusMachine(RuleBasedStateMachine):
     # The node.
 
     @rule()
-    def flush(self) -> None:
-        trio.run(self.producer.flush)
-
-    @rule()
-    def flush_to_a_full_store(self) -> None:
-        async def run() -> None:
-            self.store.is_full = True
-            try:
-                await self.producer.flush()
-            except DiskFullError:
-                pass
-            finally:
-                self.store.is_full = False
-
-        trio.run(run)
-
-    @rule()
-    def bury(self) -> None:
-        async def run() -> None:
-            dead, _ = await queues.forget_dead(self.store, self.now)
-            for consumer in dead:
-                self.feeds.forget(consumer)
-
-        trio.run(run)
+    def remove_dead_consumers(self) -> None:
+        self.queues.remove_dead(self.now)
 
     @rule()
     def stop_and_start_the_node(self) -> None:
-        async def run() -> None:
-            await self.producer.flush()
-            await self.feeds.put_back()
-            await queues.revive(self.store, self.now)
-
-        trio.run(run)
-        self.start_node(self.store)
+        queues = EventQueues()
+        queues.restore(self.queues.to_bytes(), self.now)
+        self.start_node(queues)
 
     @rule()
     def kill_the_node(self) -> None:
-        self.start_node(FillingStore())
+        self.start_node(EventQueues())
 
     @rule(seconds=st.sampled_from([1, 4, 11]))
     def pass_time(self, seconds: int) -> None:
@@ -241,19 +202,23 @@ class BusMachine(RuleBasedStateMachine):
 
     # Consumers.
 
-    async def ask(self, client: Client) -> Batch:
-        return await self.feeds.next(
-            client.name, ALL, timeout_s=TIMEOUT_S, acknowledged=client.acknowledged, wait_s=0
-        )
+    def ask(self, client: Client) -> EventBatch:
+        async def ask() -> EventBatch:
+            return await self.feeds.next(
+                client.name, ALL, timeout_s=TIMEOUT_S, acknowledged=client.acknowledged, wait_s=0
+            )
+
+        # The clock of each run begins at 0, as if no time had passed since the question before.
+        return trio.run(ask, clock=MockClock())
 
     @rule(name=st.sampled_from(CONSUMERS))
     def poll(self, name: str) -> None:
         client = self.clients[name]
-        client.take(trio.run(self.ask, client))
+        client.take(self.ask(client))
 
     @rule(name=st.sampled_from(CONSUMERS))
     def poll_and_lose_the_answer(self, name: str) -> None:
-        trio.run(self.ask, self.clients[name])
+        self.ask(self.clients[name])
 
     @rule(name=st.sampled_from(CONSUMERS))
     def kill_a_consumer(self, name: str) -> None:
@@ -262,35 +227,23 @@ class BusMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(CONSUMERS))
     def consumer_loses_all(self, name: str) -> None:
-        trio.run(queues.forget, self.store, name)
-        self.feeds.forget(name)
+        queue = self.queues.get(name)
+        if queue is not None:
+            queue.reported_at = float("-inf")
+            self.queues.remove_dead(self.now)
         self.clients[name] = Client(name, self.buckets)
-
-    @rule(unregister=st.booleans())
-    def all_at_once(self, unregister: bool) -> None:
-        async def poll(client: Client) -> None:
-            client.take(await self.ask(client))
-
-        async def run() -> None:
-            if unregister:
-                await queues.forget(self.store, CONSUMERS[0])
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.producer.flush)
-                for client in self.clients.values():
-                    nursery.start_soon(poll, client)
-
-        trio.run(run)
 
     # What must be so.
 
     @invariant()
-    def the_store_is_bounded(self) -> None:
-        assert len(self.store) <= KEYS_MAX
+    def queues_are_bounded(self) -> None:
+        for queue in self.queues:
+            assert len(queue.counters) <= len(NAMES)
+            assert all(len(counter.designs) <= len(KEYS) for counter in queue.counters.values())
 
     def be_quiet(self) -> None:
-        trio.run(self.producer.flush)
         for client in self.clients.values():
-            while (batch := trio.run(self.ask, client)).number:
+            while (batch := self.ask(client)).id:
                 client.take(batch)
             for bucket in self.buckets:
                 known = client.knows[bucket.name]

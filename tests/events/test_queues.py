@@ -1,206 +1,216 @@
-"""Queues in a store: what is told, taken out, put back and cleared."""
+"""Queues: what is counted, polled, cleared and saved."""
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
 
-from tests.events.conformance import rows_of
-from upr_protocol.bucket_event import BucketEvent, BucketFate
-from upr_protocol.limits import CONSUMERS_MAX
-from upr_server.events import MemoryStore, counter, keys, queues
-from upr_server.events.errors import TooManyConsumersError, UnknownConsumerError
-from upr_server.events.queues import Telling
-from upr_server.events.store import EventStore, Transaction
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate
+from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
+from upr_server.events.queues import (
+    EventBatch,
+    EventQueue,
+    EventQueues,
+    TooManyConsumersError,
+)
 
 TIMEOUT_S = 10.0
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+def new_queue() -> EventQueue:
+    return EventQueue(TIMEOUT_S, reported_at=0.0)
 
 
-async def polled(store: EventStore, consumer: str = "c", now: float = 0.0) -> list[BucketEvent]:
-    """What one look at the whole queue gives."""
+def polled(queue: EventQueue, keys_max: int = 3) -> list[BucketEvent]:
+    """What polls give until the queue was looked at to its end."""
     events: list[BucketEvent] = []
-    after = b""
-    while True:
-        found = await queues.poll(store, consumer, TIMEOUT_S, now, after, limit=3)
-        events += found.events
-        after = found.after
-        if not after:
-            return events
+    is_all = False
+    while not is_all:
+        some_events, is_all = queue.poll(keys_max)
+        events += some_events
+    return events
 
 
-async def registered(store: EventStore, *consumers: str) -> None:
-    for consumer in consumers:
-        await queues.register(store, consumer, TIMEOUT_S, 0.0)
-
-
-async def test_what_is_told_before_anybody_registers_is_told_to_nobody(
-    store: MemoryStore,
-) -> None:
-    assert await queues.tell(store, [Telling("b", 1, created=True)]) == 0
-    assert len(store) == 0
-    with pytest.raises(UnknownConsumerError):
-        await polled(store)
-    await registered(store, "c")
-    assert await polled(store) == []
-
-
-async def test_each_consumer_is_told_once(store: MemoryStore) -> None:
-    await registered(store, "c", "d")
-    telling = Telling("b", 1, created=True, updates=3, designs={b"_design/x": 2})
-    assert await queues.tell(store, [telling, Telling("other", 2, updates=1)]) == 2
-    told = [
-        BucketEvent("b", 1, BucketFate.CREATED, 3, (b"_design/x",)),
+def test_an_event_is_told_once() -> None:
+    queue = new_queue()
+    queue.created("b", 1)
+    for designs in ((b"_design/x",), (), (b"_design/y", b"_design/x")):
+        queue.updated("b", 1, designs)
+    queue.updated("other", 2, ())
+    assert polled(queue) == [
+        BucketEvent("b", 1, BucketFate.CREATED, 3, (b"_design/x", b"_design/y")),
         BucketEvent("other", 2, BucketFate.NONE, 1),
     ]
-    for consumer in ("c", "d"):
-        assert await polled(store, consumer) == told
-        assert await polled(store, consumer) == []
+    assert polled(queue) == []
 
 
-async def test_what_reads_idle_is_cleared_away(store: MemoryStore) -> None:
-    await registered(store, "c")
-    empty = len(store)
-    await queues.tell(store, [Telling("b", 1, updates=1, designs={b"_design/x": 1})])
-    await polled(store)
-    key = keys.counter_key("c", "b", 1)
-    assert (await rows_of(store))[key] == counter.IDLE.to_bytes(8, "little")
-    assert len(store) == empty + 1
-    await polled(store)
-    assert len(store) == empty
+def test_a_counter_that_stays_idle_is_removed_by_the_next_poll() -> None:
+    queue = new_queue()
+    queue.updated("b", 1, (b"_design/x",))
+    polled(queue)
+    assert list(queue.counters) == ["b"]
+    polled(queue)
+    assert not queue.counters
 
 
-async def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation(
-    store: MemoryStore,
-) -> None:
-    await registered(store, "c")
-    await queues.tell(store, [Telling("b", 1, deleted=True)])
-    assert await polled(store) == [BucketEvent("b", 1, BucketFate.DELETED)]
-    await queues.tell(store, [Telling("b", 1, updates=1)])
-    await queues.tell(store, [Telling("b", 2, created=True)])
-    # Were there one counter for both, it would be max(6, 3) now: updated, and not created.
-    assert await polled(store) == [BucketEvent("b", 2, BucketFate.CREATED)]
+def test_a_deletion_after_a_poll_is_told() -> None:
+    queue = new_queue()
+    queue.created("b", 1)
+    polled(queue)
+    queue.deleted("b", 1)
+    assert polled(queue) == [BucketEvent("b", 1, BucketFate.DELETED)]
 
 
-async def test_of_a_bucket_made_again_and_again_there_is_one_counter(store: MemoryStore) -> None:
-    await registered(store, "c")
-    empty = len(store)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("update"), st.sampled_from("abcdef")),
+            st.tuples(st.just("poll"), st.integers(1, 4)),
+        ),
+        max_size=60,
+    )
+)
+def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]]) -> None:
+    """Whenever a poll comes, and however early it stops, each update is told exactly once."""
+    queue = new_queue()
+    made: Counter[str] = Counter()
+    told: Counter[str] = Counter()
+    for step, argument in steps:
+        if isinstance(argument, str):
+            queue.updated(argument, 1, (f"_design/{made[argument]}".encode(),))
+            made[argument] += 1
+        else:
+            assert step == "poll"
+            for event in queue.poll(argument)[0]:
+                told[event.bucket] += event.updates
+                assert len(event.designs) == event.updates
+    for event in polled(queue):
+        told[event.bucket] += event.updates
+    assert told == made
+
+
+def test_a_poll_that_stops_early_continues_with_the_buckets_not_told_yet() -> None:
+    queue = new_queue()
+    for bucket in "abcde":
+        queue.updated(bucket, 1, ())
+    assert [[event.bucket for event in queue.poll(2)[0]] for _ in range(2)] == [
+        ["a", "b"],
+        ["c", "d"],
+    ]
+    queue.updated("a", 1, ())
+    events, is_all = queue.poll(2)
+    assert [event.bucket for event in events] == ["e", "a"]
+    assert is_all
+
+
+def test_one_poll_tells_of_so_many_keys_but_of_its_first_bucket_whole() -> None:
+    queue = new_queue()
+    for bucket in "ab":
+        queue.updated(bucket, 1, tuple(b"_design/%d" % number for number in range(5)))
+    events, is_all = queue.poll(3)
+    assert [len(event.designs) for event in events] == [5]
+    assert not is_all
+    assert len(queue.poll(12)[0]) == 1
+
+
+def test_more_design_documents_than_are_named_are_told_as_any() -> None:
+    queue = new_queue()
+    for number in range(DESIGNS_MAX):
+        queue.updated("b", 1, (b"_design/%d" % number,))
+    assert len(queue.counters["b"].designs) == DESIGNS_MAX
+    queue.updated("b", 1, (b"_design/more",))
+    queue.updated("b", 1, (b"_design/even more",))
+    assert [event.designs for event in polled(queue)] == [(ANY_DESIGN,)]
+    # The next ones are named again.
+    queue.updated("b", 1, (b"_design/more",))
+    assert [event.designs for event in polled(queue)] == [(b"_design/more",)]
+
+
+def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:
+    queue = new_queue()
+    queue.deleted("b", 1)
+    assert polled(queue) == [BucketEvent("b", 1, BucketFate.DELETED)]
+    queue.updated("b", 1, ())
+    queue.created("b", 2)
+    queue.updated("b", 1, ())
+    queue.deleted("b", 1)
+    # Were there one counter for both, a deletion would be told, and no creation.
+    assert polled(queue) == [BucketEvent("b", 2, BucketFate.CREATED)]
+
+
+def test_of_a_bucket_made_again_and_again_there_is_one_counter() -> None:
+    queue = new_queue()
     for incarnation in (7, 3, 9, 1, 5):
-        await queues.tell(
-            store, [Telling("b", incarnation, created=True, designs={b"_design/x": 1})]
-        )
-        await queues.tell(store, [Telling("ba", incarnation, created=True)])
-        await queues.tell(store, [Telling("b", incarnation, deleted=True)])
-        assert len(store) == empty + 2
-    assert await polled(store) == [
+        queue.created("b", incarnation)
+        queue.updated("b", incarnation, (b"_design/x",))
+        queue.created("ba", incarnation)
+        queue.deleted("b", incarnation)
+        assert len(queue.counters) == 2
+    assert polled(queue) == [
         BucketEvent("b", 5, BucketFate.DELETED),
         BucketEvent("ba", 5, BucketFate.CREATED),
     ]
 
 
-async def test_a_queue_is_looked_at_piece_by_piece(store: MemoryStore) -> None:
-    await registered(store, "c")
-    designs = {b"_design/%d" % n: 1 for n in range(5)}
-    await queues.tell(
-        store, [Telling(f"b{n}", n, updates=1, designs=dict(designs)) for n in range(4)]
-    )
-    told: dict[str, set[bytes]] = {}
-    updates = 0
-    for event in await polled(store):
-        told.setdefault(event.bucket, set()).update(event.designs)
-        updates += event.updates
-    assert told == {f"b{n}": set(designs) for n in range(4)}
-    assert updates == 4
-    assert await polled(store) == []
+def test_dead_consumers_are_removed_with_their_queues_and_others_are_not() -> None:
+    queues = EventQueues()
+    for consumer in ("dead", "alive", "asking"):
+        queues.register(consumer, TIMEOUT_S, now=0.0)
+    asking = queues.get("asking")
+    assert asking is not None
+    asking.asker = object()
+    assert queues.report_health("alive", 30.0, now=5.0) is not None
+    assert queues.remove_dead(TIMEOUT_S - 0.1) == ([], TIMEOUT_S)
+    assert queues.remove_dead(TIMEOUT_S)[0] == ["dead"]
+    assert queues.get("dead") is None
+    assert queues.report_health("dead", TIMEOUT_S, now=11.0) is None
+    asking.asker = None
+    assert queues.remove_dead(12.0) == (["asking"], 35.0)
+    assert queues.remove_dead(35.0) == (["alive"], float("inf"))
 
 
-async def test_the_dead_are_cleared_with_their_queues_and_others_are_not(
-    store: MemoryStore,
-) -> None:
-    await registered(store, "c", "d")
-    await queues.tell(store, [Telling("b", 1, updates=1, designs={b"_design/x": 1})])
-    await queues.poll(store, "d", 30.0, 5.0)
-    assert await queues.forget_dead(store, TIMEOUT_S - 0.1) == ([], TIMEOUT_S)
-    assert await queues.forget_dead(store, TIMEOUT_S) == (["c"], 35.0)
-    with pytest.raises(UnknownConsumerError):
-        await polled(store)
-    assert not [key for key in await rows_of(store) if key[1:2] == b"c"]
-    assert await polled(store, "d") == []
+def test_a_clean_restart_keeps_the_queues() -> None:
+    queues = EventQueues()
+    for consumer in ("c", ".own"):
+        queue = queues.register(consumer, TIMEOUT_S, now=0.0)
+        queue.created("b", 7)
+        queue.updated("b", 7, (b"_design/x", b"_design/\xff"))
+    unacknowledged = EventBatch((BucketEvent("gone", 1, BucketFate.DELETED),), id=99)
+    queue = queues.register("d", TIMEOUT_S, now=0.0)
+    queue.unacknowledged = unacknowledged
+    restored = EventQueues()
+    restored.restore(queues.to_bytes(), now=1000.0)
+    for consumer in ("c", ".own"):
+        again = restored.get(consumer)
+        assert again is not None
+        assert polled(again) == [
+            BucketEvent("b", 7, BucketFate.CREATED, 1, (b"_design/x", b"_design/\xff"))
+        ]
+    last = restored.get("d")
+    assert last is not None
+    assert last.unacknowledged == unacknowledged
 
 
-async def test_who_reports_while_it_is_buried_lives(store: MemoryStore) -> None:
-    await registered(store, "c")
-    raced = False
-
-    class Racing(MemoryStore):
-        async def transact(self, body):  # type: ignore[no-untyped-def]
-            async def racing(transaction: Transaction):  # type: ignore[no-untyped-def]
-                nonlocal raced
-                result = await body(transaction)
-                if not raced:
-                    raced = True
-                    await queues.report_health(store, "c", TIMEOUT_S, 50.0)
-                return result
-
-            return await store.transact(racing)
-
-    assert await queues.forget_dead(Racing(), 20.0) == ([], 50.0 + TIMEOUT_S)
-    assert await polled(store) == []
+def test_after_an_absence_of_the_node_nobody_is_dead() -> None:
+    queues = EventQueues()
+    queues.register("c", TIMEOUT_S, now=0.0)
+    restored = EventQueues()
+    restored.restore(queues.to_bytes(), now=1000.0)
+    assert restored.remove_dead(1000.0 + TIMEOUT_S - 1) == ([], 1000.0 + TIMEOUT_S)
+    assert restored.remove_dead(1000.0 + TIMEOUT_S)[0] == ["c"]
 
 
-async def test_after_an_absence_of_the_node_nobody_is_dead(store: MemoryStore) -> None:
-    await registered(store, "c")
-    await queues.revive(store, 1000.0)
-    assert await queues.forget_dead(store, 1005.0) == ([], 1000.0 + TIMEOUT_S)
-
-
-async def test_what_is_put_back_is_told_before_what_has_come_since(store: MemoryStore) -> None:
-    await registered(store, "c")
-    await queues.tell(store, [Telling("a", 1, created=True, updates=2), Telling("b", 1, updates=1)])
-    await queues.tell(store, [Telling("c", 1, updates=1, designs={b"_design/x": 1})])
-    events = await polled(store)
-    await queues.tell(
-        store,
-        [
-            Telling("a", 1, updates=1, designs={b"_design/y": 1}),
-            Telling("b", 1, deleted=True),
-        ],
-    )
-    await queues.tell(store, [Telling("c", 2, created=True)])
-    await queues.put_back(store, "c", events)
-    assert await polled(store) == [
-        BucketEvent("a", 1, BucketFate.CREATED, 3, (b"_design/y",)),
-        BucketEvent("b", 1, BucketFate.DELETED, 1),
-        BucketEvent("c", 2, BucketFate.CREATED),
-    ]
-
-
-async def test_there_are_so_many_consumers_and_no_more(store: MemoryStore) -> None:
-    await registered(store, *(f"c{n}" for n in range(CONSUMERS_MAX)))
-    with pytest.raises(TooManyConsumersError):
-        await registered(store, "one more")
-    await registered(store, "c0")
+def test_there_are_so_many_consumers_and_no_more() -> None:
+    queues = EventQueues()
+    for number in range(CONSUMERS_MAX):
+        queues.register(f"c{number}", TIMEOUT_S, now=0.0)
+    with pytest.raises(TooManyConsumersError, match="already has 100 event consumers"):
+        queues.register("one more", TIMEOUT_S, now=0.0)
     # Those that nodes have for themselves are neither counted nor refused.
-    await registered(store, ".own")
-    await queues.forget(store, "c1")
-    await registered(store, "one more")
-    with pytest.raises(TooManyConsumersError):
-        await registered(store, "and one more")
-
-
-def test_keys_come_apart_again() -> None:
-    for document in (b"", b"_design/", b"_design/\0\xff"):
-        key = keys.design_key("c", "b", (1 << 64) - 1, document)
-        assert keys.place_of("c", key) == keys.Place("b", (1 << 64) - 1, document)
-        first, end = keys.queue_range("c")
-        assert first <= key < end
-        if document:
-            first, end = keys.designs_range(keys.counter_key("c", "b", (1 << 64) - 1))
-            assert first <= key < end
-    # A name that another begins with is another.
-    assert not keys.queue_range("c")[0] <= keys.counter_key("ca", "b", 0) < keys.queue_range("c")[1]
-    first, end = keys.bucket_range("c", "b")
-    assert not first <= keys.counter_key("c", "ba", 0) < end
+    queues.register(".own", TIMEOUT_S, now=5.0)
+    assert queues.consumer_count == CONSUMERS_MAX
+    queues.remove_dead(TIMEOUT_S)
+    queues.register("one more", TIMEOUT_S, now=0.0)

@@ -22,7 +22,6 @@ import trio.testing
 from trio.testing import MockClock
 
 from tests.engine.helpers import put
-from tests.events.test_store import on_disk
 from tests.kit.async_names import below, name_of
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
@@ -39,13 +38,9 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server, serve
 from upr_server.config import Config
 from upr_server.engine import QUOTA_BYTES_MIN, Want
-from upr_server.events import DiskStore, EventBus, EventStore, MemoryStore, queues
-from upr_server.events.consumer import Consumer
-from upr_server.events.feeds import Feeds
-from upr_server.events.producer import Producer
-from upr_server.events.queues import Telling
-from upr_server.events.store import Transaction
-from upr_server.events.worker import Worker
+from upr_server.events import EventBus
+from upr_server.events.feeds import EventFeeds
+from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import Connection, Service
 from upr_server.net.budget import FrameBudget
 from upr_server.net.cluster import Alone
@@ -78,7 +73,6 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.flusher import Flusher
 from upr_server.storage.leases import LAPSED_S, LeaseBook
-from upr_server.storage.ledger import OpenLedger
 from upr_server.storage.processes import ProcessStore, open_store
 from upr_server.storage.records import LeaseRecord
 from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
@@ -532,8 +526,9 @@ WHOLE: Final = tries(
     Flusher.run,
     Upkeeper.run,
     EventBus.running,
-    Producer.run,
-    Worker.run,
+    EventBus.restore,
+    EventBus.save,
+    LocalConsumer.run,
 )
 
 
@@ -610,78 +605,43 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
 
 # Events.
 
-QUEUES: Final = tries(
-    queues.register,
-    queues.report_health,
-    queues.tell,
-    queues.poll,
-    queues.put_back,
-    queues.revive,
-    queues.forget_dead,
-    queues.forget,
-    Consumer.poll,
-    Consumer.is_known,
-    EventStore.opened,
-    EventStore.transact,
-    Transaction.read,
-    MemoryStore.read,
-    MemoryStore.commit,
-)
-
-
-async def test_queues(autojump_clock: MockClock) -> None:
-    store = MemoryStore(partial(trio.sleep, CALL_S))
-    telling = Telling("b", 1, created=True)
-
-    async def work() -> None:
-        async with store.opened():
-            await queues.register(store, "c", 30.0, trio.current_time())
-            await queues.report_health(store, "c", 30.0, trio.current_time())
-            await queues.tell(store, [telling])
-            polled = await queues.poll(store, "c", 30.0, trio.current_time(), b"")
-            assert [event.bucket for event in polled.events] == ["b"]
-            await queues.put_back(store, "c", polled.events)
-            await queues.revive(store, trio.current_time())
-            await queues.forget_dead(store, trio.current_time())
-            await queues.forget(store, "c")
-            consumer = Consumer(store, "d", 30.0, trio.current_time)
-            await consumer.poll()
-            assert await consumer.is_known()
-            await queues.forget(store, "d")
-
-    async def then() -> None:
-        for name in "cd":
-            await queues.forget(store, name)
-        await work()
-        assert not len(store)
-
-    (await cancelled_at_each_step(work, then=then)).check_inside(*QUEUES)
-
-
-BUS: Final = tries(
-    EventBus.running,
-    EventBus.next_events,
-    Feeds.next,
-    Feeds.put_back,
-    Producer.flush,
-)
+BUS: Final = tries(EventBus.next_events, EventFeeds.next)
 
 
 async def test_the_event_bus(autojump_clock: MockClock) -> None:
-    store = MemoryStore(partial(trio.sleep, CALL_S))
+    """A question that is cancelled takes nothing with it: the next one is told all."""
     ids, incarnations = count(1), count(1)
+    bus = EventBus(SimulatedStore(), time=trio.current_time, new_id=lambda: next(ids))
+    acknowledged = created = told = 0
+
+    async def next_events() -> None:
+        nonlocal acknowledged, told
+        acknowledged, everything, events = await bus.next_events(
+            "c", EventFilter(), timeout_s=30, acknowledged=acknowledged, wait_s=1
+        )
+        assert not everything
+        told += len(events)
 
     async def work() -> None:
-        bus = EventBus(store, time=trio.current_time, new_id=lambda: next(ids))
-        async with bus.running():
-            number, _, _ = await bus.next_events(
-                "c", EventFilter(), timeout_s=30, acknowledged=0, wait_s=1
-            )
-            bus.producer._of(_Bucket("b", next(incarnations))).created = True  # type: ignore[arg-type]
-            await bus.next_events("c", EventFilter(), timeout_s=30, acknowledged=number, wait_s=1)
-            assert bus._feeds.statistics()["asking"] == 0
+        nonlocal created
+        created += 1
+        incarnation = next(incarnations)
+        bus.producer.created(_Bucket(f"b{incarnation}", incarnation))  # type: ignore[arg-type]
+        while told < created:
+            await next_events()
+        # There is nothing more: this one waits.
+        await next_events()
+        assert told == created
 
-    (await cancelled_at_each_step(work, then=work)).check_inside(*BUS)
+    def look() -> None:
+        assert bus.statistics()["asking"] == 0
+
+    async with bus.running():
+        acknowledged, everything, _ = await bus.next_events(
+            "c", EventFilter(), timeout_s=30, acknowledged=0, wait_s=1
+        )
+        assert everything
+        (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUS)
 
 
 class _Bucket:
@@ -692,21 +652,9 @@ class _Bucket:
         self.incarnation = incarnation
 
 
-LEDGER: Final = tries(DiskStore.opened, DiskStore.read, DiskStore.commit)
-
-
-async def test_events_on_disk(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with on_disk(tmp_path / "events") as store:
-            await queues.register(store, "c", 30.0, trio.current_time())
-            await queues.forget(store, "c")
-
-    (await cancelled_at_each_step(work, then=work)).check_inside(*LEDGER)
-
-
 # Processes.
 
-tries(open_store, ProcessStore.execute, ProcessStore.ledger, ProcessStore.watch)
+tries(open_store, ProcessStore.execute, ProcessStore.watch)
 
 
 async def test_a_store_of_two_processes(tmp_path: Path) -> None:
@@ -731,10 +679,9 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
 
         async def ask() -> None:
             await store.ask(LoadBuckets())
-            await store.ledger(OpenLedger())
 
         found = await cancelled_at_each_step(ask, then=ask)
-    found.check_inside(ProcessStore.execute, ProcessStore.ledger)
+    found.check_inside(ProcessStore.execute)
 
 
 SIGNALS: Final = tries(serve, run_until_signal)

@@ -1,14 +1,11 @@
-"""The event bus: who changed, not what changed (seed 004).
+"""The event bus: which buckets changed, not what changed in them.
 
-Consumers come and go, and may die at any time. So nothing is queued: for each consumer and bucket
-there is one number, which atomic operations change (`counter`), in a store that could be one of a
-whole cluster (`store`). See docs/adr/0012-the-event-bus.md.
+Consumers come and go, and may die at any time. So no event is ever queued: for each consumer and
+bucket there is one number, which counts (`packed_counter`). The reasons are in
+docs/adr/0017-event-queues-in-memory.md.
 """
 
 from upr_server.events.bus import EventBus
-from upr_server.events.consumer import News
-from upr_server.events.disk_store import DiskStore
-from upr_server.events.memory_store import MemoryStore
-from upr_server.events.store import EventStore
+from upr_server.events.queues import EventBatch
 
-__all__ = ["DiskStore", "EventBus", "EventStore", "MemoryStore", "News"]
+__all__ = ["EventBatch", "EventBus"]

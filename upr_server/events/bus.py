@@ -1,4 +1,4 @@
-"""The event bus of one node: producer, consumers, and who looks after the dead."""
+"""The event bus of one node: its queues, who counts in them, and who reads them."""
 
 from __future__ import annotations
 
@@ -6,139 +6,138 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
+import msgspec
 import structlog
 import trio
 
 from upr_protocol.bucket_event import BucketEvent, EventFilter
 from upr_protocol.concurrency import background
-from upr_server.events import keys, queues
 from upr_server.events.bell import Bell
-from upr_server.events.consumer import Consumer
-from upr_server.events.feeds import Feeds
+from upr_server.events.feeds import EventFeeds
+from upr_server.events.local_consumer import LocalConsumer
 from upr_server.events.producer import Producer
-from upr_server.events.store import EventStore
-from upr_server.events.worker import Worker
-from upr_server.storage.errors import StorageError
+from upr_server.events.queues import EventQueues, is_own
+from upr_server.storage.api import Store
+from upr_server.storage.calls import SaveEventQueues, TakeEventQueues
+from upr_server.storage.errors import CorruptionError, StorageError
 
-LOOK_S: Final = 1.0
-"""How often the consumers' health is looked at, at the least: the shortest timeout there is."""
+HEALTH_CHECK_S: Final = 1.0
+"""How often consumers' health is checked, at the least: the shortest timeout there is."""
 
-LOOK_S_MIN: Final = 0.05
+HEALTH_CHECK_S_MIN: Final = 0.05
 """How long to wait at the least: the clock that consumers are held to may stand still."""
 
 log = structlog.get_logger(__name__)
 
 
 class EventBus:
-    """See the module. Whom the engine tells is there from the beginning, and gathers; all else is
-    while it is `running`.
+    """The bus. Consumers are told while it is `running`.
 
     Args:
-        store: Where the queues are.
+        store: Where the queues outlive a clean stop.
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number.
 
     Attributes:
-        producer: Whom the engine tells.
+        producer: Has to be told what becomes of buckets, from `restore` on.
     """
 
     def __init__(
-        self, store: EventStore, *, time: Callable[[], float], new_id: Callable[[], int]
+        self, store: Store, *, time: Callable[[], float], new_id: Callable[[], int]
     ) -> None:
         self._store = store
         self._time = time
         self._bell = Bell()
-        self._feeds = Feeds(store, self._bell, time, new_id)
-        self._workers: dict[str, Worker] = {}
+        self._queues = EventQueues()
+        self._feeds = EventFeeds(self._queues, self._bell, time, new_id)
+        self._local_consumers: dict[str, LocalConsumer] = {}
         self._nursery: trio.Nursery | None = None
         self._cleared = 0
-        self.producer = Producer(store, self._bell.ring)
+        self.producer = Producer(self._queues, self._bell.ring)
+
+    # A clean restart.
+
+    async def restore(self) -> None:
+        """Takes over the queues that a clean stop has saved. They are gone from the disk when this
+        returns: after a crash nobody may find them again, as they miss what was told since.
+
+        Raises:
+            DataDirectoryError: The saved queues cannot be read, or not be removed.
+        """
+        try:
+            data = await self._store.ask(TakeEventQueues())
+            if data:
+                self._queues.restore(data, self._time())
+        except (CorruptionError, msgspec.DecodeError) as error:
+            log.warning("event queues cannot be read; consumers start over", error=str(error))
+
+    async def save(self) -> None:
+        """Saves the queues. To be called when all else is on disk: until then a crash loses what
+        consumers were told of, and they must hear of the crash."""
+        try:
+            await self._store.ask(SaveEventQueues(self._queues.to_bytes()))
+        except StorageError as error:
+            log.warning("event queues not saved; consumers start over", error=str(error))
+
+    # While it runs.
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Tells consumers, and clears the dead ones, for as long as the context."""
+        async with background() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._check_health)
+            yield
 
     async def next_events(
         self,
         consumer: str,
-        wanted: EventFilter,
+        event_filter: EventFilter,
         *,
         timeout_s: float,
         acknowledged: int,
         wait_s: float,
     ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
-        """See `Feeds.next`; the number of a batch, whether to look at everything, and events."""
-        batch = await self._feeds.next(
-            consumer, wanted, timeout_s=timeout_s, acknowledged=acknowledged, wait_s=wait_s
-        )
-        return batch.number, batch.everything, batch.events
+        """Answers a consumer's question; see `EventFeeds.next`.
 
-    def worker(self, name: str, timeout_s: float) -> Worker:
-        """The worker of this node for a consumer of its own; all who ask for the name share it.
+        Returns:
+            The batch's ID, or 0; whether to look at everything; what became of buckets.
+        """
+        batch = await self._feeds.next(
+            consumer, event_filter, timeout_s=timeout_s, acknowledged=acknowledged, wait_s=wait_s
+        )
+        return batch.id, batch.everything, batch.events
+
+    def local_consumer(self, name: str, timeout_s: float) -> LocalConsumer:
+        """A consumer of this node's own; all who ask for the name share it.
 
         Args:
-            name: The consumer's name. It begins with a dot, which none of those that come over a
-                connection does.
-            timeout_s: For how long its queue is kept when this node is away.
+            name: Its name. It begins with a dot, which no name that comes over a connection does.
+            timeout_s: How long its queue is kept when nobody subscribes to it.
         """
-        assert keys.is_own(name)
+        assert is_own(name)
         assert self._nursery is not None
-        worker = self._workers.get(name)
-        if worker is None:
-            consumer = Consumer(self._store, name, timeout_s, self._time)
-            worker = self._workers[name] = Worker(consumer, self._bell)
-            self._nursery.start_soon(worker.run)
-        return worker
+        consumer = self._local_consumers.get(name)
+        if consumer is None:
+            consumer = LocalConsumer(name, timeout_s, self._queues, self._bell, self._time)
+            self._local_consumers[name] = consumer
+            self._nursery.start_soon(consumer.run)
+        return consumer
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Consumers are told for as long as the context. Left without an exception, everything that
-        was told is in the store.
-
-        Raises:
-            StorageError: The store cannot be opened.
-        """
-        async with self._store.opened():
-            await self._revive()
-            async with background() as nursery:
-                self._nursery = nursery
-                nursery.start_soon(self.producer.run)
-                nursery.start_soon(self._bury)
-                yield
-            await self._close()
-
-    async def _revive(self) -> None:
-        """Nobody could report while this node was not there."""
-        try:
-            await queues.revive(self._store, self._time())
-        except StorageError as error:
-            # On a full disk, for instance: the server starts nevertheless.
-            log.warning("consumers of events may be cleared early", error=str(error))
-
-    async def _bury(self) -> None:
+    async def _check_health(self) -> None:
         while True:
-            pause_s = LOOK_S
-            try:
-                now = self._time()
-                dead, deadline = await queues.forget_dead(self._store, now)
-                pause_s = max(LOOK_S_MIN, min(LOOK_S, deadline - now))
-                for consumer in dead:
-                    self._cleared += 1
-                    self._feeds.forget(consumer)
-                    log.info("a consumer of events says nothing: cleared", consumer=consumer)
-            except StorageError as error:
-                log.warning("the health of consumers cannot be read", error=str(error))
-            await trio.sleep(pause_s)
-
-    async def _close(self) -> None:
-        try:
-            await self.producer.flush()
-            await self._feeds.put_back()
-        except StorageError as error:
-            # Something would be missing: better that consumers look at everything.
-            self._store.is_whole = False
-            log.warning("the events are lost: consumers will begin anew", error=str(error))
+            now = self._time()
+            dead, deadline = self._queues.remove_dead(now)
+            for consumer in dead:
+                self._cleared += 1
+                log.info("event consumer timed out; queue dropped", consumer=consumer)
+            await trio.sleep(max(HEALTH_CHECK_S_MIN, min(HEALTH_CHECK_S, deadline - now)))
 
     def statistics(self) -> dict[str, object]:
         """Figures."""
         return {
-            **self.producer.statistics(),
+            "consumers": self._queues.consumer_count,
+            "counters": sum(len(queue.counters) for queue in self._queues),
             **self._feeds.statistics(),
             "consumers_cleared": self._cleared,
         }

@@ -1,280 +1,263 @@
-"""Consumers and their queues, in the store: each function here is one transaction.
+"""The queues of the event bus: for each consumer, one packed counter a bucket. Pure.
 
-Keys of a queue are bounded by buckets × consumers, whatever happens: of one bucket there is one
-counter, as a creation takes those of earlier incarnations away, and at most `DESIGNS_MAX` design
-documents, which who calls `tell` sees to.
+Nothing is appended to a queue, so an absent consumer costs the server buckets, not events. One
+loop owns the queues, and no method here waits: each call is atomic, and nothing can come between a
+poll's read and its reset. Their size is bounded by consumers × buckets × `DESIGNS_MAX`.
+
+The queues live in memory. A clean stop saves them (`to_bytes`); a crash loses them, and every
+consumer then registers anew and is told to look at everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import attrs
+import msgspec
 
-from upr_protocol.bucket_event import BucketEvent, BucketFate
-from upr_protocol.limits import CONSUMERS_MAX, EVENT_KEYS_MAX
-from upr_server.events import counter, keys
-from upr_server.events.errors import TooManyConsumersError, UnknownConsumerError
-from upr_server.events.store import EventStore, Transaction
-from upr_server.storage.ledger import NUMBER
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent
+from upr_protocol.errors import UprError
+from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX, EVENT_KEYS_MAX
+from upr_server.events import packed_counter
+from upr_server.events.packed_counter import IDLE, UPDATE
 
 
-@attrs.define
-class Telling:
-    """What became of one incarnation of a bucket since it was told last.
+class TooManyConsumersError(UprError):
+    """No more consumers can be registered."""
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """What a consumer is told at once.
 
     Attributes:
-        bucket: The bucket's name.
-        incarnation: Which one of that name.
-        created: Whether it was made.
-        deleted: Whether it was deleted, behind all else.
-        updates: Batches that were taken in.
-        designs: Design documents that changed, and how often.
+        events: What became of buckets since the consumer was told last.
+        everything: Whether the consumer may have missed events and must look at every bucket.
+        id: The number that acknowledges the batch; 0 where nothing is to be acknowledged.
     """
 
-    bucket: str
+    events: tuple[BucketEvent, ...] = ()
+    everything: bool = False
+    id: int = 0
+
+
+class BucketCounter(msgspec.Struct):
+    """What became of one bucket since a consumer polled last.
+
+    Attributes:
+        incarnation: Which bucket of that name; each creation has another.
+        value: The packed counter.
+        designs: The design documents that changed, in the order in which they first did. A
+            dictionary without values: a set has no order that a simulation could repeat.
+    """
+
     incarnation: int
-    created: bool = False
-    deleted: bool = False
-    updates: int = 0
-    designs: dict[bytes, int] = attrs.field(factory=dict)
+    value: int = IDLE
+    designs: dict[bytes, None] = {}
+
+    def add_designs(self, designs: Sequence[bytes]) -> None:
+        """Notes changed design documents. Beyond `DESIGNS_MAX`, `ANY_DESIGN` stands for all."""
+        if ANY_DESIGN in self.designs:
+            return
+        self.designs.update(dict.fromkeys(designs))
+        if len(self.designs) > DESIGNS_MAX or ANY_DESIGN in self.designs:
+            self.designs = {ANY_DESIGN: None}
 
 
-@attrs.frozen
-class Polled:
-    """What a poll took out of a queue.
+class _SavedQueue(msgspec.Struct):
+    consumer: str
+    timeout_s: float
+    counters: dict[str, BucketCounter]
+    unacknowledged: EventBatch | None
+
+
+@attrs.define(eq=False)
+class EventQueue:
+    """One consumer's queue.
 
     Attributes:
-        events: What became of buckets.
-        after: From where the next poll goes on; empty when this one came to the end.
+        timeout_s: How long the queue is kept after the consumer's last report.
+        reported_at: When the consumer last said that it is alive, in seconds since 1970.
+        counters: By bucket name. Polled counters move to the end, so that a poll that stops early
+            continues with the others.
+        unacknowledged: The batch that the consumer was told and has not acknowledged.
+        asker: Identifies the question that waits for an answer; None when the consumer does not
+            ask. Not saved.
+        polled_at: When the queue was polled last, by the loop's clock. Not saved.
     """
 
-    events: tuple[BucketEvent, ...]
-    after: bytes
+    timeout_s: float
+    reported_at: float
+    counters: dict[str, BucketCounter] = attrs.field(factory=dict)
+    unacknowledged: EventBatch | None = None
+    asker: object | None = None
+    polled_at: float = float("-inf")
 
+    def is_dead(self, now: float) -> bool:
+        """Whether the consumer missed its timeout. One that waits for an answer is alive."""
+        return self.asker is None and self.deadline <= now
 
-# Registering, and being alive.
+    @property
+    def deadline(self) -> float:
+        """When the consumer is dead unless it reports before, in seconds since 1970."""
+        return self.reported_at + self.timeout_s
 
+    # What the producer does. A straggler of an earlier incarnation is ignored: the creation of the
+    # newer one has already told the consumer that the earlier one is gone.
 
-async def register(store: EventStore, consumer: str, timeout_s: float, now: float) -> None:
-    """Makes a consumer known, with an empty queue.
+    def created(self, bucket: str, incarnation: int) -> None:
+        """A bucket was created."""
+        counter = BucketCounter(incarnation)
+        counter.value = packed_counter.with_creation(counter.value)
+        self.counters[bucket] = counter
 
-    Raises:
-        TooManyConsumersError: There are `CONSUMERS_MAX` already, beside the nodes' own.
-        StorageError: The store failed, or was full.
-    """
+    def updated(self, bucket: str, incarnation: int, designs: Sequence[bytes]) -> None:
+        """A batch changed something in a bucket, and these of its design documents."""
+        # Once a batch and consumer: written out, as calls would take most of its time.
+        counter = self.counters.get(bucket)
+        if counter is None:
+            counter = self.counters[bucket] = BucketCounter(incarnation)
+        if counter.incarnation == incarnation:
+            counter.value += UPDATE
+            if designs:
+                counter.add_designs(designs)
 
-    async def body(transaction: Transaction) -> None:
-        known = await transaction.read(*keys.REGISTRATIONS)
-        mine = keys.registration_key(consumer)
-        others = [key for key, _ in known if key != mine and not keys.is_own(keys.consumer_of(key))]
-        if len(others) >= CONSUMERS_MAX and not keys.is_own(consumer):
-            raise TooManyConsumersError(f"there are {len(others)} consumers of events already")
-        transaction.clear(*keys.queue_range(consumer))
-        transaction.put(mine, b"")
-        transaction.put(keys.health_key(consumer), keys.pack_health(timeout_s, now))
+    def deleted(self, bucket: str, incarnation: int) -> None:
+        """A bucket was deleted."""
+        counter = self._counter(bucket, incarnation)
+        if counter is not None:
+            counter.value = packed_counter.with_deletion(counter.value)
+            counter.designs = {}
 
-    await store.transact(body)
+    def _counter(self, bucket: str, incarnation: int) -> BucketCounter | None:
+        counter = self.counters.get(bucket)
+        if counter is None:
+            counter = self.counters[bucket] = BucketCounter(incarnation)
+        return counter if counter.incarnation == incarnation else None
 
+    # What the consumer does.
 
-async def report_health(store: EventStore, consumer: str, timeout_s: float, now: float) -> None:
-    """Says that a consumer is alive.
+    def poll(self, keys_max: int = EVENT_KEYS_MAX) -> tuple[tuple[BucketEvent, ...], bool]:
+        """Takes out what was counted since the last poll: reads each counter and resets it. A
+        counter that is still idle since the last poll is removed.
 
-    Raises:
-        UnknownConsumerError: It is not registered, or not any more.
-        StorageError: The store failed, or was full.
-    """
+        Complexity: O(buckets in the queue).
 
-    async def body(transaction: Transaction) -> None:
-        if not await transaction.read(*keys.one(keys.registration_key(consumer))):
-            raise UnknownConsumerError(consumer)
-        transaction.put(keys.health_key(consumer), keys.pack_health(timeout_s, now))
+        Args:
+            keys_max: How many buckets and design documents to tell of at most, but for the first
+                bucket, which is always told whole.
 
-    await store.transact(body)
-
-
-async def revive(store: EventStore, now: float) -> None:
-    """Has all consumers reported now: nobody could for as long as this node was not there."""
-
-    async def body(transaction: Transaction) -> None:
-        for key, health in await transaction.read(*keys.HEALTHS):
-            transaction.put(key, keys.pack_health(keys.timeout_of(health), now))
-
-    await store.transact(body)
-
-
-async def forget(store: EventStore, consumer: str) -> None:
-    """Clears a consumer and its queue, if it is registered."""
-
-    async def body(transaction: Transaction) -> None:
-        if await transaction.read(*keys.one(keys.registration_key(consumer))):
-            _clear(transaction, consumer)
-
-    await store.transact(body)
-
-
-async def forget_dead(store: EventStore, now: float) -> tuple[list[str], float]:
-    """Clears the consumers that have not reported within their timeout, and their queues.
-
-    Returns:
-        Who they were, and when the next one will be dead, unless it reports; infinity when there is
-        none.
-    """
-
-    async def body(transaction: Transaction) -> tuple[list[str], float]:
-        rows = await transaction.read(*keys.HEALTHS, snapshot=True)
-        deadlines = {keys.consumer_of(key): keys.deadline_of(health) for key, health in rows}
-        dead: list[str] = []
-        for consumer, deadline in deadlines.items():
-            if deadline > now:
+        Returns:
+            What became of buckets, and whether that is all; if not, poll again.
+        """
+        events: list[BucketEvent] = []
+        keys = 0
+        for bucket, counter in list(self.counters.items()):
+            if counter.value == IDLE:
+                del self.counters[bucket]
                 continue
-            # Looked at again: it may report just now.
-            health = await transaction.read(*keys.one(keys.health_key(consumer)))
-            if health and keys.deadline_of(health[0][1]) <= now:
-                dead.append(consumer)
-        for consumer in dead:
-            _clear(transaction, consumer)
-        alive = [deadline for consumer, deadline in deadlines.items() if consumer not in dead]
-        return dead, min(alive, default=float("inf"))
-
-    return await store.transact(body)
-
-
-def _clear(transaction: Transaction, consumer: str) -> None:
-    transaction.clear(*keys.one(keys.registration_key(consumer)))
-    transaction.clear(*keys.one(keys.health_key(consumer)))
-    transaction.clear(*keys.queue_range(consumer))
+            keys += 1 + len(counter.designs)
+            if events and keys > keys_max:
+                return tuple(events), False
+            fate, updates = packed_counter.unpack(counter.value)
+            designs = tuple(counter.designs)
+            events.append(BucketEvent(bucket, counter.incarnation, fate, updates, designs))
+            counter.value = IDLE
+            counter.designs = {}
+            self.counters[bucket] = self.counters.pop(bucket)
+        return tuple(events), True
 
 
-# Telling.
+_OWN_PREFIX: Final = "."
 
 
-async def tell(store: EventStore, tellings: Sequence[Telling]) -> int:
-    """Puts into every consumer's queue what became of buckets.
-
-    Returns:
-        How many consumers there are.
-    """
-
-    async def body(transaction: Transaction) -> int:
-        known = await transaction.read(*keys.REGISTRATIONS)
-        for key, _ in known:
-            for telling in tellings:
-                _tell(transaction, keys.consumer_of(key), telling)
-        return len(known)
-
-    return await store.transact(body)
+def is_own(consumer: str) -> bool:
+    """Whether the name is one of the node's own consumers. Names of consumers that come over a
+    connection never begin with a dot."""
+    return consumer.startswith(_OWN_PREFIX)
 
 
-def _tell(transaction: Transaction, consumer: str, telling: Telling) -> None:
-    key = keys.counter_key(consumer, telling.bucket, telling.incarnation)
-    designs = keys.designs_range(key)
-    if telling.created:
-        first, end = keys.bucket_range(consumer, telling.bucket)
-        transaction.clear(first, key)
-        transaction.clear(designs[1], end)
-        transaction.maximum(key, counter.CREATED)
-    if telling.updates:
-        transaction.add(key, counter.UPDATED * telling.updates)
-    if telling.deleted:
-        transaction.minimum(key, counter.DELETED)
-        transaction.clear(*designs)
-        return
-    for document, times in telling.designs.items():
-        document_key = keys.design_key(consumer, telling.bucket, telling.incarnation, document)
-        transaction.add(document_key, times)
+class EventQueues:
+    """The queues of one node, by consumer."""
 
+    def __init__(self) -> None:
+        self._queues: dict[str, EventQueue] = {}
 
-# Polling.
+    def __iter__(self) -> Iterator[EventQueue]:
+        return iter(self._queues.values())
 
+    def get(self, consumer: str) -> EventQueue | None:
+        """A registered consumer's queue."""
+        return self._queues.get(consumer)
 
-async def poll(
-    store: EventStore,
-    consumer: str,
-    timeout_s: float,
-    now: float,
-    after: bytes = b"",
-    limit: int = EVENT_KEYS_MAX,
-) -> Polled:
-    """Takes out of a queue what is there: reads it, and resets it, in one transaction, which also
-    reports the consumer's health. What was idle is cleared away.
+    def report_health(self, consumer: str, timeout_s: float, now: float) -> EventQueue | None:
+        """Notes that a consumer is alive.
 
-    Args:
-        store: The store.
-        consumer: Whose queue.
-        timeout_s: When it has not polled for so long it is dead.
-        now: The time, in seconds since 1970.
-        after: From where to go on, as the poll before said.
-        limit: How many keys to look at.
+        Args:
+            consumer: Its name.
+            timeout_s: When it has not reported for so long, it is dead.
+            now: The time, in seconds since 1970.
 
-    Raises:
-        UnknownConsumerError: It is not registered, or not any more: it may have missed anything.
-        StorageError: The store failed, or was full.
-    """
+        Returns:
+            The consumer's queue; None when the consumer is unknown, or was cleared: it may have
+            missed any event, and has to register.
+        """
+        queue = self._queues.get(consumer)
+        if queue is not None:
+            queue.timeout_s, queue.reported_at = timeout_s, now
+        return queue
 
-    async def body(transaction: Transaction) -> Polled:
-        if not await transaction.read(*keys.one(keys.registration_key(consumer))):
-            raise UnknownConsumerError(consumer)
-        first, end = keys.queue_range(consumer)
-        rows = await transaction.read(after or first, end, limit=limit)
-        transaction.put(keys.health_key(consumer), keys.pack_health(timeout_s, now))
-        events = _take(transaction, consumer, rows)
-        return Polled(events, rows[-1][0] + b"\0" if len(rows) == limit else b"")
+    def register(self, consumer: str, timeout_s: float, now: float) -> EventQueue:
+        """Begins an empty queue for a consumer. Everything told from this moment on is in it.
 
-    return await store.transact(body)
+        Raises:
+            TooManyConsumersError: `CONSUMERS_MAX` are registered, beside the node's own.
+        """
+        count = self.consumer_count
+        if count >= CONSUMERS_MAX and not is_own(consumer):
+            raise TooManyConsumersError(
+                f"this node already has {count} event consumers, which is the maximum; wait until "
+                "one of them times out"
+            )
+        queue = self._queues[consumer] = EventQueue(timeout_s, now)
+        return queue
 
+    def remove_dead(self, now: float) -> tuple[list[str], float]:
+        """Removes the queues of dead consumers.
 
-def _take(
-    transaction: Transaction, consumer: str, rows: Iterable[tuple[bytes, bytes]]
-) -> tuple[BucketEvent, ...]:
-    values: dict[tuple[str, int], int] = {}
-    designs: dict[tuple[str, int], list[bytes]] = {}
-    for key, number in rows:
-        place = keys.place_of(consumer, key)
-        name = (place.bucket, place.incarnation)
-        documents = designs.setdefault(name, [])
-        if place.document:
-            documents.append(place.document)
-            transaction.clear(*keys.one(key))
-            continue
-        (values[name],) = NUMBER.unpack(number)
-        if counter.is_idle(values[name]):
-            transaction.clear(*keys.one(key))
-        else:
-            transaction.put(key, NUMBER.pack(counter.IDLE))
-    events = []
-    for (bucket, incarnation), documents in designs.items():
-        fate, updates = counter.unpack(values.get((bucket, incarnation), counter.IDLE))
-        if fate is not BucketFate.NONE or updates or documents:
-            events.append(BucketEvent(bucket, incarnation, fate, updates, tuple(documents)))
-    return tuple(events)
+        Returns:
+            The names of those consumers, and when the next one may be dead; infinity when no
+            consumer is left.
+        """
+        dead = [name for name, queue in self._queues.items() if queue.is_dead(now)]
+        for name in dead:
+            del self._queues[name]
+        return dead, min((queue.deadline for queue in self), default=float("inf"))
 
+    @property
+    def consumer_count(self) -> int:
+        """How many consumers are registered, without the node's own."""
+        return sum(not is_own(name) for name in self._queues)
 
-async def put_back(store: EventStore, consumer: str, events: Sequence[BucketEvent]) -> None:
-    """Puts into a queue again what was taken out, before whatever has come since.
+    # A clean restart.
 
-    Raises:
-        UnknownConsumerError: It is not registered any more.
-        StorageError: The store failed, or was full.
-    """
+    def to_bytes(self) -> bytes:
+        """The queues, for `restore`."""
+        return msgspec.msgpack.encode(
+            [
+                _SavedQueue(name, queue.timeout_s, queue.counters, queue.unacknowledged)
+                for name, queue in self._queues.items()
+            ]
+        )
 
-    async def body(transaction: Transaction) -> None:
-        if not await transaction.read(*keys.one(keys.registration_key(consumer))):
-            raise UnknownConsumerError(consumer)
-        since: Mapping[bytes, bytes] = dict(await transaction.read(*keys.queue_range(consumer)))
-        places = [keys.place_of(consumer, key) for key in since]
-        incarnations = {place.bucket: place.incarnation for place in places}
-        for event in events:
-            if incarnations.get(event.bucket, event.incarnation) != event.incarnation:
-                # Another bucket of that name was made since, which tells of the end of this one.
-                continue
-            key = keys.counter_key(consumer, event.bucket, event.incarnation)
-            (later,) = NUMBER.unpack(since.get(key, NUMBER.pack(0)))
-            earlier = counter.pack(event.fate, event.updates)
-            transaction.put(key, NUMBER.pack(counter.merged(earlier, later)))
-            for document in event.designs:
-                transaction.add(
-                    keys.design_key(consumer, event.bucket, event.incarnation, document), 1
-                )
+    def restore(self, data: bytes, now: float) -> None:
+        """Adds the queues that a clean stop saved. Their consumers count as having reported now:
+        they could not report while the node was down.
 
-    await store.transact(body)
+        Raises:
+            msgspec.DecodeError: The data is not of this version.
+        """
+        for saved in msgspec.msgpack.decode(data, type=list[_SavedQueue]):
+            self._queues[saved.consumer] = EventQueue(
+                saved.timeout_s, now, saved.counters, saved.unacknowledged
+            )

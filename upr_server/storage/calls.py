@@ -136,6 +136,30 @@ class MarkCleanStop(BucketCall[None], frozen=True):
         bucket.log.mark_clean_stop()
 
 
+# Event queues.
+
+
+class TakeEventQueues(Call[bytes], frozen=True):
+    """Reads the event queues that a clean stop saved, and removes them: once this is answered no
+    crash brings them back. Answers no bytes when nothing was saved.
+
+    `CorruptionError` says that they are damaged, and removed nevertheless; `DataDirectoryError`
+    that they cannot be read or removed.
+    """
+
+    def run_on(self, server: StorageServer) -> bytes:
+        return server.event_queues.take()
+
+
+class SaveEventQueues(Call[None], frozen=True):
+    """Saves the event queues for the next start: all of them, or nothing."""
+
+    data: bytes
+
+    def run_on(self, server: StorageServer) -> None:
+        server.event_queues.save(self.data)
+
+
 # Changes.
 
 

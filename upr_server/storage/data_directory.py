@@ -7,7 +7,7 @@
       lock                held by the one server that uses it
       buckets/NAME/log/   the bucket's log, an LMDB environment
       buckets/NAME/index/ its index, another: LMDB has one writer an environment
-      events/             the queues of the event bus, a third; gone after a crash
+      event-queues        the queues of the event bus, while no server runs; missing after a crash
 
 A bucket is made beside its place and then moved there; names that begin with a dot are what a crash
 left of that, and of deletions.
@@ -29,6 +29,8 @@ import platformdirs
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
+from upr_server.storage.event_queue_file import EventQueueFile
+from upr_server.storage.files import replace_file, sync_folder
 from upr_server.storage.lmdb_store import FULL, LmdbEnvironment
 from upr_server.storage.records import FORMAT_VERSION
 
@@ -60,14 +62,8 @@ def prepare(path: Path) -> None:
             )
         else:
             (path / "buckets").mkdir(exist_ok=True)
-            new = path / _NEW_FORMAT
-            with new.open("w") as file:
-                file.write(FORMAT_TEXT)
-                file.flush()
-                os.fsync(file.fileno())
             # The last thing that is made: whoever sees it sees everything.
-            new.rename(form)
-            sync(path)
+            replace_file(form, FORMAT_TEXT.encode())
         if not os.access(path / "buckets", os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
@@ -137,15 +133,6 @@ def lock(path: Path) -> int | None:
     return descriptor
 
 
-def sync(path: Path) -> None:
-    """Has what was made in a folder survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class DataRoom:
     """The buckets of a data directory: a `Room` of LMDB environments.
 
@@ -153,10 +140,14 @@ class DataRoom:
         path: The data directory.
         readonly: Whether only to read.
         bytes_max: How large each file may become; 0 for as large as the disk is, up to a bound.
+
+    Attributes:
+        event_queues: The file in which a clean stop leaves the event queues.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False, bytes_max: int = 0) -> None:
         self._path = path / "buckets"
+        self.event_queues = EventQueueFile(path)
         self._readonly = readonly
         self._bytes_max = bytes_max
 
@@ -230,7 +221,7 @@ class DataRoom:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise DiskFullError(f"the disk is full: {error}") from error
             raise
-        sync(self._path)
+        sync_folder(self._path)
 
     def _make(self, new: Path, fill: Callable[[Environment, Environment], None]) -> None:
         parts = [new / part for part in ("log", "index")]
@@ -243,11 +234,11 @@ class DataRoom:
             log.close()
             index.close()
         for made in (*parts, new):
-            sync(made)
+            sync_folder(made)
 
     def delete(self, name: str) -> None:
         """Takes a bucket away."""
         gone = self._path / f".deleted-{name}"
         (self._path / name).rename(gone)
-        sync(self._path)
+        sync_folder(self._path)
         shutil.rmtree(gone)

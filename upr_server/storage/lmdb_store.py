@@ -72,8 +72,6 @@ class LmdbEnvironment:
             table of readers.
         is_summed: Whether commits keep the sum of all that the map holds, for `verify`; it costs
             them a look at everything that they replace.
-        is_synced: Whether a commit is on disk when it returns. Else the system may lose it, and the
-            whole map with it, until `sync`.
 
     Raises:
         DataDirectoryError: It cannot be opened.
@@ -88,7 +86,6 @@ class LmdbEnvironment:
         bytes_max: int = 0,
         is_alone: bool = False,
         is_summed: bool = False,
-        is_synced: bool = True,
     ) -> None:
         self._path = path
         self._is_summed = is_summed
@@ -102,7 +99,6 @@ class LmdbEnvironment:
                 readonly=readonly,
                 create=not readonly,
                 lock=not is_alone,
-                sync=is_synced,
                 # What a read touches is mostly read once, and near what is read next.
                 readahead=True,
                 # A page that is written has no bytes of what was freed before: no secrets, and
@@ -259,11 +255,6 @@ class LmdbEnvironment:
         """Bytes in use, and in the file."""
         with _translated():
             return {"bytes_used": self._used_bytes, "bytes_in_file": self._file_bytes}
-
-    def sync(self) -> None:
-        """Has all commits on disk."""
-        with _translated(writing=True):
-            self._env.sync(True)
 
     def close(self) -> None:
         """Lets go of it."""

@@ -24,7 +24,6 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, ReadChunks
 from upr_server.storage.data_directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
-from upr_server.storage.ledger import LedgerCall
 from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
@@ -197,14 +196,6 @@ class ProcessStore(Store):
         worker = self._reader if call.is_read else self._writer
         answer: Answer = await worker.call(call)
         return answer
-
-    async def ledger(self, call: LedgerCall) -> Any:
-        """Has the node's ledger answer: in the process that reads, which has the most time.
-
-        Raises:
-            StorageError: It could not be done.
-        """
-        return await self._reader.call(call)
 
     async def watch(self, worker: _Worker) -> None:
         """Serves one process's pipe until it ends, and says so."""

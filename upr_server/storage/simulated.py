@@ -21,14 +21,36 @@ from upr_server.storage.storage_server import StorageServer
 Answer = TypeVar("Answer")
 
 
+class SimulatedEventQueues:
+    """Event queues that outlive a clean stop.
+
+    Attributes:
+        data: What is saved; empty for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def take(self) -> bytes:
+        """What was saved, once."""
+        data, self.data = self.data, b""
+        return data
+
+    def save(self, data: bytes) -> None:
+        """Saves them."""
+        self.data = data
+
+
 class SimulatedRoom:
     """A `Room` of simulated disks, which outlives the stores that use it.
 
     Attributes:
         disks: Log and index of each bucket.
+        event_queues: Its event queues.
     """
 
     def __init__(self) -> None:
+        self.event_queues = SimulatedEventQueues()
         self.disks: dict[str, tuple[SimulatedDisk, SimulatedDisk]] = {}
 
     def names(self) -> list[str]:

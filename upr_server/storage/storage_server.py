@@ -15,8 +15,22 @@ from upr_server.storage.environment import Environment
 from upr_server.storage.records import BucketRecord, PartitionRecord
 
 
+class EventQueueStorage(Protocol):
+    """Where a clean stop leaves the event queues for the next start."""
+
+    def take(self) -> bytes:
+        """What was saved, once; empty when there is nothing."""
+
+    def save(self, data: bytes) -> None:
+        """Saves them, in place of what was saved before."""
+
+
 class BucketDirectory(Protocol):
-    """Where the maps of buckets are kept."""
+    """Where the maps of buckets are kept, and the event queues of their node."""
+
+    @property
+    def event_queues(self) -> EventQueueStorage:
+        """Where the event queues are saved."""
 
     def names(self) -> list[str]:
         """The buckets there are, sorted."""
@@ -37,11 +51,15 @@ class StorageServer:
     Args:
         directory: Where the buckets lie.
         copied: Copies a chunk that was read to where its reader takes it from.
+
+    Attributes:
+        event_queues: Where the event queues are saved.
     """
 
     def __init__(
         self, directory: BucketDirectory, copied: Callable[[Chunk], Chunk] = Chunk.copied
     ) -> None:
+        self.event_queues = directory.event_queues
         self._directory = directory
         self._copied = copied
         self._open: dict[str, BucketStorage] = {}

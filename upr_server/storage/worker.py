@@ -14,14 +14,12 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from upr_protocol.chunk import Buffer
-from upr_server.storage.calls import Call
 from upr_server.storage.data_directory import DataRoom
-from upr_server.storage.ledger import LEDGER_CALLS, Ledger
 from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
@@ -52,27 +50,22 @@ def main(arguments: Sequence[str]) -> None:
     if int(slots_descriptor) != NO_DESCRIPTOR:
         slots = SlotWriter(int(slots_descriptor))
     server = StorageServer(room) if slots is None else StorageServer(room, slots.put)
-    ledger = Ledger(Path(path) / "events")
     unpacker = Unpacker()
-
-    def answer(call: Call[Any]) -> Any:
-        return ledger.answer(call) if isinstance(call, LEDGER_CALLS) else call.run_on(server)
 
     with socket.socket(fileno=int(descriptor)) as pipe:
         try:
             while True:
-                _serve(pipe, unpacker, answer, slots)
+                _serve(pipe, unpacker, server, slots)
         except (EOFError, ConnectionError):
             pass
         finally:
-            ledger.close()
             server.close()
 
 
 def _serve(
     pipe: socket.socket,
     unpacker: Unpacker,
-    answer_to: Callable[[Call[Any]], Any],
+    server: StorageServer,
     slots: SlotWriter | None,
 ) -> None:
     length, count, _ = HEAD.unpack(_receive(pipe, HEAD.size))
@@ -85,7 +78,7 @@ def _serve(
         request = unpacker.unpack(message, REQUEST, buffers)
         if slots is not None:
             slots.begin(request.slot)
-        answer = answer_to(request.call)
+        answer = request.call.run_on(server)
     except Exception as error:  # noqa: BLE001  # whatever it is, the server hears of it
         answer, failed = Failure.of(error), True
     packed, out = pack(answer)

@@ -1,0 +1,139 @@
+"""The node's own consumers, and the callbacks that share them, in the time of a mock clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import count
+from typing import Final
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.events.test_bus import ALL, EVERYTHING, buckets_of, new_bus
+from upr_protocol.bucket_event import BucketEvent, BucketFate, EventFilter, EventKind
+from upr_protocol.limits import EVENT_KEYS_MAX
+from upr_server.engine import Buckets
+from upr_server.events import EventBatch, EventBus
+
+NAME: Final = ".test"
+
+
+@pytest.fixture
+async def bus(autojump_clock: MockClock) -> AsyncIterator[EventBus]:
+    bus = new_bus()
+    async with bus.running():
+        yield bus
+
+
+@pytest.fixture
+def buckets(bus: EventBus) -> Buckets:
+    return buckets_of(bus)
+
+
+def events_of(batches: list[EventBatch]) -> list[BucketEvent]:
+    return [event for batch in batches for event in batch.events]
+
+
+async def test_callbacks_share_a_queue_and_each_has_its_filter(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    told: dict[str, list[EventBatch]] = {"all": [], "deleted": [], "named": [], "late": []}
+    consumer = bus.local_consumer(NAME, 30.0)
+    assert bus.local_consumer(NAME, 30.0) is consumer
+    with (
+        consumer.subscribed(told["all"].append, ALL),
+        consumer.subscribed(told["deleted"].append, EventFilter(EventKind.DELETED)),
+        consumer.subscribed(told["named"].append, EventFilter(pattern="a*")),
+    ):
+        await trio.sleep(1)
+        buckets.create("abc", 1, incarnation=1)
+        buckets.create("b", 1, incarnation=2)
+        await trio.sleep(1)
+        buckets.delete("b")
+        await trio.sleep(1)
+        with consumer.subscribed(told["late"].append, ALL):
+            buckets.delete("abc")
+            await trio.sleep(1)
+    created = [
+        BucketEvent(name, incarnation, BucketFate.CREATED)
+        for incarnation, name in enumerate(("abc", "b"), 1)
+    ]
+    deleted = [
+        BucketEvent(name, incarnation, BucketFate.DELETED)
+        for incarnation, name in ((1, "abc"), (2, "b"))
+    ]
+    # Each begins by looking at everything, and the consumer's registration says so once more.
+    assert {name: batches[0] for name, batches in told.items()} == dict.fromkeys(told, EVERYTHING)
+    assert {name: events_of(batches) for name, batches in told.items()} == {
+        "all": [*created, deleted[1], deleted[0]],
+        "deleted": [deleted[1], deleted[0]],
+        "named": [created[0], deleted[0]],
+        "late": [deleted[0]],
+    }
+    # They are one consumer, which is none of those that come over connections.
+    assert bus.statistics()["consumers"] == 0
+    counters = bus.statistics()["counters"]
+    assert isinstance(counters, int)
+    assert counters <= 2
+
+
+async def test_a_consumer_lives_though_nothing_is_told(
+    autojump_clock: MockClock, bus: EventBus
+) -> None:
+    told: list[EventBatch] = []
+    with bus.local_consumer(NAME, 3.0).subscribed(told.append, ALL):
+        await trio.sleep(60)
+    assert told == [EVERYTHING, EVERYTHING]
+
+
+async def test_a_callback_that_died_is_not_called_and_the_others_are(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    dead: list[EventBatch] = []
+    alive: list[EventBatch] = []
+    consumer = bus.local_consumer(NAME, 30.0)
+    with consumer.subscribed(alive.append, ALL):
+        with suppress(KeyError), consumer.subscribed(dead.append, ALL):
+            await trio.sleep(5)
+            raise KeyError
+        dead.clear()
+        buckets.create("b", 1, incarnation=1)
+        await trio.sleep(5)
+    assert not dead
+    assert events_of(alive) == [BucketEvent("b", 1, BucketFate.CREATED)]
+
+
+async def test_without_callbacks_the_queue_is_cleared_and_a_later_one_looks_at_everything(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    consumer = bus.local_consumer(NAME, 3.0)
+    with consumer.subscribed(list[EventBatch]().append, ALL):
+        await trio.sleep(5)
+    assert bus.statistics()["consumers_cleared"] == 0
+    buckets.create("b", 1, incarnation=1)
+    await trio.sleep(10)
+    assert bus.statistics()["consumers_cleared"] == 1
+    assert bus.statistics()["counters"] == 0
+    told: list[EventBatch] = []
+    with consumer.subscribed(told.append, ALL):
+        await trio.sleep(5)
+        buckets.delete("b")
+        await trio.sleep(5)
+    assert told[:2] == [EVERYTHING, EVERYTHING]
+    assert events_of(told) == [BucketEvent("b", 1, BucketFate.DELETED)]
+
+
+async def test_a_long_queue_is_told_in_batches(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    told: list[EventBatch] = []
+    with bus.local_consumer(NAME, 30.0).subscribed(told.append, ALL):
+        await trio.sleep(1)
+        incarnations = count(1)
+        bucket_count = EVENT_KEYS_MAX + 1
+        for number in range(bucket_count):
+            buckets.create(f"b{number}", 1, incarnation=next(incarnations))
+        await trio.sleep(5)
+    assert [len(batch.events) for batch in told] == [0, 0, EVENT_KEYS_MAX, 1]
