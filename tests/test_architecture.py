@@ -25,7 +25,7 @@ CONTRACTS: Final[list[dict[str, Any]]] = PROJECT["tool"]["importlinter"]["contra
 
 VIOLATIONS: Final[dict[str, tuple[str, str]]] = {
     "protocol-stands-alone": ("upr_protocol.cli", "upr_server.config"),
-    "protocol-layers": ("upr_protocol.session", "upr_protocol.transport"),
+    "protocol-layers": ("upr_protocol.concurrency", "upr_protocol.transport"),
     "values-in-order": ("upr_protocol.chunk", "upr_protocol.failover"),
     "server-layers": ("upr_server.net", "upr_server.events"),
     "indexer-is-an-outsider": ("upr_server.indexer", "upr_server.storage"),
