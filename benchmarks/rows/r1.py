@@ -15,7 +15,7 @@ from benchmarks.kit.figures import Figure, Spread
 from benchmarks.kit.ingest import CONNECTIONS, publish, publishers
 from benchmarks.kit.processes import HOST, UprServer, Worker
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
-from upr_protocol.client import Address, BlockingClient, give_map
+from upr_protocol.client import Address, BlockingClient, NodeClient
 from upr_protocol.partition_map import Assignment, PartitionMap
 
 FRACTIONS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -81,7 +81,8 @@ def replicate(active: UprServer, replica: UprServer) -> None:
 
     async def give() -> None:
         for address in nodes.values():
-            await give_map(Address.parse(f"upr://{address}/{UprServer.BUCKET}"), 0, made)
+            node = NodeClient(Address.parse(f"upr://{address}/{UprServer.BUCKET}"))
+            await node.set_map(0, made)
 
     trio.run(give)
 

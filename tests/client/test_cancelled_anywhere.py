@@ -33,15 +33,14 @@ from upr_protocol.client import (
     FileStore,
     LocalCopy,
     MemoryStore,
+    NodeClient,
     Publisher,
     ResumeState,
     RollbackConsumer,
     connect,
     consume,
     consume_with_rollback,
-    fetch_map,
     follow_events,
-    give_map,
     keep_local_copy,
     publisher,
 )
@@ -54,6 +53,7 @@ from upr_protocol.client.operator import (
     take_over,
     wait_caught_up,
 )
+from upr_protocol.errors import ServerError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap
@@ -502,17 +502,28 @@ async def _follow_events(server: Server, folder: Path) -> None:
         await anext(feed)
 
 
-async def _fetch_map(server: Server, folder: Path) -> None:
-    await fetch_map(Address.parse(server.url("b")))
+async def _node_status(server: Server, folder: Path) -> None:
+    await NodeClient(Address.parse(server.url("b"))).status()
 
 
-async def _give_map(server: Server, folder: Path) -> None:
-    there = Address.parse(server.url("b"))
-    found = server.service.cluster.map_of("b")
-    if found is None:
-        await give_map(there, 0, PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}"))
+async def _node_status_with_partitions(server: Server, folder: Path) -> None:
+    await NodeClient(Address.parse(server.url("b"))).status_with_partitions()
+
+
+async def _set_map(server: Server, folder: Path) -> None:
+    node = NodeClient(Address.parse(server.url("b")))
+    current = server.service.cluster.map_of("b")
+    if current is None:
+        own = f"{HOST}:{server.port}"
+        await node.set_map(0, PartitionMap.of_one("b", PARTITIONS, "a", own))
     else:
-        await give_map(there, found.revision, found.next({}))
+        await node.set_map(current.revision, current.next({}))
+
+
+async def _join(server: Server, folder: Path) -> None:
+    # It asks itself, and holds the bucket alone.
+    with pytest.raises(ServerError, match="has no map of 'b'"):
+        await NodeClient(Address.parse(server.url("b"))).join(f"{HOST}:{server.port}")
 
 
 CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[..., Any], ...]]] = {
@@ -522,8 +533,10 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _consume_undoing: (consume_with_rollback,),
     _keep_local_copy: (keep_local_copy,),
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
-    _fetch_map: (fetch_map,),
-    _give_map: (give_map,),
+    _node_status: (NodeClient.status,),
+    _node_status_with_partitions: (NodeClient.status_with_partitions,),
+    _set_map: (NodeClient.set_map,),
+    _join: (NodeClient.join,),
 }
 
 

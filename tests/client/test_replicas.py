@@ -7,8 +7,7 @@ import trio
 
 from tests.client.test_takeover import ACTIVE, REPLICA, highs
 from tests.kit.fleet import PARTITIONS, Fleet, running_fleet
-from upr_protocol.client import Address, connect
-from upr_protocol.client.maps import ask_node
+from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.client.operator import (
     NotDoneError,
     Operator,
@@ -27,12 +26,12 @@ def place(fleet: Fleet, name: str) -> str:
 
 async def test_a_node_tells_its_name() -> None:
     async with running_fleet("a") as fleet:
-        found = await ask_node(fleet.address("a"))
+        found = await NodeClient(fleet.address("a")).status()
         assert (found.node, found.map) == ("a", None)
-        found = await ask_node(Address.parse(fleet.proxies["a"].url()))
+        found = await NodeClient(Address.parse(fleet.proxies["a"].url())).status()
         assert (found.node, found.map) == ("a", None)
         with pytest.raises(ServerError, match="create the bucket first"):
-            await ask_node(Address.parse(fleet.proxies["a"].url("nowhere")))
+            await NodeClient(Address.parse(fleet.proxies["a"].url("nowhere"))).status()
 
 
 async def test_an_operator_asks_on_where_a_node_has_lost_its_disk() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.kit.fleet import PARTITIONS, Fleet, Gives, running_fleet
-from upr_protocol.client import give_map
+from upr_protocol.client import NodeClient
 from upr_protocol.client.operator import (
     Limits,
     NotDoneError,
-    giver,
     take_over,
 )
 from upr_protocol.client.operator.plan import led_by, partitions_text
@@ -298,9 +297,11 @@ async def test_who_became_active_while_the_command_was_repeated(
         handed = fleet.map("a")
         await fleet.until(lambda: highs(fleet, "b") == highs(fleet, "a"))
 
-        async def late(*args: Any, **options: Any) -> None:
+        set_map = NodeClient.set_map
+
+        async def late(*args: Any) -> None:
             """What the first command said last is carried out once the second has looked."""
-            monkeypatch.setattr(giver, "give_map", give_map)
+            monkeypatch.setattr(NodeClient, "set_map", set_map)
             active = [
                 led_by(assignment, "b", HistoryPoint(log.current, high))
                 for assignment, log, high in zip(
@@ -309,9 +310,9 @@ async def test_who_became_active_while_the_command_was_repeated(
             ]
             await fleet.give("b", handed.revision + 1, dict(enumerate(active)), handed)
             await fleet.set("b", {"acknowledged": "1"})
-            await give_map(*args, **options)
+            await set_map(*args)
 
-        monkeypatch.setattr(giver, "give_map", late)
+        monkeypatch.setattr(NodeClient, "set_map", late)
         number = partition_of(b"acknowledged", PARTITIONS)
         rest = partitions_text(n for n in range(PARTITIONS) if n != number)
         with pytest.raises(

@@ -12,7 +12,7 @@ import trio
 
 from tests.kit.process import eventually
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import Address, ChunkReceived, consume, fetch_map, give_map
+from upr_protocol.client import Address, ChunkReceived, NodeClient, consume
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
@@ -130,13 +130,13 @@ class TestCluster:
     async def give(self, given: PartitionMap, *names: str) -> None:
         """Gives a map to nodes, one after the other."""
         for name in names:
-            address = Address.parse(self.nodes[name].url)
+            node = NodeClient(Address.parse(self.nodes[name].url))
             while True:
                 server = self.nodes[name].server
                 assert server is not None
                 revision = server.service.cluster.revision(BUCKET)
                 try:
-                    await give_map(address, revision, given)
+                    await node.set_map(revision, given)
                     break
                 except ServerError as error:
                     # A peer may have told it of an earlier one in between.
@@ -231,7 +231,7 @@ class TestCluster:
 
     async def map_of(self, name: str) -> PartitionMap | None:
         """The map that a node has."""
-        return await fetch_map(Address.parse(self.nodes[name].url))
+        return (await NodeClient(Address.parse(self.nodes[name].url)).status()).map
 
 
 def enumerate_partitions(

@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from tests.kit.proxy import Proxy, proxy_to
-from upr_protocol.client import Address, connect, give_map
-from upr_protocol.client.operator import Behind, Operator, add_replicas, giver, wait_caught_up
+from upr_protocol.client import Address, NodeClient, connect
+from upr_protocol.client.operator import Behind, Operator, add_replicas, wait_caught_up
 from upr_protocol.client.operator.plan import revised
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
@@ -38,14 +38,15 @@ class Gives:
         self.count = 0
         self.stop_at = -1
         self.scope = trio.CancelScope()
-        self._real = give_map
-        monkeypatch.setattr(giver, "give_map", self._give)
+        set_map = NodeClient.set_map
 
-    async def _give(self, *args: object, **options: object) -> None:
-        self._step()
-        await trio.lowlevel.checkpoint()
-        await self._real(*args, **options)  # type: ignore[arg-type]
-        self._step()
+        async def interrupted(node: NodeClient, revision: int, given: PartitionMap) -> None:
+            self._step()
+            await trio.lowlevel.checkpoint()
+            await set_map(node, revision, given)
+            self._step()
+
+        monkeypatch.setattr(NodeClient, "set_map", interrupted)
 
     def reset(self, stop_at: int) -> None:
         """For the next command."""

@@ -8,7 +8,7 @@ from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork, node
 from upr_protocol.client import Address
-from upr_protocol.client.maps import map_options
+from upr_protocol.client.trio.node_client import node_options
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
@@ -44,7 +44,7 @@ def dials() -> Dials:
 
 @pytest.fixture
 def neighbours(network: MemoryNetwork, dials: Dials, nursery: trio.Nursery) -> Neighbours:
-    return Neighbours(nursery, map_options("node:a", 2.0, dials.dial))
+    return Neighbours(nursery, node_options("node:a", 2.0, dials.dial))
 
 
 async def test_a_link_serves_for_all_questions(

@@ -18,6 +18,7 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.client import (
     Address,
     ChunkReceived,
+    NodeClient,
     ResumeState,
     RolledBack,
     SnapshotEnd,
@@ -25,7 +26,6 @@ from upr_protocol.client import (
     StreamAccepted,
     connect,
     consume,
-    give_map,
     publisher,
 )
 from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
@@ -406,8 +406,9 @@ async def test_a_late_map_changes_nothing() -> None:
         late = one.map.next({PartitionId(0): Assignment("b", {"a": "", "c": ""})})
         await one.share([Assignment("a", {"b": "", "c": ""})] * P)
         for name in "abc":
+            node = NodeClient(Address.parse(one.nodes[name].url))
             with pytest.raises(ServerError) as refused:
-                await give_map(Address.parse(one.nodes[name].url), late.revision - 1, late)
+                await node.set_map(late.revision - 1, late)
             assert refused.value.status is Status.REVISION_CONFLICT
         assert one.nodes["a"].held[0].state is PartitionState.ACTIVE
         assert (await one.map_of("a")) == one.map

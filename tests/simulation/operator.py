@@ -13,8 +13,7 @@ import trio
 from tests.kit.history import Fault, History, Level, Said
 from tests.simulation.network import PORT, Network
 from tests.simulation.node import BUCKET, Node
-from upr_protocol.client import Address
-from upr_protocol.client.maps import give_map
+from upr_protocol.client import Address, NodeClient
 from upr_protocol.client.operator import Operator, add_replicas, fail_over, take_over
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.takeover import Limits
@@ -79,10 +78,10 @@ class SimulatedOperator:
         )
         for name in self._nodes:
             address = Address.parse(f"upr://{name}/{BUCKET}")
-            dial = partial(self._network.dial, HOST)
+            node = NodeClient(address, dial=partial(self._network.dial, HOST))
             for _ in range(100):
                 try:
-                    await give_map(address, 0, given, dial=dial)
+                    await node.set_map(0, given)
                     break
                 except UprError as error:
                     self._say(f"{name}: {error}")

@@ -29,12 +29,11 @@ from upr_protocol.client import (
     ChunkReceived,
     Consumer,
     Event,
+    NodeClient,
     SnapshotEnd,
     StreamAccepted,
     connect,
     consume,
-    fetch_map,
-    give_map,
     publisher,
 )
 from upr_protocol.client.operator import Limits, NotDoneError, Operator, fail_over, take_over
@@ -130,7 +129,7 @@ class Cluster:
 
     async def map(self) -> PartitionMap:
         """The newest map."""
-        maps = [await fetch_map(node.address) for node in self.up]
+        maps = [(await NodeClient(node.address).status()).map for node in self.up]
         return max((one for one in maps if one is not None), key=lambda one: one.revision)
 
     async def quiet(self) -> None:
@@ -174,7 +173,7 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
             partitions=tuple(assignments),
         )
         for node in made.nodes.values():
-            await give_map(node.address, 0, given)
+            await NodeClient(node.address).set_map(0, given)
         yield made
         for node in made.up:
             await node.stop()

@@ -50,12 +50,12 @@ from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerErr
 from upr_protocol.client.local_copy.database import LocalCopyError, LocalCopyWriteError
 from upr_protocol.client.local_copy.follower import LocalCopy, keep_local_copy
 from upr_protocol.client.local_copy.reader import LocalCopyReader
-from upr_protocol.client.maps import fetch_map, give_map
 from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.record_log import RecordLogError
 from upr_protocol.client.trio.client import Client, ClientStatistics, connect
+from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
 from upr_protocol.client.trio.publisher import (
     Publisher,
     PublishError,
@@ -95,6 +95,8 @@ __all__ = [
     "LocalCopyWriteError",
     "LookAtEverything",
     "MemoryStore",
+    "NodeClient",
+    "NodeStatus",
     "NotDurableError",
     "PartitionInfo",
     "PartitionNumbers",
@@ -120,9 +122,7 @@ __all__ = [
     "connect",
     "consume",
     "consume_with_rollback",
-    "fetch_map",
     "follow_events",
-    "give_map",
     "keep_local_copy",
     "publisher",
 ]

@@ -9,7 +9,7 @@ import attrs
 import structlog
 import trio
 
-from upr_protocol.client import Address, fetch_map
+from upr_protocol.client import Address, NodeClient
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState
@@ -260,13 +260,13 @@ class Membership:
             ServerError: `BAD_ARGUMENT` when that node cannot be asked, or has no map; and what
                 `give` raises.
         """
-        found = None
+        node = NodeClient(
+            Address.parse(f"upr://{address}/{bucket}"),
+            identity=f"node:{self.node}",
+            dial=self.system.dial,
+        )
         try:
-            found = await fetch_map(
-                Address.parse(f"upr://{address}/{bucket}"),
-                identity=f"node:{self.node}",
-                dial=self.system.dial,
-            )
+            found = (await node.status()).map
         except UprError as error:
             raise ServerError(
                 Status.BAD_ARGUMENT, f"{address} cannot be asked for its map: {error}"

@@ -8,8 +8,8 @@ import attrs
 import trio
 
 from upr_protocol.client import Address
-from upr_protocol.client.maps import NodeMap, ask_on
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.node_client import NodeStatus, request_status
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import BrokenError
 
@@ -36,7 +36,7 @@ class Neighbours:
         self._options = options
         self._links: dict[Address, _Neighbour] = {}
 
-    async def ask(self, address: Address) -> NodeMap:
+    async def ask(self, address: Address) -> NodeStatus:
         """What the node at `address` says of itself and of the bucket that the address names, on
         the link that there is, or else on a new one. Cancelled, it closes the link: who does not
         answer in time may be gone.
@@ -55,9 +55,9 @@ class Neighbours:
                 pass  # it may have been stopped and started since it was asked last
         return await self._ask(await self._connect(where), address.bucket)
 
-    async def _ask(self, one: _Neighbour, bucket: str) -> NodeMap:
+    async def _ask(self, one: _Neighbour, bucket: str) -> NodeStatus:
         try:
-            return await ask_on(one.asker, bucket)
+            return await request_status(one.asker, bucket)
         except trio.Cancelled:
             one.close()
             raise

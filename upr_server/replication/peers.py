@@ -10,8 +10,8 @@ from typing import Final
 import structlog
 import trio
 
-from upr_protocol.client import Address
-from upr_protocol.client.maps import have_join, map_options
+from upr_protocol.client import Address, NodeClient
+from upr_protocol.client.trio.node_client import node_options
 from upr_protocol.errors import UprError
 from upr_protocol.partition_map import PartitionMap
 from upr_server.replication.membership import Membership
@@ -47,7 +47,7 @@ class Peers:
         async with trio.open_nursery() as links:
             self._neighbours = Neighbours(
                 links,
-                map_options(self._identity, ASK_TIMEOUT_S, membership.system.dial),
+                node_options(self._identity, ASK_TIMEOUT_S, membership.system.dial),
             )
             while True:
                 await self._ask_around()
@@ -146,12 +146,12 @@ class Peers:
             node=name,
         )
         source = ours.nodes[self._membership.node]
-        await have_join(
+        node = NodeClient(
             _at(address, ours.bucket),
-            source,
             identity=self._identity,
             dial=self._membership.system.dial,
         )
+        await node.join(source)
 
     def _tell_once(self, sentence: str) -> None:
         if sentence not in self._told:

@@ -16,8 +16,8 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
 from upr_protocol.client.core.backoff import Backoff
 from upr_protocol.client.core.metadata import ClusterMetadata
-from upr_protocol.client.maps import map_of
 from upr_protocol.client.trio.connection_pool import PAUSE_MAX_S
+from upr_protocol.client.trio.node_client import partition_map_of
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import GetMap, MapReply, Message
@@ -150,7 +150,7 @@ class BlockingConnectionPool:
         others: list[Message] = []
         while (message := connection.receive(deadline)) is not None:
             if message.opaque == opaque:
-                found = map_of(message) if isinstance(message, MapReply) else None
+                found = partition_map_of(message) if isinstance(message, MapReply) else None
                 if found is not None:
                     self.metadata.take(found)
                 break

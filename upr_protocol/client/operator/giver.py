@@ -8,7 +8,6 @@ from typing import Final
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.maps import give_map
 from upr_protocol.client.operator.errors import (
     MapRefusedError,
     OvertakenError,
@@ -61,14 +60,8 @@ class Giver:
         while True:
             left_s = deadline - trio.current_time()
             try:
-                await give_map(
-                    self._addresses[node],
-                    self._revisions[node],
-                    given,
-                    identity=self._operator.identity,
-                    timeout_s=max(left_s, 0.01),
-                    dial=self._operator.dial,
-                )
+                client = self._operator.node(self._addresses[node], max(left_s, 0.01))
+                await client.set_map(self._revisions[node], given)
             except ServerError as error:
                 if error.status is Status.SHUTTING_DOWN:
                     failure: UprError = error

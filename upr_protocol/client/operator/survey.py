@@ -12,10 +12,10 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import PartitionInfo
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
-from upr_protocol.client.maps import NodeMap, ask_node, look_at_node
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import Copy
 from upr_protocol.client.trio.client import Client, connect
+from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap, newest
@@ -139,7 +139,16 @@ class Operator:
             dial=self.dial,
         )
 
-    async def ask(self, address: Address) -> NodeMap:
+    def node(self, address: Address, timeout_s: float | None = None) -> NodeClient:
+        """The node at `address`; by default with `tell_timeout_s` for each call."""
+        return NodeClient(
+            address,
+            identity=self.identity,
+            timeout_s=self.tell_timeout_s if timeout_s is None else timeout_s,
+            dial=self.dial,
+        )
+
+    async def ask(self, address: Address) -> NodeStatus:
         """A node's name and map; no map when it does not have the bucket.
 
         Raises:
@@ -147,18 +156,13 @@ class Operator:
             NotDoneError: It has no name.
         """
         try:
-            found = await self._ask(address)
+            found = await self.node(address).status()
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise
             nowhere = attrs.evolve(address, bucket="")
-            found = await self._ask(nowhere)
+            found = await self.node(nowhere).status()
         return _named(found, address)
-
-    async def _ask(self, address: Address) -> NodeMap:
-        return await ask_node(
-            address, identity=self.identity, timeout_s=self.tell_timeout_s, dial=self.dial
-        )
 
     async def report(self, address: Address, name: str = "") -> NodeReport:
         """What the node at `address` says, which should be called `name`. Never raises for a node
@@ -171,11 +175,9 @@ class Operator:
         except UprError as error:
             return NodeReport(name, address, trouble=str(error))
 
-    async def _look(self, address: Address) -> NodeMap:
+    async def _look(self, address: Address) -> NodeStatus:
         try:
-            found = await look_at_node(
-                address, identity=self.identity, timeout_s=self.tell_timeout_s, dial=self.dial
-            )
+            found = await self.node(address).status_with_partitions()
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise
@@ -236,7 +238,7 @@ class Operator:
         return Survey(self.address.bucket, first.name, counts, nodes)
 
 
-def _named(found: NodeMap, address: Address) -> NodeMap:
+def _named(found: NodeStatus, address: Address) -> NodeStatus:
     if not found.node:
         raise NotDoneError(f"the server at {address} is part of no cluster")
     return found

@@ -23,7 +23,6 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.backoff import Backoff
 from upr_protocol.client.core.metadata import ClusterMetadata
 from upr_protocol.client.core.retry import RetryPolicy
-from upr_protocol.client.maps import map_of
 from upr_protocol.client.trio.connection import (
     Connection,
     ConnectionHandler,
@@ -32,6 +31,7 @@ from upr_protocol.client.trio.connection import (
 )
 from upr_protocol.client.trio.map_connection import MapConnection
 from upr_protocol.client.trio.map_request import MapRequest
+from upr_protocol.client.trio.node_client import partition_map_of
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import MapReply
@@ -296,7 +296,7 @@ class ConnectionPool(Generic[M]):
         self._learn(reply)
 
     def _learn(self, reply: MapReply) -> None:
-        found = map_of(reply)
+        found = partition_map_of(reply)
         if found is not None and self.metadata.take(found):
             self._rests.clear()
             self._pauses.reset()

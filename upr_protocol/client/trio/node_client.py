@@ -1,0 +1,201 @@
+"""Asking one node what it knows of a bucket, and giving it the bucket's partition map."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import attrs
+import trio
+
+from upr_protocol.address import Address
+from upr_protocol.client.core.calls import Call, PartitionInfo, partition_infos
+from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.request_channel import RequestChannel
+from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
+from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
+from upr_protocol.transport import Dial, dial_tcp
+from upr_protocol.wire import GetMap, Join, MapReply, SetMap
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 10.0
+"""How long a node may take to answer, and to apply a map."""
+
+
+@attrs.frozen
+class NodeStatus:
+    """What a node says of itself and of a bucket.
+
+    Attributes:
+        node: Its name in partition maps.
+        map: Its partition map of the bucket; None if it holds the bucket alone.
+        partitions: The bucket's partitions there; empty unless they were asked for.
+    """
+
+    node: str
+    map: PartitionMap | None
+    partitions: tuple[PartitionInfo, ...] = ()
+
+
+@attrs.frozen
+class NodeClient:
+    """One node. Each call makes a connection of its own, to this node whatever its map says.
+
+    Every call raises `BrokenError` if the node cannot be reached or does not answer in time, and
+    `RemoteProtocolError` if it answers with something that is not a partition map. Cancelling a
+    call leaves it open whether the node carries it out.
+
+    Attributes:
+        address: The node, and the bucket.
+        identity: `what:who`, for the server's logs and statistics.
+        timeout_s: How long one call may take.
+        dial: How to reach an address, where that is not plain TCP.
+    """
+
+    address: Address
+    identity: str = IDENTITY_DEFAULT
+    timeout_s: float = TIMEOUT_S
+    dial: Dial = dial_tcp
+
+    async def status(self) -> NodeStatus:
+        """The node's name, and its map of the bucket if the address names one.
+
+        Raises:
+            ServerError: There is no such bucket.
+        """
+        return await self._ask(_status_call(self.address.bucket), "")
+
+    async def status_with_partitions(self) -> NodeStatus:
+        """The node's name, its map of the bucket, and the bucket's partitions under this map.
+
+        Raises:
+            ServerError: There is no such bucket.
+        """
+        with trio.move_on_after(self.timeout_s):
+            while True:
+                channel = RequestChannel(self.address, self.timeout_s)
+                async with open_connection(self.address, self._options, channel) as connection:
+                    status = await request_status(channel, self.address.bucket)
+                    revision = 0 if status.map is None else status.map.revision
+                    if connection.handshake.map_revision == revision:
+                        infos = partition_infos(connection.handshake.logs.values())
+                        return attrs.evolve(status, partitions=tuple(infos))
+                # The node took another map between the handshake, which has the partitions, and its
+                # answer; the partitions may differ under the new map.
+        raise self._timeout()
+
+    async def set_map(self, expected_revision: int, partition_map: PartitionMap) -> None:
+        """Replaces the node's map. The node has applied the new one when this returns.
+
+        A node that does not have the bucket yet asks the others that the map names; one of them
+        must have been given the map before.
+
+        Args:
+            expected_revision: The revision of the map that the node has; 0 for no map.
+            partition_map: The map to apply. Its bucket counts, not the address's.
+
+        Raises:
+            BrokenError: The node may have applied the map, or may do so later.
+            ServerError: The node refused; with `REVISION_CONFLICT` if it has another map than
+                expected.
+        """
+        document = partition_map.encode()
+        call = Call(
+            lambda opaque: SetMap(expected_revision, document, opaque=opaque), lambda _: None
+        )
+        try:
+            await self._ask(call, partition_map.bucket)
+        except ServerError as error:
+            if error.status is not Status.NO_BUCKET or expected_revision:
+                raise
+            await self._join_any(partition_map)
+
+    async def join(self, source: str) -> PartitionMap | None:
+        """Tells the node to ask another node, at `source`, for the bucket's map, and to apply it.
+
+        Returns:
+            The map that the node has then.
+
+        Raises:
+            ServerError: The node refused, or could not ask.
+        """
+        return await self._join(self.address.bucket, source)
+
+    async def _join(self, bucket: str, source: str) -> PartitionMap | None:
+        # The node does not have the bucket, so the connection does not open it.
+        call = Call(lambda opaque: Join(bucket, source, opaque=opaque), partition_map_of)
+        return await self._ask(call, "")
+
+    async def _join_any(self, partition_map: PartitionMap) -> None:
+        """Has a node without the bucket ask the other nodes in turn."""
+        own_address = f"{self.address.host}:{self.address.port}"
+        for source in partition_map.nodes.values():
+            if source == own_address:
+                continue
+            try:
+                joined = await self._join(partition_map.bucket, source)
+            except ServerError:
+                continue
+            if joined is not None and joined.revision >= partition_map.revision:
+                return
+        raise ServerError(
+            Status.NO_BUCKET,
+            f"{own_address} does not have the bucket {partition_map.bucket!r}, and none of the "
+            f"other nodes gave it revision {partition_map.revision} of the partition map",
+        )
+
+    async def _ask(self, call: Call[T], bucket: str) -> T:
+        """The answer to `call`, over a connection that opens `bucket`; none if it is empty."""
+        address = attrs.evolve(self.address, bucket=bucket)
+        channel = RequestChannel(address, self.timeout_s)
+        with trio.move_on_after(self.timeout_s):
+            async with open_connection(address, self._options, channel):
+                return await channel.ask(call)
+        raise self._timeout()
+
+    @property
+    def _options(self) -> TrioOptions:
+        return node_options(self.identity, self.timeout_s, self.dial)
+
+    def _timeout(self) -> BrokenError:
+        return BrokenError(f"{self.address} did not answer in time")
+
+
+def node_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
+    """How to connect to a node for requests about partition maps."""
+    return TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
+
+
+async def request_status(channel: RequestChannel, bucket: str) -> NodeStatus:
+    """`NodeClient.status`, over an existing connection. Cancelling it drops the answer.
+
+    Raises:
+        BrokenError: The connection was lost.
+        ServerError: There is no such bucket.
+        RemoteProtocolError: The answer is not a partition map.
+    """
+    return await channel.ask(_status_call(bucket))
+
+
+def partition_map_of(reply: MapReply) -> PartitionMap | None:
+    """The map in a node's answer; None if the node holds the bucket alone.
+
+    Raises:
+        RemoteProtocolError: The answer is not a partition map.
+    """
+    if not reply.revision:
+        return None
+    try:
+        return PartitionMap.decode(reply.document)
+    except PartitionMapError as error:
+        raise RemoteProtocolError(str(error)) from error
+
+
+def _status_call(bucket: str) -> Call[NodeStatus]:
+    return Call(lambda opaque: GetMap(bucket, opaque=opaque), _node_status)
+
+
+def _node_status(reply: MapReply) -> NodeStatus:
+    return NodeStatus(reply.node, partition_map_of(reply))
