@@ -65,23 +65,22 @@ def commands() -> list[str]:
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
     """A server with its data in `folder`; gives its address."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*_python("upr_server"), "serve", "--listen", "127.0.0.1:0", "--data-dir", folder / "data"],
         cwd=folder,
         env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-    )
-    try:
+    ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line.startswith("listening on "):
             raise RuntimeError("the server did not start")
-        yield line.removeprefix("listening on ").strip()
-    finally:
-        process.terminate()
-        process.wait(TIMEOUT_S)
+        try:
+            yield line.removeprefix("listening on ").strip()
+        finally:
+            process.terminate()
 
 
 def run_commands(folder: Path, address: str) -> Iterator[Step]:
