@@ -21,8 +21,8 @@ from upr_server.runtime import BoundListeners, System, run_until_signal
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
+from upr_server.storage.online.maintenance import IDLE_S, REST_S
 from upr_server.storage.processes import open_store
-from upr_server.storage.upkeeper import IDLE_S, REST_S
 
 UPKEEP_CONSUMER: Final = ".upkeep"
 UPKEEP_TIMEOUT_S: Final = 60.0
@@ -141,16 +141,16 @@ async def _told(service: Service, bus: EventBus | None) -> AsyncIterator[None]:
         yield
         return
 
-    def wake_upkeepers(batch: EventBatch) -> None:
+    def wake_maintenance(batch: EventBatch) -> None:
         updated = {event.bucket for event in batch.events}
         for bucket, disk in service.disks.items():
             if batch.everything or bucket.name in updated:
-                disk.upkeeper.wake()
+                disk.maintenance.wake()
 
     updates = EventFilter(EventKind.UPDATED)
     async with bus.running():
         consumer = bus.local_consumer(UPKEEP_CONSUMER, UPKEEP_TIMEOUT_S)
-        with consumer.subscribed(wake_upkeepers, updates):
+        with consumer.subscribed(wake_maintenance, updates):
             yield
 
 

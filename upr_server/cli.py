@@ -22,11 +22,11 @@ from upr_server.runtime import (
     rare_collections,
     set_up_logging,
 )
-from upr_server.storage.check import Checked, Problem
-from upr_server.storage.data_directory import default_data_dir, quiet
-from upr_server.storage.dump import DumpOptions
+from upr_server.storage.directory import default_data_dir, quiet
 from upr_server.storage.errors import DataDirectoryError
-from upr_server.storage.inspection import OutputClosedError, Task, bucket_names, inspect
+from upr_server.storage.offline.check import Checked, Problem
+from upr_server.storage.offline.dump import DumpOptions
+from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1

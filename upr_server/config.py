@@ -21,7 +21,7 @@ from upr_protocol.limits import (
 from upr_protocol.partition_map import NODE_NAME
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
 from upr_server.runtime import ConfigError, load_settings, parse_listen
-from upr_server.storage.data_directory import default_data_dir
+from upr_server.storage.directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
 

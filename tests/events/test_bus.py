@@ -18,7 +18,7 @@ from upr_server.engine import Buckets
 from upr_server.events import EventBatch, EventBus
 from upr_server.storage.calls import Call
 from upr_server.storage.errors import CorruptionError, DiskFullError
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 ALL: Final = EventFilter()
 EVERYTHING: Final = EventBatch(everything=True)
@@ -136,14 +136,14 @@ async def test_a_load_that_never_ends_is_told_ten_times_a_second(
 
 async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) -> None:
     """A consumer that could not ask, as the node was down, is not dead when the node is back."""
-    room = SimulatedRoom()
-    before = new_bus(SimulatedStore(room))
+    directory = SimulatedDirectory()
+    before = new_bus(SimulatedStore(directory))
     async with before.running():
         batch_id, _, _ = await ask(before, timeout_s=9.0)
         buckets_of(before).create("b", 1, incarnation=7)
     await before.save()
     await trio.sleep(3600)
-    after = new_bus(SimulatedStore(room), first_id=1000)
+    after = new_bus(SimulatedStore(directory), first_id=1000)
     await after.restore()
     async with after.running():
         await trio.sleep(8.0)
@@ -154,13 +154,13 @@ async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) 
 
 async def test_queues_are_restored_once(autojump_clock: MockClock) -> None:
     """Whatever is not saved by a clean stop is gone: a crash has consumers look at everything."""
-    room = SimulatedRoom()
-    before = new_bus(SimulatedStore(room))
+    directory = SimulatedDirectory()
+    before = new_bus(SimulatedStore(directory))
     async with before.running():
         await ask(before)
     await before.save()
     for is_known in (True, False):
-        after = new_bus(SimulatedStore(room), first_id=1000)
+        after = new_bus(SimulatedStore(directory), first_id=1000)
         await after.restore()
         assert bool(after.statistics()["consumers"]) is is_known
 
@@ -171,9 +171,9 @@ async def test_damaged_queues_have_consumers_start_over(autojump_clock: MockCloc
             await trio.lowlevel.checkpoint()
             raise CorruptionError("checksum mismatch")
 
-    room = SimulatedRoom()
-    room.event_queues.data = b"of another version"
-    for store in (Damaged(), SimulatedStore(room)):
+    directory = SimulatedDirectory()
+    directory.event_queues.data = b"of another version"
+    for store in (Damaged(), SimulatedStore(directory)):
         bus = new_bus(store)
         with structlog.testing.capture_logs() as logs:
             await bus.restore()

@@ -27,7 +27,7 @@ from upr_protocol.wire import MESSAGES, NextEvents
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.events import EventBus
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 2),))
 
@@ -240,10 +240,10 @@ async def test_a_clean_restart_loses_nothing_and_a_crash_says_so(tmp_path: Path)
 
 async def test_a_run_without_a_bus_has_consumers_look_at_everything() -> None:
     """Nobody counts for them meanwhile, so what an earlier run counted is not all."""
-    room = SimulatedRoom()
+    directory = SimulatedDirectory()
     for events, expected in ((True, EVERYTHING), (True, None), (False, None), (True, EVERYTHING)):
         config = Config(listen="127.0.0.1:0", events=events, buckets=CONFIG.buckets)
-        async with running_server(config, SimulatedStore(room)) as server:
+        async with running_server(config, SimulatedStore(directory)) as server:
             async with connect(server.url("b")) as client:
                 await client.set("k", "v")
             if not events:

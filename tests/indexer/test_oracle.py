@@ -83,7 +83,7 @@ class World(Oracle):
         self._store.released = trio.Event()
 
     async def start_server(self) -> None:
-        self._store = HeldStore(self._store.room)
+        self._store = HeldStore(self._store.directory)
         self._store.released.set()
 
         async def run(started: trio.Event) -> None:

@@ -20,7 +20,7 @@ from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
 from upr_server.storage.calls import Call
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 BUCKET = "b"
 
@@ -31,7 +31,7 @@ class Node:
 
     Attributes:
         name: Its name.
-        room: Its disk, which survives it.
+        directory: Its disk, which survives it.
         port: Where it listens, from its first start on.
         server: The server; None while it is down.
     """
@@ -40,7 +40,7 @@ class Node:
     partitions: int
     undo_mutations: int
     delay: Random | None
-    room: SimulatedRoom = attrs.field(factory=SimulatedRoom)
+    directory: SimulatedDirectory = attrs.field(factory=SimulatedDirectory)
     port: int = 0
     server: Server | None = None
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
@@ -82,7 +82,7 @@ class Node:
             undo_mutations=self.undo_mutations,
             replication_timeout_s=5.0,
         )
-        store = SimulatedStore(self.room, self._delay if self.delay else None)
+        store = SimulatedStore(self.directory, self._delay if self.delay else None)
         try:
             with self._scope:
                 async with running_server(config, store) as server:

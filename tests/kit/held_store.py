@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 from upr_server.storage.calls import Call, Commit
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 
 class HeldStore(SimulatedStore):
@@ -17,8 +17,8 @@ class HeldStore(SimulatedStore):
         released: Set to let commits through.
     """
 
-    def __init__(self, room: SimulatedRoom | None = None) -> None:
-        super().__init__(room)
+    def __init__(self, directory: SimulatedDirectory | None = None) -> None:
+        super().__init__(directory)
         self.released = trio.Event()
 
     async def wait(self, call: Call[Any]) -> None:

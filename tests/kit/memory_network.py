@@ -133,7 +133,7 @@ def check(server: Server) -> None:
     for bucket in service.buckets:
         disk = service.disks[bucket]
         bucket.check_invariants()
-        assert not is_left(disk.upkeeper._turn)
+        assert not is_left(disk.maintenance._turn)
         assert disk.memory.backfills == 0
         assert not any(partition._pins for partition in bucket.partitions)
 

@@ -18,16 +18,16 @@ from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
 from upr_server.storage.calls import Call, Maintain
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
-from upr_server.storage.upkeeper import REST_S
+from upr_server.storage.online.maintenance import REST_S
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 MIB = 1024 * 1024
 
 
-async def buckets_of(config: Config, room: SimulatedRoom) -> list[tuple[str, int, int]]:
+async def buckets_of(config: Config, directory: SimulatedDirectory) -> list[tuple[str, int, int]]:
     """Name, partitions and quota of each bucket of a server that was started so."""
     async with (
-        running_server(config, SimulatedStore(room)) as server,
+        running_server(config, SimulatedStore(directory)) as server,
         connect(f"upr://127.0.0.1:{server.port}") as client,
     ):
         return [
@@ -36,11 +36,11 @@ async def buckets_of(config: Config, room: SimulatedRoom) -> list[tuple[str, int
 
 
 async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota() -> None:
-    room = SimulatedRoom()
+    directory = SimulatedDirectory()
 
     async def started(*buckets: BucketConfig) -> list[tuple[str, int, int]]:
         config = Config(listen="127.0.0.1:0", quota_bytes=64 * MIB, buckets=buckets)
-        return await buckets_of(config, room)
+        return await buckets_of(config, directory)
 
     assert await started(BucketConfig("b", 4)) == [("b", 4, 64 * MIB)]
     assert await started(BucketConfig("b", 8, 128 * MIB)) == [("b", 4, 128 * MIB)]

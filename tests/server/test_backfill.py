@@ -23,12 +23,12 @@ from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
 from upr_server.net import Service
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
-from upr_server.storage.backfill import BUDGET_SHARE, PIECE_BYTES
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import Call, FindItems, ReadChunks
+from upr_server.storage.online.backfill import BUDGET_SHARE, PIECE_BYTES
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.stream_reader import StreamReader
 from upr_server.storage.processes import open_store
 from upr_server.storage.simulated import SimulatedStore
-from upr_server.storage.stream_reader import StreamReader
 
 NOW: Final = 1000.0
 INDEXED_S: Final = 2.0
@@ -317,19 +317,19 @@ async def test_a_backfills_end_stands_and_compaction_leaves_it_whole(
             await model.persist()
             await trio.sleep(INDEXED_S)
             model.forget()
-        assert int(str(model.disk.upkeeper.statistics()["compactions"])) > 0
+        assert int(str(model.disk.maintenance.statistics()["compactions"])) > 0
         assert model.disk.leases.ranges() == [(0, 0, 60)]
         store.released.set()
         await reader.read()
         assert reader.ends == [60, 540]
         assert model.disk.leases.ranges() == []
         # Nobody holds it now: what is superseded goes.
-        before = int(str(model.disk.upkeeper.statistics()["chunk_bytes"]))
+        before = int(str(model.disk.maintenance.statistics()["chunk_bytes"]))
         for turn in range(9, 12):
             model.write(*items(turn * 60, 60))
             await model.persist()
             await trio.sleep(INDEXED_S)
-        assert int(str(model.disk.upkeeper.statistics()["chunk_bytes"])) < before
+        assert int(str(model.disk.maintenance.statistics()["chunk_bytes"])) < before
         reader.close()
 
 
@@ -476,7 +476,7 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
     async with serving(store, partitions) as service, speaking(service) as peer:
         for number in range(partitions):
             await peer.mutate(sets(b"k"), PartitionId(number))
-    async with serving(SimulatedStore(store.room)) as service, speaking(service) as peer:
+    async with serving(SimulatedStore(store.directory)) as service, speaking(service) as peer:
         bucket = service.bucket(BUCKET)
         assert not any(partition.can_be_asked for partition in bucket.partitions)
         for number in range(partitions):

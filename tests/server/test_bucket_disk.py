@@ -27,12 +27,12 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
 from upr_server.engine import Partition
-from upr_server.storage import flusher
 from upr_server.storage.calls import Call, Commit, DeleteLeases, LoadBuckets, Maintain, ReadChunks
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.leases import LAPSED_S
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
-from upr_server.storage.stream_reader import StreamReader
+from upr_server.storage.online import flusher
+from upr_server.storage.online.leases import LAPSED_S
+from upr_server.storage.online.stream_reader import StreamReader
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 NOW: Final = 1000.0
 
@@ -102,8 +102,8 @@ async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
 async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    room = SimulatedRoom()
-    store = SimulatedStore(room)
+    directory = SimulatedDirectory()
+    store = SimulatedStore(directory)
 
     async def live_and_stop() -> None:
         async with serving(store, 1) as service:
@@ -118,7 +118,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
-    full, other = await SimulatedStore(room).ask(LoadBuckets())
+    full, other = await SimulatedStore(directory).ask(LoadBuckets())
     assert (full.record.name, full.is_clean, full.partitions[0].record.high) == (BUCKET, False, 0)
     assert (other.record.name, other.is_clean, other.partitions[0].record.high) == (
         "other",
@@ -127,7 +127,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     )
 
 
-class _NoUpkeep(SimulatedStore):
+class _NoMaintenance(SimulatedStore):
     """A store whose index does not move."""
 
     async def execute(self, call: Call[Any]) -> Any:
@@ -139,10 +139,10 @@ class _NoUpkeep(SimulatedStore):
 async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    room = SimulatedRoom()
-    async with serving(_NoUpkeep(room), 1) as service, speaking(service) as peer:
+    directory = SimulatedDirectory()
+    async with serving(_NoMaintenance(directory), 1) as service, speaking(service) as peer:
         await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
-    async with serving(_NoUpkeep(room), 1) as service, speaking(service) as peer:
+    async with serving(_NoMaintenance(directory), 1) as service, speaking(service) as peer:
         opaque = peer.opaque()
         await peer.say(Get((b"a",), partition=P0, opaque=opaque))
         await trio.sleep(1)
@@ -240,7 +240,7 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
     store = _NothingIsForgotten()
     async with serving(store, 1) as service:
         disk = service.disks[service.bucket(BUCKET)]
-        async with disk.upkeeper.quiet():
+        async with disk.maintenance.quiet():
             await disk.leases.acquire(5, "o", [(0, 0, SeqNo(0))], 1)
         autojump_clock.jump(2 * LAPSED_S)
         await trio.sleep(1)

@@ -52,7 +52,6 @@ from upr_server.replication.peers import ASK_INTERVAL_S
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
 from upr_server.storage.api import Store
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import (
     Commit,
     DeleteBucket,
@@ -71,12 +70,13 @@ from upr_server.storage.calls import (
     StartServing,
     Truncate,
 )
-from upr_server.storage.flusher import Flusher
-from upr_server.storage.leases import LAPSED_S, LeaseBook
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.flusher import Flusher
+from upr_server.storage.online.leases import LAPSED_S, LeaseBook
+from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store
 from upr_server.storage.records import LeaseRecord
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
-from upr_server.storage.upkeeper import Upkeeper
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 Function = Callable[..., Any]
 
@@ -92,8 +92,8 @@ def tries(*functions: Function) -> tuple[Function, ...]:
     return functions
 
 
-def slow_store(room: SimulatedRoom | None = None) -> SimulatedStore:
-    return SimulatedStore(room, lambda _: CALL_S)
+def slow_store(directory: SimulatedDirectory | None = None) -> SimulatedStore:
+    return SimulatedStore(directory, lambda _: CALL_S)
 
 
 @pytest.fixture
@@ -102,15 +102,15 @@ def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
 
 
 @pytest.fixture
-def room() -> SimulatedRoom:
-    return SimulatedRoom()
+def directory() -> SimulatedDirectory:
+    return SimulatedDirectory()
 
 
 @pytest.fixture
 async def server(
-    network: MemoryNetwork, room: SimulatedRoom, autojump_clock: MockClock
+    network: MemoryNetwork, directory: SimulatedDirectory, autojump_clock: MockClock
 ) -> AsyncIterator[Server]:
-    async with node("a", "b", store=slow_store(room)) as server:
+    async with node("a", "b", store=slow_store(directory)) as server:
         yield server
 
 
@@ -147,7 +147,7 @@ BUCKETS: Final[dict[Callable[[Service], Awaitable[None]], tuple[Function, ...]]]
 @pytest.mark.parametrize("case", BUCKETS)
 async def test_a_bucket(
     server: Server,
-    room: SimulatedRoom,
+    directory: SimulatedDirectory,
     autojump_clock: MockClock,
     case: Callable[[Service], Awaitable[None]],
 ) -> None:
@@ -156,11 +156,11 @@ async def test_a_bucket(
 
     def look() -> None:
         check(server)
-        assert {bucket.name for bucket in service.buckets} == set(room.names()) == {"b"}
+        assert {bucket.name for bucket in service.buckets} == set(directory.names()) == {"b"}
 
     async def undo() -> None:
         names = {bucket.name for bucket in service.buckets}
-        assert names == set(room.names())
+        assert names == set(directory.names())
         if "c" in names:
             await service.delete_bucket("c")
 
@@ -178,13 +178,13 @@ async def _lease(disk: BucketDisk, numbers: Iterable[int]) -> None:
         lambda: disk.leases.renew(5, 60),
         lambda: disk.leases.release(5),
     ):
-        async with disk.upkeeper.quiet():
+        async with disk.maintenance.quiet():
             await step()
 
 
 async def _forget_leases(disk: BucketDisk, numbers: Iterable[int]) -> None:
     leases = disk.leases
-    async with disk.upkeeper.quiet():
+    async with disk.maintenance.quiet():
         await leases.acquire(6, "o", [(0, 0, SEQ_MAX)], 1)
         lease = leases.whole(6)
         leases._leases[6] = LeaseRecord(6, lease.owner, lease.ranges, 1, leases._time() - LAPSED_S)
@@ -212,13 +212,13 @@ async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
 
 
 async def _truncate(disk: BucketDisk, numbers: Iterable[int]) -> None:
-    async with disk.upkeeper.quiet():
+    async with disk.maintenance.quiet():
         await disk.truncate(PartitionId(1), record_of(0), [])
 
 
 DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[Function, ...]]] = {
     _lease: tries(
-        Upkeeper.quiet,
+        Maintenance.quiet,
         LeaseBook.acquire,
         LeaseBook.renew,
         LeaseBook.release,
@@ -255,7 +255,7 @@ async def test_what_is_asked_of_a_disk(
     found.check_inside(*DISK[case])
 
 
-UNINDEXED: Final = tries(Upkeeper.until_it_can_be_asked)
+UNINDEXED: Final = tries(Maintenance.until_it_can_be_asked)
 
 
 async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: MockClock) -> None:
@@ -266,11 +266,11 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
     async def work() -> None:
         put(partition, b"key-%d" % next(numbers))
         partition.restored = partition.high_seq
-        await disk.upkeeper.until_it_can_be_asked(partition)
+        await disk.maintenance.until_it_can_be_asked(partition)
 
     def look() -> None:
         check(server)
-        assert not disk.upkeeper._asked
+        assert not disk.maintenance._asked
 
     async def settle() -> None:
         await trio.sleep(5)
@@ -283,11 +283,11 @@ STORE: Final = tries(Store.ask, SimulatedStore.execute, SimulatedStore.wait)
 
 
 async def test_a_store(autojump_clock: MockClock) -> None:
-    room = SimulatedRoom()
+    directory = SimulatedDirectory()
     name = BUCKET.name
 
     async def work() -> None:
-        store = slow_store(room)
+        store = slow_store(directory)
         if await store.ask(LoadBuckets()):
             await store.ask(DeleteBucket(name))
         await create(store)
@@ -459,7 +459,7 @@ MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
 @pytest.mark.parametrize("case", MAPS)
 async def test_a_map(
     server: Server,
-    room: SimulatedRoom,
+    directory: SimulatedDirectory,
     autojump_clock: MockClock,
     case: Callable[[Server], Awaitable[None]],
 ) -> None:
@@ -469,7 +469,7 @@ async def test_a_map(
     async def then() -> None:
         found = server.service.cluster.map_of("b")
         assert found is not None
-        (stored,) = await SimulatedStore(room).ask(LoadBuckets())
+        (stored,) = await SimulatedStore(directory).ask(LoadBuckets())
         assert stored.cluster_map == found.encode()
         await case(server)
 
@@ -524,7 +524,7 @@ WHOLE: Final = tries(
     BucketDisk.run,
     BucketDisk.stop,
     Flusher.run,
-    Upkeeper.run,
+    Maintenance.run,
     EventBus.running,
     EventBus.restore,
     EventBus.save,
@@ -534,11 +534,11 @@ WHOLE: Final = tries(
 
 async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockClock) -> None:
     """Whenever it is cancelled, it comes up on what it left, with what it said was on disk."""
-    room, persisted = SimulatedRoom(), list[bytes]()
+    directory, persisted = SimulatedDirectory(), list[bytes]()
     numbers = count()
 
     async def work() -> None:
-        async with node("a", "b", store=slow_store(room)) as server:
+        async with node("a", "b", store=slow_store(directory)) as server:
             (bucket,) = server.service.buckets
             partition = bucket.partitions[0]
             disk = disk_of(server)
@@ -574,7 +574,7 @@ REPLICA: Final = tries(
 async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
     """It comes up, follows and is stopped. Whenever it is cancelled, on what it left it comes up
     again and has everything."""
-    port, room = 77, SimulatedRoom()
+    port, directory = 77, SimulatedDirectory()
     await _name_replica(server, f"{HOST}:{port}")
     numbers = count()
 
@@ -593,7 +593,7 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
         check(node)
 
     async def work() -> None:
-        async with node("z", port=port, store=slow_store(room)) as other:
+        async with node("z", port=port, store=slow_store(directory)) as other:
             await follows(other)
             await _membership(other).stop()
 

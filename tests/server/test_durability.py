@@ -38,7 +38,6 @@ from upr_protocol.wire import (
     StatsReply,
 )
 from upr_server.net import Service
-from upr_server.storage import flusher
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Call,
@@ -49,8 +48,9 @@ from upr_server.storage.calls import (
     MarkCleanStop,
 )
 from upr_server.storage.errors import DiskFullError, StoreFailedError
-from upr_server.storage.flusher import RETRY_S
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.online import flusher
+from upr_server.storage.online.flusher import RETRY_S
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 BUCKET: Final = "b"
@@ -150,7 +150,7 @@ def increment(key: bytes, delta: int) -> Chunk:
 
 def log_of(store: SimulatedStore) -> SimulatedDisk:
     """The disk with the bucket's log."""
-    return store.room.disks[BUCKET][0]
+    return store.directory.disks[BUCKET][0]
 
 
 # When it is said.
@@ -360,8 +360,8 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
             calls.append(call)
             return await super().execute(call)
 
-    room = SimulatedRoom()
-    store = Recorded(room)
+    directory = SimulatedDirectory()
+    store = Recorded(directory)
     large = Chunk.build([Mutation(Operation.SET, b"k", bytes(1 << 20))], SeqNo(0), SeqNo(0))
 
     async def live_and_stop() -> None:
@@ -376,7 +376,7 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     assert any(isinstance(call, Commit) for call in calls)
     assert not any(isinstance(call, MarkCleanStop) for call in calls)
     log_of(store).bytes_max = 1 << 62
-    (found,) = await SimulatedStore(room).ask(LoadBuckets())
+    (found,) = await SimulatedStore(directory).ask(LoadBuckets())
     assert not found.is_clean
     assert found.partitions[0].record.high == 1
 
@@ -504,10 +504,10 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
     assert trio.current_time() < 1
     assert [message for message in heard if not isinstance(message, Refusal)] == []
     assert (store.failed.is_set(), store.failure) == (True, "the disk failed")
-    for disk in store.room.disks[BUCKET]:
+    for disk in store.directory.disks[BUCKET]:
         disk.crash()
     async with (
-        serving(SimulatedStore(store.room)) as service,
+        serving(SimulatedStore(store.directory)) as service,
         speaking(service) as peer,
     ):
         assert await value_of(peer, b"before") == b"v"
@@ -532,7 +532,7 @@ async def crashed(store: SimulatedStore, live: Callable[[Service], Any]) -> None
 async def test_a_batch_sent_again_after_a_crash_has_one_effect(
     autojump_clock: trio.testing.MockClock, is_answered: bool
 ) -> None:
-    room = SimulatedRoom()
+    directory = SimulatedDirectory()
     first: list[MutateReply] = []
 
     async def live(service: Service) -> None:
@@ -546,8 +546,8 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
             # Its commit comes though nobody hears of it.
             await trio.sleep(1)
 
-    await crashed(SimulatedStore(room), live)
-    async with serving(SimulatedStore(room)) as service, speaking(service) as peer:
+    await crashed(SimulatedStore(directory), live)
+    async with serving(SimulatedStore(directory)) as service, speaking(service) as peer:
         counters, numbers = [], []
         for number in (1, 2, 3, 4):
             opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
@@ -566,14 +566,14 @@ async def test_a_batch_that_a_crash_lost_is_done_when_it_is_sent_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Its token is lost with it, and not before or after it."""
-    room = SimulatedRoom()
+    directory = SimulatedDirectory()
 
     async def live(service: Service) -> None:
         async with speaking(service) as peer:
             await answer_to(peer, await send(peer, increment(b"n", 1), MEMORY, P0, 1))
 
-    await crashed(HeldStore(room), live)
-    async with serving(SimulatedStore(room)) as service, speaking(service) as peer:
+    await crashed(HeldStore(directory), live)
+    async with serving(SimulatedStore(directory)) as service, speaking(service) as peer:
         assert await value_of(peer, b"n") is None
         for _ in range(2):
             reply = await answer_to(peer, await send(peer, increment(b"n", 1), PERSISTED, P0, 1))
@@ -598,7 +598,7 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
         await service.delete_bucket(BUCKET)
         refused = [await peer.hear(Refusal) for _ in range(len(sent) + 1)]
         assert sorted(refusal.opaque for refusal in refused) == [*sent, waiting]
-        assert store.room.disks == {}
+        assert store.directory.disks == {}
         store.released.set()
         await service.create_bucket(BUCKET, 2, QUOTA_BYTES)
         async with speaking(service) as again:

@@ -32,7 +32,7 @@ from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.storage import bucket_storage
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PARTITIONS = 4
 KEYS = [b"key %d" % number for number in range(40)]
@@ -57,16 +57,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def room() -> SimulatedRoom:
-    return SimulatedRoom()
+def directory() -> SimulatedDirectory:
+    return SimulatedDirectory()
 
 
 @pytest.fixture
 async def server(
-    clock: Clock, room: SimulatedRoom, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, directory: SimulatedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Server]:
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
-    async with running_server(CONFIG, SimulatedStore(room)) as server:
+    async with running_server(CONFIG, SimulatedStore(directory)) as server:
         (disk,) = server.service.disks.values()
         monkeypatch.setattr(disk.leases, "_time", clock)
         yield server
@@ -82,14 +82,14 @@ async def write(client: Client, *rounds: int) -> None:
 async def compact(server: Server) -> None:
     """Has everything indexed that is on disk, and what was superseded compacted."""
     (disk,) = server.service.disks.values()
-    upkeeper = disk.upkeeper
-    before = upkeeper.statistics().get("compactions", 0)
-    async with upkeeper.quiet():
-        upkeeper._asked += 1
-        while await upkeeper._step():
+    maintenance = disk.maintenance
+    before = maintenance.statistics().get("compactions", 0)
+    async with maintenance.quiet():
+        maintenance._asked += 1
+        while await maintenance._step():
             pass
-        upkeeper._asked -= 1
-    assert upkeeper.statistics()["compactions"] != before
+        maintenance._asked -= 1
+    assert maintenance.statistics()["compactions"] != before
 
 
 def figures(server: Server) -> tuple[int, int]:
@@ -222,12 +222,12 @@ async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> 
             assert refused.value.status in (Status.NO_BUCKET, Status.BUCKET_DELETED)
 
     async with trio.open_nursery() as nursery, connect(server.url()) as client:
-        await disk.upkeeper._turn.acquire()
+        await disk.maintenance._turn.acquire()
         nursery.start_soon(acquire)
-        while not disk.upkeeper._turn.statistics().tasks_waiting:  # noqa: ASYNC110
+        while not disk.maintenance._turn.statistics().tasks_waiting:  # noqa: ASYNC110
             await trio.sleep(0.001)
-        disk.upkeeper.abandon()
-        disk.upkeeper._turn.release()
+        disk.maintenance.abandon()
+        disk.maintenance._turn.release()
         await trio.testing.wait_all_tasks_blocked()
         assert not disk.leases.lapsed()
         assert len(disk.leases) == 0
@@ -317,7 +317,7 @@ async def test_those_that_lapsed_make_room_for_others(server: Server, clock: Clo
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_one_is_read_on_after_lost_connections_and_a_restart(
-    server: Server, room: SimulatedRoom, seed: int
+    server: Server, directory: SimulatedDirectory, seed: int
 ) -> None:
     """Also inside its snapshot, and though the server began a new history meanwhile."""
     rng = random.Random(seed)
@@ -328,9 +328,9 @@ async def test_one_is_read_on_after_lost_connections_and_a_restart(
         first = await read(server, 7, ends)
         assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
     # A second server on the same disks, as after a crash of the first: a new history.
-    for disk in room.disks["b"]:
+    for disk in directory.disks["b"]:
         disk.crash()
-    async with running_server(CONFIG, SimulatedStore(room)) as other:
+    async with running_server(CONFIG, SimulatedStore(directory)) as other:
         partition, rows = next(iter(first.items()))
         (log,) = [
             found.failover_log

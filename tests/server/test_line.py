@@ -35,8 +35,8 @@ from upr_protocol.wire import (
 from upr_server.net import Connection, Service
 from upr_server.net.connection import LINE_BYTES_MAX, LINE_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.requests import GET_REPLY_BYTES
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import Call, FindItems, PutLease
+from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.simulated import SimulatedStore
 
 FETCH_S: Final = 0.01

@@ -46,7 +46,7 @@ from upr_server.engine import Partition, WriterToken
 from upr_server.replication.incoming import Incoming
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.calls import Commit
-from upr_server.storage.simulated import SimulatedRoom
+from upr_server.storage.simulated import SimulatedDirectory
 
 P = 4
 
@@ -176,7 +176,7 @@ async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:
             state = consumer.resume_state
         for name in "bc":
             await one.nodes[name].kill()
-        one.nodes["b"].room = SimulatedRoom()
+        one.nodes["b"].directory = SimulatedDirectory()
         await one.start("b")
         # It is to follow one that is down.
         await one.share([Assignment("a", {"b": "c", "c": ""})] * P)
@@ -515,7 +515,7 @@ async def test_a_node_that_lost_its_disk_has_nobody_give_up_anything() -> None:
         await one.quiet()
         highs = [partition.high_seq for partition in one.nodes["b"].held]
         await one.nodes["a"].kill()
-        one.nodes["a"].room = SimulatedRoom()
+        one.nodes["a"].directory = SimulatedDirectory()
         await one.start("a")
         assert [p.state for p in one.nodes["a"].held] == [PartitionState.ACTIVE] * P, "it is new"
         await eventually(lambda: has_map(one, "a"), "another node tells it what it was")

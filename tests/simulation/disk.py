@@ -12,7 +12,7 @@ from tests.simulation.world import JumpingClock
 from upr_server.storage.calls import Call
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.records import CHUNK
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 Answer = TypeVar("Answer")
@@ -41,7 +41,7 @@ class FaultyStore(SimulatedStore):
 
     Args:
         clock: The world's.
-        room: The disks, which outlive it.
+        directory: The disks, which outlive it.
         wear: What they are like now.
         chance: For its delays.
         on_failure: Told of a failure; and of a change that is acknowledged after one.
@@ -50,12 +50,12 @@ class FaultyStore(SimulatedStore):
     def __init__(
         self,
         clock: JumpingClock,
-        room: SimulatedRoom,
+        directory: SimulatedDirectory,
         wear: Wear,
         chance: Random,
         on_failure: Callable[[str], None],
     ) -> None:
-        super().__init__(room)
+        super().__init__(directory)
         self._clock = clock
         self._wear = wear
         self._chance = chance
@@ -76,7 +76,7 @@ class FaultyStore(SimulatedStore):
                 self._has_failed = True
                 self._on_failure("")
                 # A kernel says so once, and goes on as if nothing had been.
-                repaired(self.room)
+                repaired(self.directory)
                 raise
             await self._pause()
         return answer
@@ -94,13 +94,13 @@ class FaultyStore(SimulatedStore):
 
     def _set_faults(self) -> None:
         wear = self._wear
-        for disks in self.room.disks.values():
+        for disks in self.directory.disks.values():
             for disk in disks:
                 disk.bytes_max = 0 if wear.is_full else 1 << 62
-        if wear.fails_next and self.room.disks:
+        if wear.fails_next and self.directory.disks:
             wear.fails_next = False
-            name = self._chance.choice(sorted(self.room.disks))
-            log: SimulatedDisk = self.room.disks[name][0]
+            name = self._chance.choice(sorted(self.directory.disks))
+            log: SimulatedDisk = self.directory.disks[name][0]
             log.keep_on_fault = self._chance.random() < 0.5
             log.fault = _fail
 
@@ -109,27 +109,27 @@ def _fail() -> None:
     raise StoreFailedError("EIO: the simulated disk does not write")
 
 
-def spared(room: SimulatedRoom) -> None:
+def spared(directory: SimulatedDirectory) -> None:
     """What was to fail at a commit that has not come yet does not fail any more."""
-    for disks in room.disks.values():
+    for disks in directory.disks.values():
         for disk in disks:
             disk.fault = None
 
 
-def repaired(room: SimulatedRoom) -> None:
+def repaired(directory: SimulatedDirectory) -> None:
     """The machine starts: what its disks have is there."""
-    for disks in room.disks.values():
+    for disks in directory.disks.values():
         for disk in disks:
             disk.crash()
             disk.bytes_max = 1 << 62
 
 
-def flip(room: SimulatedRoom, chance: Random) -> bool:
+def flip(directory: SimulatedDirectory, chance: Random) -> bool:
     """Turns a bit round in some records of a log, mostly in chunks; whether there were any."""
-    names = sorted(room.disks)
+    names = sorted(directory.disks)
     if not names:
         return False
-    log = room.disks[chance.choice(names)][0]
+    log = directory.disks[chance.choice(names)][0]
     keys = log.keys()
     chunks = [key for key in keys if key.startswith(CHUNK)]
     if not chunks:

@@ -8,7 +8,8 @@ from typing import Final
 
 from tests.simulation.bugs.patch import replaced
 from upr_server.engine import closed_snapshot, collapse, segment
-from upr_server.storage import backfill, bucket_storage, compaction
+from upr_server.storage import bucket_storage, compaction
+from upr_server.storage.online import backfill
 
 SMALL: Final = (
     (bucket_storage, "GARBAGE_BYTES", 4096),

@@ -23,7 +23,7 @@ from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
-from upr_server.storage.simulated import SimulatedRoom
+from upr_server.storage.simulated import SimulatedDirectory
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 BUCKET: Final = "b"
@@ -72,7 +72,7 @@ class Node:
     undo_mutations: int
     purge_age_s: float
     wear: Wear = attrs.field(factory=Wear)
-    room: SimulatedRoom = attrs.field(factory=SimulatedRoom)
+    directory: SimulatedDirectory = attrs.field(factory=SimulatedDirectory)
     clock_s: float = 0.0
     life: int = 0
     server: Server | None = None
@@ -112,13 +112,13 @@ class Node:
         assert not self.is_up
         self.life += 1
         self.history.add(Said(self.name, f"starts, life {self.life}"))
-        repaired(self.room)
+        repaired(self.directory)
         self.network.come_back(self.name)
         self._scope, self._stopping, self.ended = trio.CancelScope(), trio.Event(), trio.Event()
         self.is_killed = False
         self.store = FaultyStore(
             self.network.clock,
-            self.room,
+            self.directory,
             self.wear,
             self.chance,
             partial(self._failed, self.life),
@@ -177,19 +177,19 @@ class Node:
     def lose_disk(self) -> None:
         """It comes back with an empty one."""
         assert not self.is_up
-        self.room = SimulatedRoom()
+        self.directory = SimulatedDirectory()
         self.partitions = 0
         self.is_rotten = False
 
     def lose_index(self) -> None:
         """It comes back without the index, which is made anew."""
         assert not self.is_up
-        for name, (log, _) in self.room.disks.items():
-            self.room.disks[name] = log, SimulatedDisk()
+        for name, (log, _) in self.directory.disks.items():
+            self.directory.disks[name] = log, SimulatedDisk()
 
     def rot(self) -> bool:
         """A bit of its disk flips; whether there was any."""
-        self.is_rotten = flip(self.room, self.chance)
+        self.is_rotten = flip(self.directory, self.chance)
         return self.is_rotten
 
     def _expected(self) -> type[StorageError]:

@@ -176,7 +176,7 @@ class Cluster:
         for node in self.nodes.values():
             node.wear.is_full = node.wear.fails_next = False
             # Where little is written the commit that was to fail may not have come yet.
-            spared(node.room)
+            spared(node.directory)
             node.wear.delay_s = min(self.mix.disk_s, 0.01)
             node.clock_s = 0.0
             await faults.start(node)

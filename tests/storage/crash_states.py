@@ -38,9 +38,9 @@ from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_server.storage import compaction
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, Token
 from upr_server.storage.compaction import Sweep
-from upr_server.storage.environment import Environment
 from upr_server.storage.key_index import KeyIndex
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, PartitionRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -89,11 +89,11 @@ def record_of(high: int) -> PartitionRecord:
     return PartitionRecord(PartitionState.ACTIVE, ((1, 0),), SeqNo(high), high)
 
 
-def digest_of(environment: Environment) -> bytes:
+def digest_of(ordered_map: OrderedMap) -> bytes:
     """Of all keys and values."""
     digest = hashlib.sha256()
-    with environment.read() as reader:
-        for key, value in reader.scan(b"\0", b"\xff" * 40):
+    with ordered_map.read() as transaction:
+        for key, value in transaction.scan(b"\0", b"\xff" * 40):
             digest.update(b"%d %d " % (len(key), len(value)))
             digest.update(key)
             digest.update(value)
@@ -136,12 +136,12 @@ def record(folder: Path) -> Recording:
     compaction.CHUNK_BYTES = 16 * 1024  # type: ignore[misc]
     compaction.WHOLE_BYTES_MIN = 8 * 1024  # type: ignore[misc]
     random = Random(4)
-    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES, is_summed=True)
-    log = ChunkLog(environment)
+    ordered_map = LmdbMap(folder, bytes_max=MAP_BYTES, is_summed=True)
+    log = ChunkLog(ordered_map)
     index = KeyIndex(SimulatedDisk(), log)
     log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     path = folder / "data.mdb"
-    image, digest = path.read_bytes(), digest_of(environment)
+    image, digest = path.read_bytes(), digest_of(ordered_map)
     recorder = WriteRecorder(path)
     events = recorder.events
     sweeps: list[Sweep] = []
@@ -160,8 +160,8 @@ def record(folder: Path) -> Recording:
                 if mark.seq and not any(sweep.partition == partition for sweep in sweeps):
                     sweeps.append(Sweep(log, index, partition, mark.seq))
         if not events or not isinstance(events[-1], Reported):
-            events.append(Reported(digest_of(environment)))
-    environment.close()
+            events.append(Reported(digest_of(ordered_map)))
+    ordered_map.close()
     return Recording(image, digest, events)
 
 
@@ -262,12 +262,12 @@ def read_all(log: ChunkLog) -> None:
 
 
 def examine(folder: Path, right: list[bytes], found: Found) -> None:
-    environment = LmdbEnvironment(folder, bytes_max=MAP_BYTES, is_summed=True)
+    ordered_map = LmdbMap(folder, bytes_max=MAP_BYTES, is_summed=True)
     try:
-        log = ChunkLog(environment)
+        log = ChunkLog(ordered_map)
         read_all(log)
-        environment.verify()
-        digest = digest_of(environment)
+        ordered_map.verify()
+        digest = digest_of(ordered_map)
         if digest not in right:
             raise AssertionError("what is there was never committed, or is too old")
         found.newer += digest in right[1:]
@@ -276,7 +276,7 @@ def examine(folder: Path, right: list[bytes], found: Found) -> None:
             read_all(log)
             found.written_on += 1
     finally:
-        environment.close()
+        ordered_map.close()
 
 
 def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bool) -> Found:

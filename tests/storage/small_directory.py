@@ -14,7 +14,7 @@ from upr_server.engine import Want
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.compaction import Sweep
-from upr_server.storage.data_directory import DataRoom, prepare
+from upr_server.storage.directory import DataDirectory, prepare
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
 BUCKET: Final = "planes"
@@ -35,7 +35,7 @@ def make(path: Path) -> None:
     """Makes the directory: a bucket whose log has many versions, chunks of all sizes, tombstones,
     expiry times, answers to publishers, a lease, and a partition that was compacted."""
     prepare(path)
-    room = DataRoom(path, bytes_max=1 << 30)
+    directory = DataDirectory(path, bytes_max=1 << 30)
     record = BucketRecord(BUCKET, PARTITIONS, 1 << 26)
     start = PartitionRecord(PartitionState.ACTIVE, ((7, 0),), SeqNo(0), 0)
 
@@ -43,8 +43,8 @@ def make(path: Path) -> None:
         storage = BucketStorage(log, index)  # type: ignore[arg-type]
         storage.log.create(record, [start] * PARTITIONS)
 
-    room.create(BUCKET, fill)
-    storage = BucketStorage(*room.open(BUCKET))
+    directory.create(BUCKET, fill)
+    storage = BucketStorage(*directory.open(BUCKET))
     storage.open()
     chance = random.Random(4)
     for turn in range(24):

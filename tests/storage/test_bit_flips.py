@@ -21,9 +21,9 @@ from tests.kit.effort import effort
 from tests.storage.small_directory import BUCKET, PLENTY, Answers, answers, make, wants
 from upr_protocol.chunk import Mutation
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.check import Check, Problem, open_bucket
 from upr_server.storage.errors import StorageError
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.offline.check import Check, Problem, open_bucket
 
 FLIPS: Final = effort(2_000, 10_000)
 FLIPS_OF_THE_TREE: Final = effort(500, 2_500)
@@ -104,7 +104,7 @@ def _read(folder: Path, good: Answers) -> bytes:
     return EQUAL
 
 
-def _read_records(storage: BucketStorage, log: LmdbEnvironment, good: Answers) -> bytes:
+def _read_records(storage: BucketStorage, log: LmdbMap, good: Answers) -> bytes:
     try:
         log.verify()
         storage.open()

@@ -13,11 +13,16 @@ import pytest
 from tests.storage.log_model import Model, chunk_of, record_of, row
 from upr_protocol.ids import Operation
 from upr_server.storage import bucket_storage, compaction
-from upr_server.storage.bucket_storage import STEPS_URGENT, STEPS_WASTEFUL, BucketStorage, Upkeep
+from upr_server.storage.bucket_storage import (
+    STEPS_URGENT,
+    STEPS_WASTEFUL,
+    BucketStorage,
+    MaintenanceStep,
+)
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite
-from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -39,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "WHOLE_BYTES_MIN", 8_000)
 
 
-def new_bucket(log: Environment, index: Environment) -> BucketStorage:
+def new_bucket(log: OrderedMap, index: OrderedMap) -> BucketStorage:
     made = BucketStorage(log, index)
     made.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     made.open()
@@ -48,14 +53,14 @@ def new_bucket(log: Environment, index: Environment) -> BucketStorage:
 
 @pytest.fixture(params=["lmdb", "simulated"])
 def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketStorage]:
-    environments: list[Environment] = []
+    maps: list[OrderedMap] = []
     for name in ("log", "index"):
         if request.param == "lmdb":
             (tmp_path / name).mkdir()
-            environments.append(LmdbEnvironment(tmp_path / name, bytes_max=1 << 28))
+            maps.append(LmdbMap(tmp_path / name, bytes_max=1 << 28))
         else:
-            environments.append(SimulatedDisk())
-    made = new_bucket(*environments)
+            maps.append(SimulatedDisk())
+    made = new_bucket(*maps)
     yield made
     made.close()
 
@@ -75,9 +80,11 @@ def overwrite(bucket: BucketStorage, model: Model, random: Random, count: int = 
     model.take([write])
 
 
-def tidy(bucket: BucketStorage, *, urgent: bool = False, before_cas: int = NEVER) -> list[Upkeep]:
+def tidy(
+    bucket: BucketStorage, *, urgent: bool = False, before_cas: int = NEVER
+) -> list[MaintenanceStep]:
     """Upkeep until there is nothing more to do at once."""
-    done: list[Upkeep] = []
+    done: list[MaintenanceStep] = []
     while not done or done[-1].more:
         done.append(bucket.upkeep(urgent=urgent, leases=(), purge_before_cas=before_cas))
     return done
@@ -100,7 +107,7 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
             < (1 + bucket_storage.GARBAGE_SHARE) * live_bytes_max + GARBAGE_BYTES + behind
         )
         if turn % 100 == 99:
-            in_file.append(bucket.log.environment.statistics()["bytes_in_file"])
+            in_file.append(bucket.log.ordered_map.statistics()["bytes_in_file"])
     compactions = bucket.statistics()["compactions"]
     assert isinstance(compactions, int)
     assert compactions > 20
@@ -114,13 +121,13 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     bucket: BucketStorage,
 ) -> None:
-    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
+    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
     random, model = Random(2), Model(PARTITIONS)
     overwrite(bucket, model, random)
-    assert bucket.upkeep(urgent=False, leases=(), purge_before_cas=NEVER) == Upkeep()
+    assert bucket.upkeep(urgent=False, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
     done = tidy(bucket, urgent=True)
     assert [step.compacted for step in done] == [False]
-    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == Upkeep()
+    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
 
 
 def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
@@ -174,7 +181,7 @@ def test_what_a_shelf_knows_it_finds_again(bucket: BucketStorage) -> None:
     for _ in range(200):
         overwrite(bucket, model, random)
         tidy(bucket, before_cas=max(model.highs) - 500)
-    again = BucketStorage(bucket.log.environment, bucket.index.environment)
+    again = BucketStorage(bucket.log.ordered_map, bucket.index.ordered_map)
     again.open()
     for name in ("_highs", "_marks", "_items", "_purges", "_bytes", "_garbage"):
         assert getattr(again, name) == getattr(bucket, name), name

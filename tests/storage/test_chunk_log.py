@@ -14,9 +14,9 @@ from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog, PartitionWrite, Token
-from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import (
     BUCKET,
     PARTITION,
@@ -44,19 +44,19 @@ COMMITS: Final = st.lists(
 )
 
 
-def created(environment: Environment) -> ChunkLog:
-    log = ChunkLog(environment)
+def created(ordered_map: OrderedMap) -> ChunkLog:
+    log = ChunkLog(ordered_map)
     log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     return log
 
 
 @pytest.fixture(params=["lmdb", "simulated"])
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChunkLog]:
-    environment: Environment = SimulatedDisk()
+    ordered_map: OrderedMap = SimulatedDisk()
     if request.param == "lmdb":
-        environment = LmdbEnvironment(tmp_path, bytes_max=1 << 28, is_summed=True)
-    yield created(environment)
-    environment.close()
+        ordered_map = LmdbMap(tmp_path, bytes_max=1 << 28, is_summed=True)
+    yield created(ordered_map)
+    ordered_map.close()
 
 
 def some_chunk(start: int, count: int, skipped: int = 0) -> Chunk:
@@ -264,14 +264,14 @@ def test_a_sealed_record_that_is_none_is_damage(packed: bytes) -> None:
 
 def test_a_chunk_that_is_missing_is_noticed(log: ChunkLog) -> None:
     log.commit([write(0, *(some_chunk(start, 5) for start in (0, 5, 10)))])
-    with log.environment.write() as writer:
-        writer.delete(chunk_key(0, 10))
+    with log.ordered_map.write() as transaction:
+        transaction.delete(chunk_key(0, 10))
     with pytest.raises(CorruptionError):
         read(log, 0, 0, 15, PLENTY)
     with pytest.raises(CorruptionError):
         log.find(0, [7], PLENTY)
-    with log.environment.write() as writer:
-        writer.delete(chunk_key(0, 15))
+    with log.ordered_map.write() as transaction:
+        transaction.delete(chunk_key(0, 15))
     assert len(read(log, 0, 0, 5, PLENTY)) == 5
     with pytest.raises(CorruptionError):
         log.read(0, 5, 15, bytes_max=PLENTY)

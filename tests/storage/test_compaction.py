@@ -16,7 +16,7 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
 from upr_server.engine import Want
 from upr_server.storage import bucket_storage, compaction
-from upr_server.storage.bucket_storage import BucketStorage, Upkeep
+from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Sweep
 from upr_server.storage.errors import StoreFailedError
@@ -126,7 +126,7 @@ class Life(RuleBasedStateMachine):
     def purge_before(self, age: float) -> int:
         return round((self.cas + 1) * age)
 
-    def upkeep(self, *, urgent: bool, age: float) -> Upkeep:
+    def upkeep(self, *, urgent: bool, age: float) -> MaintenanceStep:
         before = [stored.purge_seq for stored in self.log.load().partitions]
         done = self.bucket_storage.upkeep(
             urgent=urgent,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from upr_server.storage.calls import SaveEventQueues, TakeEventQueues
-from upr_server.storage.data_directory import DataRoom
+from upr_server.storage.directory import DataDirectory
 from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
 from upr_server.storage.event_queue_file import EventQueueFile
 from upr_server.storage.processes import open_store
@@ -91,4 +91,4 @@ async def test_through_the_process_that_writes(tmp_path: Path) -> None:
         async with open_store(tmp_path / "data") as store:
             assert await store.ask(TakeEventQueues()) == expected
             await store.ask(SaveEventQueues(b"queues \0\xff"))
-    assert DataRoom(tmp_path / "data").event_queues.take() == b"queues \0\xff"
+    assert DataDirectory(tmp_path / "data").event_queues.take() == b"queues \0\xff"

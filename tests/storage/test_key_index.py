@@ -14,10 +14,10 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_server.engine import Want
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Sweep
-from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_key
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -27,7 +27,7 @@ PARTITIONS: Final = 2
 class Both:
     """A log, and its index."""
 
-    def __init__(self, log: Environment, index: Environment) -> None:
+    def __init__(self, log: OrderedMap, index: OrderedMap) -> None:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
         self.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
@@ -61,17 +61,17 @@ def sets(*keys: bytes, first: int = 1, expiry: int = 0) -> list[Mutation]:
 
 @pytest.fixture(params=["lmdb", "simulated"])
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
-    environments: list[Environment] = []
+    maps: list[OrderedMap] = []
     for name in ("log", "index"):
         if request.param == "lmdb":
             (tmp_path / name).mkdir()
-            environments.append(LmdbEnvironment(tmp_path / name, bytes_max=1 << 28))
+            maps.append(LmdbMap(tmp_path / name, bytes_max=1 << 28))
         else:
-            environments.append(SimulatedDisk())
-    made = Both(*environments)
+            maps.append(SimulatedDisk())
+    made = Both(*maps)
     yield made
-    for environment in environments:
-        environment.close()
+    for ordered_map in maps:
+        ordered_map.close()
 
 
 @pytest.fixture
@@ -212,10 +212,10 @@ def test_a_key_whose_entry_has_another_key_now_is_not_called_missing(
     both.follow()
     assert both.find(b"key", b"key 5", b"z") == [None] * 3
     entry = index_key(0, b"key 1" if last < b"1" else b"key 9")
-    with both.index.environment.write() as writer:
-        value = bytes(writer.get(entry) or b"")
-        writer.delete(entry)
-        writer.put(entry[:-1] + last, value)
+    with both.index.ordered_map.write() as transaction:
+        value = bytes(transaction.get(entry) or b"")
+        transaction.delete(entry)
+        transaction.put(entry[:-1] + last, value)
     with pytest.raises(CorruptionError):
         both.find(b"key" + entry[-2:])
     assert None not in both.find(b"key 9" if last < b"1" else b"key 1")

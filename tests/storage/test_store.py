@@ -25,7 +25,7 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_server.engine import Want
 from upr_server.storage import processes
 from upr_server.storage.api import Store
-from upr_server.storage.bucket_storage import Upkeep
+from upr_server.storage.bucket_storage import MaintenanceStep
 from upr_server.storage.calls import (
     Commit,
     CreateBucket,
@@ -41,19 +41,19 @@ from upr_server.storage.calls import (
     StartServing,
 )
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, Token
-from upr_server.storage.data_directory import FORMAT_TEXT, DataRoom, prepare
-from upr_server.storage.environment import Environment
+from upr_server.storage.directory import FORMAT_TEXT, DataDirectory, prepare
 from upr_server.storage.errors import (
     DataDirectoryError,
     DiskFullError,
     StorageError,
     StoreFailedError,
 )
-from upr_server.storage.lmdb_store import MAP_BYTES_DEFAULT, LmdbEnvironment
+from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import SLOT_READ_BYTES_MIN, ProcessStore, open_store
 from upr_server.storage.records import BucketRecord, LeaseRecord
-from upr_server.storage.simulated import SimulatedRoom, SimulatedStore
-from upr_server.storage.slots import SLOT_BYTES, SLOTS, Slots
+from upr_server.storage.shared_slots import SLOT_BYTES, SLOTS, SlotPool
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PARTITIONS: Final = 4
 BUCKET: Final = BucketRecord("planes", PARTITIONS, 1 << 20)
@@ -66,7 +66,7 @@ Opener = Callable[[], AbstractAsyncContextManager[Store]]
 
 @pytest.fixture(params=["processes", "simulated"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    room = SimulatedRoom()
+    directory = SimulatedDirectory()
 
     @asynccontextmanager
     async def processes() -> AsyncIterator[Store]:
@@ -76,7 +76,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     @asynccontextmanager
     async def simulated() -> AsyncIterator[Store]:
         random = Random(3)
-        yield SimulatedStore(room, lambda _call: random.random() / 1_000)
+        yield SimulatedStore(directory, lambda _call: random.random() / 1_000)
 
     return processes if request.param == "processes" else simulated
 
@@ -110,7 +110,7 @@ async def read_all(store: Store, partition: int, through: int) -> list[Mutation]
     return rows
 
 
-async def upkeep(store: Store) -> tuple[Upkeep, dict[str, Any]]:
+async def upkeep(store: Store) -> tuple[MaintenanceStep, dict[str, Any]]:
     return await store.ask(Maintain(BUCKET.name, urgent=True, leases=(), purge_before_cas=0))
 
 
@@ -268,18 +268,18 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
 
 def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
     prepare(tmp_path)
-    room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
 
-    def find_no_room(_log: Environment, _index: Environment) -> None:
+    def find_no_room(_log: OrderedMap, _index: OrderedMap) -> None:
         raise DiskFullError("no room")
 
     with pytest.raises(DiskFullError):
-        room.create("b", find_no_room)
-    assert room.names() == []
+        directory.create("b", find_no_room)
+    assert directory.names() == []
     with pytest.raises(DiskFullError):
-        room.create("b", find_no_room)
-    room.create("b", lambda _log, _index: None)
-    assert room.names() == ["b"]
+        directory.create("b", find_no_room)
+    directory.create("b", lambda _log, _index: None)
+    assert directory.names() == ["b"]
 
 
 def test_a_disk_without_room_takes_no_bucket(
@@ -287,15 +287,15 @@ def test_a_disk_without_room_takes_no_bucket(
 ) -> None:
     """LMDB is not even asked: its new lock file would kill the process with SIGBUS."""
     prepare(tmp_path)
-    room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
     free_blocks = COMMIT_RESERVE_BYTES // 4096 - 1
     disk = SimpleNamespace(f_frsize=4096, f_blocks=1 << 20, f_bavail=free_blocks)
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _path: disk)
         with pytest.raises(DiskFullError, match="a new bucket needs"):
-            room.create("b", lambda _log, _index: None)
+            directory.create("b", lambda _log, _index: None)
     assert list((tmp_path / "buckets").iterdir()) == []
-    room.create("b", lambda _log, _index: None)
+    directory.create("b", lambda _log, _index: None)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -304,12 +304,12 @@ def test_a_bucket_that_cannot_be_made_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
 ) -> None:
     prepare(tmp_path)
-    room = DataRoom(tmp_path, bytes_max=MAP_BYTES)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
 
     def fail(*_arguments: object, **_options: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    def fill(log: Environment, _index: Environment) -> None:
+    def fill(log: OrderedMap, _index: OrderedMap) -> None:
         with log.write():
             if where == "lmdb":
                 error = lmdb.Error("mdb_txn_commit")
@@ -320,10 +320,10 @@ def test_a_bucket_that_cannot_be_made_leaves_nothing(
         if where != "lmdb":
             patch.setattr(Path, where, fail)
         with pytest.raises(DiskFullError, match="the disk is full"):
-            room.create("b", fill)
+            directory.create("b", fill)
     assert list((tmp_path / "buckets").iterdir()) == []
-    room.create("b", lambda _log, _index: None)
-    assert room.names() == ["b"]
+    directory.create("b", lambda _log, _index: None)
+    assert directory.names() == ["b"]
 
 
 def test_a_large_disk_has_addresses_for_many_buckets(
@@ -333,16 +333,16 @@ def test_a_large_disk_has_addresses_for_many_buckets(
     prepare(tmp_path)
     disk = SimpleNamespace(f_frsize=4096, f_blocks=1 << 35, f_bavail=1 << 35)
     monkeypatch.setattr(os, "statvfs", lambda _path: disk)
-    room = DataRoom(tmp_path)
+    directory = DataDirectory(tmp_path)
     names = [f"b{number:02}" for number in range(20)]
     for name in names:
-        room.create(name, lambda _log, _index: None)
-    opened = [part for name in names for part in room.open(name)]
-    assert isinstance(opened[0], LmdbEnvironment)
+        directory.create(name, lambda _log, _index: None)
+    opened = [part for name in names for part in directory.open(name)]
+    assert isinstance(opened[0], LmdbMap)
     assert opened[0].free_bytes > MAP_BYTES_DEFAULT - MAP_BYTES
     for part in opened:
         part.close()
-    too_large = DataRoom(tmp_path, bytes_max=1 << 60)
+    too_large = DataDirectory(tmp_path, bytes_max=1 << 60)
     with pytest.raises(DataDirectoryError, match="set disk_bytes_max to less"):
         too_large.open("b00")
 
@@ -351,7 +351,7 @@ def test_a_large_disk_has_addresses_for_many_buckets(
 
 
 @pytest.fixture
-async def reading(tmp_path: Path) -> AsyncIterator[tuple[ProcessStore, Slots]]:
+async def reading(tmp_path: Path) -> AsyncIterator[tuple[ProcessStore, SlotPool]]:
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         await create(store)
         if store._reader.slots is None:
@@ -364,7 +364,7 @@ async def read_whole(store: Store, through: int) -> list[Chunk]:
 
 
 async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
-    reading: tuple[ProcessStore, Slots],
+    reading: tuple[ProcessStore, SlotPool],
 ) -> None:
     store, slots = reading
     write = PartitionWrite(0, record_of(3), [one_row(seq) for seq in (1, 2, 3)])
@@ -382,7 +382,7 @@ async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
 
 
 async def test_what_finds_no_room_in_a_slot_goes_through_the_pipe(
-    reading: tuple[ProcessStore, Slots],
+    reading: tuple[ProcessStore, SlotPool],
 ) -> None:
     store, slots = reading
     sizes = (SLOT_BYTES // 2, SLOT_BYTES, 10, SLOT_BYTES // 2, 10)
@@ -398,7 +398,7 @@ async def test_what_finds_no_room_in_a_slot_goes_through_the_pipe(
 
 
 async def test_with_every_slot_lent_chunks_go_through_the_pipe(
-    reading: tuple[ProcessStore, Slots],
+    reading: tuple[ProcessStore, SlotPool],
 ) -> None:
     store, slots = reading
     expected = [one_row(1)]
@@ -411,7 +411,7 @@ async def test_with_every_slot_lent_chunks_go_through_the_pipe(
 
 
 async def test_a_caller_that_is_cancelled_gives_its_slot_back_when_the_answer_has_come(
-    reading: tuple[ProcessStore, Slots],
+    reading: tuple[ProcessStore, SlotPool],
 ) -> None:
     store, slots = reading
     expected = [one_row(1)]
@@ -427,7 +427,7 @@ async def test_a_caller_that_is_cancelled_gives_its_slot_back_when_the_answer_ha
 
 
 async def test_chunks_outlive_the_process_that_read_them(
-    reading: tuple[ProcessStore, Slots],
+    reading: tuple[ProcessStore, SlotPool],
 ) -> None:
     store, _ = reading
     expected = [one_row(1)]

@@ -8,7 +8,7 @@ from typing import Protocol
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId
 from upr_protocol.partition_map import PartitionMap
-from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import PartialRecord
 
 

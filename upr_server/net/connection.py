@@ -29,8 +29,8 @@ from upr_server.net.line import Line
 from upr_server.net.replies import Replies
 from upr_server.net.requests import HANDLERS
 from upr_server.net.streamer import Streamer
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.errors import StorageError
+from upr_server.storage.online.bucket_disk import BucketDisk
 
 if TYPE_CHECKING:
     from upr_server.net.service import Service

@@ -14,8 +14,8 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.wire import Get, Mutate
 from upr_server.engine import FetchNeeded, Found, Partition
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.errors import CorruptionError, StorageError
+from upr_server.storage.online.bucket_disk import BucketDisk
 
 if TYPE_CHECKING:
     from upr_server.net.connection import Connection

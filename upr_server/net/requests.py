@@ -420,7 +420,7 @@ def _lease(connection: Connection, request: Lease) -> None:
     disk = connection.disk
 
     async def settle() -> None:
-        async with disk.upkeeper.quiet():
+        async with disk.maintenance.quiet():
             if request.action is LeaseAction.RELEASE:
                 await disk.leases.release(request.lease_id)
                 connection.say(LeaseReply(request.lease_id, 0, opaque=request.opaque))
@@ -434,7 +434,7 @@ def _lease(connection: Connection, request: Lease) -> None:
         try:
             sizes = await disk.store.ask(MeasureRanges(disk.bucket.name, lease.ranges))
         except StorageError:
-            disk.upkeeper.check_not_abandoned()
+            disk.maintenance.check_not_abandoned()
             raise
         ranges = tuple(
             (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)

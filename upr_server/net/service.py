@@ -33,7 +33,6 @@ from upr_server.net.credit import CreditShares
 from upr_server.net.events import Events, NoEvents
 from upr_server.net.line import Line
 from upr_server.storage.api import Store
-from upr_server.storage.bucket_disk import BucketDisk, recovered
 from upr_server.storage.calls import (
     CreateBucket,
     DeleteBucket,
@@ -43,8 +42,9 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
+from upr_server.storage.online.bucket_disk import BucketDisk, recovered
+from upr_server.storage.online.maintenance import IDLE_S
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
-from upr_server.storage.upkeeper import IDLE_S
 
 COLLAPSE_MUTATIONS: Final = 2000
 """Mutations that one step of collapsing goes through: about a millisecond of the loop."""
@@ -83,7 +83,7 @@ class Service:
         purge_age_s: How old a tombstone must be to be forgotten.
         listener: Told what becomes of buckets.
         rest_s: How long the disk of a bucket with which there is nothing to do is left alone,
-            unless its `upkeeper` is woken. Whoever gives more than the default wakes it.
+            unless its `maintenance` is woken. Whoever gives more than the default wakes it.
     """
 
     def __init__(
@@ -422,7 +422,7 @@ class Service:
             if relief is Relief.NOTHING:
                 self._short.pop(bucket, None)
             elif bucket in self.disks:
-                self.disks[bucket].upkeeper.wake()
+                self.disks[bucket].maintenance.wake()
 
     def _pay_credit(self) -> None:
         waiting, self._waiting_for_room = self._waiting_for_room, {}

@@ -24,10 +24,10 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
-from upr_server.storage.backfill import StreamBrokenError
-from upr_server.storage.bucket_disk import BucketDisk
-from upr_server.storage.pinned_reader import PinnedReader
-from upr_server.storage.stream_reader import StreamReader
+from upr_server.storage.online.backfill import StreamBrokenError
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.leased_reader import LeasedReader
+from upr_server.storage.online.stream_reader import StreamReader
 
 BATCH_BYTES: Final = 1024 * 1024
 """How much is handed to the socket at a time: large enough that its cost a call is small, small
@@ -44,7 +44,7 @@ DISK_BATCH_BYTES: Final = 256 * 1024
 @attrs.define(eq=False)
 class _Stream:
     partition: Partition
-    reader: StreamReader | PinnedReader
+    reader: StreamReader | LeasedReader
     opaque: int
     end_seq: SeqNo
     answers_from: SeqNo | None = None
@@ -148,9 +148,9 @@ class Streamer:
 
     def _reader(
         self, disk: BucketDisk, partition: Partition, request: Stream, decision: Start
-    ) -> StreamReader | PinnedReader:
+    ) -> StreamReader | LeasedReader:
         if request.lease_id:
-            return PinnedReader(
+            return LeasedReader(
                 disk, partition, decision.seq, request.end_seq, request.lease_id, self._wake
             )
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from upr_protocol.errors import Status
 from upr_protocol.ids import PartitionId
 from upr_server.engine import Bucket
-from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class Host(Protocol):

@@ -19,9 +19,9 @@ from upr_server.replication.host import Host
 from upr_server.replication.incoming import Incoming
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import System
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import PutPartitionMap
 from upr_server.storage.errors import DiskFullError
+from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
 UNDO_MUTATIONS: Final = 64 * 1024
@@ -161,7 +161,7 @@ class Membership:
         found = PartitionMap.decode(document)
         held = _Held(disk, found, is_confirmed=False, is_clean=is_clean)
         self._held[found.bucket] = held
-        disk.upkeeper.keep = self._undo_mutations
+        disk.maintenance.keep = self._undo_mutations
         for partition in disk.bucket.partitions:
             assignment = found.partitions[partition.id]
             state = assignment.state_of(self.node)
@@ -360,7 +360,7 @@ class Membership:
                 for number, there in enumerate(new.partitions)
                 if _was_master(there, self.node)
             }
-        disk.upkeeper.keep = self._undo_mutations
+        disk.maintenance.keep = self._undo_mutations
         before = PartitionMap(
             bucket=new.bucket,
             revision=0,
@@ -487,7 +487,7 @@ class Membership:
             )
         if state is PartitionState.ACTIVE:
             # What the index does not know yet nobody can ask for, nor can it expire.
-            held.disk.upkeeper.wake()
+            held.disk.maintenance.wake()
         if state is not PartitionState.REPLICA:
             held.incoming.pop(partition.id, None)
 

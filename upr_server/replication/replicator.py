@@ -30,11 +30,11 @@ from upr_server.engine.partition import unpack
 from upr_server.replication.host import Host
 from upr_server.replication.incoming import Answer, Incoming
 from upr_server.runtime import System
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.flusher import encode_answer
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.flusher import encode_answer
 from upr_server.storage.records import PartitionRecord
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
@@ -339,7 +339,7 @@ class Replicator:
         with trio.CancelScope(shield=True):
             await self._flush()
             self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
-            async with disk.upkeeper.quiet(), self._turn:
+            async with disk.maintenance.quiet(), self._turn:
                 before = incoming.received
                 found = await disk.store.ask(
                     FindSnapshotEnd(bucket.name, number, ceiling, undone.indexed)

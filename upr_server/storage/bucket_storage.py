@@ -17,9 +17,9 @@ from upr_server.storage.chunk_log import (
     Token,
 )
 from upr_server.storage.compaction import Sweep
-from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import LeaseRecord, PartitionRecord
 
 INDEX_MUTATIONS: Final = 16 * 1024
@@ -55,7 +55,7 @@ WASTEFUL_SHARE: Final = 0.7
 """More of the bucket than this, beside twice `GARBAGE_BYTES`, is wasteful."""
 
 
-class Upkeep(msgspec.Struct, frozen=True):
+class MaintenanceStep(msgspec.Struct, frozen=True):
     """What one step of a bucket's upkeep did.
 
     Attributes:
@@ -88,8 +88,8 @@ class BucketStorage:
 
     def __init__(
         self,
-        log: Environment,
-        index: Environment,
+        log: OrderedMap,
+        index: OrderedMap,
         copied: Callable[[Chunk], Chunk] = Chunk.copied,
     ) -> None:
         self.log = ChunkLog(log)
@@ -201,7 +201,7 @@ class BucketStorage:
         lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
         keep: int = 0,
-    ) -> Upkeep:
+    ) -> MaintenanceStep:
         """One bounded step of indexing or compaction: they take turns when both have something to
         do. The call `Maintain` describes the arguments."""
         if self._damage is not None:
@@ -214,7 +214,7 @@ class BucketStorage:
             done = self._report(sweep.partition, compacted=True, urgent=urgent)
             return msgspec.structs.replace(done, broken=broken)
         if behind is None:
-            return Upkeep()
+            return MaintenanceStep()
         mark = self.index.step(behind, INDEX_MUTATIONS, through=self._goal(behind))
         self._marks[behind], self._items[behind] = mark.seq, mark.items
         self._garbage[behind] = mark.garbage_bytes
@@ -289,9 +289,9 @@ class BucketStorage:
                 self._damage = error
         return swept.broken
 
-    def _report(self, number: int, *, compacted: bool, urgent: bool) -> Upkeep:
+    def _report(self, number: int, *, compacted: bool, urgent: bool) -> MaintenanceStep:
         more = self._furthest_behind(urgent) is not None or self._sweep_due() is not None
-        return Upkeep(
+        return MaintenanceStep(
             number,
             SeqNo(self._marks[number]),
             self._items[number],
@@ -303,8 +303,8 @@ class BucketStorage:
     def statistics(self) -> dict[str, object]:
         """Figures."""
         return {
-            "log": self.log.environment.statistics(),
-            "index": self.index.environment.statistics(),
+            "log": self.log.ordered_map.statistics(),
+            "index": self.index.ordered_map.statistics(),
             "chunk_bytes": sum(self._bytes),
             "commits": self._commits,
             "compactions": self._sweeps,
@@ -312,5 +312,5 @@ class BucketStorage:
 
     def close(self) -> None:
         """Lets go of both."""
-        self.log.environment.close()
-        self.index.environment.close()
+        self.log.ordered_map.close()
+        self.index.ordered_map.close()

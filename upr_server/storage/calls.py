@@ -14,7 +14,7 @@ import msgspec
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Want
-from upr_server.storage.bucket_storage import BucketStorage, Upkeep
+from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.key_index import Due
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
@@ -223,7 +223,7 @@ class ForgetIndexed(BucketCall[bool], frozen=True):
         return bucket.forget(self.partition)
 
 
-class Maintain(BucketCall[tuple[Upkeep, dict[str, Any]]], frozen=True, kw_only=True):
+class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, kw_only=True):
     """One bounded step of indexing or compaction, if there is something to do. Answers what was
     done, and the bucket's figures.
 
@@ -243,7 +243,7 @@ class Maintain(BucketCall[tuple[Upkeep, dict[str, Any]]], frozen=True, kw_only=T
     purge_before_cas: int
     keep: int = 0
 
-    def run(self, bucket: BucketStorage) -> tuple[Upkeep, dict[str, Any]]:
+    def run(self, bucket: BucketStorage) -> tuple[MaintenanceStep, dict[str, Any]]:
         done = bucket.upkeep(
             urgent=self.urgent,
             leases=self.leases,

@@ -16,8 +16,8 @@ from sortedcontainers import SortedDict
 
 from upr_protocol.chunk import Chunk, Mutation, encoded_bytes
 from upr_protocol.ids import SeqNo
-from upr_server.storage.environment import Environment, Reader, Writer
 from upr_server.storage.errors import CorruptionError
+from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.records import (
     BUCKET,
     CHUNK,
@@ -128,21 +128,21 @@ class ChunkLog:
     """One bucket's log.
 
     Args:
-        environment: Where it is kept.
+        ordered_map: Where it is kept.
     """
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
+    def __init__(self, ordered_map: OrderedMap) -> None:
+        self.ordered_map = ordered_map
 
     # Its life.
 
     def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
         """Begins it, in an empty map."""
-        with self.environment.write() as writer:
-            writer.put(BUCKET, pack_record(BUCKET, record))
+        with self.ordered_map.write() as transaction:
+            transaction.put(BUCKET, pack_record(BUCKET, record))
             for number, partition in enumerate(partitions):
                 key = partition_key(PARTITION, number)
-                writer.put(key, pack_record(key, partition))
+                transaction.put(key, pack_record(key, partition))
 
     def load(self) -> StoredBucket:
         """What it holds, chunks excepted. O(partitions + tokens + leases).
@@ -150,58 +150,58 @@ class ChunkLog:
         Raises:
             CorruptionError: A record is damaged or missing.
         """
-        with self.environment.read() as reader:
-            sealed = reader.get(BUCKET)
+        with self.ordered_map.read() as transaction:
+            sealed = transaction.get(BUCKET)
             if sealed is None:
                 raise CorruptionError("the log has no record of its bucket")
             record = parse_record(BUCKET, sealed, BucketRecord)
             tokens: list[list[Token]] = [[] for _ in range(record.partition_count)]
             first, last = TOKEN, TOKEN + b"\xff" * 32
-            for key, value in reader.scan(first, last):
+            for key, value in transaction.scan(first, last):
                 partition, writer, counter = parse_token_key(key)
                 if partition >= record.partition_count:
                     raise CorruptionError(f"a token of partition {partition}")
                 tokens[partition].append(Token(writer, counter, unseal(key, value)))
             return StoredBucket(
                 record,
-                reader.get(CLEAN) is not None,
+                transaction.get(CLEAN) is not None,
                 tuple(
                     StoredPartition(
-                        self._record(reader, number),
-                        self._purge_seq(reader, number),
+                        self._record(transaction, number),
+                        self._purge_seq(transaction, number),
                         tokens[number],
                     )
                     for number in range(record.partition_count)
                 ),
                 tuple(
                     parse_record(key, value, LeaseRecord)
-                    for key, value in reader.scan(LEASE, lease_key(NUMBERS_END))
+                    for key, value in transaction.scan(LEASE, lease_key(NUMBERS_END))
                 ),
-                self._cluster_map(reader),
+                self._cluster_map(transaction),
             )
 
-    def _cluster_map(self, reader: Reader) -> str:
-        sealed = reader.get(MAP)
+    def _cluster_map(self, transaction: ReadTransaction) -> str:
+        sealed = transaction.get(MAP)
         return "" if sealed is None else parse_record(MAP, sealed, str)
 
-    def _record(self, reader: Reader, partition: int) -> PartitionRecord:
+    def _record(self, transaction: ReadTransaction, partition: int) -> PartitionRecord:
         key = partition_key(PARTITION, partition)
-        sealed = reader.get(key)
+        sealed = transaction.get(key)
         if sealed is None:
             raise CorruptionError(f"the record of partition {partition} is missing")
         return parse_record(key, sealed, PartitionRecord)
 
-    def _purge_seq(self, reader: Reader, partition: int) -> SeqNo:
-        return number_in(reader, partition_key(PURGE, partition))
+    def _purge_seq(self, transaction: ReadTransaction, partition: int) -> SeqNo:
+        return number_in(transaction, partition_key(PURGE, partition))
 
     def start_serving(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
         """The server begins to serve: the mark of a clean stop goes, and `records` replace those of
         their partitions, in one commit."""
-        with self.environment.write() as writer:
-            writer.delete(CLEAN)
+        with self.ordered_map.write() as transaction:
+            transaction.delete(CLEAN)
             for number, record in records:
                 key = partition_key(PARTITION, number)
-                writer.put(key, pack_record(key, record))
+                transaction.put(key, pack_record(key, record))
 
     def put_partition_map(
         self, document: str, records: Iterable[tuple[int, PartitionRecord]]
@@ -211,10 +211,10 @@ class ChunkLog:
         A record may say that the partition ends earlier, at a snapshot's end: then what the log has
         behind that goes.
         """
-        with self.environment.write() as writer:
-            writer.put(MAP, pack_record(MAP, document))
+        with self.ordered_map.write() as transaction:
+            transaction.put(MAP, pack_record(MAP, document))
             for number, record in records:
-                self._truncate(writer, number, record)
+                self._truncate(transaction, number, record)
 
     def truncate(
         self, partition: int, record: PartitionRecord, tokens: Iterable[Token] = ()
@@ -230,13 +230,13 @@ class ChunkLog:
             The leases that this broke.
         """
         broken: list[int] = []
-        with self.environment.write() as writer:
-            self._truncate(writer, partition, record)
-            self._put_tokens(writer, partition, tokens)
+        with self.ordered_map.write() as transaction:
+            self._truncate(transaction, partition, record)
+            self._put_tokens(transaction, partition, tokens)
             if not record.high:
-                writer.delete(partition_key(PURGE, partition))
-                writer.delete(partition_key(FLOOR, partition))
-            for key, sealed in list(writer.scan(LEASE, lease_key(NUMBERS_END))):
+                transaction.delete(partition_key(PURGE, partition))
+                transaction.delete(partition_key(FLOOR, partition))
+            for key, sealed in list(transaction.scan(LEASE, lease_key(NUMBERS_END))):
                 lease = parse_record(bytes(key), sealed, LeaseRecord)
                 if lease.is_whole and any(
                     number == partition and end > record.high for number, _, end in lease.ranges
@@ -244,26 +244,30 @@ class ChunkLog:
                     broken.append(lease.lease_id)
             for lease_id in broken:
                 key = lease_key(lease_id)
-                lease = parse_record(key, writer.get(key) or b"", LeaseRecord)
-                writer.put(key, pack_record(key, msgspec.structs.replace(lease, is_whole=False)))
+                lease = parse_record(key, transaction.get(key) or b"", LeaseRecord)
+                transaction.put(
+                    key, pack_record(key, msgspec.structs.replace(lease, is_whole=False))
+                )
         return broken
 
-    def _truncate(self, writer: Writer, partition: int, record: PartitionRecord) -> None:
-        before = self._record(writer, partition)
+    def _truncate(
+        self, transaction: WriteTransaction, partition: int, record: PartitionRecord
+    ) -> None:
+        before = self._record(transaction, partition)
         if record.received > before.received:
             raise ValueError(f"partition {partition} ends at {before.received}: {record.received}")
         if record.received < before.received:
             first = chunk_key(partition, record.received + 1)
             last = chunk_key(partition, NUMBERS_END)
-            for key in [bytes(key) for key, _ in writer.scan(first, last)]:
-                writer.delete(key)
+            for key in [bytes(key) for key, _ in transaction.scan(first, last)]:
+                transaction.delete(key)
         key = partition_key(PARTITION, partition)
-        writer.put(key, pack_record(key, record))
+        transaction.put(key, pack_record(key, record))
 
     def mark_clean_stop(self) -> None:
         """The server stops, and everything is here."""
-        with self.environment.write() as writer:
-            writer.put(CLEAN, seal(CLEAN, b""))
+        with self.ordered_map.write() as transaction:
+            transaction.put(CLEAN, seal(CLEAN, b""))
 
     # Writing.
 
@@ -275,9 +279,9 @@ class ChunkLog:
             StoreFailedError: Nobody knows what has changed.
             ValueError: A chunk does not follow on what is there.
         """
-        with self.environment.write(reserve_bytes=COMMIT_RESERVE_BYTES) as writer:
+        with self.ordered_map.write(reserve_bytes=COMMIT_RESERVE_BYTES) as transaction:
             for write in writes:
-                number, at = write.partition, self._record(writer, write.partition).received
+                number, at = write.partition, self._record(transaction, write.partition).received
                 ends = frozenset(write.ends)
                 for chunk in write.chunks:
                     if chunk.start != at:
@@ -285,55 +289,57 @@ class ChunkLog:
                     at = chunk.end
                     key = chunk_key(number, at)
                     head = chunk_head(key, chunk.crc, ends_snapshot=at in ends)
-                    writer.put(key, head + bytes(chunk))
+                    transaction.put(key, head + bytes(chunk))
                 if write.record.received != at:
                     raise ValueError(f"partition {number} ends at {at}: {write.record}")
                 key = partition_key(PARTITION, number)
-                writer.put(key, pack_record(key, write.record))
-                self._put_tokens(writer, number, write.tokens)
-                if write.purge_seq > self._purge_seq(writer, number):
+                transaction.put(key, pack_record(key, write.record))
+                self._put_tokens(transaction, number, write.tokens)
+                if write.purge_seq > self._purge_seq(transaction, number):
                     key = partition_key(PURGE, number)
-                    writer.put(key, pack_record(key, write.purge_seq))
+                    transaction.put(key, pack_record(key, write.purge_seq))
 
-    def _put_tokens(self, writer: Writer, partition: int, tokens: Iterable[Token]) -> None:
+    def _put_tokens(
+        self, transaction: WriteTransaction, partition: int, tokens: Iterable[Token]
+    ) -> None:
         for token in tokens:
             key = token_key(partition, token.writer, token.counter)
             if token.answer:
-                writer.put(key, seal(key, token.answer))
+                transaction.put(key, seal(key, token.answer))
             else:
-                writer.delete(key)
+                transaction.delete(key)
 
     def put_lease(self, lease: LeaseRecord) -> None:
         """Keeps a lease, new or renewed."""
         key = lease_key(lease.lease_id)
-        with self.environment.write() as writer:
-            writer.put(key, pack_record(key, lease))
+        with self.ordered_map.write() as transaction:
+            transaction.put(key, pack_record(key, lease))
 
     def delete_leases(self, lease_ids: Iterable[int]) -> None:
         """Forgets leases."""
-        with self.environment.write() as writer:
+        with self.ordered_map.write() as transaction:
             for lease_id in lease_ids:
-                writer.delete(lease_key(lease_id))
+                transaction.delete(lease_key(lease_id))
 
     # Reading.
 
     def high(self, partition: int) -> SeqNo:
         """The persisted snapshot end of a partition."""
-        with self.environment.read() as reader:
-            return self._record(reader, partition).high
+        with self.ordered_map.read() as transaction:
+            return self._record(transaction, partition).high
 
     def newest_end(self, partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
         """The highest snapshot end in [`floor`, `ceiling`] of which the log knows; None when it
         knows of none. Above the index's watermark it knows of all; below one that a compaction went
         by, of none, whatever has become of the index since. O(chunks above the ceiling)."""
-        with self.environment.read() as reader:
-            high = self._record(reader, partition).high
-            floor = max(floor, number_in(reader, partition_key(FLOOR, partition)))
+        with self.ordered_map.read() as transaction:
+            high = self._record(transaction, partition).high
+            floor = max(floor, number_in(transaction, partition_key(FLOOR, partition)))
             if ceiling >= high >= floor:
                 return high
             first, at = chunk_key(partition, floor), min(ceiling, high)
             while at >= floor and at:
-                found = reader.last(first, chunk_key(partition, at))
+                found = transaction.last(first, chunk_key(partition, at))
                 if found is None:
                     break
                 key, value = bytes(found[0]), found[1]
@@ -376,8 +382,8 @@ class ChunkLog:
         """
         chunks: list[Chunk] = []
         first, last = chunk_key(partition, after + 1), chunk_key(partition, NUMBERS_END)
-        with self.environment.read() as reader:
-            for key, value in reader.scan(first, last):
+        with self.ordered_map.read() as transaction:
+            for key, value in transaction.scan(first, last):
                 chunk = parse_chunk(key, value)
                 # Each goes on where the one before ended; only the first may begin earlier.
                 if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
@@ -407,12 +413,12 @@ class ChunkLog:
         found: list[Mutation] = []
         # By last number; views of what the transaction sees.
         chunks: SortedDict[int, Chunk] = SortedDict()
-        with self.environment.read() as reader:
+        with self.ordered_map.read() as transaction:
             for number in numbers:
                 at = chunks.bisect_left(number)
                 chunk = chunks.peekitem(at)[1] if at < len(chunks) else None
                 if chunk is None or chunk.start >= number:
-                    chunk = self._chunk_of(reader, partition, number)
+                    chunk = self._chunk_of(transaction, partition, number)
                     chunks[chunk.end] = chunk
                 seqs = cast("Sequence[int]", chunk.seqs)
                 index = bisect_left(seqs, number)
@@ -425,9 +431,9 @@ class ChunkLog:
                     break
         return found
 
-    def _chunk_of(self, reader: Reader, partition: int, number: int) -> Chunk:
+    def _chunk_of(self, transaction: ReadTransaction, partition: int, number: int) -> Chunk:
         last = chunk_key(partition, NUMBERS_END)
-        for key, value in reader.scan(chunk_key(partition, number), last):
+        for key, value in transaction.scan(chunk_key(partition, number), last):
             chunk = parse_chunk(key, value)
             if chunk.start < number:
                 return chunk
@@ -438,11 +444,11 @@ class ChunkLog:
         """The bytes of the chunks that lie in each (partition, start, end], about: one that reaches
         beyond either bound counts by the share of its numbers. O(chunks)."""
         found = []
-        with self.environment.read() as reader:
+        with self.ordered_map.read() as transaction:
             for partition, start, end in ranges:
                 nbytes, before = 0, start
                 last = chunk_key(partition, NUMBERS_END)
-                for key, value in reader.scan(chunk_key(partition, start + 1), last):
+                for key, value in transaction.scan(chunk_key(partition, start + 1), last):
                     _, through = parse_chunk_key(key)
                     if through > end:
                         nbytes += len(value) * (end - before) // (through - before)
@@ -458,8 +464,8 @@ class ChunkLog:
         """Bytes of chunks by partition, as they stand in the map. O(chunks)."""
         sizes: dict[int, int] = {}
         last = chunk_key(PARTITIONS_END - 1, NUMBERS_END)
-        with self.environment.read() as reader:
-            for key, value in reader.scan(CHUNK, last):
+        with self.ordered_map.read() as transaction:
+            for key, value in transaction.scan(CHUNK, last):
                 partition, _ = parse_chunk_key(key)
                 sizes[partition] = sizes.get(partition, 0) + len(value)
         return sizes

@@ -151,28 +151,28 @@ class Sweep:
         floor_key = partition_key(FLOOR, number)
         # The index says what is superseded, and by what: also by what is not swept yet.
         floor = self._index.watermark(number).seq
-        with log.environment.read() as reader:
-            purge_seq = number_in(reader, key)
-            is_known = number_in(reader, floor_key) >= floor
+        with log.ordered_map.read() as transaction:
+            purge_seq = number_in(transaction, key)
+            is_known = number_in(transaction, floor_key) >= floor
         highest = SeqNo(max((seq for _, seq in purged), default=0))
         if not replaced:
             return purge_seq, 0
-        with log.environment.write() as writer:
+        with log.ordered_map.write() as transaction:
             for chunk in replaced:
-                if writer.get(chunk_key(number, chunk.end)) is None:
+                if transaction.get(chunk_key(number, chunk.end)) is None:
                     raise CorruptionError(f"{chunk!r} of partition {number} is not in the log")
-                writer.delete(chunk_key(number, chunk.end))
+                transaction.delete(chunk_key(number, chunk.end))
             for chunk in written:
                 at = chunk_key(number, chunk.end)
-                writer.put(at, chunk_head(at, chunk.crc) + bytes(chunk))
+                transaction.put(at, chunk_head(at, chunk.crc) + bytes(chunk))
             for lease in broken:
                 at = lease_key(lease.lease_id)
-                writer.put(at, pack_record(at, msgspec.structs.replace(lease, is_whole=False)))
+                transaction.put(at, pack_record(at, msgspec.structs.replace(lease, is_whole=False)))
             if not is_known:
-                writer.put(floor_key, pack_record(floor_key, floor))
+                transaction.put(floor_key, pack_record(floor_key, floor))
             if highest > purge_seq:
                 purge_seq = highest
-                writer.put(key, pack_record(key, purge_seq))
+                transaction.put(key, pack_record(key, purge_seq))
         return purge_seq, grown
 
 

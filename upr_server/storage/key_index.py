@@ -17,8 +17,8 @@ from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_server.engine import Want
 from upr_server.storage.chunk_log import ChunkLog
-from upr_server.storage.environment import Environment, Reader
 from upr_server.storage.errors import CorruptionError
+from upr_server.storage.ordered_map import OrderedMap, ReadTransaction
 from upr_server.storage.records import (
     EXPIRY,
     INDEX_KEY_PREFIX,
@@ -69,18 +69,18 @@ class KeyIndex:
     """One bucket's index.
 
     Args:
-        environment: Where it is kept.
+        ordered_map: Where it is kept.
         log: The log that it follows.
     """
 
-    def __init__(self, environment: Environment, log: ChunkLog) -> None:
-        self.environment = environment
+    def __init__(self, ordered_map: OrderedMap, log: ChunkLog) -> None:
+        self.ordered_map = ordered_map
         self._log = log
 
     def watermark(self, partition: int) -> Watermark:
         """How far it has come."""
-        with self.environment.read() as reader:
-            return _watermark(reader, partition)
+        with self.ordered_map.read() as transaction:
+            return _watermark(transaction, partition)
 
     # Following the log.
 
@@ -114,31 +114,31 @@ class KeyIndex:
             chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
         newest = _newest(partition, chunks)
         items = mark.items
-        with self.environment.write() as writer:
+        with self.ordered_map.write() as transaction:
             keys = sorted(newest)
             entries = [newest[key] for key in keys]
             known = 0
-            for key, old in writer.get_all(keys):
+            for key, old in transaction.get_all(keys):
                 known += 1
                 entry = IndexEntry.parse(key, old)
                 items -= entry.number > 0
                 if entry.expiry:
-                    writer.delete(expiry_key(entry.expiry, partition, entry.number))
+                    transaction.delete(expiry_key(entry.expiry, partition, entry.number))
             items += sum(number > 0 for number, _ in entries)
-            writer.put_all(pack_entries(keys, entries))
-            writer.put_all(_expiring(partition, keys, entries))
+            transaction.put_all(pack_entries(keys, entries))
+            transaction.put_all(_expiring(partition, keys, entries))
             mark = Watermark(
                 chunks[-1].end, items, mark.garbage_bytes + _garbage(chunks, len(keys) - known)
             )
             key = partition_key(WATERMARK, partition)
-            writer.put(key, pack_record(key, mark))
+            transaction.put(key, pack_record(key, mark))
         return mark
 
     def knows(self, partition: int) -> bool:
         """Whether anything stands in it of a partition."""
         first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
-        with self.environment.read() as reader:
-            return reader.last(first, last) is not None
+        with self.ordered_map.read() as transaction:
+            return transaction.last(first, last) is not None
 
     def forget(self, partition: int, keys_max: int) -> bool:
         """Takes so many keys of a partition out, whatever stands there, and the watermark first.
@@ -147,15 +147,15 @@ class KeyIndex:
             Whether there are more.
         """
         first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
-        with self.environment.write() as writer:
-            writer.delete(partition_key(WATERMARK, partition))
-            scanned = islice(writer.scan(first, last), keys_max)
+        with self.ordered_map.write() as transaction:
+            transaction.delete(partition_key(WATERMARK, partition))
+            scanned = islice(transaction.scan(first, last), keys_max)
             found = [(bytes(key), bytes(value)) for key, value in scanned]
             for key, value in found:
                 entry = IndexEntry.parse(key, value)
-                writer.delete(key)
+                transaction.delete(key)
                 if entry.expiry:
-                    writer.delete(expiry_key(entry.expiry, partition, entry.number))
+                    transaction.delete(expiry_key(entry.expiry, partition, entry.number))
         return len(found) == keys_max
 
     def compacted(
@@ -163,17 +163,17 @@ class KeyIndex:
     ) -> None:
         """A compaction has dropped these tombstones (key and number), and what is superseded now
         takes about so many bytes."""
-        with self.environment.write() as writer:
+        with self.ordered_map.write() as transaction:
             for key, number in purged:
                 indexed = index_key(partition, key)
-                value = writer.get(indexed)
+                value = transaction.get(indexed)
                 if value is not None and IndexEntry.parse(indexed, value).number == -number:
-                    writer.delete(indexed)
+                    transaction.delete(indexed)
             mark = msgspec.structs.replace(
-                _watermark(writer, partition), garbage_bytes=garbage_bytes
+                _watermark(transaction, partition), garbage_bytes=garbage_bytes
             )
             key = partition_key(WATERMARK, partition)
-            writer.put(key, pack_record(key, mark))
+            transaction.put(key, pack_record(key, mark))
 
     # Reading.
 
@@ -219,8 +219,8 @@ class KeyIndex:
         At a second look a number that was given may have been superseded, too.
         """
         entries: list[IndexEntry | None] = []
-        with self.environment.read() as reader:
-            mark = _watermark(reader, partition)
+        with self.ordered_map.read() as transaction:
+            mark = _watermark(transaction, partition)
             if mark.seq < indexed:
                 raise CorruptionError(
                     f"the index of partition {partition} was at {indexed}, and is at {mark.seq}"
@@ -230,9 +230,9 @@ class KeyIndex:
                     entries.append(IndexEntry(want.number, 0))
                     continue
                 key = index_key(partition, want.key)
-                value = reader.get(key)
+                value = transaction.get(key)
                 if value is None:
-                    _check_neighbours(reader, key)
+                    _check_neighbours(transaction, key)
                 entry = None if value is None else IndexEntry.parse(key, value)
                 if want.number and (entry is None or abs(entry.number) < want.number):
                     # The index has not come so far.
@@ -274,10 +274,10 @@ class KeyIndex:
 
     def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[IndexEntry | None]:
         """What is known of each of these keys."""
-        with self.environment.read() as reader:
+        with self.ordered_map.read() as transaction:
             for key in keys:
                 indexed = index_key(partition, key)
-                value = reader.get(indexed)
+                value = transaction.get(indexed)
                 yield None if value is None else IndexEntry.parse(indexed, value)
 
     def due(self, now: int, after: bytes, limit: int) -> tuple[list[Due], bytes]:
@@ -293,8 +293,8 @@ class KeyIndex:
         """
         items: list[Due] = []
         last = expiry_key(now, 0xFFFF, (1 << 64) - 1)
-        with self.environment.read() as reader:
-            for key, value in reader.scan(after + b"\0" if after else EXPIRY, last):
+        with self.ordered_map.read() as transaction:
+            for key, value in transaction.scan(after + b"\0" if after else EXPIRY, last):
                 expiry, partition, number = parse_expiry_key(key)
                 indexed = unseal(key, value)
                 items.append(Due(PartitionId(partition), SeqNo(number), indexed, expiry))
@@ -303,11 +303,11 @@ class KeyIndex:
         return items, b""
 
 
-def _check_neighbours(reader: Reader, key: bytes) -> None:
+def _check_neighbours(transaction: ReadTransaction, key: bytes) -> None:
     """Raises `CorruptionError` if an entry beside the place of `key`, which is not there, is
     damaged: a flipped bit in a key hides its entry, and leaves it where the search for it ends."""
-    found = [reader.last(KEY, key)]
-    for after in reader.scan(key, WATERMARK):
+    found = [transaction.last(KEY, key)]
+    for after in transaction.scan(key, WATERMARK):
         found.append(after)
         break
     for entry in found:
@@ -315,9 +315,9 @@ def _check_neighbours(reader: Reader, key: bytes) -> None:
             IndexEntry.parse(*entry)
 
 
-def _watermark(reader: Reader, partition: int) -> Watermark:
+def _watermark(transaction: ReadTransaction, partition: int) -> Watermark:
     key = partition_key(WATERMARK, partition)
-    value = reader.get(key)
+    value = transaction.get(key)
     return Watermark() if value is None else parse_record(key, value, Watermark)
 
 

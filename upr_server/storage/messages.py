@@ -21,7 +21,7 @@ from upr_server.storage.errors import (
     StorageError,
     StoreFailedError,
 )
-from upr_server.storage.slots import NO_SLOT
+from upr_server.storage.shared_slots import NO_SLOT
 
 AnyCall = TypeVar("AnyCall")
 

@@ -22,7 +22,7 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.transport import write_all
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, ReadChunks
-from upr_server.storage.data_directory import lock, prepare
+from upr_server.storage.directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.messages import (
     HEAD,
@@ -34,7 +34,7 @@ from upr_server.storage.messages import (
     pack,
     parse_records,
 )
-from upr_server.storage.slots import NO_SLOT, Slot, Slots, make_shared_memory
+from upr_server.storage.shared_slots import NO_SLOT, Slot, SlotPool, make_shared_memory
 from upr_server.storage.worker import NO_DESCRIPTOR
 
 Answer = TypeVar("Answer")
@@ -72,7 +72,7 @@ class _Worker:
     """One process, and the calls that it has not answered yet, in their order."""
 
     def __init__(
-        self, process: trio.Process, pipe: trio.SocketStream, role: str, slots: Slots | None
+        self, process: trio.Process, pipe: trio.SocketStream, role: str, slots: SlotPool | None
     ) -> None:
         self.process = process
         self.role = role
@@ -280,7 +280,7 @@ async def _locked(path: Path) -> int:
     )
 
 
-async def _trim(slots: Slots) -> None:
+async def _trim(slots: SlotPool) -> None:
     """Gives memory back that is not in use, for ever."""
     while True:
         await trio.sleep(TRIM_S)
@@ -300,7 +300,7 @@ async def _start_reader(path: Path, bytes_max: int, descriptor: int) -> _Worker:
 async def _start(
     path: Path, role: str, bytes_max: int, descriptor: int, shared: int = NO_DESCRIPTOR
 ) -> _Worker:
-    slots = None if shared == NO_DESCRIPTOR else Slots(shared)
+    slots = None if shared == NO_DESCRIPTOR else SlotPool(shared)
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as undo:
         undo.callback(ours.close)

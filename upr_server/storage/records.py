@@ -40,8 +40,8 @@ from crc32c import crc32c
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
-from upr_server.storage.environment import Reader
 from upr_server.storage.errors import CorruptionError
+from upr_server.storage.ordered_map import ReadTransaction
 
 FORMAT_VERSION: Final = 1
 """The version of everything that this module describes."""
@@ -371,11 +371,11 @@ def parse_record(key: bytes, value: Buffer, kind: type[Record]) -> Record:
         raise CorruptionError(f"the record {key!r} cannot be read: {error}") from error
 
 
-def number_in(reader: Reader, key: bytes) -> SeqNo:
+def number_in(transaction: ReadTransaction, key: bytes) -> SeqNo:
     """The number that stands under `key`; 0 when there is none.
 
     Raises:
         CorruptionError: It is not what was stored there.
     """
-    sealed = reader.get(key)
+    sealed = transaction.get(key)
     return SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)

@@ -14,7 +14,7 @@ import trio
 
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call
-from upr_server.storage.environment import Environment
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.storage_server import StorageServer
 
@@ -41,8 +41,8 @@ class SimulatedEventQueues:
         self.data = data
 
 
-class SimulatedRoom:
-    """A `Room` of simulated disks, which outlives the stores that use it.
+class SimulatedDirectory:
+    """A `BucketDirectory` of simulated disks, which outlives the stores that use it.
 
     Attributes:
         disks: Log and index of each bucket.
@@ -57,11 +57,11 @@ class SimulatedRoom:
         """The buckets, sorted."""
         return sorted(self.disks)
 
-    def open(self, name: str) -> tuple[Environment, Environment]:
+    def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
         """Log and index of a bucket."""
         return self.disks[name]
 
-    def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
+    def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         """Makes a bucket."""
         log, index = SimulatedDisk(), SimulatedDisk()
         fill(log, index)
@@ -76,18 +76,20 @@ class SimulatedStore(Store):
     """A `Store`.
 
     Args:
-        room: Its disks; by default new ones.
+        directory: Its disks; by default new ones.
         delay: Draws how long a call takes, in seconds; None for no time at all.
     """
 
     def __init__(
-        self, room: SimulatedRoom | None = None, delay: Callable[[Call[Any]], float] | None = None
+        self,
+        directory: SimulatedDirectory | None = None,
+        delay: Callable[[Call[Any]], float] | None = None,
     ) -> None:
         super().__init__()
-        self.room = SimulatedRoom() if room is None else room
+        self.directory = SimulatedDirectory() if directory is None else directory
         self._delay = delay
-        self._writer = StorageServer(self.room)
-        self._reader = StorageServer(self.room)
+        self._writer = StorageServer(self.directory)
+        self._reader = StorageServer(self.directory)
         # Calls that change something are carried out one after the other.
         self._turn = trio.StrictFIFOLock()
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from upr_protocol.chunk import Chunk
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.environment import Environment
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, PartitionRecord
 
 
@@ -35,10 +35,10 @@ class BucketDirectory(Protocol):
     def names(self) -> list[str]:
         """The buckets there are, sorted."""
 
-    def open(self, name: str) -> tuple[Environment, Environment]:
+    def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
         """Log and index of a bucket."""
 
-    def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
+    def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         """Makes a bucket: it is there, filled, or not at all."""
 
     def delete(self, name: str) -> None:
@@ -83,7 +83,7 @@ class StorageServer:
     def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
         """Makes a bucket with these records, and opens it."""
 
-        def fill(log: Environment, index: Environment) -> None:
+        def fill(log: OrderedMap, index: OrderedMap) -> None:
             BucketStorage(log, index).log.create(record, partitions)
 
         self._directory.create(record.name, fill)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from upr_protocol.chunk import Buffer
-from upr_server.storage.data_directory import DataRoom
+from upr_server.storage.directory import DataDirectory
 from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
@@ -30,7 +30,7 @@ from upr_server.storage.messages import (
     parse_records,
     request_type,
 )
-from upr_server.storage.slots import SlotWriter
+from upr_server.storage.shared_slots import SlotBuffer
 from upr_server.storage.storage_server import StorageServer
 
 NO_DESCRIPTOR: Final = -1
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C reaches the whole group; when it is time to go, the server closes the pipe.
         signal.signal(ignored, signal.SIG_IGN)
-    room = DataRoom(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
+    directory = DataDirectory(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:
-        slots = SlotWriter(int(slots_descriptor))
-    server = StorageServer(room) if slots is None else StorageServer(room, slots.put)
+        slots = SlotBuffer(int(slots_descriptor))
+    server = StorageServer(directory) if slots is None else StorageServer(directory, slots.put)
     unpacker = Unpacker()
 
     with socket.socket(fileno=int(descriptor)) as pipe:
@@ -66,7 +66,7 @@ def _serve(
     pipe: socket.socket,
     unpacker: Unpacker,
     server: StorageServer,
-    slots: SlotWriter | None,
+    slots: SlotBuffer | None,
 ) -> None:
     length, count, _ = HEAD.unpack(_receive(pipe, HEAD.size))
     records = parse_records(_receive(pipe, RECORD_BYTES * count))

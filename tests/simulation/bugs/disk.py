@@ -17,8 +17,8 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, CreateBucket, DeleteBucket
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import StoreFailedError
-from upr_server.storage.flusher import Flusher
-from upr_server.storage.leases import LeaseBook
+from upr_server.storage.online.flusher import Flusher
+from upr_server.storage.online.leases import LeaseBook
 from upr_server.storage.records import CHUNK_HEAD
 
 

@@ -16,7 +16,7 @@ from upr_protocol.partition_map import HistoryPoint
 from upr_server.engine import Partition
 from upr_server.replication.membership import Membership
 from upr_server.runtime import System
-from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.net import streamer as streamers
 from upr_server.net.service import Service
-from upr_server.storage.backfill import Backfill
-from upr_server.storage.stream_reader import StreamReader
+from upr_server.storage.online.backfill import Backfill
+from upr_server.storage.online.stream_reader import StreamReader
 
 
 @contextmanager

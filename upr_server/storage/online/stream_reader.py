@@ -23,8 +23,8 @@ from upr_server.engine import (
     SnapshotEnd,
     SnapshotStart,
 )
-from upr_server.storage.backfill import Backfill
-from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.online.backfill import Backfill
+from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class StreamReader:

@@ -18,9 +18,9 @@ from upr_protocol.errors import ChunkError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap
-from upr_server.storage.environment import Reader
 from upr_server.storage.errors import CorruptionError, StorageError
-from upr_server.storage.lmdb_store import COMMIT, LmdbEnvironment
+from upr_server.storage.lmdb_map import COMMIT, LmdbMap
+from upr_server.storage.ordered_map import ReadTransaction
 from upr_server.storage.records import (
     BUCKET,
     CHUNK,
@@ -129,16 +129,16 @@ _Wrong = tuple[int, str, bool]
 """Partition, what is wrong, whether only in the index."""
 
 
-def open_map(path: Path) -> LmdbEnvironment:
+def open_map(path: Path) -> LmdbMap:
     """The folder `log` or `index` of a bucket, to be read while nobody else has it.
 
     Raises:
         StorageError: It cannot be opened.
     """
-    return LmdbEnvironment(path, readonly=True, is_alone=True, is_summed=path.name == "log")
+    return LmdbMap(path, readonly=True, is_alone=True, is_summed=path.name == "log")
 
 
-def open_bucket(path: Path) -> tuple[LmdbEnvironment, LmdbEnvironment]:
+def open_bucket(path: Path) -> tuple[LmdbMap, LmdbMap]:
     """Log and index of a bucket's folder; see `open_map`."""
     log = open_map(path / "log")
     try:
@@ -148,15 +148,15 @@ def open_bucket(path: Path) -> tuple[LmdbEnvironment, LmdbEnvironment]:
         raise
 
 
-def partition_count(log: LmdbEnvironment) -> int:
+def partition_count(log: LmdbMap) -> int:
     """How many partitions a bucket has, also when the record that says so is damaged."""
     try:
-        with log.read() as reader:
-            return _bucket_record(reader).partition_count
+        with log.read() as transaction:
+            return _bucket_record(transaction).partition_count
     except StorageError:
         pass
-    with log.read() as reader:
-        found = reader.last(partition_key(PARTITION, 0), partition_key(PARTITION, 0xFFFF))
+    with log.read() as transaction:
+        found = transaction.last(partition_key(PARTITION, 0), partition_key(PARTITION, 0xFFFF))
         return 0 if found is None else int.from_bytes(found[0][1:3]) + 1
 
 
@@ -169,7 +169,7 @@ class Check:
         index: Its index.
     """
 
-    def __init__(self, name: str, log: LmdbEnvironment, index: LmdbEnvironment) -> None:
+    def __init__(self, name: str, log: LmdbMap, index: LmdbMap) -> None:
         self._name = name
         self._log = log
         self._index = index
@@ -220,10 +220,10 @@ class Check:
             self._log.verify()
         except StorageError as error:
             yield -1, str(error), False
-        with self._log.read() as reader:
+        with self._log.read() as transaction:
             record: BucketRecord | None = None
             try:
-                record = _bucket_record(reader)
+                record = _bucket_record(transaction)
                 if record.name != self._name:
                     yield -1, f"its record is that of the bucket {record.name}", False
             except StorageError as error:
@@ -232,10 +232,10 @@ class Check:
             highs: dict[int, int] = {}
             for number in range(count if record else 0):
                 try:
-                    highs[number] = _check_partition_record(reader, number)
+                    highs[number] = _check_partition_record(transaction, number)
                 except (StorageError, ValueError) as error:
                     yield number, str(error), False
-            for found in _walk(reader, self._log.count(), "the log"):
+            for found in _walk(transaction, self._log.count(), "the log"):
                 if isinstance(found, Checked):
                     yield found
                     continue
@@ -252,8 +252,8 @@ class Check:
 
     def _walk_index(self) -> Iterator[_Wrong | Checked]:
         count = partition_count(self._log)
-        with self._index.read() as reader:
-            for found in _walk(reader, self._index.count(), "the index"):
+        with self._index.read() as transaction:
+            for found in _walk(transaction, self._index.count(), "the index"):
                 if isinstance(found, Checked):
                     yield found
                     continue
@@ -262,7 +262,7 @@ class Check:
                     continue
                 key, value = found
                 try:
-                    _check_index_record(reader, key, value, count)
+                    _check_index_record(transaction, key, value, count)
                 except Exception as error:  # noqa: BLE001  # as above
                     yield -1, f"{_told(key)} in the index: {error}", True
 
@@ -271,15 +271,17 @@ def _told(key: bytes) -> str:
     return f"the record {key[:40].hex()}"
 
 
-def _walk(reader: Reader, count: int, name: str) -> Iterator[Checked | str | tuple[bytes, Buffer]]:
+def _walk(
+    transaction: ReadTransaction, count: int, name: str
+) -> Iterator[Checked | str | tuple[bytes, Buffer]]:
     """Every key with its value, and a problem where the map is not in order."""
     before: bytes | None = None
     seen = 0
-    for key, value in reader.scan(b"", _END):
+    for key, value in transaction.scan(b"", _END):
         if before is not None and key <= before:
             yield f"{name} has {_told(key)} behind {_told(before)}"
         before = key
-        found = reader.get(key)
+        found = transaction.get(key)
         if found is None or bytes(found) != bytes(value):
             yield f"{name} has {_told(key)}, but does not find it"
         yield key, value
@@ -291,24 +293,24 @@ def _walk(reader: Reader, count: int, name: str) -> Iterator[Checked | str | tup
         yield f"{name} should have {count} records, and has {seen}"
 
 
-def _bucket_record(reader: Reader) -> BucketRecord:
-    sealed = reader.get(BUCKET)
+def _bucket_record(transaction: ReadTransaction) -> BucketRecord:
+    sealed = transaction.get(BUCKET)
     if sealed is None:
         raise CorruptionError("the log has no record of its bucket")
     return parse_record(BUCKET, sealed, BucketRecord)
 
 
-def _partition_record(reader: Reader, partition: int) -> PartitionRecord:
+def _partition_record(transaction: ReadTransaction, partition: int) -> PartitionRecord:
     key = partition_key(PARTITION, partition)
-    sealed = reader.get(key)
+    sealed = transaction.get(key)
     if sealed is None:
         raise CorruptionError("the log has no record of it")
     return parse_record(key, sealed, PartitionRecord)
 
 
-def _check_partition_record(reader: Reader, partition: int) -> int:
+def _check_partition_record(transaction: ReadTransaction, partition: int) -> int:
     """The high number; a ValueError when the record says what cannot be."""
-    record = _partition_record(reader, partition)
+    record = _partition_record(transaction, partition)
     log = FailoverLog.of(record.failover_log)
     partial = record.partial
     if partial is not None and not record.high < partial.received <= partial.end:
@@ -384,12 +386,14 @@ _LOG_RECORDS: Final[dict[bytes, Callable[[bytes, Buffer, int, dict[int, int]], N
 }
 
 
-def _check_index_record(reader: Reader, key: bytes, value: Buffer, count: int) -> None:
+def _check_index_record(
+    transaction: ReadTransaction, key: bytes, value: Buffer, count: int
+) -> None:
     kind = key[:1]
     if kind == EXPIRY:
         expiry, partition, number = parse_expiry_key(key)
         indexed = index_key(partition, unseal(key, value))
-        entry = reader.get(indexed)
+        entry = transaction.get(indexed)
         if entry is None or IndexEntry.parse(indexed, entry) != IndexEntry(number, expiry):
             raise ValueError("something expires then that is not there")
     elif kind == KEY:
@@ -399,7 +403,7 @@ def _check_index_record(reader: Reader, key: bytes, value: Buffer, count: int) -
             raise ValueError("it is of a partition that is not there")
         if entry_of.expiry:
             expires = expiry_key(entry_of.expiry, partition, abs(entry_of.number))
-            sealed = reader.get(expires)
+            sealed = transaction.get(expires)
             if sealed is None or unseal(expires, sealed) != key[INDEX_KEY_PREFIX:]:
                 raise ValueError("it expires, but nothing says when")
     elif kind == WATERMARK:
@@ -413,7 +417,7 @@ def _check_index_record(reader: Reader, key: bytes, value: Buffer, count: int) -
 class _Partition:
     """One partition's chunks, and what the index says of them."""
 
-    def __init__(self, log: LmdbEnvironment, index: LmdbEnvironment, number: int) -> None:
+    def __init__(self, log: LmdbMap, index: LmdbMap, number: int) -> None:
         self._log = log
         self._index = index
         self._number = number
@@ -424,16 +428,16 @@ class _Partition:
         number = self._number
         high, received, purge_seq = 0, 0, 0
         try:
-            with self._log.read() as reader:
-                record = _partition_record(reader, number)
+            with self._log.read() as transaction:
+                record = _partition_record(transaction, number)
                 high, received = record.high, record.received
-                purge_seq = number_in(reader, partition_key(PURGE, number))
+                purge_seq = number_in(transaction, partition_key(PURGE, number))
         except StorageError:
             self._is_whole = False  # the log's own stage says so
         mark = Watermark()
         key = partition_key(WATERMARK, number)
-        with self._index.read() as reader:
-            sealed = reader.get(key)
+        with self._index.read() as transaction:
+            sealed = transaction.get(key)
             if sealed is not None:
                 mark = parse_record(key, sealed, Watermark)
         yield from self._chunks(received, mark.seq)
@@ -445,8 +449,10 @@ class _Partition:
     def _chunks(self, received: int, watermark: int) -> Iterator[_Wrong | Checked]:
         number, at = self._number, 0
         read = Checked()
-        with self._log.read() as reader:
-            for key, value in reader.scan(chunk_key(number, 0), chunk_key(number, NUMBERS_END)):
+        with self._log.read() as transaction:
+            for key, value in transaction.scan(
+                chunk_key(number, 0), chunk_key(number, NUMBERS_END)
+            ):
                 read = Checked(read.chunks + 1, read.chunk_bytes + len(value))
                 try:
                     chunk = parse_chunk(key, value)
@@ -485,10 +491,10 @@ class _Partition:
     def _entries(self, mark: Watermark, purge_seq: int) -> Iterator[_Wrong | Checked]:
         partition, items = self._number, 0
         newest = self._newest
-        with self._index.read() as reader:
+        with self._index.read() as transaction:
             for key, (number, expiry) in newest.items():
                 indexed = index_key(partition, key)
-                value = reader.get(indexed)
+                value = transaction.get(indexed)
                 if value is None:
                     yield partition, f"the index does not find the key {_shown(key)}", True
                     continue
@@ -496,7 +502,9 @@ class _Partition:
                 if entry != IndexEntry(number, expiry):
                     what = f"the newest number of the key {_shown(key)} is {abs(number)}"
                     yield partition, f"{what}, and not {abs(entry.number)}", True
-            for indexed, value in reader.scan(index_key(partition, b""), _entries_end(partition)):
+            for indexed, value in transaction.scan(
+                index_key(partition, b""), _entries_end(partition)
+            ):
                 entry = IndexEntry.parse(indexed, value)
                 items += entry.number > 0
                 key = indexed[INDEX_KEY_PREFIX:]

@@ -13,10 +13,10 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import SeqNo, SnapshotKind
 from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEnd, SnapshotStart
-from upr_server.storage.bucket_disk import BucketDisk
 from upr_server.storage.calls import ReadChunks
 from upr_server.storage.errors import StorageError
-from upr_server.storage.leases import BACKFILL_LEASE_S
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.leases import BACKFILL_LEASE_S
 
 READ_BYTES: Final = 1024 * 1024
 """What is read from the log in one transaction."""
@@ -155,7 +155,7 @@ class Backfill:
         disk, partition = self._disk, self._partition
         if self._end is None:
             await disk.flusher.persisted(partition, self._end_at_least)
-        async with disk.upkeeper.quiet():
+        async with disk.maintenance.quiet():
             if self._is_closed:
                 # It is not always cancelled here: the lock may have been there for the taking.
                 return

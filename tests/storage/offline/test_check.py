@@ -20,11 +20,11 @@ import pytest
 from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
 from upr_protocol.ids import SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.check import Check, open_bucket, problems
-from upr_server.storage.data_directory import default_data_dir, lock, quiet
-from upr_server.storage.environment import Writer
+from upr_server.storage.directory import default_data_dir, lock, quiet
 from upr_server.storage.errors import DataDirectoryError
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.offline.check import Check, open_bucket, problems
+from upr_server.storage.ordered_map import WriteTransaction
 from upr_server.storage.records import (
     CHUNK,
     EXPIRY,
@@ -78,13 +78,13 @@ def file_of(data: Path, part: str) -> Path:
     return data / "buckets" / BUCKET / part / "data.mdb"
 
 
-def change(data: Path, part: str, do: Callable[[Writer], None]) -> None:
-    environment = LmdbEnvironment(
+def change(data: Path, part: str, do: Callable[[WriteTransaction], None]) -> None:
+    ordered_map = LmdbMap(
         data / "buckets" / BUCKET / part, bytes_max=1 << 30, is_summed=part == "log"
     )
-    with environment.write() as writer:
-        do(writer)
-    environment.close()
+    with ordered_map.write() as transaction:
+        do(transaction)
+    ordered_map.close()
 
 
 def found_in(data: Path) -> list[tuple[int, str]]:
@@ -98,8 +98,8 @@ def found_in(data: Path) -> list[tuple[int, str]]:
         index.close()
 
 
-def first(writer: Writer, kind: bytes) -> tuple[bytes, bytes]:
-    key, value = next(writer.scan(kind, kind + b"\xff" * 30))
+def first(transaction: WriteTransaction, kind: bytes) -> tuple[bytes, bytes]:
+    key, value = next(transaction.scan(kind, kind + b"\xff" * 30))
     return key, bytes(value)
 
 
@@ -131,8 +131,8 @@ def test_an_index_that_is_gone_is_well_once_it_was_opened_again(data: Path) -> N
     # The advice that `check` gives.
     file_of(data, "index").unlink()
     assert "is made anew" in run("check", "--data-dir", data).stdout
-    environment = LmdbEnvironment(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
-    environment.close()
+    ordered_map = LmdbMap(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
+    ordered_map.close()
     checked = run("check", "--data-dir", data)
     assert checked.returncode == 0, checked
 
@@ -250,24 +250,24 @@ def test_a_dump_goes_on_behind_what_was_cut(data: Path) -> None:
 
 
 def test_a_chunk_that_is_missing_is_noticed(data: Path) -> None:
-    change(data, "log", lambda writer: writer.delete(first(writer, CHUNK)[0]))
+    change(data, "log", lambda transaction: transaction.delete(first(transaction, CHUNK)[0]))
     assert (0, "the log has nothing from 0 to ") in [(p, w[:30]) for p, w in found_in(data)]
 
 
 def test_the_last_chunk_missing_is_noticed(data: Path) -> None:
-    def take(writer: Writer) -> None:
-        found = writer.last(chunk_key(1, 0), chunk_key(1, NUMBERS_END))
+    def take(transaction: WriteTransaction) -> None:
+        found = transaction.last(chunk_key(1, 0), chunk_key(1, NUMBERS_END))
         assert found is not None
-        writer.delete(found[0])
+        transaction.delete(found[0])
 
     change(data, "log", take)
     assert any(p == 1 and w.startswith("the log ends at ") for p, w in found_in(data))
 
 
 def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
-    def spoil(writer: Writer) -> None:
-        key, value = first(writer, CHUNK)
-        writer.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
+    def spoil(transaction: WriteTransaction) -> None:
+        key, value = first(transaction, CHUNK)
+        transaction.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
 
     change(data, "log", spoil)
     assert any(p == 0 and "does not have its checksum" in w for p, w in found_in(data))
@@ -278,13 +278,13 @@ def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
 
 
 def test_a_partition_record_that_says_less_is_noticed(data: Path) -> None:
-    def lower(writer: Writer) -> None:
+    def lower(transaction: WriteTransaction) -> None:
         key = partition_key(PARTITION, 2)
-        value = writer.get(key)
+        value = transaction.get(key)
         assert value is not None
         record = parse_record(key, value, PartitionRecord)
         older = PartitionRecord(record.state, record.failover_log, SeqNo(record.high - 1), 0)
-        writer.put(key, pack_record(key, older))
+        transaction.put(key, pack_record(key, older))
 
     change(data, "log", lower)
     found = found_in(data)
@@ -294,15 +294,17 @@ def test_a_partition_record_that_says_less_is_noticed(data: Path) -> None:
 
 @pytest.mark.parametrize("kind", [PARTITION, b"b"])
 def test_a_record_that_is_missing_is_noticed(data: Path, kind: bytes) -> None:
-    change(data, "log", lambda writer: writer.delete(first(writer, kind)[0]))
+    change(data, "log", lambda transaction: transaction.delete(first(transaction, kind)[0]))
     assert any("has no record of" in what for _, what in found_in(data))
 
 
 def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> None:
-    def raise_them(writer: Writer) -> None:
-        writer.put(partition_key(PURGE, 0), pack_record(partition_key(PURGE, 0), SeqNo(1 << 40)))
+    def raise_them(transaction: WriteTransaction) -> None:
+        transaction.put(
+            partition_key(PURGE, 0), pack_record(partition_key(PURGE, 0), SeqNo(1 << 40))
+        )
         lease = LeaseRecord(9, "nobody", ((0, 5, 1 << 40),), 60, 0)
-        writer.put(lease_key(9), pack_record(lease_key(9), lease))
+        transaction.put(lease_key(9), pack_record(lease_key(9), lease))
 
     change(data, "log", raise_them)
     found = " ".join(what for _, what in found_in(data))
@@ -312,14 +314,14 @@ def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> Non
 
 def test_a_record_of_no_kind_is_noticed(data: Path) -> None:
     for part in ("log", "index"):
-        change(data, part, lambda writer: writer.put(b"?", b"?"))
+        change(data, part, lambda transaction: transaction.put(b"?", b"?"))
     assert sum("nothing of the kind" in what for _, what in found_in(data)) == 2
 
 
 def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
-    def move(writer: Writer) -> None:
-        _, value = first(writer, LEASE)
-        writer.put(lease_key(77), value)
+    def move(transaction: WriteTransaction) -> None:
+        _, value = first(transaction, LEASE)
+        transaction.put(lease_key(77), value)
 
     change(data, "log", move)
     assert any("does not have its checksum" in what for _, what in found_in(data))
@@ -329,15 +331,15 @@ def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
 
 
 def test_an_index_entry_that_is_missing_is_noticed(data: Path) -> None:
-    change(data, "index", lambda writer: writer.delete(first(writer, KEY)[0]))
+    change(data, "index", lambda transaction: transaction.delete(first(transaction, KEY)[0]))
     found = [what for _, what in found_in(data)]
     assert any(what.startswith("the index does not find the key") for what in found)
 
 
 def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
-    def older(writer: Writer) -> None:
-        key, _ = first(writer, KEY)
-        writer.put(key, IndexEntry(1, 0).pack(key))
+    def older(transaction: WriteTransaction) -> None:
+        key, _ = first(transaction, KEY)
+        transaction.put(key, IndexEntry(1, 0).pack(key))
 
     change(data, "index", older)
     assert any(w.startswith("the newest number of the key") for _, w in found_in(data))
@@ -345,28 +347,28 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
 
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
     key = index_key(0, b"never written")
-    change(data, "index", lambda writer: writer.put(key, IndexEntry(5, 0).pack(key)))
+    change(data, "index", lambda transaction: transaction.put(key, IndexEntry(5, 0).pack(key)))
     found = [what for _, what in found_in(data)]
     assert any(what.startswith("the log has nothing of the key 'never written'") for what in found)
     assert any("items, and should have" in what for what in found)
 
 
 def test_an_expiry_that_is_missing_is_noticed(data: Path) -> None:
-    change(data, "index", lambda writer: writer.delete(first(writer, EXPIRY)[0]))
+    change(data, "index", lambda transaction: transaction.delete(first(transaction, EXPIRY)[0]))
     assert any("nothing says when" in what for _, what in found_in(data))
 
 
 def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
     key = partition_key(WATERMARK, 1)
     mark = Watermark(SeqNo(1 << 40), 0, 0)
-    change(data, "index", lambda writer: writer.put(key, pack_record(key, mark)))
+    change(data, "index", lambda transaction: transaction.put(key, pack_record(key, mark)))
     assert (1, "the index knows number ") in [(p, w[:23]) for p, w in found_in(data)]
 
 
 def test_of_very_many_problems_the_first_are_told(data: Path) -> None:
-    def many(writer: Writer) -> None:
+    def many(transaction: WriteTransaction) -> None:
         for number in range(100):
-            writer.put(b"? %d" % number, b"")
+            transaction.put(b"? %d" % number, b"")
 
     change(data, "index", many)
     assert any("80 problems more" in what for _, what in found_in(data))

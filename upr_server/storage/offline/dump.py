@@ -12,9 +12,16 @@ import msgspec
 from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import Operation
-from upr_server.storage.check import LOG_ADVICE, Checked, Finding, Problem, Stage, partition_count
 from upr_server.storage.errors import StorageError
-from upr_server.storage.lmdb_store import LmdbEnvironment
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.offline.check import (
+    LOG_ADVICE,
+    Checked,
+    Finding,
+    Problem,
+    Stage,
+    partition_count,
+)
 from upr_server.storage.records import (
     NUMBERS_END,
     PARTITION,
@@ -54,9 +61,7 @@ class Dump:
         output: The descriptor that it is written to.
     """
 
-    def __init__(
-        self, name: str, log: LmdbEnvironment, options: DumpOptions, output: int = 1
-    ) -> None:
+    def __init__(self, name: str, log: LmdbMap, options: DumpOptions, output: int = 1) -> None:
         self._name = name
         self._log = log
         self._options = options
@@ -85,8 +90,8 @@ class Dump:
             at = found.end
             newest.update(zip(found.keys(), found.seqs.tolist(), strict=True))
         key = partition_key(PARTITION, number)
-        with self._log.read() as reader:
-            sealed = reader.get(key)
+        with self._log.read() as transaction:
+            sealed = transaction.get(key)
             high = at if sealed is None else parse_record(key, sealed, PartitionRecord).high
         if sealed is None or at != high:
             yield self._left_out(number, f"the log ends at {at}, and should not")
@@ -100,8 +105,10 @@ class Dump:
 
     def _chunks(self, number: int) -> Iterator[Chunk | str]:
         """The chunks that can be read, and what is wrong with the others."""
-        with self._log.read() as reader:
-            for key, value in reader.scan(chunk_key(number, 0), chunk_key(number, NUMBERS_END)):
+        with self._log.read() as transaction:
+            for key, value in transaction.scan(
+                chunk_key(number, 0), chunk_key(number, NUMBERS_END)
+            ):
                 try:
                     chunk = parse_chunk(key, value)
                     chunk.check()

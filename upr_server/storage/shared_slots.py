@@ -47,7 +47,7 @@ class Slot:
     view: memoryview
 
 
-class Slots:
+class SlotPool:
     """The server's end. To be used by one thread.
 
     Args:
@@ -96,7 +96,7 @@ class Slots:
         self._unused = len(self._free)
 
 
-class SlotWriter:
+class SlotBuffer:
     """The other process's end.
 
     Args:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
-from upr_server.storage.backfill import Backfill
-from upr_server.storage.bucket_disk import BucketDisk
+from upr_server.storage.online.backfill import Backfill
+from upr_server.storage.online.bucket_disk import BucketDisk
 
 
-class PinnedReader:
+class LeasedReader:
     """A reader with the face of `StreamReader`. What it reads is one snapshot, and the same each
     time for as long as the range is leased. It never reads from memory, where keys are deduplicated
     that the disk has more than once.

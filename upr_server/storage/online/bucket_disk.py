@@ -25,10 +25,10 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import FindExpired, FindItems, ForgetIndexed, Truncate
 from upr_server.storage.chunk_log import StoredBucket, StoredPartition, Token
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.flusher import Flusher
-from upr_server.storage.leases import LeaseBook
+from upr_server.storage.online.flusher import Flusher
+from upr_server.storage.online.leases import LeaseBook
+from upr_server.storage.online.maintenance import IDLE_S, Maintenance
 from upr_server.storage.records import LeaseRecord, PartitionRecord
-from upr_server.storage.upkeeper import IDLE_S, Upkeeper
 
 DUE_MAX: Final = 512
 """Expired items that are taken from disk at a time."""
@@ -48,7 +48,7 @@ class BucketDisk:
         nursery: Where backfills run; it must outlive `run`.
         leases: Those that were there.
         on_room: Called when memory may have become free.
-        rest_s: See `Upkeeper`.
+        rest_s: See `Maintenance`.
 
     Attributes:
         store: The disk.
@@ -56,7 +56,7 @@ class BucketDisk:
         memory: What the bucket holds.
         flusher: Carries mutations to disk.
         leases: What must be left readable.
-        upkeeper: Has the log indexed and compacted.
+        maintenance: Has the log indexed and compacted.
         nursery: Where backfills run.
         backfills: Backfills that were begun, ever.
         backfill_bytes: What they have read, ever.
@@ -81,7 +81,7 @@ class BucketDisk:
         self._on_room = on_room
         self.flusher = Flusher(store, bucket, self.committed)
         self.leases = LeaseBook(store, bucket, time, new_id, leases)
-        self.upkeeper = Upkeeper(
+        self.maintenance = Maintenance(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_room, rest_s
         )
         self.nursery = nursery
@@ -95,7 +95,7 @@ class BucketDisk:
 
     def committed(self) -> None:
         """Something was put on disk."""
-        self.upkeeper.committed()
+        self.maintenance.committed()
         self._on_room()
 
     async def run(self) -> None:
@@ -103,7 +103,7 @@ class BucketDisk:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.upkeeper.run)
+                    nursery.start_soon(self.maintenance.run)
                     try:
                         await self.flusher.run()
                     except DiskFullError as error:
@@ -128,7 +128,7 @@ class BucketDisk:
 
     async def abandon(self) -> None:
         """Ends, and leaves what is not on disk: the bucket was deleted."""
-        self.upkeeper.abandon()
+        self.maintenance.abandon()
         self._scope.cancel()
         await self._ended.wait()
 
@@ -167,7 +167,7 @@ class BucketDisk:
         Raises:
             StorageError: The disk cannot tell.
         """
-        await self.upkeeper.until_it_can_be_asked(partition)
+        await self.maintenance.until_it_can_be_asked(partition)
         self._fetches += 1
         self._fetched += len(wants)
         rows = await self.store.ask(
@@ -200,7 +200,7 @@ class BucketDisk:
         """Figures; sizes in bytes, times in seconds."""
         return {
             "flusher": self.flusher.statistics(),
-            "disk": self.upkeeper.statistics(),
+            "disk": self.maintenance.statistics(),
             "backfill": {"begun": self.backfills, "bytes": self.backfill_bytes},
             "fetch": {"batches": self._fetches, "items": self._fetched},
             "leases": self.leases.statistics(),

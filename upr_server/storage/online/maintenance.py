@@ -1,4 +1,4 @@
-"""The upkeeper: has a bucket's log indexed and compacted, step by step, beside everything else."""
+"""Maintenance: has a bucket's log indexed and compacted, step by step, beside everything else."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from upr_server.storage.api import Store
 from upr_server.storage.bucket_storage import INDEX_LAG_MUTATIONS
 from upr_server.storage.calls import Maintain
 from upr_server.storage.errors import CorruptionError, DiskFullError
-from upr_server.storage.flusher import Flusher
-from upr_server.storage.leases import LeaseBook
+from upr_server.storage.online.flusher import Flusher
+from upr_server.storage.online.leases import LeaseBook
 
 IDLE_S: Final = 0.5
 """With no commit for so long the index takes in whatever there is."""
@@ -33,7 +33,7 @@ _NANOSECONDS: Final = 1_000_000_000
 log = structlog.get_logger(__name__)
 
 
-class Upkeeper:
+class Maintenance:
     """See the module.
 
     Args:

@@ -27,11 +27,11 @@ from typing import Final
 import platformdirs
 
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
-from upr_server.storage.environment import Environment
 from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
 from upr_server.storage.event_queue_file import EventQueueFile
 from upr_server.storage.files import replace_file, sync_folder
-from upr_server.storage.lmdb_store import FULL, LmdbEnvironment
+from upr_server.storage.lmdb_map import FULL, LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import FORMAT_VERSION
 
 FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
@@ -133,8 +133,8 @@ def lock(path: Path) -> int | None:
     return descriptor
 
 
-class DataRoom:
-    """The buckets of a data directory: a `Room` of LMDB environments.
+class DataDirectory:
+    """The buckets of a data directory: a `BucketDirectory` of LMDB environments.
 
     Args:
         path: The data directory.
@@ -161,7 +161,7 @@ class DataRoom:
                     shutil.rmtree(left)
         return sorted(path.name for path in folders if not path.name.startswith("."))
 
-    def open(self, name: str) -> tuple[Environment, Environment]:
+    def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
         """Log and index of a bucket.
 
         Raises:
@@ -178,9 +178,9 @@ class DataRoom:
             ) from error
         return self._open(self._path / name)
 
-    def _open(self, path: Path) -> tuple[Environment, Environment]:
+    def _open(self, path: Path) -> tuple[OrderedMap, OrderedMap]:
         log, index = (
-            LmdbEnvironment(
+            LmdbMap(
                 path / part,
                 readonly=self._readonly,
                 bytes_max=self._bytes_max,
@@ -194,7 +194,7 @@ class DataRoom:
             log.verify()
         return log, index
 
-    def create(self, name: str, fill: Callable[[Environment, Environment], None]) -> None:
+    def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         """Makes a bucket.
 
         Raises:
@@ -223,7 +223,7 @@ class DataRoom:
             raise
         sync_folder(self._path)
 
-    def _make(self, new: Path, fill: Callable[[Environment, Environment], None]) -> None:
+    def _make(self, new: Path, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         parts = [new / part for part in ("log", "index")]
         for part in parts:
             part.mkdir(parents=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 from upr_protocol.chunk import Buffer
 
 
-class Reader(Protocol):
+class ReadTransaction(Protocol):
     """The map as it was when the transaction began."""
 
     def get(self, key: bytes) -> Buffer | None:
@@ -32,7 +32,7 @@ class Reader(Protocol):
         """The highest key from `first` to `last`, both included, and its value."""
 
 
-class Writer(Reader, Protocol):
+class WriteTransaction(ReadTransaction, Protocol):
     """The same, being changed; committed when the context ends without an exception."""
 
     def put(self, key: bytes, value: Buffer) -> None:
@@ -45,17 +45,17 @@ class Writer(Reader, Protocol):
         """Takes `key` out, if it is there."""
 
 
-class Environment(Protocol):
+class OrderedMap(Protocol):
     """The map.
 
     Whatever its methods raise is a `StorageError`; after `StoreFailedError` it is good for nothing.
     """
 
-    def read(self) -> AbstractContextManager[Reader]:
+    def read(self) -> AbstractContextManager[ReadTransaction]:
         """A transaction that sees the last commit and keeps seeing it. To be kept short: what it
         sees is not reused meanwhile."""
 
-    def write(self, *, reserve_bytes: int = 0) -> AbstractContextManager[Writer]:
+    def write(self, *, reserve_bytes: int = 0) -> AbstractContextManager[WriteTransaction]:
         """A transaction that is on disk, whole, when the context has ended; or not at all.
 
         Args:

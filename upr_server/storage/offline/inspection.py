@@ -18,7 +18,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from upr_server.storage.check import (
+from upr_server.storage.errors import DataDirectoryError, StorageError
+from upr_server.storage.offline.check import (
     INDEX_ADVICE,
     LOG_ADVICE,
     Check,
@@ -27,12 +28,13 @@ from upr_server.storage.check import (
     Stage,
     open_map,
 )
-from upr_server.storage.dump import Dump, DumpOptions
-from upr_server.storage.errors import DataDirectoryError, StorageError
+from upr_server.storage.offline.dump import Dump, DumpOptions
 
 Task = Literal["check", "dump"]
 
-_MAIN: Final = "import sys; from upr_server.storage.inspection import main; main(sys.argv[1:])"
+_MAIN: Final = (
+    "import sys; from upr_server.storage.offline.inspection import main; main(sys.argv[1:])"
+)
 _HOW: Final = {
     signal.SIGBUS: "the file is damaged, or shorter than it was",
     signal.SIGSEGV: "the file is damaged",

@@ -60,7 +60,7 @@ _META_TRANSACTION: Final = Struct("<144xQ")
 """The number of a meta page's commit, behind the records of its two trees."""
 
 
-class LmdbEnvironment:
+class LmdbMap:
     """One LMDB environment. To be used by one thread.
 
     Args:

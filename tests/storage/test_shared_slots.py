@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation
-from upr_server.storage.slots import NO_SLOT, Slots, SlotWriter, make_shared_memory
+from upr_server.storage.shared_slots import NO_SLOT, SlotBuffer, SlotPool, make_shared_memory
 
 COUNT: Final = 4
 SLOT_BYTES: Final = mmap.PAGESIZE
@@ -35,11 +35,11 @@ def memory() -> int:
 
 
 @contextmanager
-def both_ends() -> Iterator[tuple[Slots, SlotWriter, int]]:
+def both_ends() -> Iterator[tuple[SlotPool, SlotBuffer, int]]:
     """Both ends of the same memory, and its descriptor."""
     descriptor = memory()
-    slots = Slots(descriptor, COUNT, SLOT_BYTES)
-    yield slots, SlotWriter(os.dup(descriptor), SLOT_BYTES), descriptor
+    slots = SlotPool(descriptor, COUNT, SLOT_BYTES)
+    yield slots, SlotBuffer(os.dup(descriptor), SLOT_BYTES), descriptor
     os.close(descriptor)
 
 
@@ -114,11 +114,11 @@ test_slots = SlotsMachine.TestCase
 
 
 def test_a_column_of_a_chunk_keeps_its_slot() -> None:
-    with both_ends() as (slots, writer, _):
+    with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
-        writer.begin(slot.number)
-        nbytes = writer.put(a_chunk(1, 100)).nbytes
+        buffer.begin(slot.number)
+        nbytes = buffer.put(a_chunk(1, 100)).nbytes
         chunk = Chunk(slot.view[:nbytes])
         del slot
         values = chunk.value_bytes
@@ -133,12 +133,12 @@ def test_a_column_of_a_chunk_keeps_its_slot() -> None:
 
 
 def test_memory_that_is_not_in_use_is_given_back() -> None:
-    with both_ends() as (slots, writer, descriptor):
+    with both_ends() as (slots, buffer, descriptor):
         assert resident_bytes(descriptor) == 0
         lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
         for number in (one.number for one in lent):
-            writer.begin(number)
-            writer.put(a_chunk(1, 1000))
+            buffer.begin(number)
+            buffer.put(a_chunk(1, 1000))
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES
         kept = bytes(lent[0].view)
         del lent[1:]
@@ -155,23 +155,23 @@ def test_memory_that_is_not_in_use_is_given_back() -> None:
 
 def test_views_outlive_both_ends() -> None:
     draw = Random(1)
-    with both_ends() as (slots, writer, _):
+    with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
-        writer.begin(slot.number)
+        buffer.begin(slot.number)
         chunk = a_chunk(1, draw.randrange(1000))
-        writer.put(chunk)
+        buffer.put(chunk)
         view = slot.view[: chunk.nbytes]
-        del slot, slots, writer
+        del slot, slots, buffer
     assert bytes(view) == bytes(chunk)
 
 
 def test_what_was_put_must_be_in_the_answer() -> None:
-    with both_ends() as (slots, writer, _):
+    with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
-        writer.begin(slot.number)
-        writer.put(a_chunk(1, 10))
-        second = writer.put(a_chunk(2, 10))
+        buffer.begin(slot.number)
+        buffer.put(a_chunk(1, 10))
+        second = buffer.put(a_chunk(2, 10))
         with pytest.raises(AssertionError, match="not in the answer"):
-            writer.places([second.encode()])
+            buffer.places([second.encode()])

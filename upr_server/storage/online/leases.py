@@ -100,7 +100,7 @@ class LeaseBook:
 
     def hold(self, owner: object, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
         """A backfill holds a range until `let_go`. Not to be called while a compaction is under
-        way: see `Upkeeper.quiet`."""
+        way: see `Maintenance.quiet`."""
         self._backfills[owner] = (partition, start, end)
 
     def let_go(self, owner: object) -> None:
@@ -116,7 +116,7 @@ class LeaseBook:
         ranges: Sequence[tuple[int, int, int]],
         time_to_live_s: int,
     ) -> LeaseRecord:
-        """A lease, on disk when this returns. To be called under `Upkeeper.quiet`.
+        """A lease, on disk when this returns. To be called under `Maintenance.quiet`.
 
         Args:
             lease_id: Its ID. If it is there already, it goes on for so long from now, with the
@@ -232,7 +232,7 @@ class LeaseBook:
             )
 
     async def renew(self, lease_id: int, time_to_live_s: int) -> LeaseRecord:
-        """A lease that goes on for so long from now. To be called under `Upkeeper.quiet`.
+        """A lease that goes on for so long from now. To be called under `Maintenance.quiet`.
 
         Raises:
             ServerError: `RANGE_GONE` or `BAD_ARGUMENT`.

@@ -1,0 +1,331 @@
+"""What is asked of an `Environment`, of LMDB and of the simulated disk alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+MAP_BYTES: Final = 1024 * 1024
+# The key of one byte of 0 is LMDB's own: see `lmdb_store.COMMIT`.
+LOWEST, HIGHEST = b"\0\0", b"\xff" * 40
+
+KEYS: Final = st.one_of(
+    st.sampled_from([b"a", b"b", b"c", b"\0\0", b"\xff", b"a\0"]),
+    st.binary(min_size=1, max_size=12).filter(lambda key: key != b"\0"),
+)
+VALUES: Final = st.one_of(st.binary(max_size=20), st.just(bytes(5_000)))
+
+# A transaction: what it does, and whether it ends as it should.
+Step = tuple[str, list[tuple[bytes, bytes]]]
+STEPS: Final[st.SearchStrategy[Step]] = st.tuples(
+    st.sampled_from(["put", "put_all", "delete"]), st.lists(st.tuples(KEYS, VALUES), max_size=6)
+)
+TRANSACTIONS: Final = st.lists(
+    st.tuples(st.lists(STEPS, max_size=5), st.sampled_from([True, True, False])), max_size=12
+)
+
+
+class GivenUpError(Exception):
+    """A transaction is not wanted any more."""
+
+
+@pytest.fixture(params=["lmdb", "simulated"])
+def ordered_map(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OrderedMap]:
+    made: OrderedMap
+    if request.param == "lmdb":
+        made = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    else:
+        made = SimulatedDisk(bytes_max=MAP_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lmdb_environment(tmp_path: Path) -> Iterator[LmdbMap]:
+    made = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    yield made
+    made.close()
+
+
+def put(ordered_map: OrderedMap, items: Iterable[tuple[bytes, bytes]]) -> None:
+    with ordered_map.write() as transaction:
+        for key, value in items:
+            transaction.put(key, value)
+
+
+def contents(ordered_map: OrderedMap) -> dict[bytes, bytes]:
+    with ordered_map.read() as transaction:
+        return seen_by(transaction)
+
+
+def seen_by(transaction: ReadTransaction) -> dict[bytes, bytes]:
+    return {bytes(key): bytes(value) for key, value in transaction.scan(LOWEST, HIGHEST)}
+
+
+def get(ordered_map: OrderedMap, key: bytes) -> bytes | None:
+    with ordered_map.read() as transaction:
+        value = transaction.get(key)
+        return None if value is None else bytes(value)
+
+
+def last(ordered_map: OrderedMap, first: bytes, end: bytes) -> tuple[bytes, bytes] | None:
+    with ordered_map.read() as transaction:
+        found = transaction.last(first, end)
+        return None if found is None else (found[0], bytes(found[1]))
+
+
+def test_nothing_is_in_a_new_one(ordered_map: OrderedMap) -> None:
+    assert contents(ordered_map) == {}
+    assert get(ordered_map, b"a") is None
+    assert last(ordered_map, LOWEST, HIGHEST) is None
+
+
+def test_what_is_put_is_there_and_the_newest_counts(ordered_map: OrderedMap) -> None:
+    put(ordered_map, [(b"a", b"1"), (b"b", b""), (b"a", b"2")])
+    assert contents(ordered_map) == {b"a": b"2", b"b": b""}
+    assert get(ordered_map, b"b") == b""
+    put(ordered_map, [(b"a", b"3")])
+    assert get(ordered_map, b"a") == b"3"
+
+
+def test_a_key_that_is_deleted_is_gone_and_one_that_is_missing_may_be_deleted(
+    ordered_map: OrderedMap,
+) -> None:
+    put(ordered_map, [(b"a", b"1"), (b"b", b"2")])
+    with ordered_map.write() as transaction:
+        transaction.delete(b"a")
+        transaction.delete(b"never there")
+        assert transaction.get(b"a") is None
+    assert contents(ordered_map) == {b"b": b"2"}
+
+
+def test_a_scan_has_both_of_its_ends_and_rises(ordered_map: OrderedMap) -> None:
+    put(ordered_map, [(key, key) for key in (b"d", b"b", b"a", b"c", b"bb")])
+    with ordered_map.read() as transaction:
+        assert [key for key, _ in transaction.scan(b"b", b"c")] == [b"b", b"bb", b"c"]
+        assert [key for key, _ in transaction.scan(b"aa", b"bz")] == [b"b", b"bb"]
+        assert list(transaction.scan(b"e", b"z")) == []
+        assert list(transaction.scan(b"c", b"b")) == []
+
+
+def test_the_last_key_of_a_range(ordered_map: OrderedMap) -> None:
+    put(ordered_map, [(key, b"of " + key) for key in (b"b", b"d", b"f")])
+    assert last(ordered_map, b"a", b"z") == (b"f", b"of f")
+    assert last(ordered_map, b"a", b"d") == (b"d", b"of d")
+    assert last(ordered_map, b"a", b"e") == (b"d", b"of d")
+    assert last(ordered_map, b"b", b"b") == (b"b", b"of b")
+    assert last(ordered_map, b"a", b"a") is None
+    assert last(ordered_map, b"e", b"ee") is None
+    assert last(ordered_map, b"g", b"z") is None
+
+
+def test_a_writer_reads_what_it_has_written(ordered_map: OrderedMap) -> None:
+    put(ordered_map, [(b"a", b"1")])
+    with ordered_map.write() as transaction:
+        transaction.put_all([(b"b", b"2"), (b"c", b"3")])
+        transaction.put(b"a", b"4")
+        assert [(key, bytes(transaction.get(key) or b"")) for key in (b"a", b"b", b"c")] == [
+            (b"a", b"4"),
+            (b"b", b"2"),
+            (b"c", b"3"),
+        ]
+
+
+def test_a_transaction_that_raises_changes_nothing(ordered_map: OrderedMap) -> None:
+    before = [(b"a", b"1"), (b"b", b"2")]
+    put(ordered_map, before)
+
+    def change_and_give_up(transaction: WriteTransaction) -> None:
+        transaction.put(b"a", b"other")
+        transaction.put(b"a", b"and another")
+        transaction.delete(b"b")
+        transaction.put_all([(b"c", b"new"), (b"d", b"new")])
+        raise GivenUpError
+
+    with pytest.raises(GivenUpError), ordered_map.write() as transaction:
+        change_and_give_up(transaction)
+    assert contents(ordered_map) == dict(before)
+    put(ordered_map, [(b"e", b"5")])
+    assert contents(ordered_map) == {**dict(before), b"e": b"5"}
+
+
+def test_a_full_disk_changes_nothing_and_takes_what_fits(ordered_map: OrderedMap) -> None:
+    kept = {b"key %d" % number: bytes(20_000) for number in range(20)}
+    put(ordered_map, kept.items())
+
+    def write_too_much(transaction: WriteTransaction) -> None:
+        transaction.put(b"key 3", b"changed")
+        transaction.delete(b"key 4")
+        for number in range(100):
+            transaction.put(b"more %d" % number, bytes(20_000))
+
+    with pytest.raises(DiskFullError), ordered_map.write() as transaction:
+        write_too_much(transaction)
+    assert contents(ordered_map) == kept
+    put(ordered_map, [(b"small", b"enough")])
+    assert contents(ordered_map) == {**kept, b"small": b"enough"}
+
+
+def test_a_full_disk_has_room_again_when_something_was_deleted(ordered_map: OrderedMap) -> None:
+    def fill(value: bytes) -> int:
+        for number in range(1_000):
+            try:
+                put(ordered_map, [(b"key %d" % number, value)])
+            except DiskFullError:
+                return number
+        raise AssertionError("it is never full")
+
+    filled = fill(bytes(30_000))
+    assert filled > 10
+    with ordered_map.write() as transaction:
+        for number in range(filled // 2):
+            transaction.delete(b"key %d" % number)
+    # LMDB gives pages back two commits later.
+    put(ordered_map, [(b"one", b"1")])
+    put(ordered_map, [(b"two", b"2")])
+    put(ordered_map, [(b"more %d" % number, bytes(30_000)) for number in range(filled // 4)])
+
+
+def test_room_that_is_reserved_is_left(ordered_map: OrderedMap) -> None:
+    with ordered_map.write(reserve_bytes=MAP_BYTES // 2) as transaction:
+        transaction.put(b"a", bytes(MAP_BYTES * 6 // 10))
+    before = contents(ordered_map)
+    with (
+        pytest.raises(DiskFullError, match="compaction"),
+        ordered_map.write(reserve_bytes=MAP_BYTES // 2),
+    ):
+        pytest.fail("there is no room")
+    # What makes room asks for no reserve.
+    with ordered_map.write() as transaction:
+        transaction.put(b"b", b"1")
+    assert contents(ordered_map) == {**before, b"b": b"1"}
+
+
+def test_what_is_used_is_told(ordered_map: OrderedMap) -> None:
+    put(ordered_map, [(b"a", bytes(100_000))])
+    figures = ordered_map.statistics()
+    assert 100_000 <= figures["bytes_used"] <= figures["bytes_in_file"] <= MAP_BYTES
+
+
+def test_a_reader_keeps_seeing_what_it_saw(lmdb_environment: LmdbMap) -> None:
+    put(lmdb_environment, [(b"a", b"1")])
+    with lmdb_environment.read() as transaction:
+        for number in range(10):
+            put(lmdb_environment, [(b"a", b"later"), (b"b %d" % number, bytes(9_000))])
+        assert seen_by(transaction) == {b"a": b"1"}
+    assert get(lmdb_environment, b"a") == b"later"
+
+
+def test_what_was_committed_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    put(first, [(b"a", b"1")])
+    first.close()
+    again = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    assert contents(again) == {b"a": b"1"}
+    again.close()
+
+
+def test_one_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
+    with pytest.raises(CorruptionError, match="cannot be opened"):
+        LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+
+
+# The simulated disk's own faults.
+
+
+def failing() -> None:
+    raise StoreFailedError("the disk failed")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_simulated_disk_that_fails_says_nothing_until_it_is_started_again(is_kept: bool) -> None:
+    disk = SimulatedDisk(bytes_max=MAP_BYTES)
+    put(disk, [(b"a", b"1")])
+    used = disk.statistics()["bytes_used"]
+    disk.fault, disk.keep_on_fault = failing, is_kept
+    with pytest.raises(StoreFailedError):
+        put(disk, [(b"a", b"22"), (b"b", b"333")])
+    with pytest.raises(StoreFailedError):
+        contents(disk)
+    with pytest.raises(StoreFailedError):
+        put(disk, [(b"c", b"4")])
+    disk.crash()
+    assert contents(disk) == ({b"a": b"22", b"b": b"333"} if is_kept else {b"a": b"1"})
+    assert disk.statistics()["bytes_used"] == used + (5 if is_kept else 0)
+
+
+# Anything at all, against a plain dict.
+
+
+def check(ordered_map: OrderedMap, model: dict[bytes, bytes], key: bytes) -> None:
+    with ordered_map.read() as transaction:
+        assert list(seen_by(transaction).items()) == sorted(model.items())
+        assert transaction.get(key) == model.get(key)
+        below = [item for item in sorted(model.items()) if item[0] <= key]
+        found = transaction.last(LOWEST, key)
+        assert (None if found is None else (found[0], bytes(found[1]))) == (
+            below[-1] if below else None
+        )
+
+
+def apply(transaction: WriteTransaction, model: dict[bytes, bytes], step: Step) -> None:
+    what, items = step
+    if what == "put_all":
+        transaction.put_all(items)
+        model.update(items)
+        return
+    for key, value in items:
+        if what == "put":
+            transaction.put(key, value)
+            model[key] = value
+        else:
+            transaction.delete(key)
+            model.pop(key, None)
+
+
+def run(ordered_map: OrderedMap, transactions: list[tuple[list[Step], bool]], key: bytes) -> None:
+    model: dict[bytes, bytes] = {}
+    for steps, is_kept in transactions:
+        changed = dict(model)
+        try:
+            with ordered_map.write() as transaction:
+                for step in steps:
+                    apply(transaction, changed, step)
+                if not is_kept:
+                    raise GivenUpError
+        except GivenUpError:
+            pass
+        else:
+            model = changed
+        check(ordered_map, model, key)
+    ordered_map.close()
+
+
+def lmdb_in(folder: str) -> OrderedMap:
+    return LmdbMap(Path(folder), bytes_max=MAP_BYTES)
+
+
+def simulated(_folder: str) -> OrderedMap:
+    return SimulatedDisk(bytes_max=MAP_BYTES)
+
+
+@pytest.mark.parametrize("make", [lmdb_in, simulated])
+@settings(max_examples=60)
+@given(transactions=TRANSACTIONS, key=KEYS)
+def test_it_is_a_dict_that_is_sorted(
+    make: Callable[[str], OrderedMap], transactions: list[tuple[list[Step], bool]], key: bytes
+) -> None:
+    with TemporaryDirectory() as folder:
+        run(make(folder), transactions, key)
