@@ -18,7 +18,6 @@ from __future__ import annotations
 from upr_protocol.address import Address, AddressError
 from upr_protocol.client.blocking.client import BlockingClient
 from upr_protocol.client.blocking_consumer import BlockingConsumer
-from upr_protocol.client.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
 from upr_protocol.client.core.accumulator import Batch
 from upr_protocol.client.core.calls import (
     BucketInfo,
@@ -32,7 +31,6 @@ from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.writer_identity import WriterIdentity
-from upr_protocol.client.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.events import (
     AnswersReceived,
     BarrierReached,
@@ -55,6 +53,8 @@ from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.record_log import RecordLogError
 from upr_protocol.client.trio.client import Client, ClientStatistics, connect
+from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
+from upr_protocol.client.trio.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
 from upr_protocol.client.trio.publisher import (
     Publisher,
@@ -62,6 +62,7 @@ from upr_protocol.client.trio.publisher import (
     PublisherStatistics,
     publisher,
 )
+from upr_protocol.client.trio.replica_consumer import ReplicaConsumer, consume_as_replica
 
 __all__ = [
     "Address",
@@ -105,6 +106,7 @@ __all__ = [
     "PublisherStatistics",
     "ReceivedKeysLimits",
     "RecordLogError",
+    "ReplicaConsumer",
     "ResumeState",
     "ResumeStateError",
     "ResumeStore",
@@ -121,6 +123,7 @@ __all__ = [
     "WriterIdentity",
     "connect",
     "consume",
+    "consume_as_replica",
     "consume_with_rollback",
     "follow_events",
     "keep_local_copy",

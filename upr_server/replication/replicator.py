@@ -13,14 +13,14 @@ import trio
 from upr_protocol.client import (
     AnswersReceived,
     ChunkReceived,
-    Consumer,
     Event,
+    ReplicaConsumer,
     ResumeState,
     SaveLimits,
     SnapshotEnd,
     SnapshotStart,
     StreamAccepted,
-    consume,
+    consume_as_replica,
 )
 from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
@@ -85,7 +85,7 @@ class Replicator:
         self._node = node
         self._incoming = incoming
         self._system = system
-        self._consumer: Consumer | None = None
+        self._consumer: ReplicaConsumer | None = None
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         self._dirty: dict[PartitionId, None] = {}
@@ -155,15 +155,12 @@ class Replicator:
         told = ""
         while True:
             try:
-                async with consume(
+                async with consume_as_replica(
                     self._url,
                     partitions=numbers,
-                    resume=_Logs(self, numbers),
                     state=state,
+                    resume=_Logs(self, numbers),
                     undo=self._undo,
-                    with_answers=True,
-                    with_logs=True,
-                    by_map=False,
                     identity=f"replica:{self._node}",
                     patience_s=PATIENCE_S,
                     save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
@@ -186,7 +183,7 @@ class Replicator:
             )
             await trio.sleep(RETRY_S)
 
-    def _take(self, consumer: Consumer, event: Event) -> None:
+    def _take(self, consumer: ReplicaConsumer, event: Event) -> None:
         if isinstance(event, ChunkReceived):
             # Received chunks may be views of what the connection reads into.
             self._incoming[event.partition].add(event.chunk)
@@ -205,7 +202,7 @@ class Replicator:
             self._consumer = consumer
             self._report(consumer, event.partition)
 
-    def _report(self, consumer: Consumer, number: PartitionId) -> None:
+    def _report(self, consumer: ReplicaConsumer, number: PartitionId) -> None:
         incoming, partition = self._incoming[number], self._disk.bucket.partitions[number]
         consumer.report(number, incoming.log.current, incoming.high, partition.high_seq)
 

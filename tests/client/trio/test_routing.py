@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from tests.client.test_consumer import follow, until
+from tests.client.trio.test_consumer import follow, until
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.mirror import Mirror
 from upr_protocol.client import (

@@ -13,7 +13,6 @@ from typing import Final
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.consumer import Consumer
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
@@ -27,6 +26,7 @@ from upr_protocol.client.events import (
 from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
+from upr_protocol.client.trio.consumer import Consumer
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of

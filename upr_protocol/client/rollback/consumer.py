@@ -12,17 +12,16 @@ from typing import Final, Literal
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.consumer import Consumer, Resume
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT
 from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
-from upr_protocol.client.resume_files import FileStore
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
+from upr_protocol.client.trio.consumer import Consumer, Resume, load_resume_state
 from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
@@ -180,22 +179,15 @@ async def consume_with_rollback(
         UprError: See `consume`.
     """
     address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
-    store = FileStore(resume) if isinstance(resume, str | os.PathLike) else resume
     keys_file = await trio.to_thread.run_sync(
         ReceivedKeysFile, received_keys, address.bucket, received_keys_limits
     )
     try:
-        if store is None or isinstance(store, ResumeState):
-            state = store.copy() if store is not None else ResumeState(address.bucket)
-        else:
-            state = await store.load() or ResumeState(address.bucket)
-        state.check_bucket(address.bucket)
+        state, store = await load_resume_state(resume, address.bucket)
         restarts = await _partitions_to_restart(keys_file, state)
         for partition in restarts:
             state.positions.pop(partition, None)
-        if store is None or isinstance(store, ResumeState):
-            store = state
-        elif restarts:
+        if store is not None and restarts:
             # If this process ends before the application has seen `Undone`, the next one finds the
             # same from the received keys.
             await store.save(state)
@@ -204,7 +196,7 @@ async def consume_with_rollback(
             keys_file,
             partitions=partitions,
             start=start,
-            resume=store,
+            resume=state if store is None else store,
             end=end,
             identity=identity,
             patience_s=patience_s,

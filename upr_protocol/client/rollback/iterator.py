@@ -11,7 +11,6 @@ import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.consumer import Consumer, ConsumerStatistics, Resume, consume
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.client.events import (
@@ -26,7 +25,8 @@ from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, 
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect
 from upr_protocol.client.trio.connection import TrioOptions
-from upr_protocol.client.wishes import End
+from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, Resume, open_consumer
+from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId
@@ -170,18 +170,19 @@ async def consume_with_planner(
     options = TrioOptions(identity=identity, dial=dial)
     reader = ServerDocumentReader(address, options, RetryPolicy(patience_s, draw))
     planner = RollbackPlanner(received_keys, reader)
-    async with consume(
+    wishes = Wishes(
+        partitions_wanted(partitions), start == "now", end=end, with_logs=True, undoes=True
+    )
+    async with open_consumer(
+        Consumer,
         address,
-        partitions=partitions,
-        start=start,
+        wishes,
+        options,
         resume=resume,
-        end=end,
         undo=planner.choose_target,
-        with_logs=True,
-        identity=identity,
+        by_map=True,
         patience_s=patience_s,
         save_limits=save_limits,
-        dial=dial,
         draw=draw,
     ) as consumer:
         yield consumer, planner

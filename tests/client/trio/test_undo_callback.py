@@ -1,4 +1,4 @@
-"""Rollbacks that the application undoes itself, and what a replica asks for beside the changes."""
+"""Rollbacks that the application undoes in its own callback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from trio.testing import MockClock
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
-    AnswersReceived,
     ChunkReceived,
     Completed,
     Consumer,
@@ -30,8 +29,8 @@ from upr_protocol.client import (
 from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
 from upr_protocol.failover import Position
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
-from upr_protocol.wire import Go, ReplicaAck, Stream
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.wire import Go, Stream
 
 URL = "upr://fake/b"
 P = PartitionId(0)
@@ -215,7 +214,7 @@ async def test_what_is_undone_is_told_before_what_came_meanwhile(
 
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         await trio.sleep(1)
-        consumer._feeds.mailbox.put(Delivery(Completed(99)))
+        consumer._streams.queue.put(Delivery(Completed(99)))
         return SeqNo(20)
 
     async with consume(URL, dial=net.dial, undo=undo) as consumer:
@@ -271,26 +270,7 @@ async def test_killed_before_it_could_say_where_it_went_back_to_it_is_told_again
     assert store.state.position(P) == Position(not_parted.log, SeqNo(30), SeqNo(30), None)
 
 
-async def test_answers_come_before_the_end_of_their_snapshot(
-    net: FakeNet, server: FakeServer, autojump_clock: MockClock
-) -> None:
-    fill(server, 3)
-    server.answers = ((bytes(16), 1, 3, b"answer"),)
-    async with consume(URL, dial=net.dial, with_answers=True) as consumer:
-        events = await until_completed(consumer)
-        assert [type(event) for event in events[:-1]] == [
-            SnapshotStart,
-            ChunkReceived,
-            AnswersReceived,
-            SnapshotEnd,
-        ]
-        assert events[2] == AnswersReceived(P, server.answers)
-    async with consume(URL, dial=net.dial) as consumer:
-        events = await until_completed(consumer)
-    assert not any(isinstance(event, AnswersReceived) for event in events)
-
-
-async def test_accepted_streams_are_told_to_who_asks(
+async def test_accepted_streams_are_events_if_logs_are_asked_for(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 3)
@@ -298,22 +278,3 @@ async def test_accepted_streams_are_told_to_who_asks(
         accepted = await anext(consumer)
         assert accepted == StreamAccepted(P, server.partitions[0].log)
         assert isinstance(await anext(consumer), SnapshotStart)
-
-
-async def test_reports_reach_the_server_while_there_is_a_connection(
-    net: FakeNet, server: FakeServer, autojump_clock: MockClock
-) -> None:
-    fill(server, 3)
-    async with consume(URL, dial=net.dial) as consumer:
-        await until_completed(consumer)
-        consumer.report(P, HistoryId(1000), SeqNo(3), SeqNo(2))
-        await trio.sleep(1)
-        expected = ReplicaAck(HistoryId(1000), SeqNo(3), SeqNo(2), partition=P)
-        assert server.reports == [expected]
-        net.down = True
-        net.cut()
-        await trio.sleep(1)
-        consumer.report(P, HistoryId(1000), SeqNo(3), SeqNo(3))
-        net.down = False
-        await trio.sleep(20)
-        assert server.reports == [expected]

@@ -1,0 +1,99 @@
+"""The tasks that wait for barriers."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import attrs
+import trio
+
+from upr_protocol.client.events import BarrierReached
+from upr_protocol.client.trio.streams import ConsumerStreams
+from upr_protocol.concurrency import Notifier
+from upr_protocol.errors import UprError
+from upr_protocol.limits import OPEN_BARRIERS_MAX
+
+
+@attrs.define(eq=False)
+class _Waiter:
+    """A task that waits for one barrier."""
+
+    done: trio.Event = attrs.field(factory=trio.Event)
+    result: BarrierReached | UprError | None = None
+
+    def finish(self, result: BarrierReached | UprError) -> None:
+        self.result = result
+        self.done.set()
+
+
+class BarrierWaiters:
+    """Sends barriers, and brings each back to the task that waits for it.
+
+    Args:
+        streams: Sends the barriers.
+    """
+
+    __slots__ = ("_cookies", "_error", "_returned", "_streams", "_waiters")
+
+    def __init__(self, streams: ConsumerStreams) -> None:
+        self._streams = streams
+        self._cookies = count(1)
+        self._waiters: dict[bytes, _Waiter | None] = {}
+        """By cookie the waiter; None after it was cancelled."""
+        self._returned = Notifier()
+        self._error: UprError | None = None
+
+    def new_cookie(self) -> bytes:
+        """A cookie that no other barrier has."""
+        return b"upr-%d" % next(self._cookies)
+
+    async def wait(self) -> BarrierReached:
+        """Sends a barrier once fewer than 64 are open, and waits until it comes back.
+
+        Cancelled while it waits, the barrier still comes back, unseen.
+
+        Raises:
+            UprError: The reason why no barrier comes back any more.
+        """
+        barriers = self._streams.course.rounds
+        await self._returned.wait_until(
+            lambda: self._error is not None or len(barriers) < OPEN_BARRIERS_MAX
+        )
+        if self._error is not None:
+            raise self._error
+        cookie = self.new_cookie()
+        self._streams.send_barrier(cookie)
+        waiter = self._waiters[cookie] = _Waiter()
+        try:
+            await waiter.done.wait()
+        finally:
+            if cookie in self._waiters:
+                self._waiters[cookie] = None
+        if isinstance(waiter.result, UprError):
+            raise waiter.result
+        assert waiter.result is not None
+        return waiter.result
+
+    def take_returned(self, event: BarrierReached) -> bool:
+        """A barrier came back, and everything before it is processed.
+
+        Returns:
+            Whether `wait` sent it, so that nobody else is to see it.
+        """
+        self._returned.notify()
+        if event.cookie not in self._waiters:
+            return False
+        waiter = self._waiters.pop(event.cookie)
+        if waiter is not None:
+            waiter.finish(event)
+        return True
+
+    def end(self, error: UprError) -> None:
+        """No barrier comes back any more."""
+        if self._error is None:
+            self._error = error
+        self._returned.notify()
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters.values():
+            if waiter is not None:
+                waiter.finish(error)

@@ -1,0 +1,75 @@
+"""A consumer for a server that keeps replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from upr_protocol.address import Address
+from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
+from upr_protocol.client.wishes import Wishes, partitions_wanted
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.transport import Dial
+from upr_protocol.wire import ReplicaAck
+
+
+class ReplicaConsumer(Consumer):
+    """A consumer that reports what it has; `consume_as_replica` makes it.
+
+    `AnswersReceived` and `StreamAccepted` are among its events.
+    """
+
+    def report(
+        self, partition: PartitionId, history_id: HistoryId, received: SeqNo, persisted: SeqNo
+    ) -> None:
+        """Reports to the server which complete snapshot ends a replica has. Without a connection
+        the report is dropped; report again after a stream was accepted.
+
+        Args:
+            partition: The partition.
+            history_id: The history that the ends belong to.
+            received: The last end received.
+            persisted: The last end on disk.
+        """
+        self._streams.node_of(partition).report(
+            ReplicaAck(history_id, received, persisted, partition=partition)
+        )
+
+
+@asynccontextmanager
+async def consume_as_replica(
+    target: str,
+    *,
+    partitions: Sequence[int] | None = None,
+    state: PartitionState,
+    resume: Resume = None,
+    undo: UndoCallback | None = None,
+    identity: str,
+    patience_s: float,
+    save_limits: SaveLimits | None = None,
+    dial: Dial,
+    draw: Callable[[], float],
+) -> AsyncIterator[ReplicaConsumer]:
+    """A consumer of one node, also of the answers that it gave to publishers; see `consume`."""
+    wishes = Wishes(
+        partitions_wanted(partitions),
+        state=state,
+        with_answers=True,
+        with_logs=True,
+        undoes=undo is not None,
+    )
+    async with open_consumer(
+        ReplicaConsumer,
+        Address.parse(target),
+        wishes,
+        TrioOptions(identity=identity, dial=dial),
+        resume=resume,
+        undo=undo,
+        by_map=False,
+        patience_s=patience_s,
+        save_limits=save_limits,
+        draw=draw,
+    ) as consumer:
+        yield consumer
