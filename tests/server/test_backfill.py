@@ -24,7 +24,7 @@ from upr_server.net import Service
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, FindItems, ReadChunks
-from upr_server.storage.online.backfill import BUDGET_SHARE, PIECE_BYTES
+from upr_server.storage.online.backfill import BUDGET_SHARE, PIECE_BYTES, WAIT_FOR_DISK, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.stream_reader import StreamReader
 from upr_server.storage.processes import open_store
@@ -130,7 +130,7 @@ class Reader:
     def _is_ready(self) -> None:
         self._ready.set()
 
-    def step(self) -> CursorItem | None:
+    def step(self) -> CursorItem | Wait | None:
         """Takes the next item, if there is one now."""
         self._ready = trio.Event()
         item = self.reader.next()
@@ -156,7 +156,7 @@ class Reader:
     async def read(self, items: int = 1 << 30) -> None:
         """Takes so many items, or all up to the newest."""
         while items and not (self._at == self._model.partition.high_seq and self._is_between):
-            if self.step() is None:
+            if self.step() in (None, WAIT_FOR_DISK):
                 await self._ready.wait()
             self.reader.sent()
             items -= 1
@@ -188,7 +188,6 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
         await reader.read()
         assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [300])
         assert reader.step() is None
-        assert not reader.reader.waits_for_disk
         model.write(*items(300, 7))
         await reader.read()
         assert reader.kinds[1:] == [SnapshotKind.MEMORY]
@@ -242,7 +241,7 @@ async def test_one_that_is_dropped_while_it_reads_the_disk_reads_it_again(
         store.released = trio.Event()
         reader = Reader(model)
         start = reader.step()
-        assert start is None
+        assert start is WAIT_FOR_DISK
         await trio.testing.wait_all_tasks_blocked()
         # Its cursor waits in memory at 50, and is in the way.
         model.write(*items(50, 50))
@@ -309,7 +308,7 @@ async def test_a_backfills_end_stands_and_compaction_leaves_it_whole(
         model.forget()
         store.released = trio.Event()
         reader = Reader(model)
-        assert reader.step() is None
+        assert reader.step() is WAIT_FOR_DISK
         await trio.testing.wait_all_tasks_blocked()
         assert model.disk.leases.ranges() == [(0, 0, 60)]
         for turn in range(1, 9):
@@ -348,7 +347,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
         assert budget + many * PIECE_BYTES < many * total / 10, "else it is about nothing"
         readers = [Reader(model) for _ in range(many)]
         for reader in readers:
-            assert reader.step() is None
+            assert reader.step() is WAIT_FOR_DISK
         most = 0
         for _ in range(200):
             await trio.sleep(0.001)
@@ -394,7 +393,7 @@ async def test_one_that_nobody_takes_from_leaves_room_for_others(
         budget = int(service.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
         assert budget < 100 * 20 * 10_000 / 2, "else it is about nothing"
         idle, other = Reader(model), Reader(model)
-        assert idle.step() is None
+        assert idle.step() is WAIT_FOR_DISK
         await trio.sleep(1)
         largest = max(reads)
         reads.clear()

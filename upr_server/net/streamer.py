@@ -24,7 +24,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
-from upr_server.storage.online.backfill import StreamBrokenError
+from upr_server.storage.online.backfill import WAIT_FOR_DISK, StreamBrokenError, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leased_reader import LeasedReader
 from upr_server.storage.online.stream_reader import StreamReader
@@ -250,7 +250,7 @@ class Streamer:
             return True
         return self._put(stream, item)
 
-    def _put(self, stream: _Stream, item: CursorItem | None) -> bool:
+    def _put(self, stream: _Stream, item: CursorItem | Wait | None) -> bool:
         session, partition = self._session, stream.partition
         if stream.reader.reads_disk:
             self._disk_streams[stream] = None
@@ -263,7 +263,7 @@ class Streamer:
                 self._send_answers(stream, stream.answers_from, item.end)
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
             self._has_ended(stream, item.end)
-        elif stream.reader.waits_for_disk:
+        elif item is WAIT_FOR_DISK:
             return False
         else:
             self._end_turn(stream)
@@ -274,7 +274,7 @@ class Streamer:
         session, partition = self._session, stream.partition
         stream.snapshot_end = start.end
         told = (partition.failover_log.current, partition.purge_seq)
-        first: CursorItem | None = None
+        first: CursorItem | Wait | None = None
         if stream.told == told and self._may_go_whole(stream, start):
             # What is in memory has a chunk behind its start.
             first = stream.reader.next()

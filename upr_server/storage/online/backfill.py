@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, unique
 from typing import Final
 
 import structlog
@@ -32,6 +33,17 @@ PIECE_BYTES: Final = 16 * 1024
 its connection's turn, and else nothing would move there while others stand still."""
 
 log = structlog.get_logger(__name__)
+
+
+@unique
+class Wait(Enum):
+    """What a reader answers in place of an item."""
+
+    FOR_DISK = "for disk"
+    """The next item is being read from disk; the reader's `on_disk` is called when it is there."""
+
+
+WAIT_FOR_DISK: Final = Wait.FOR_DISK
 
 
 class StreamBrokenError(UprError):
@@ -98,7 +110,7 @@ class Backfill:
         self._disk.nursery.start_soon(self._run)
 
     def take(self) -> CursorItem | None:
-        """The next item, if it was read already."""
+        """Takes the next item out of the queue; None while the queue is empty."""
         if not self._queue:
             if self._broken is not None:
                 raise StreamBrokenError(self._broken)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
 from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
-from upr_server.storage.online.backfill import Backfill
+from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class LeasedReader:
-    """A reader with the face of `StreamReader`. What it reads is one snapshot, and the same each
-    time for as long as the range is leased. It never reads from memory, where keys are deduplicated
-    that the disk has more than once.
+    """A reader with the interface of `StreamReader`, which reads one snapshot: the same each time
+    for as long as the range is leased. It never reads from memory, where keys are deduplicated that
+    the disk has more than once.
 
     Args:
         disk: What readers of the bucket share.
@@ -22,10 +22,10 @@ class LeasedReader:
         start: Where the range begins, exclusive.
         end: Where it ends.
         lease_id: The lease that holds it.
-        on_disk: Called when there is something to read after `waits_for_disk`.
+        on_disk: Called when there is something to read after `next` answered `WAIT_FOR_DISK`.
     """
 
-    __slots__ = ("_backfill", "is_reading", "seq", "waits_for_disk")
+    __slots__ = ("_backfill", "is_reading", "seq")
 
     def __init__(
         self,
@@ -42,21 +42,20 @@ class LeasedReader:
         """Everything up to here was handed on."""
         self.is_reading = False
         """Whether a start was handed on and its end was not."""
-        self.waits_for_disk = False
-        """Whether the next item is being read from disk."""
 
     def poll(self) -> bool:
         """There is something to read, or will be when the disk has answered."""
         return True
 
-    def next(self) -> CursorItem | None:
-        """The next item; None when it has yet to be read.
+    def next(self) -> CursorItem | Wait:
+        """The next item; `WAIT_FOR_DISK` when it has yet to be read.
 
         Raises:
             StreamBrokenError: It cannot go on.
         """
         item = self._backfill.take()
-        self.waits_for_disk = item is None
+        if item is None:
+            return WAIT_FOR_DISK
         if isinstance(item, SnapshotStart):
             self.is_reading = True
         elif isinstance(item, Chunk):

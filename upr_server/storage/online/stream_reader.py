@@ -23,15 +23,14 @@ from upr_server.engine import (
     SnapshotEnd,
     SnapshotStart,
 )
-from upr_server.storage.online.backfill import Backfill
+from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class StreamReader:
     """A reader of one partition.
 
-    It has the face of the engine's `Cursor`, and one answer more: with `waits_for_disk` true, None
-    does not mean that there is nothing more, but that it has not been read yet.
+    It has the interface of the engine's `Cursor`, and one answer more: `WAIT_FOR_DISK`.
 
     Args:
         disk: What readers of the bucket share.
@@ -40,7 +39,7 @@ class StreamReader:
         start: What is there already.
         end_at_least: The first snapshot must not end below this; see `MutationManager.register`.
         on_ready: Called when there is something to read again after `next` or `poll` found nothing.
-        on_disk: Called when there is something to read after `waits_for_disk`.
+        on_disk: Called when there is something to read after `next` answered `WAIT_FOR_DISK`.
     """
 
     __slots__ = (
@@ -55,7 +54,6 @@ class StreamReader:
         "_partition",
         "is_reading",
         "seq",
-        "waits_for_disk",
     )
 
     def __init__(
@@ -81,8 +79,6 @@ class StreamReader:
         """Everything up to here was handed on."""
         self.is_reading = False
         """Whether a start was handed on and its end was not."""
-        self.waits_for_disk = False
-        """Whether the next item is being read from disk."""
         self._enter()
 
     def _enter(self) -> None:
@@ -102,28 +98,27 @@ class StreamReader:
         `on_ready` is called when there is."""
         return self._cursor is None or self._backfill is not None or self._cursor.poll()
 
-    def next(self) -> CursorItem | None:
-        """The next item; None when there is none, or none yet: see the class.
+    def next(self) -> CursorItem | Wait | None:
+        """The next item; `WAIT_FOR_DISK` when it has yet to be read, None when there is nothing
+        more.
 
         Raises:
             StreamBrokenError: It cannot go on.
         """
-        self.waits_for_disk = False
-        item: CursorItem | None = None
+        item: CursorItem | Wait | None = None
         if self._backfill is not None:
             item = self._backfill.take()
-            if item is None and self._backfill.is_done:
+            if item is None:
+                if not self._backfill.is_done:
+                    return WAIT_FOR_DISK
                 self.sent()
                 self._cursor, self._backfill = self._backfill.cursor, None
-        if item is None and self._backfill is None:
+        if item is None:
             item = self._from_memory()
-        if item is None and self._backfill is not None:
-            self.waits_for_disk = True
-            return None
         self._follow(item)
         return item
 
-    def _from_memory(self) -> CursorItem | None:
+    def _from_memory(self) -> CursorItem | Wait | None:
         if self._cursor is not None:
             item = self._cursor.next()
             if not isinstance(item, BackfillNeeded):
@@ -141,7 +136,7 @@ class StreamReader:
             if self._cursor is not None:
                 return self._from_memory()
         self._begin_backfill()
-        return None
+        return WAIT_FOR_DISK
 
     def _begin_backfill(self) -> None:
         self._backfill = Backfill(
@@ -154,7 +149,7 @@ class StreamReader:
         )
         self._backfill.start()
 
-    def _follow(self, item: CursorItem | None) -> None:
+    def _follow(self, item: CursorItem | Wait | None) -> None:
         if isinstance(item, SnapshotStart):
             self.is_reading = True
             self._end = item.end
