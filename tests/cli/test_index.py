@@ -97,4 +97,4 @@ def test_what_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...], sent
 )
 def test_no_indexer_there(run: Run, url: str, arguments: tuple[str, ...]) -> None:
     refused = run("index", *arguments, "--indexer", url, code=4)
-    assert f"no indexer answers at {url}" in refused.stderr
+    assert f"the indexer at {url} does not answer" in refused.stderr

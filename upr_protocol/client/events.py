@@ -1,4 +1,4 @@
-"""What a consumer is told."""
+"""The events of a consumer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 
 
 class SnapshotStart(msgspec.Struct, frozen=True):
-    """A snapshot of one partition begins. A second one without an end between replaces the first.
+    """A snapshot of one partition begins. A second one before an end replaces the first.
 
     Attributes:
         partition: The partition.
-        history_id: The history it belongs to.
-        start: The number it begins behind. When a consumer resumes inside a snapshot this is what
-            it had received, and the front of the snapshot came before.
-        end: The last number it covers; `start` itself when only the snapshot's end was missing.
-        kind: Where the server reads it from.
-        may_repeat: Older versions of a key may appear before its newest.
+        history_id: The history that the snapshot belongs to.
+        start: The sequence number that the snapshot begins behind. If the consumer resumes inside a
+            snapshot, this is the last number that it had received, and the front came before.
+        end: The last sequence number of the snapshot; `start` itself if only the end was missing.
+        kind: Where the server reads the snapshot from.
+        may_repeat: Whether older versions of a key may come before its newest.
         purge_seq: Deletions at or below it may be gone at the server.
     """
 
@@ -35,11 +35,11 @@ class SnapshotStart(msgspec.Struct, frozen=True):
 
 
 class ChunkReceived(msgspec.Struct, frozen=True):
-    """Some of the snapshot's mutations, in the order of their numbers.
+    """Some of the snapshot's mutations, by ascending sequence number.
 
     Attributes:
         partition: The partition.
-        chunk: The mutations; nothing lies in (chunk.start, chunk.end] but what it holds.
+        chunk: The mutations. They are all there are in (chunk.start, chunk.end].
     """
 
     partition: PartitionId
@@ -47,8 +47,8 @@ class ChunkReceived(msgspec.Struct, frozen=True):
 
 
 class AnswersReceived(msgspec.Struct, frozen=True):
-    """What publishers were answered to batches that are in the snapshot under way; comes before its
-    end, and only when it was asked for.
+    """What the server answered to publishers whose batches are in the snapshot under way. Comes
+    before the snapshot's end, and only to a `ReplicaConsumer`.
 
     Attributes:
         partition: The partition.
@@ -61,28 +61,28 @@ class AnswersReceived(msgspec.Struct, frozen=True):
 
 
 class SnapshotEnd(msgspec.Struct, frozen=True):
-    """The snapshot is complete: only here is the partition consistent, at `end`."""
+    """The snapshot is complete. Only here is the partition consistent, at sequence number `end`."""
 
     partition: PartitionId
     end: SeqNo
 
 
 class Completed(msgspec.Struct, frozen=True):
-    """Every partition was streamed or had nothing new, once more. `cycle` counts from 1 in each
-    connection.
+    """A connection has streamed every partition once more, or found nothing new. `cycle` counts
+    from 1 on each connection.
 
-    Where several nodes hold the bucket, each tells it of the partitions that are followed there.
-    Whoever wants to know it of all of them sends a barrier."""
+    If several nodes hold the bucket, each sends this for the partitions that it streams. To know
+    it of all partitions, send a barrier."""
 
     cycle: int
 
 
 class BarrierReached(msgspec.Struct, frozen=True):
-    """A barrier came back: everything acknowledged before it was sent has been handed on.
+    """A barrier came back: every change acknowledged before the barrier was sent has come.
 
     Attributes:
-        cookie: The barrier's.
-        ends: For each partition streamed its last complete snapshot's end.
+        cookie: The barrier's cookie.
+        ends: By streamed partition the end of its last complete snapshot.
     """
 
     cookie: bytes
@@ -90,17 +90,18 @@ class BarrierReached(msgspec.Struct, frozen=True):
 
 
 class RolledBack(msgspec.Struct, frozen=True):
-    """The server's history parted from what was received: the application must go back.
+    """The server's history parted from what was received: the application must roll back.
 
-    Whatever it has of the partition above `to` is to be dropped; with `to` 0, all it has. The
-    stream then goes on from `to`, also where it had started from "now". A consumer that was given
-    an `Undo` has gone back already. Killed before the event is dealt with, it is told again.
+    It must drop what it has of the partition above `to`; with `to` 0, all that it has. The stream
+    then goes on from `to`, also if it had started from "now". With an undo callback, the callback
+    has rolled back already. An application that is killed before it has processed this event gets
+    it again.
 
     Attributes:
         partition: The partition.
-        ceiling: The highest number that both have in common.
-        to: The number the stream goes on from; 0 without an `Undo`.
-        reason: Why, in the server's words.
+        ceiling: The highest sequence number that both histories have in common.
+        to: The sequence number that the stream goes on from; 0 without an undo callback.
+        reason: The server's reason.
     """
 
     partition: PartitionId
@@ -110,20 +111,19 @@ class RolledBack(msgspec.Struct, frozen=True):
 
 
 class Undone(msgspec.Struct, frozen=True):
-    """What must be put in the place of what the server never had, all at once: to deal with this
-    event is to go back.
+    """Everything to undo after a failover, at once: to process this event is to roll back.
 
-    With `to` 0 the application drops all it has of the partition. Otherwise it gives each key of
-    `documents` the value that stands there, and keeps the rest.
+    With `to` 0 the application drops all that it has of the partition. Otherwise it sets each key
+    of `documents` to its value there, and keeps the rest.
 
     Attributes:
         partition: The partition.
-        ceiling: The highest number that both have in common.
-        to: The number the stream goes on from.
-        settled: The partition is what the server had from the first `SnapshotEnd` at or above this
-            number; no end below is told. When it is not above `to`, it is so already.
-        reason: Why, in the server's words and ours.
-        documents: By key its newest item, or None for one that is to be deleted.
+        ceiling: The highest sequence number that both histories have in common.
+        to: The sequence number that the stream goes on from.
+        settled: The partition equals a state of the server from the first `SnapshotEnd` at or above
+            this number; ends below are left out. If it is not above `to`, that holds already.
+        reason: The server's reason, and the client's.
+        documents: By key its newest item, or None for a key to delete.
     """
 
     partition: PartitionId
@@ -135,7 +135,7 @@ class Undone(msgspec.Struct, frozen=True):
 
 
 class StreamAccepted(msgspec.Struct, frozen=True):
-    """The server accepted a stream; comes before any of its data, and only when it was asked for.
+    """The server accepted a stream. Comes before any of its data, and only if asked for.
 
     Attributes:
         partition: The partition.
@@ -147,11 +147,11 @@ class StreamAccepted(msgspec.Struct, frozen=True):
 
 
 class StreamEnded(msgspec.Struct, frozen=True):
-    """One partition's stream is over for good.
+    """One partition's stream has ended for good.
 
     Attributes:
         partition: The partition.
-        reason: Why: `END_REACHED`, `STREAM_CLOSED` or `BUCKET_DELETED`.
+        reason: `END_REACHED`, `STREAM_CLOSED` or `BUCKET_DELETED`.
     """
 
     partition: PartitionId

@@ -15,26 +15,26 @@ from upr_protocol.errors import BrokenError, UprError
 T = TypeVar("T")
 
 TIMEOUT_S: Final = 10.0
-"""How long a scan may wait for the index to be as fresh as asked, when nobody says."""
+"""How long a scan may wait by default for the index to be as fresh as asked."""
 
 SLACK_S: Final = 30.0
-"""How much longer than that an answer may take before the connection counts as lost."""
+"""How much longer an answer may take before the connection counts as lost."""
 
 Key = Sequence[Any]
 """The parts of a key: null, booleans, numbers, strings, and lists of these."""
 
 Bound = Key | tuple[Key, bool]
-"""An end of a range: a key, or its first parts; with False beside it, without what begins so."""
+"""An end of a range: a key, or its first parts. A pair with False excludes what begins with it."""
 
 
 class IndexerError(UprError):
-    """The indexer did not do what it was asked.
+    """The indexer refused or failed.
 
     Attributes:
-        code: Why, as a word: `bad_definition`, `bad_query`, `no_index`, `building`, `overloaded`,
-            `not_fresh`, `write_lost`, `server_failed`.
-        place: Where in what it was given the mistake is.
-        retry_after_s: When to ask again, where that may help; otherwise 0.
+        code: The reason as a word: `bad_definition`, `bad_query`, `no_index`, `building`,
+            `overloaded`, `not_fresh`, `write_lost`, `server_failed`.
+        place: Where the mistake is in the request; empty if there is none.
+        retry_after_s: After how long to ask again; 0 if that does not help.
     """
 
     def __init__(self, code: str, message: str, place: str = "", retry_after_s: float = 0) -> None:
@@ -49,7 +49,7 @@ class IndexEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         key: Its key in the index, part by part.
-        id: The document's key; in base64 where that is no UTF-8.
+        id: The document's key; in base64 if it is not UTF-8.
         id_encoding: `base64` then; otherwise empty.
     """
 
@@ -59,12 +59,12 @@ class IndexEntry(msgspec.Struct, frozen=True):
 
 
 class IndexPage(msgspec.Struct, frozen=True):
-    """What a scan found, all of one moment.
+    """The result of a scan, all of one moment.
 
     Attributes:
         entries: The entries, in order.
-        continuation: For `scan`, to go on behind them; empty when there is no more.
-        timestamps: By partition, history and number at which it was, when that was asked.
+        continuation: Pass it to `scan` to go on behind the entries; empty at the end.
+        timestamps: By partition its history and sequence number then, if asked for.
     """
 
     entries: list[IndexEntry] = []
@@ -96,19 +96,19 @@ class _Failures(msgspec.Struct, frozen=True):
 
 
 class IndexClient:
-    """Talks to the indexer at `url`, as in `http://127.0.0.1:12080`. For one thread.
+    """A client of the indexer at `url`, for instance `http://127.0.0.1:12080`. For one thread.
 
-    It connects when it is first asked something, and again when the connection was lost. Use it as
-    a context, or call `close`.
+    It connects with the first request, and again after a lost connection. Use it as a context, or
+    call `close`.
 
     Raises:
-        ValueError: The URL is none.
+        ValueError: The URL is malformed.
     """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-            raise ValueError(f"{url!r} is no indexer's URL: write http://HOST:PORT")
+            raise ValueError(f"{url!r} is not an indexer's URL; write http://HOST:PORT")
         self.url = url
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 12080)
 
@@ -138,7 +138,11 @@ class IndexClient:
         self._request("PUT", f"/v1/designs/{_quoted(design)}", body)
 
     def drop(self, design: str) -> None:
-        """Removes a design document, and its indexes; `IndexerError` `no_index` of none."""
+        """Removes a design document and its indexes.
+
+        Raises:
+            IndexerError: `no_index`: there is no such document.
+        """
         self._request("DELETE", f"/v1/designs/{_quoted(design)}")
 
     def indexes(self) -> list[dict[str, Any]]:
@@ -146,7 +150,7 @@ class IndexClient:
         return _decoded(self._request("GET", "/v1/indexes"), _Indexes).indexes
 
     def mistakes(self) -> dict[str, str]:
-        """By design document that cannot be used, why."""
+        """By unusable design document the reason."""
         return _decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
 
     def index(self, name: str) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class IndexClient:
         return _decoded(self._request("GET", _path(name)), dict[str, Any])
 
     def status(self) -> dict[str, Any]:
-        """How the indexer does."""
+        """The status of the indexer."""
         return _decoded(self._request("GET", "/v1/status"), dict[str, Any])
 
     # Scans.
@@ -178,34 +182,34 @@ class IndexClient:
 
         Args:
             name: The index.
-            prefix: The first parts of the keys wanted, or all of them.
-            low: Where to begin.
-            high: Where to end.
+            prefix: The first parts of the keys to find, or whole keys.
+            low: The lower end of the range.
+            high: The upper end of the range.
             descending: Whether the highest comes first.
-            limit: How many at most, up to 10,000.
-            continuation: What the page before gave.
+            limit: The most entries, up to 10,000.
+            continuation: The continuation of the page before.
             consistency: `any`: as the index is. `at_least`: with the changes in `written`. `now`:
-                with all that the server had acknowledged to anybody before.
-            written: What a publisher or client was answered.
+                with everything that the server had acknowledged to anybody before.
+            written: The results of a publisher or client.
             timeout_s: How long to wait for the index to be as fresh.
-            timestamps: Whether to tell how far each partition was.
+            timestamps: Whether to give how far each partition was.
 
         Raises:
-            IndexerError: There is no answer; the code says why.
-            BrokenError: There is no indexer there, or it did not answer.
+            IndexerError: The indexer refused or failed; the code says why.
+            BrokenError: The indexer cannot be reached, or did not answer.
         """
-        question = _question(prefix, low, high, consistency, written, timeout_s) | {
+        query = _query(prefix, low, high, consistency, written, timeout_s) | {
             "descending": descending,
             "limit": limit,
             "continuation": continuation,
             "timestamps": timestamps,
         }
-        body = msgspec.json.encode(question)
+        body = msgspec.json.encode(query)
         data = self._request("POST", _path(name) + "/scan", body, timeout_s)
         return _decoded(data, IndexPage)
 
     def scan_all(self, name: str, **options: Any) -> Iterator[IndexEntry]:
-        """All entries, page by page: each is of a moment of its own, the later the fresher.
+        """All entries, page by page. Each page is of a moment of its own, and later than the last.
 
         Args:
             name: The index.
@@ -229,8 +233,8 @@ class IndexClient:
         timeout_s: float = TIMEOUT_S,
     ) -> int:
         """How many entries there are; see `scan`."""
-        question = _question(prefix, low, high, consistency, written, timeout_s)
-        body = msgspec.json.encode(question | {"count": True})
+        query = _query(prefix, low, high, consistency, written, timeout_s)
+        body = msgspec.json.encode(query | {"count": True})
         data = self._request("POST", _path(name) + "/scan", body, timeout_s)
         return _decoded(data, _Count).count
 
@@ -240,7 +244,7 @@ class IndexClient:
         self, method: str, path: str, body: bytes = b"", timeout_s: float = TIMEOUT_S
     ) -> bytes:
         connection = self._connection
-        # It gives its sockets this when it makes them, and one that it has keeps what it was given.
+        # The connection gives this to sockets that it makes; a socket that it has keeps its own.
         connection.timeout = timeout_s + SLACK_S
         reused = connection.sock is not None
         if connection.sock is not None:
@@ -249,15 +253,15 @@ class IndexClient:
             try:
                 return self._exchange(method, path, body)
             except ConnectionError:
-                # An indexer closes connections that were idle, perhaps while this was on its way.
+                # The indexer closes idle connections, perhaps while this request was on its way.
                 connection.close()
                 if not reused:
                     raise
                 return self._exchange(method, path, body)
         except (OSError, UnicodeError, http.client.HTTPException) as error:
-            # The codec for host names has opinions of its own.
+            # UnicodeError comes from the codec for host names.
             connection.close()
-            raise BrokenError(f"no indexer answers at {self.url}: {error!s}") from error
+            raise BrokenError(f"the indexer at {self.url} does not answer: {error!s}") from error
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         connection = self._connection
@@ -273,16 +277,16 @@ class IndexClient:
 def _path(name: str) -> str:
     design, slash, index = name.partition("/")
     if not slash or not design or not index:
-        raise IndexerError("no_index", f"{name!r} names no index: write DESIGN/INDEX")
+        raise IndexerError("no_index", f"{name!r} does not name an index; write DESIGN/INDEX")
     return f"/v1/indexes/{_quoted(design)}/{_quoted(index)}"
 
 
 def _quoted(name: str) -> str:
-    # What is no UTF-8 is no name; that is for the indexer to say.
+    # A name that is not UTF-8 is malformed; the indexer says so.
     return quote(name, safe="", errors="replace")
 
 
-def _question(
+def _query(
     prefix: Key | None,
     low: Bound | None,
     high: Bound | None,
@@ -296,8 +300,12 @@ def _question(
         "high": _bound(high),
         "consistency": consistency,
         "written": [
-            {"partition": w.partition, "history_id": f"{w.history_id:016x}", "seq": w.seq}
-            for w in written
+            {
+                "partition": result.partition,
+                "history_id": f"{result.history_id:016x}",
+                "seq": result.seq,
+            }
+            for result in written
         ],
         "timeout_s": timeout_s,
     }
@@ -314,12 +322,12 @@ def _decoded(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IndexerError("server_failed", f"what answers there is no indexer: {error}") from error
+        raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error
 
 
 def _failure(status: int, data: bytes) -> IndexerError:
     try:
-        told = msgspec.json.decode(data, type=_Failures).error
+        failure = msgspec.json.decode(data, type=_Failures).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return IndexerError("server_failed", f"what answers there is no indexer: HTTP {status}")
-    return IndexerError(told.code, told.message, told.place, told.retry_after_s)
+        return IndexerError("server_failed", f"not an indexer's answer: HTTP {status}")
+    return IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)

@@ -1,4 +1,4 @@
-"""Following which buckets change: a feed of the event bus, through any number of connections."""
+"""Following which buckets change: a feed of the event bus, over any number of connections."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import EventsReply
 
 TIMEOUT_S_DEFAULT: Final = 60
-"""Longer than a restart takes, on either side."""
+"""Longer than a restart takes, of a server or of a consumer."""
 
-WAIT_S: Final = 10.0
-"""How long a question waits for something to tell: an answer is a sign of life, on both sides."""
+POLL_S: Final = 10.0
+"""How long a request waits for events. An answer is a sign of life, in both directions."""
 
-_QUESTIONS_A_TIMEOUT: Final = 3
-"""So often a consumer says in its timeout that it is alive, however little there is to tell."""
+_POLLS_PER_TIMEOUT: Final = 3
+"""How often a consumer asks within its timeout, however few events there are."""
 
 
 @attrs.frozen
 class LookAtEverything:
-    """The consumer is new to the server, or was not heard of for longer than its timeout, or the
-    server was killed: any bucket may have been created, deleted or changed. Look at everything,
-    once; what comes after this is told."""
+    """Any bucket may have been created, deleted or changed: the consumer is new to the server, was
+    silent for longer than its timeout, or the server was killed. Look at every bucket once; later
+    changes come as events."""
 
 
 class EventFeed:
-    """What becomes of a server's buckets, as an async iterator. `follow_events` makes one.
+    """What happens to a server's buckets, as an async iterator. `follow_events` makes one.
 
-    To ask for the next is to say that this one is dealt with: what was not, as the process died or
-    the connection broke, is told again.
+    By asking for the next event the application acknowledges the one before. Events that were not
+    acknowledged, because the process died or the connection broke, come again.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class EventFeed:
         address: Address,
         options: TrioOptions,
         patience: RetryPolicy,
-        question: Callable[[int], calls.Call[EventsReply]],
+        new_request: Callable[[int], calls.Call[EventsReply]],
     ) -> None:
-        self._addresses = deque(attrs.evolve(one, bucket="") for one in address.each())
+        self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each())
         self._options = options
         self._patience = patience
-        self._question = question
-        self._acknowledged = 0
-        self._told: deque[BucketEvent | LookAtEverything] = deque()
+        self._new_request = new_request
+        self._acknowledged_batch = 0
+        self._events: deque[BucketEvent | LookAtEverything] = deque()
         self._error: UprError | None = None
         self._is_connected = False
-        # Set, and replaced, when there is something to tell, or never will be again.
-        self._news = trio.Event()
-        # Set when everything that was told is dealt with.
-        self._wanted = trio.Event()
+        self._has_news = Notifier()
+        """Notified when there are events, or never will be again."""
+        self._is_drained = Notifier()
+        """Notified when the application asks for an event and there is none."""
 
     @property
     def connected(self) -> bool:
@@ -75,35 +75,35 @@ class EventFeed:
 
     @property
     def last_failure(self) -> str:
-        """Why the last connection, or attempt to make one, ended."""
+        """Why the last connection, or attempt to connect, ended."""
         return self._patience.last_failure
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> BucketEvent | LookAtEverything:
-        """The next event; waits until there is one. Cancelled, nothing is lost.
+        """The next event; waits until there is one. Cancelled, no event is lost.
 
         Raises:
-            BrokenError: There was no connection for longer than patience lasts.
+            BrokenError: There was no connection for longer than `patience_s`.
             ServerError: The server refused; with `FENCED`, because another consumer has taken the
                 name.
             ClosedError: The context was left.
         """
         await trio.lowlevel.checkpoint()
-        while not self._told:
+        while not self._events:
             if self._error is not None:
                 raise self._error
-            self._wanted.set()
-            await self._news.wait()
-        return self._told.popleft()
+            self._is_drained.notify()
+            await self._has_news.wait()
+        return self._events.popleft()
 
     async def run(self) -> None:
-        """Asks, for ever, or until that is no use any more."""
+        """Asks for events for ever, or until going on is of no use."""
         try:
             while True:
                 try:
-                    await self._converse()
+                    await self._poll()
                 except UprError as error:
                     self._is_connected = False
                     self._addresses.rotate(-1)
@@ -113,33 +113,31 @@ class EventFeed:
         finally:
             self._end(ClosedError("the feed of events was closed here"))
 
-    async def _converse(self) -> None:
+    async def _poll(self) -> None:
+        """Connects to the next address, and asks there for as long as the connection lasts."""
         address = self._addresses[0]
-        asker = RequestChannel(address, 0.0)
-        async with open_connection(address, self._options, asker):
+        channel = RequestChannel(address, 0.0)
+        async with open_connection(address, self._options, channel):
             while True:
-                reply = await asker.ask(self._question(self._acknowledged))
+                reply = await channel.ask(self._new_request(self._acknowledged_batch))
                 self._is_connected = True
                 self._patience.progress()
                 if reply.batch:
-                    await self._tell(reply)
+                    await self._hand_out(reply)
 
-    async def _tell(self, reply: EventsReply) -> None:
+    async def _hand_out(self, reply: EventsReply) -> None:
+        """Gives a batch to the application, and waits until the application has processed it."""
         if reply.everything:
-            self._told.append(LookAtEverything())
-        self._told += reply.events
-        self._wanted = trio.Event()
-        self._rouse()
-        await self._wanted.wait()
-        self._acknowledged = reply.batch
+            self._events.append(LookAtEverything())
+        self._events += reply.events
+        drained = self._is_drained.next_event()
+        self._has_news.notify()
+        await drained.wait()
+        self._acknowledged_batch = reply.batch
 
     def _end(self, error: UprError) -> None:
         self._error = self._error or error
-        self._rouse()
-
-    def _rouse(self) -> None:
-        news, self._news = self._news, trio.Event()
-        news.set()
+        self._has_news.notify()
 
 
 @asynccontextmanager
@@ -157,47 +155,49 @@ async def follow_events(
     dial: Dial = dial_tcp,
     draw: Callable[[], float] = random.random,
 ) -> AsyncIterator[EventFeed]:
-    """Which of a server's buckets are created, deleted and updated, and which of their design
-    documents are; not what changes in them. What happens often between two questions is told once.
+    """Follows which of a server's buckets are created, deleted and updated, and which of their
+    design documents are; not what changes in a bucket. Repeated changes between two requests come
+    as one event.
 
-    It reconnects by itself. Under its name a consumer is known to the server for `timeout_s` after
-    it asked last, and is told what it has missed; later than that, or by another node where several
-    are named, it is told to look at everything.
+    The feed reconnects by itself. The server keeps events under the consumer's name for `timeout_s`
+    after the last request. After that, or if another of several nodes is reached, the consumer gets
+    `LookAtEverything`.
 
     Args:
-        target: `upr://host:port`; of several nodes the first that can be reached. Each tells of the
-            buckets that it holds.
-        consumer: The consumer's name: 1 to 100 of letters, digits, `.`, `_`, `-`. One at a time has
-            it.
-        kinds: What to be told of.
-        pattern: Of which buckets: a name, in which `*`, `?` and `[...]` stand for others. Another
-            pattern, or other kinds, want another name: what was left out is not told later.
-        timeout_s: For how long the server keeps what it has to tell without being asked, 1 to
-            3,600. To deal with one batch must not take longer.
+        target: `upr://host:port`; of several nodes the first that can be reached. Each node reports
+            the buckets that it holds.
+        consumer: The consumer's name: 1 to 100 of letters, digits, `.`, `_`, `-`. One consumer at a
+            time has it.
+        kinds: The kinds of events.
+        pattern: The buckets: a name, in which `*`, `?` and `[...]` stand for others. Use another
+            consumer name for another pattern or other kinds: events that were left out do not come
+            later.
+        timeout_s: How long the server keeps events without being asked, 1 to 3,600. The application
+            must process each batch in less.
         identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long it goes on without a connection before it gives up.
-        idle_interval_s: The silence after which a side says that it is there still.
+        patience_s: How long to go on without a connection before giving up.
+        idle_interval_s: After so much silence a side sends a keep-alive.
         connect_timeout_s: How long a connection and its first answers may take.
         dial: How to reach an address, where that is not plain TCP.
         draw: Gives numbers in [0, 1), for the waits between attempts.
 
     Raises:
-        AddressError: The URL is none.
+        AddressError: The URL is malformed.
     """
     address = Address.parse(target) if isinstance(target, str) else target
     options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, idle_interval_s, connect_timeout_s, dial)
 
-    def question(acknowledged: int) -> calls.Call[EventsReply]:
+    def new_request(acknowledged_batch: int) -> calls.Call[EventsReply]:
         return calls.next_events(
             consumer,
-            acknowledged,
+            acknowledged_batch,
             timeout_s,
-            min(WAIT_S, timeout_s / _QUESTIONS_A_TIMEOUT),
+            min(POLL_S, timeout_s / _POLLS_PER_TIMEOUT),
             kinds,
             pattern,
         )
 
-    feed = EventFeed(address, options, RetryPolicy(patience_s, draw), question)
+    feed = EventFeed(address, options, RetryPolicy(patience_s, draw), new_request)
     async with background() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()
