@@ -193,7 +193,7 @@ async def test_something_else_there(status: bytes, body: bytes) -> None:
         start = partial(trio.serve_tcp, answer, 0, host="127.0.0.1")
         (listener, *_) = await nursery.start(start)
         url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
-        with pytest.raises(IndexerError, match="is no indexer"):
+        with pytest.raises(IndexerError, match="not an indexer's answer"):
             await trio.to_thread.run_sync(ask, url)
         nursery.cancel_scope.cancel()
 
