@@ -22,7 +22,7 @@ from upr_server.runtime import (
     rare_collections,
     set_up_logging,
 )
-from upr_server.storage.directory import default_data_dir, quiet
+from upr_server.storage.directory import default_data_dir, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.offline.check import Checked, Problem
 from upr_server.storage.offline.dump import DumpOptions
@@ -210,7 +210,7 @@ class _Inspected:
 def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOptions) -> _Inspected:
     inspected = _Inspected()
     try:
-        with quiet(data_dir):
+        with lock_for_reading(data_dir):
             names = bucket_names(data_dir)
             if bucket is not None and bucket not in names:
                 raise click.UsageError(f"{data_dir} has no bucket {bucket!r}, but {names}")

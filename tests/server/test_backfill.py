@@ -71,7 +71,7 @@ class Model:
 
     async def persist(self) -> None:
         """Waits until everything is on disk."""
-        await self.disk.flusher.persisted(self.partition, self.partition.high_seq)
+        await self.disk.flusher.wait_until_persisted(self.partition, self.partition.high_seq)
 
     def forget(self) -> int:
         """Frees what the disk has, as if memory were short; gives how many cursors that dropped."""

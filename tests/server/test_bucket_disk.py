@@ -82,7 +82,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
             partition.mutate(batch(3002 + number * 1000, 1000, nbytes=1000), now=NOW)
             await trio.lowlevel.checkpoint()
         cursor.close()
-        await disk.flusher.persisted(partition, partition.high_seq)
+        await disk.flusher.wait_until_persisted(partition, partition.high_seq)
         chunks = await read_all(store, partition)
         assert [row.key for chunk in chunks for row in chunk] == [
             b"%d" % number for number in range(partition.high_seq)
@@ -217,11 +217,11 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
         partition.mutate(sets(b"k"), now=NOW)
         for _ in range(10):
             with trio.move_on_after(1):
-                await disk.flusher.persisted(partition, partition.high_seq)
+                await disk.flusher.wait_until_persisted(partition, partition.high_seq)
         assert not disk.flusher._waiting
         assert disk.flusher._waiters == 0
         store.released.set()
-        await disk.flusher.persisted(partition, partition.high_seq)
+        await disk.flusher.wait_until_persisted(partition, partition.high_seq)
 
 
 class _NothingIsForgotten(SimulatedStore):
@@ -240,7 +240,7 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
     store = _NothingIsForgotten()
     async with serving(store, 1) as service:
         disk = service.disks[service.bucket(BUCKET)]
-        async with disk.maintenance.quiet():
+        async with disk.maintenance.paused():
             await disk.leases.acquire(5, "o", [(0, 0, SeqNo(0))], 1)
         autojump_clock.jump(2 * LAPSED_S)
         await trio.sleep(1)

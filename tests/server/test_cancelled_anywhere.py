@@ -178,23 +178,23 @@ async def _lease(disk: BucketDisk, numbers: Iterable[int]) -> None:
         lambda: disk.leases.renew(5, 60),
         lambda: disk.leases.release(5),
     ):
-        async with disk.maintenance.quiet():
+        async with disk.maintenance.paused():
             await step()
 
 
 async def _forget_leases(disk: BucketDisk, numbers: Iterable[int]) -> None:
     leases = disk.leases
-    async with disk.maintenance.quiet():
+    async with disk.maintenance.paused():
         await leases.acquire(6, "o", [(0, 0, SEQ_MAX)], 1)
-        lease = leases.whole(6)
+        lease = leases.get_whole(6)
         leases._leases[6] = LeaseRecord(6, lease.owner, lease.ranges, 1, leases._time() - LAPSED_S)
-        await leases.forget()
+        await leases.delete_lapsed()
 
 
 async def _persist(disk: BucketDisk, numbers: Iterable[int]) -> None:
     partition = disk.bucket.partitions[0]
     put(partition, b"key-%d" % next(iter(numbers)))
-    await disk.flusher.persisted(partition, partition.high_seq)
+    await disk.flusher.wait_until_persisted(partition, partition.high_seq)
 
 
 async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
@@ -212,20 +212,20 @@ async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
 
 
 async def _truncate(disk: BucketDisk, numbers: Iterable[int]) -> None:
-    async with disk.maintenance.quiet():
+    async with disk.maintenance.paused():
         await disk.truncate(PartitionId(1), record_of(0), [])
 
 
 DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[Function, ...]]] = {
     _lease: tries(
-        Maintenance.quiet,
+        Maintenance.paused,
         LeaseBook.acquire,
         LeaseBook.renew,
         LeaseBook.release,
         Store.ask,
     ),
-    _forget_leases: tries(LeaseBook.forget),
-    _persist: tries(Flusher.persisted),
+    _forget_leases: tries(LeaseBook.delete_lapsed),
+    _persist: tries(Flusher.wait_until_persisted),
     _find: tries(BucketDisk.find, Store.ask),
     _expire: tries(BucketDisk.expire, Store.ask),
     _truncate: tries(BucketDisk.truncate, Store.ask),
@@ -255,7 +255,7 @@ async def test_what_is_asked_of_a_disk(
     found.check_inside(*DISK[case])
 
 
-UNINDEXED: Final = tries(Maintenance.until_it_can_be_asked)
+UNINDEXED: Final = tries(Maintenance.wait_until_indexed)
 
 
 async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: MockClock) -> None:
@@ -266,7 +266,7 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
     async def work() -> None:
         put(partition, b"key-%d" % next(numbers))
         partition.restored = partition.high_seq
-        await disk.maintenance.until_it_can_be_asked(partition)
+        await disk.maintenance.wait_until_indexed(partition)
 
     def look() -> None:
         check(server)
@@ -551,7 +551,7 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
                 partition.unpin(pin)
             key = b"key-%d" % next(numbers)
             put(partition, key)
-            await disk.flusher.persisted(partition, partition.high_seq)
+            await disk.flusher.wait_until_persisted(partition, partition.high_seq)
             persisted.append(key)
             put(partition, b"more")
             check(server)

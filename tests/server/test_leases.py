@@ -84,7 +84,7 @@ async def compact(server: Server) -> None:
     (disk,) = server.service.disks.values()
     maintenance = disk.maintenance
     before = maintenance.statistics().get("compactions", 0)
-    async with maintenance.quiet():
+    async with maintenance.paused():
         maintenance._asked += 1
         while await maintenance._step():
             pass

@@ -103,7 +103,7 @@ class Cuts(RuleBasedStateMachine):
     def cut(self, at: float) -> None:
         """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
         ceiling, floor = SeqNo(int(at * (self.received + 1))), SeqNo(self.mark)
-        found = self.bucket_storage.log.newest_end(PARTITION, ceiling, floor)
+        found = self.bucket_storage.log.find_snapshot_end(PARTITION, ceiling, floor)
         known = [end for end in self.ends if floor < end <= ceiling]
         if known:
             assert found == known[-1]
@@ -204,8 +204,8 @@ def test_nothing_is_cut_that_is_indexed() -> None:
     assert one.index.watermark(PARTITION).seq == 20, "where a chunk ends"
     with pytest.raises(ValueError, match="the index knows 20"):
         one.truncate(PARTITION, record(10), ())
-    assert one.log.newest_end(PARTITION, SeqNo(29), SeqNo(25)) is None
-    assert one.log.newest_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
+    assert one.log.find_snapshot_end(PARTITION, SeqNo(29), SeqNo(25)) is None
+    assert one.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
 
 
 def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
@@ -224,16 +224,16 @@ def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
     ]
     ends = [SeqNo(10), SeqNo(20), SeqNo(30)]
     one.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
-    assert one.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
+    assert one.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
     while one.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
         one.upkeep(urgent=True, leases=(), purge_before_cas=0)
     again = BucketStorage(log, SimulatedDisk())
     again.open()
-    assert again.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) is None
-    assert again.log.newest_end(PARTITION, SeqNo(99), SeqNo(0)) == 30
+    assert again.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) is None
+    assert again.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(0)) == 30
     again.truncate(PARTITION, record(0), ())
     again.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
-    assert again.log.newest_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
+    assert again.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
 
 
 def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:

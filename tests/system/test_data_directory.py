@@ -395,7 +395,7 @@ async def fill_up(client: Client, prefix: str) -> tuple[dict[bytes, bytes], str]
     raise AssertionError("the disk is never full")
 
 
-FULL: Final = "the disk is full"
+FULL: Final = "disk full"
 
 
 @pytest.mark.parametrize("way", ["a file goes", "a bucket goes"])
@@ -470,7 +470,7 @@ async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
                     written = theirs
                 nursery.cancel_scope.cancel()
             names = [event["event"] for event in server.events()]
-            assert (names.count(FULL), names.count("there is room on the disk again")) == (1, 1)
+            assert (names.count(FULL), names.count("disk has space again")) == (1, 1)
             before = await histories(server)
         async with server_process(data_dir=data, program=found.program) as server:
             await assert_served(server, written)

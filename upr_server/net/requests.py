@@ -341,7 +341,7 @@ def _await(connection: Connection, request: Await) -> None:
         with trio.move_on_after(request.deadline_ms / 1000):
             await trio.lowlevel.checkpoint()
             if level.persists:
-                await connection.disk.flusher.persisted(partition, request.seq)
+                await connection.disk.flusher.wait_until_persisted(partition, request.seq)
             if level.copies:
                 await _replicated(partition, request.seq, level)
         if request.history_id != partition.failover_log.current:
@@ -420,7 +420,7 @@ def _lease(connection: Connection, request: Lease) -> None:
     disk = connection.disk
 
     async def settle() -> None:
-        async with disk.maintenance.quiet():
+        async with disk.maintenance.paused():
             if request.action is LeaseAction.RELEASE:
                 await disk.leases.release(request.lease_id)
                 connection.say(LeaseReply(request.lease_id, 0, opaque=request.opaque))
@@ -434,7 +434,7 @@ def _lease(connection: Connection, request: Lease) -> None:
         try:
             sizes = await disk.store.ask(MeasureRanges(disk.bucket.name, lease.ranges))
         except StorageError:
-            disk.maintenance.check_not_abandoned()
+            disk.maintenance.check_not_deleted()
             raise
         ranges = tuple(
             (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)

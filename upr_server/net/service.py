@@ -42,7 +42,7 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
-from upr_server.storage.online.bucket_disk import BucketDisk, recovered
+from upr_server.storage.online.bucket_disk import BucketDisk, recover_partitions
 from upr_server.storage.online.maintenance import IDLE_S
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
@@ -198,7 +198,7 @@ class Service:
             self._disks_nursery = nursery
             for stored in await self._load():
                 record = stored.record
-                images, changed = recovered(stored, self._new_history_id)
+                images, changed = recover_partitions(stored, self._new_history_id)
                 await self.store.ask(StartServing(record.name, changed))
                 log.info(
                     "bucket recovered",
@@ -313,7 +313,7 @@ class Service:
             new_id=self._new_history_id,
             purge_age_s=self._purge_age_s,
             leases=leases,
-            on_room=self._there_is_room,
+            on_memory_freed=self._there_is_room,
             rest_s=self._rest_s,
             nursery=self._disks_nursery,
         )

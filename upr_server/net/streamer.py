@@ -128,7 +128,9 @@ class Streamer:
             return
         if request.lease_id:
             try:
-                disk.leases.check(request.lease_id, partition.id, decision.seq, request.end_seq)
+                disk.leases.check_range(
+                    request.lease_id, partition.id, decision.seq, request.end_seq
+                )
             except ServerError as error:
                 self._answer(request, error.status, decision.seq, error.sentence, partition)
                 return

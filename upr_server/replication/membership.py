@@ -161,7 +161,7 @@ class Membership:
         found = PartitionMap.decode(document)
         held = _Held(disk, found, is_confirmed=False, is_clean=is_clean)
         self._held[found.bucket] = held
-        disk.maintenance.keep = self._undo_mutations
+        disk.maintenance.undo_mutations = self._undo_mutations
         for partition in disk.bucket.partitions:
             assignment = found.partitions[partition.id]
             state = assignment.state_of(self.node)
@@ -360,7 +360,7 @@ class Membership:
                 for number, there in enumerate(new.partitions)
                 if _was_master(there, self.node)
             }
-        disk.maintenance.keep = self._undo_mutations
+        disk.maintenance.undo_mutations = self._undo_mutations
         before = PartitionMap(
             bucket=new.bucket,
             revision=0,
@@ -445,7 +445,7 @@ class Membership:
         with trio.move_on_after(PERSIST_S):
             await trio.lowlevel.checkpoint()
             for partition in partitions:
-                await disk.flusher.persisted(partition, partition.high_seq)
+                await disk.flusher.wait_until_persisted(partition, partition.high_seq)
             return
         raise DiskFullError(
             f"what {disk.bucket.name!r} took in is not on disk after {PERSIST_S:.0f} s: "

@@ -301,7 +301,7 @@ class Replicator:
                 return True
             except DiskFullError as error:
                 if not self.trouble:
-                    log.error("the disk is full", bucket=self._disk.bucket.name, error=str(error))
+                    log.error("disk full", bucket=self._disk.bucket.name, error=str(error))
                 self.trouble = str(error)
             if self._is_stopping:
                 self._lost = self.trouble
@@ -336,7 +336,7 @@ class Replicator:
         with trio.CancelScope(shield=True):
             await self._flush()
             self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
-            async with disk.maintenance.quiet(), self._turn:
+            async with disk.maintenance.paused(), self._turn:
                 before = incoming.received
                 found = await disk.store.ask(
                     FindSnapshotEnd(bucket.name, number, ceiling, undone.indexed)
@@ -350,7 +350,7 @@ class Replicator:
                 broken = await disk.truncate(number, record, tokens)
                 # Whoever has begun to read meanwhile may have been told of what is gone.
                 self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
-                disk.leases.are_broken(broken)
+                disk.leases.mark_broken(broken)
                 undone.cut(to)
                 incoming.cut(to)
                 self._on_disk[number] = record

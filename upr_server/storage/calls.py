@@ -268,7 +268,7 @@ class FindSnapshotEnd(BucketCall[SeqNo | None], frozen=True):
     floor: SeqNo
 
     def run(self, bucket: BucketStorage) -> SeqNo | None:
-        return bucket.log.newest_end(self.partition, self.ceiling, self.floor)
+        return bucket.log.find_snapshot_end(self.partition, self.ceiling, self.floor)
 
 
 class ReadChunks(BucketCall[list[Chunk]], frozen=True):

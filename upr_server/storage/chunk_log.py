@@ -328,7 +328,7 @@ class ChunkLog:
         with self.ordered_map.read() as transaction:
             return self._record(transaction, partition).high
 
-    def newest_end(self, partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
+    def find_snapshot_end(self, partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
         """The highest snapshot end in [`floor`, `ceiling`] of which the log knows; None when it
         knows of none. Above the index's watermark it knows of all; below one that a compaction went
         by, of none, whatever has become of the index since. O(chunks above the ceiling)."""

@@ -90,7 +90,7 @@ def _check_format(path: Path) -> None:
 
 
 @contextmanager
-def quiet(path: Path) -> Iterator[None]:
+def lock_for_reading(path: Path) -> Iterator[None]:
     """Sees that the directory is one of ours, and keeps servers from it while it is read.
 
     Nothing in it is changed, and there may be any number of readers.

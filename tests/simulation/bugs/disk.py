@@ -119,10 +119,12 @@ def records_the_log_only_at_snapshot_ends() -> Iterator[None]:
 def takes_a_ceiling_for_a_state() -> Iterator[None]:
     """A replica goes back to just the number that it is told."""
 
-    def newest_end(_self: ChunkLog, _partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
+    def find_snapshot_end(
+        _self: ChunkLog, _partition: int, ceiling: SeqNo, floor: SeqNo
+    ) -> SeqNo | None:
         return ceiling if ceiling >= floor else None
 
-    with replaced(ChunkLog, "newest_end", newest_end):
+    with replaced(ChunkLog, "find_snapshot_end", find_snapshot_end):
         yield
 
 

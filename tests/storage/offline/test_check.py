@@ -20,7 +20,7 @@ import pytest
 from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
 from upr_protocol.ids import SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.directory import default_data_dir, lock, quiet
+from upr_server.storage.directory import default_data_dir, lock, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.offline.check import Check, open_bucket, problems
@@ -201,7 +201,7 @@ def checked_as_nobody(data: Path) -> int:
         try:
             os.setgid(65534)
             os.setuid(65534)
-            with quiet(data):
+            with lock_for_reading(data):
                 code = len(found_in(data))
         except DataDirectoryError:
             code = 3

@@ -137,7 +137,7 @@ class Backfill:
         self._queue_bytes = 0
         self._queue.clear()
         self.sent()
-        self._disk.leases.let_go(self)
+        self._disk.leases.release_range(self)
         if self.cursor is not None:
             self.cursor.close()
 
@@ -153,32 +153,32 @@ class Backfill:
                 self._broken = error.status
             except StorageError as error:
                 log.error(
-                    "a backfill failed",
+                    "backfill failed",
                     bucket=self._disk.bucket.name,
                     partition=self._partition.id,
                     error=str(error),
                 )
                 self._broken = Status.BACKFILL_FAILED
-        self._disk.leases.let_go(self)
+        self._disk.leases.release_range(self)
         if not self._is_closed:
             self._on_disk()
 
     async def _read(self) -> None:
         disk, partition = self._disk, self._partition
         if self._end is None:
-            await disk.flusher.persisted(partition, self._end_at_least)
-        async with disk.maintenance.quiet():
+            await disk.flusher.wait_until_persisted(partition, self._end_at_least)
+        async with disk.maintenance.paused():
             if self._is_closed:
                 # It is not always cancelled here: the lock may have been there for the taking.
                 return
             if self._lease_id:
                 # From here on the range is held for as long as this reads, though the lease lapse.
-                disk.leases.whole(self._lease_id)
+                disk.leases.get_whole(self._lease_id)
             elif 0 < self._start < partition.purge_seq:
                 self._broken = Status.ROLLBACK_NEEDED
                 return
             end = partition.manager.persistence.committed if self._end is None else self._end
-            disk.leases.hold(self, partition.id, self._start, end)
+            disk.leases.hold_range(self, partition.id, self._start, end)
             if self._register is not None:
                 self.cursor = self._register(end)
         self._put(SnapshotStart(self._start, end, SnapshotKind.DISK, may_repeat=True))

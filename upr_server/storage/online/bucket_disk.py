@@ -47,7 +47,7 @@ class BucketDisk:
         purge_age_s: How old a tombstone must be to go.
         nursery: Where backfills run; it must outlive `run`.
         leases: Those that were there.
-        on_room: Called when memory may have become free.
+        on_memory_freed: Called when memory may have become free.
         rest_s: See `Maintenance`.
 
     Attributes:
@@ -72,17 +72,17 @@ class BucketDisk:
         purge_age_s: float,
         nursery: trio.Nursery,
         leases: Sequence[LeaseRecord] = (),
-        on_room: Callable[[], None],
+        on_memory_freed: Callable[[], None],
         rest_s: float = IDLE_S,
     ) -> None:
         self.store = store
         self.bucket = bucket
         self.memory = bucket.memory
-        self._on_room = on_room
+        self._on_memory_freed = on_memory_freed
         self.flusher = Flusher(store, bucket, self.committed)
         self.leases = LeaseBook(store, bucket, time, new_id, leases)
         self.maintenance = Maintenance(
-            store, bucket, self.flusher, self.leases, time, purge_age_s, on_room, rest_s
+            store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
         )
         self.nursery = nursery
         self._scope = trio.CancelScope()
@@ -96,7 +96,7 @@ class BucketDisk:
     def committed(self) -> None:
         """Something was put on disk."""
         self.maintenance.committed()
-        self._on_room()
+        self._on_memory_freed()
 
     async def run(self) -> None:
         """Carries mutations to disk until `stop`, and what is left then."""
@@ -167,7 +167,7 @@ class BucketDisk:
         Raises:
             StorageError: The disk cannot tell.
         """
-        await self.maintenance.until_it_can_be_asked(partition)
+        await self.maintenance.wait_until_indexed(partition)
         self._fetches += 1
         self._fetched += len(wants)
         rows = await self.store.ask(
@@ -210,7 +210,7 @@ class BucketDisk:
 # What is on disk, as the engine takes it.
 
 
-def recovered(
+def recover_partitions(
     stored: StoredBucket, new_history_id: Callable[[], HistoryId]
 ) -> tuple[list[PartitionImage], list[tuple[int, PartitionRecord]]]:
     """The partitions of a bucket, as they are to be served.

@@ -73,7 +73,7 @@ class Flusher:
         self._dirty_since = 0.0
         self._wakeup = trio.Event()
         self._waiting: dict[PartitionId, deque[tuple[SeqNo, Persisted]]] = {}
-        # Tasks that wait in `persisted`; the event is set, and replaced, at each commit.
+        # Tasks that wait in `wait_until_persisted`; the event is set, and replaced, at each commit.
         self._waiters = 0
         self._progress = trio.Event()
         self._stopping = False
@@ -110,7 +110,7 @@ class Flusher:
             self._waiting.setdefault(partition.id, deque()).append((seq, call))
             self._wakeup.set()
 
-    async def persisted(self, partition: Partition, seq: SeqNo) -> None:
+    async def wait_until_persisted(self, partition: Partition, seq: SeqNo) -> None:
         """Waits until everything up to `seq` is on disk, however long the disk is full. Cancelled,
         nothing is left of it, also while a commit takes for ever."""
         self._waiters += 1
@@ -250,14 +250,14 @@ class Flusher:
                 break
             except DiskFullError as error:
                 if not self.full:
-                    log.error("the disk is full", bucket=self._bucket.name, error=str(error))
+                    log.error("disk full", bucket=self._bucket.name, error=str(error))
                 self.full = str(error)
                 self.refuse_all()
                 if self._stopping:
                     raise
                 await trio.sleep(RETRY_S)
         if self.full:
-            log.info("there is room on the disk again", bucket=self._bucket.name)
+            log.info("disk has space again", bucket=self._bucket.name)
             self.full = ""
         self.last_commit_at = trio.current_time()
         self._last_commit_s = self.last_commit_at - began

@@ -89,7 +89,7 @@ class LeaseBook:
             lease for lease in self._leases.values() if lease.expires_at <= now and lease.is_whole
         ]
 
-    def are_broken(self, lease_ids: Iterable[int]) -> None:
+    def mark_broken(self, lease_ids: Iterable[int]) -> None:
         """A compaction has dropped something of these; the disk has it already."""
         for lease_id in lease_ids:
             lease = self._leases[lease_id]
@@ -98,12 +98,12 @@ class LeaseBook:
 
     # Backfills.
 
-    def hold(self, owner: object, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
-        """A backfill holds a range until `let_go`. Not to be called while a compaction is under
-        way: see `Maintenance.quiet`."""
+    def hold_range(self, owner: object, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
+        """Holds a range for a backfill until `release_range`. To be called under
+        `Maintenance.paused`: a compaction under way has read the held ranges already."""
         self._backfills[owner] = (partition, start, end)
 
-    def let_go(self, owner: object) -> None:
+    def release_range(self, owner: object) -> None:
         """The backfill is over. Nothing happens when it held nothing."""
         self._backfills.pop(owner, None)
 
@@ -116,7 +116,7 @@ class LeaseBook:
         ranges: Sequence[tuple[int, int, int]],
         time_to_live_s: int,
     ) -> LeaseRecord:
-        """A lease, on disk when this returns. To be called under `Maintenance.quiet`.
+        """A lease, on disk when this returns. To be called under `Maintenance.paused`.
 
         Args:
             lease_id: Its ID. If it is there already, it goes on for so long from now, with the
@@ -205,7 +205,7 @@ class LeaseBook:
             raise
         return lease
 
-    def whole(self, lease_id: int) -> LeaseRecord:
+    def get_whole(self, lease_id: int) -> LeaseRecord:
         """A lease that is whole, held or lapsed.
 
         Raises:
@@ -216,13 +216,13 @@ class LeaseBook:
             raise ServerError(Status.RANGE_GONE, GONE.format(lease_id))
         return lease
 
-    def check(self, lease_id: int, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
+    def check_range(self, lease_id: int, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
         """Makes sure that (`start`, `end`] of a partition can be read under a lease.
 
         Raises:
             ServerError: `RANGE_GONE`, also when the lease is for something else.
         """
-        lease = self.whole(lease_id)
+        lease = self.get_whole(lease_id)
         if not any(
             found == partition and low <= start and end <= high for found, low, high in lease.ranges
         ):
@@ -232,12 +232,12 @@ class LeaseBook:
             )
 
     async def renew(self, lease_id: int, time_to_live_s: int) -> LeaseRecord:
-        """A lease that goes on for so long from now. To be called under `Maintenance.quiet`.
+        """A lease that goes on for so long from now. To be called under `Maintenance.paused`.
 
         Raises:
             ServerError: `RANGE_GONE` or `BAD_ARGUMENT`.
         """
-        lease = self.whole(lease_id)
+        lease = self.get_whole(lease_id)
         if not 1 <= time_to_live_s <= LEASE_TIME_TO_LIVE_S_MAX:
             raise ServerError(
                 Status.BAD_ARGUMENT, f"a lease lives 1 to {LEASE_TIME_TO_LIVE_S_MAX} seconds"
@@ -256,7 +256,7 @@ class LeaseBook:
         await self._store.ask(DeleteLeases(self._bucket.name, [lease_id]))
         self._leases.pop(lease_id, None)
 
-    async def forget(self) -> None:
+    async def delete_lapsed(self) -> None:
         """Forgets leases that lapsed long ago, and the first that did if they are too many."""
         now = self._time()
         lapsed = [lease for lease in self._leases.values() if lease.expires_at <= now]

@@ -73,7 +73,7 @@ class Maintenance:
         self._corrupted = self._full = ""
         self._is_abandoned = False
         self._figures: dict[str, object] = {}
-        self.keep = 0
+        self.undo_mutations = 0
         """So many of the newest mutations are left out of the index, unless memory is short or they
         are asked for: what is not indexed can be undone."""
 
@@ -92,7 +92,7 @@ class Maintenance:
         self._progress.set()
 
     @asynccontextmanager
-    async def quiet(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncIterator[None]:
         """No step is under way for as long as the context: what is persisted now, and the purge
         numbers, are what the next step will respect.
 
@@ -100,15 +100,15 @@ class Maintenance:
             ServerError: `NO_BUCKET`.
         """
         async with self._turn:
-            self.check_not_abandoned()
+            self.check_not_deleted()
             yield
 
-    def check_not_abandoned(self) -> None:
+    def check_not_deleted(self) -> None:
         """There may be another bucket of that name already. Raises `ServerError`."""
         if self._is_abandoned:
             raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
 
-    async def until_it_can_be_asked(self, partition: Partition) -> None:
+    async def wait_until_indexed(self, partition: Partition) -> None:
         """Waits until the index knows all that was on disk when the server started.
 
         Raises:
@@ -120,7 +120,7 @@ class Maintenance:
             while not partition.can_be_asked:
                 if self._corrupted:
                     raise CorruptionError(self._corrupted)
-                self.check_not_abandoned()
+                self.check_not_deleted()
                 if self._full:
                     raise DiskFullError(self._full)
                 if self._progress.is_set():
@@ -149,7 +149,7 @@ class Maintenance:
             except CorruptionError as error:
                 if not self._corrupted:
                     log.error(
-                        "a damaged record: indexing and compaction stop; run upr-server check",
+                        "damaged record; indexing and compaction stopped; run upr-server check",
                         bucket=self._bucket.name,
                         error=str(error),
                     )
@@ -165,13 +165,13 @@ class Maintenance:
         """Whether there is nothing to do before something changes."""
         partitions = self._bucket.partitions
         behind = sum(partition.high_seq - partition.indexed for partition in partitions)
-        return behind <= self.keep and not self._full and not self._is_asked()
+        return behind <= self.undo_mutations and not self._full and not self._is_asked()
 
     def _is_asked(self) -> bool:
         # A new active cannot be asked for what it does not know before that is indexed; with `keep`
         # that would else be never.
         return bool(self._asked) or (
-            self.keep > 0
+            self.undo_mutations > 0
             and any(
                 one.state is PartitionState.ACTIVE and not one.can_be_asked
                 for one in self._bucket.partitions
@@ -182,7 +182,7 @@ class Maintenance:
         idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
         short = self._bucket.quota.is_short(self._bucket.memory)
         asked = self._is_asked()
-        await self._leases.forget()
+        await self._leases.delete_lapsed()
         done, self._figures = await self._store.ask(
             Maintain(
                 self._bucket.name,
@@ -190,10 +190,10 @@ class Maintenance:
                 leases=self._leases.ranges(),
                 lapsed=self._leases.lapsed(),
                 purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
-                keep=0 if short or asked else self.keep,
+                keep=0 if short or asked else self.undo_mutations,
             )
         )
-        self._leases.are_broken(done.broken)
+        self._leases.mark_broken(done.broken)
         self._flusher.index_moves(True)
         if done.partition < 0:
             return False
