@@ -30,6 +30,7 @@ from upr_server.engine import Partition
 from upr_server.storage.calls import Call, Commit, DeleteLeases, LoadBuckets, Maintain, ReadChunks
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online import flusher
+from upr_server.storage.online.backfill import WAIT_FOR_DISK
 from upr_server.storage.online.leases import LAPSED_S
 from upr_server.storage.online.stream_reader import StreamReader
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -198,7 +199,7 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
                     on_ready=lambda: None,
                     on_disk=lambda: None,
                 )
-                assert reader.next() is None
+                assert reader.next() is WAIT_FOR_DISK
                 for _ in range(ticks):
                     await trio.lowlevel.checkpoint()
                 reader.close()
