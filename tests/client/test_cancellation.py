@@ -59,14 +59,14 @@ async def test_a_consumer(net: FakeNet, server: FakeServer, autojump_clock: Mock
         assert net.open == 0
         assert not server.connections
         if store.state is not None:
-            # What is saved is never ahead of what was dealt with.
+            # What is saved is never ahead of what was processed.
             for partition, position in store.state.positions.items():
-                dealt_with = [seq for seq, _ in items.get(partition, {}).values()]
-                assert position.highest_received <= max(dealt_with, default=0)
+                processed = [seq for seq, _ in items.get(partition, {}).values()]
+                assert position.highest_received <= max(processed, default=0)
             ResumeState.decode(store.state.encode())
 
     assert (await cancelled_at_each_step(work, look)).times > 10
-    assert {key for some in items.values() for key in some} == {b"%d" % n for n in range(20)}
+    assert {key for keys in items.values() for key in keys} == {b"%d" % n for n in range(20)}
 
 
 async def test_a_consumer_of_much_that_waits_gives_way(

@@ -206,8 +206,8 @@ async def try_request(
                 for name in [bucket.name for bucket in service.buckets if bucket.name != "b"]:
                     await service.delete_bucket(name)
 
-        found = await cancelled_at_each_step(work, look, then=work, undo=delete)
-    found.check_inside(function)
+        steps = await cancelled_at_each_step(work, look, then=work, undo=delete)
+    steps.check_inside(function)
 
 
 # Publishers.
@@ -273,11 +273,11 @@ async def try_publishing(
             statistics = sink.statistics()
             assert (statistics.unanswered, statistics.unanswered_bytes) == (0, 0)
 
-        found = await cancelled_at_each_step(work, look, then=work)
+        steps = await cancelled_at_each_step(work, look, then=work)
         statistics = sink.statistics()
         assert (statistics.resent, statistics.failed) == (0, 0)
         assert statistics.connections == len(servers)
-    found.check_inside(function)
+    steps.check_inside(function)
 
 
 # Consumers.
@@ -401,10 +401,10 @@ async def test_a_consumer_with_a_ring_buffer(
     ) as consumer:
         reader = Reader([server], consumer)
         work = getattr(reader, function.__name__.strip("_"))
-        found = await cancelled_at_each_step(work, lambda: check(server), then=work)
+        steps = await cancelled_at_each_step(work, lambda: check(server), then=work)
         await reader.barrier()
         assert consumer.statistics().connections == 1
-    found.check_inside(function)
+    steps.check_inside(function)
     assert network.open == 0
 
 
@@ -420,22 +420,22 @@ MAP: Final = (
 async def test_a_map(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
-    async with keep_local_copy(server.url("b"), tmp_path / "map") as kept:
-        reader = Reader([server], kept)
+    async with keep_local_copy(server.url("b"), tmp_path / "map") as copy:
+        reader = Reader([server], copy)
         key = reader.write()
         await reader.follow(key)
         work: dict[Callable[..., object], Callable[[], Awaitable[object]]] = {
             LocalCopy.__anext__: reader.anext,
-            LocalCopy.save: kept.save,
-            LocalCopy.get: lambda: kept.get(key),
-            LocalCopy.count: kept.count,
+            LocalCopy.save: copy.save,
+            LocalCopy.get: lambda: copy.get(key),
+            LocalCopy.count: copy.count,
         }
-        found = await cancelled_at_each_step(
+        steps = await cancelled_at_each_step(
             work[function], lambda: check(server), then=reader.anext
         )
         reader.check()
-        assert await kept.count() == len(KEYS) + reader.count
-    found.check_inside(function)
+        assert await copy.count() == len(KEYS) + reader.count
+    steps.check_inside(function)
     assert network.open == 0
 
 
@@ -446,9 +446,9 @@ async def test_a_resume_file(tmp_path: Path) -> None:
         await store.save(state)
 
     async def load() -> None:
-        found = await store.load()
-        assert found is not None
-        assert found.encode() == state.encode()
+        loaded = await store.load()
+        assert loaded is not None
+        assert loaded.encode() == state.encode()
 
     (await cancelled_at_each_step(save, then=save)).check_inside(FileStore.save)
     (await cancelled_at_each_step(load, then=load)).check_inside(FileStore.load)
@@ -460,9 +460,9 @@ WAITS_FOR_NOTHING: Final = (MemoryStore.load, MemoryStore.save)
 def test_what_waits_for_nothing() -> None:
     """It cannot be cancelled."""
     store = MemoryStore()
-    for found in (store.save(ResumeState("b")), store.load()):
+    for coroutine in (store.save(ResumeState("b")), store.load()):
         with pytest.raises(StopIteration):
-            found.send(None)
+            coroutine.send(None)
 
 
 # Contexts.
@@ -491,10 +491,10 @@ async def _consume_undoing(server: Server, folder: Path) -> None:
 
 
 async def _keep_local_copy(server: Server, folder: Path) -> None:
-    async with keep_local_copy(server.url("b"), folder / "map", end="now") as kept:
-        async for _ in kept:
+    async with keep_local_copy(server.url("b"), folder / "map", end="now") as copy:
+        async for _ in copy:
             pass
-        assert await kept.count() == len(KEYS)
+        assert await copy.count() == len(KEYS)
 
 
 async def _follow_events(server: Server, folder: Path) -> None:
@@ -555,9 +555,9 @@ async def test_from_the_connection_to_its_end(
         assert network.open == 0
         assert not server.service.connections
 
-    found = await cancelled_at_each_step(work, look)
-    assert found.times > 10
-    found.check_inside(*CONTEXTS[context])
+    steps = await cancelled_at_each_step(work, look)
+    assert steps.times > 10
+    steps.check_inside(*CONTEXTS[context])
 
 
 # Operators. What they do takes very many steps, of which only some are tried.
@@ -588,10 +588,10 @@ async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: 
             survey = await operator.survey()
             assert survey.map == (await operator.ask(operator.address)).map
 
-        found = await cancelled_at_each_step(
+        steps = await cancelled_at_each_step(
             work, lambda: whole([server, other]), every=3, reaching=SURVEY
         )
-        found.check_inside(*SURVEY)
+        steps.check_inside(*SURVEY)
 
 
 async def test_replicas_that_are_added_and_removed(
@@ -613,7 +613,7 @@ async def test_replicas_that_are_added_and_removed(
         await add_it()
         await remove()
         # What it had is still on its disk, and it has the bucket.
-        found = await cancelled_at_each_step(
+        steps = await cancelled_at_each_step(
             add_it,
             lambda: whole(servers),
             then=add_it,
@@ -621,12 +621,12 @@ async def test_replicas_that_are_added_and_removed(
             every=47,
             reaching=(add_replicas, wait_caught_up),
         )
-        found.check_inside(add_replicas, wait_caught_up)
+        steps.check_inside(add_replicas, wait_caught_up)
         await add_it()
-        found = await cancelled_at_each_step(
+        steps = await cancelled_at_each_step(
             remove, lambda: whole(servers), then=add_it, every=47, reaching=[remove_replicas]
         )
-        found.check_inside(remove_replicas)
+        steps.check_inside(remove_replicas)
 
 
 async def test_a_takeover(
@@ -646,10 +646,10 @@ async def test_a_takeover(
             whole(servers)
             await take_over(operator, to="a", partitions=range(PARTITIONS))
 
-        found = await cancelled_at_each_step(
+        steps = await cancelled_at_each_step(
             work, lambda: whole(servers), then=then, every=47, reaching=[take_over]
         )
-        found.check_inside(take_over)
+        steps.check_inside(take_over)
 
 
 async def test_a_failover(
@@ -678,10 +678,10 @@ async def test_a_failover(
             network.away.add(server.port)
             network.cut(server.port)
 
-        found = await cancelled_at_each_step(
+        steps = await cancelled_at_each_step(
             work, lambda: whole(servers), then=then, every=47, reaching=[fail_over]
         )
-        found.check_inside(fail_over)
+        steps.check_inside(fail_over)
 
 
 async def caught_up(servers: list[Server]) -> None:

@@ -82,7 +82,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 
 @given(conversations())
-def test_a_position_is_what_was_received(said: list[tuple[str, int, int]]) -> None:
+def test_a_position_covers_exactly_what_was_received(said: list[tuple[str, int, int]]) -> None:
     """The naive model keeps all that was said and looks through it."""
     position = Position()
     history = HistoryId(0)
@@ -117,7 +117,7 @@ def test_a_position_is_what_was_received(said: list[tuple[str, int, int]]) -> No
         assert position.log == log
 
 
-def test_a_snapshot_of_which_only_the_end_was_missing_is_complete_once_accepted() -> None:
+def test_a_snapshot_that_lacked_only_its_end_is_complete_once_the_stream_is_accepted() -> None:
     log = FailoverLog.of([(7, 0)])
     position = Position(
         log, SeqNo(5), SeqNo(10), PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
@@ -125,7 +125,7 @@ def test_a_snapshot_of_which_only_the_end_was_missing_is_complete_once_accepted(
     assert rules.stream_accepted(position, log) == Position(log, SeqNo(10), SeqNo(10), None)
 
 
-def test_what_comes_again_from_below_moves_nothing() -> None:
+def test_a_repeated_chunk_moves_no_position() -> None:
     partial = PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
     position = Position(FailoverLog.of([(7, 0)]), SeqNo(5), SeqNo(8), partial)
     assert rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
@@ -159,7 +159,7 @@ def someone_elses_logs(draw: st.DrawFn, position: Position) -> FailoverLog:
 
 
 @given(st.data(), positions())
-def test_who_is_going_back_is_told_so_by_whomever_it_asks(
+def test_every_server_orders_a_pending_rollback_again(
     data: st.DataObject, position: Position
 ) -> None:
     ceiling = SeqNo(data.draw(st.integers(0, position.last_complete)))
@@ -173,8 +173,10 @@ def test_who_is_going_back_is_told_so_by_whomever_it_asks(
         reject()
     assume(server.current != rules.ROLLBACK_PENDING)
     high = SeqNo(data.draw(st.one_of(st.just(SEQ_MAX), SEQS)))
-    found = decide_start(server, high, SeqNo(0), going)
-    assert isinstance(found, Retry) or (isinstance(found, RollBack) and found.ceiling <= ceiling)
+    decision = decide_start(server, high, SeqNo(0), going)
+    assert isinstance(decision, Retry) or (
+        isinstance(decision, RollBack) and decision.ceiling <= ceiling
+    )
     assert rules.rolled_back(going, SeqNo(0)) == rules.rolled_back(position, SeqNo(0))
 
 
@@ -195,16 +197,18 @@ def test_decode_is_the_reverse_of_encode(state: ResumeState) -> None:
 
 
 def test_the_same_state_is_the_same_bytes() -> None:
-    one = ResumeState("b", {PartitionId(2): Position(), PartitionId(1): Position()})
+    state = ResumeState("b", {PartitionId(2): Position(), PartitionId(1): Position()})
     other = ResumeState("b", {PartitionId(1): Position(), PartitionId(2): Position()})
-    assert one.encode() == other.encode()
+    assert state.encode() == other.encode()
 
 
 @given(STATES, st.data())
-def test_damaged_bytes_are_refused_or_read(state: ResumeState, data: st.DataObject) -> None:
+def test_damaged_bytes_never_raise_an_unexpected_error(
+    state: ResumeState, data: st.DataObject
+) -> None:
     encoded = bytearray(state.encode())
-    at = data.draw(st.integers(0, len(encoded) - 1))
-    encoded[at] = data.draw(st.integers(0, 255))
+    index = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[index] = data.draw(st.integers(0, 255))
     with suppress(ResumeStateError):
         ResumeState.decode(bytes(encoded))
 
@@ -236,7 +240,7 @@ def one_position(complete: int, highest: int, partial: str, log: str = "[]") -> 
         one_position(5, 5, "null", '[["1",1],["2",7]]'),
     ],
 )
-def test_what_is_no_resume_state(text: bytes) -> None:
+def test_bytes_that_are_not_a_resume_state_are_refused(text: bytes) -> None:
     with pytest.raises(ResumeStateError):
         ResumeState.decode(text)
 
@@ -244,7 +248,7 @@ def test_what_is_no_resume_state(text: bytes) -> None:
 # Kept.
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "resume.json")
     assert store.load_now() is None
     state = ResumeState("b", {PartitionId(1): Position()})
@@ -279,7 +283,7 @@ async def test_the_state_of_another_bucket_is_refused(
             pass
 
 
-async def test_only_what_was_dealt_with_is_saved(
+async def test_only_processed_events_are_saved(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.partitions = server.partitions[:1]
@@ -357,7 +361,7 @@ async def test_saves_are_spread_in_time(
         assert consumer.statistics().saves == saves
 
 
-async def test_a_save_that_fails_is_told(
+async def test_a_failed_save_raises_its_error(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     class FullDisk(MemoryStore):
@@ -470,7 +474,7 @@ class Schedule:
 
 @given(st.integers(0, 2**32), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_cut_killed_and_rolled_back_it_ends_with_the_servers_contents(
+def test_a_consumer_cut_killed_and_rolled_back_ends_with_the_servers_contents(
     seed: int, failovers: bool
 ) -> None:
     schedule = Schedule(seed, failovers)
@@ -513,7 +517,7 @@ async def test_a_partition_that_fails_over_below_what_was_received_starts_again(
     assert mirror.contents == server.contents()
 
 
-async def test_cut_just_before_a_snapshots_end_it_hears_of_it(
+async def test_a_consumer_cut_just_before_a_snapshots_end_gets_the_end(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     """With a server that has nothing new, the end would otherwise never come."""
@@ -535,7 +539,7 @@ async def test_cut_just_before_a_snapshots_end_it_hears_of_it(
     assert state.position(PartitionId(0)).partial == partial
 
 
-async def test_a_bucket_made_anew_with_fewer_partitions(
+async def test_partitions_that_a_new_bucket_does_not_have_are_rolled_back_to_0(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     for number in range(30):

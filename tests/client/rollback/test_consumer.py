@@ -172,8 +172,8 @@ class Schedule:
             connection.scope.cancel()
         partition = self._rng.choice(self.server.partitions)
         # Seldom far back.
-        at = max(0, partition.high - int(self._rng.expovariate(0.2)))
-        self.branches.fail_over(partition.id, at)
+        branch_seq = max(0, partition.high - int(self._rng.expovariate(0.2)))
+        self.branches.fail_over(partition.id, branch_seq)
 
     def _on_request(self, message: Message) -> Status | None:
         if self._disasters and isinstance(message, Get) and self._chance(4):

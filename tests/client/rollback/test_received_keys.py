@@ -77,10 +77,10 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     file = ReceivedKeysFile(path, "b")
     assert file.is_new
-    one, two = HistoryId(1), HistoryId(2)
-    await file.receive(P, [(b"a", SeqNo(5), one), (b"b", SeqNo(6), one)])
-    await file.confirm_rollback(P, {b"b": ReceivedVersion(SeqNo(4), two)})
-    await file.receive(PartitionId(1), [(b"c", SeqNo(5), one)])
+    old, new = HistoryId(1), HistoryId(2)
+    await file.receive(P, [(b"a", SeqNo(5), old), (b"b", SeqNo(6), old)])
+    await file.confirm_rollback(P, {b"b": ReceivedVersion(SeqNo(4), new)})
+    await file.receive(PartitionId(1), [(b"c", SeqNo(5), old)])
     await file.confirm_rollback(PartitionId(1), None)
     await file.raise_floor(PartitionId(2), SeqNo(7))
     file.close()
@@ -88,8 +88,8 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
     again.close()
     assert not again.is_new
     assert list(again.keys.versions()) == [
-        (P, b"a", ReceivedVersion(SeqNo(5), one)),
-        (P, b"b", ReceivedVersion(SeqNo(4), two)),
+        (P, b"a", ReceivedVersion(SeqNo(5), old)),
+        (P, b"b", ReceivedVersion(SeqNo(4), new)),
     ]
     assert again.keys.floors() == {PartitionId(2): 7}
     with pytest.raises(RecordLogError, match="of the bucket 'b', not of 'other'"):

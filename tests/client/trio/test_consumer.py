@@ -48,7 +48,7 @@ async def until(consumer: Consumer, kind: type[Event]) -> list[Event]:
     return events
 
 
-async def test_a_snapshot_of_each_partition_and_then_what_changes(
+async def test_a_consumer_gets_a_snapshot_of_each_partition_and_then_the_changes(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 100)
@@ -80,14 +80,18 @@ async def test_a_snapshot_of_each_partition_and_then_what_changes(
         assert statistics.connections == 1
 
 
-async def test_some_partitions(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_only_the_partitions_asked_for_are_streamed(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     fill(server, 100)
     async with consume(URL, dial=net.dial, partitions=[1, 3]) as consumer:
         events = await until(consumer, Completed)
     assert {event.partition for event in events if isinstance(event, SnapshotStart)} == {1, 3}
 
 
-async def test_from_now(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_a_start_from_now_leaves_out_what_was_there(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     fill(server, 100)
     async with consume(URL, dial=net.dial, start="now") as consumer:
         assert await until(consumer, Completed) == [Completed(1)]
@@ -105,7 +109,9 @@ async def test_from_now(net: FakeNet, server: FakeServer, autojump_clock: MockCl
         assert mirror.contents == {b"key-2": b"newer", b"key-3": b"newest"}
 
 
-async def test_until_now(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_an_end_of_now_ends_with_what_was_there(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     fill(server, 100)
     expected = server.contents()
     mirror = Mirror()
@@ -122,7 +128,9 @@ async def test_until_now(net: FakeNet, server: FakeServer, autojump_clock: MockC
             await anext(consumer)
 
 
-async def test_until_now_of_an_empty_bucket(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_an_end_of_now_ends_at_once_in_an_empty_bucket(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     async with consume(URL, dial=net.dial, end="now") as consumer:
         events = [event async for event in consumer]
     assert len([event for event in events if isinstance(event, StreamEnded)]) == 4
@@ -242,7 +250,7 @@ async def test_two_tasks_cannot_iterate(net: FakeNet, autojump_clock: MockClock)
 # Barriers.
 
 
-async def test_a_barrier_comes_back_once_everything_before_it_was_dealt_with(
+async def test_a_barrier_returns_once_everything_before_it_is_processed(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     mirror = Mirror()
@@ -257,7 +265,7 @@ async def test_a_barrier_comes_back_once_everything_before_it_was_dealt_with(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_barrier_among_the_events(
+async def test_a_barrier_that_was_sent_by_hand_is_among_the_events(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 10)
@@ -275,7 +283,9 @@ async def test_a_barrier_among_the_events(
     assert mirror.contents == server.contents()
 
 
-async def test_a_cookie_is_open_once(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_a_cookie_cannot_be_used_twice_at_once(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     async with consume(URL, dial=net.dial) as consumer:
         consumer.send_barrier(b"mine")
         with pytest.raises(LocalProtocolError):
@@ -288,7 +298,7 @@ async def test_a_cookie_is_open_once(net: FakeNet, autojump_clock: MockClock) ->
         consumer.send_barrier(b"mine")
 
 
-async def test_more_barriers_than_may_be_open(
+async def test_barrier_waits_while_too_many_are_open(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     back = []
@@ -348,7 +358,7 @@ async def test_a_barrier_without_a_connection_is_sent_on_the_next(
         assert any(isinstance(event, ChunkReceived) for event in events)
 
 
-async def test_a_cancelled_barrier_is_not_seen(
+async def test_a_cancelled_barrier_is_not_among_the_events(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with consume(URL, dial=net.dial) as consumer:
@@ -397,7 +407,7 @@ async def test_barriers_end_with_the_consumer(
 
 
 @pytest.mark.parametrize("reason", [Status.STATE_CHANGED, Status.ROLLBACK_NEEDED, Status.TOO_SLOW])
-async def test_a_stream_that_ends_for_now_is_asked_for_again(
+async def test_a_stream_that_ends_with_a_passing_error_is_requested_again(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock, reason: Status
 ) -> None:
     fill(server, 20)
@@ -451,7 +461,7 @@ async def test_a_replica_can_be_asked_for(
 @pytest.mark.parametrize(
     "status", [Status.NOT_MY_PARTITION, Status.WRONG_STATE, Status.SEQ_TOO_HIGH]
 )
-async def test_a_refusal_that_stays_is_told(
+async def test_a_lasting_refusal_raises_its_error(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock, status: Status
 ) -> None:
     server.refuse = lambda m: status if isinstance(m, Stream) and m.partition == 1 else None
@@ -464,7 +474,7 @@ async def test_a_refusal_that_stays_is_told(
     assert net.dialled < 40
 
 
-async def test_a_server_that_stays_away(
+async def test_a_server_that_stays_away_raises_an_error_in_the_end(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 10)
@@ -481,7 +491,9 @@ async def test_a_server_that_stays_away(
             await consumer.barrier()
 
 
-async def test_a_bucket_that_is_not_there(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_a_missing_bucket_raises_an_error_at_once(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     with pytest.raises(ServerError) as caught:
         async with consume("upr://fake/other", dial=net.dial):
             pass
@@ -521,7 +533,7 @@ async def test_a_first_connection_is_refused_or_gone_on_from(
     assert 0 < len(entered) < 150
 
 
-async def test_an_exception_of_the_body_comes_out_as_it_is(
+async def test_an_exception_of_the_body_is_not_wrapped(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:
     with pytest.raises(ZeroDivisionError):
@@ -531,7 +543,7 @@ async def test_an_exception_of_the_body_comes_out_as_it_is(
 
 
 @pytest.mark.parametrize("partitions", [[4], [0, 1023, 2]])
-async def test_a_partition_that_the_bucket_does_not_have(
+async def test_a_partition_that_the_bucket_does_not_have_raises_an_error(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock, partitions: list[int]
 ) -> None:
     with pytest.raises(ServerError, match="partitions 0 to 3") as caught:
@@ -542,7 +554,7 @@ async def test_a_partition_that_the_bucket_does_not_have(
 
 
 @pytest.mark.parametrize("partitions", [[], [-1], [3, 1024]])
-async def test_partitions_that_cannot_be(
+async def test_impossible_partitions_raise_a_value_error(
     net: FakeNet, autojump_clock: MockClock, partitions: list[int]
 ) -> None:
     with pytest.raises(ValueError, match="partition"):
@@ -551,7 +563,7 @@ async def test_partitions_that_cannot_be(
     assert net.dialled == 0
 
 
-async def test_streams_that_are_accepted_and_ended_for_ever(
+async def test_streams_accepted_and_ended_again_and_again_count_as_failures(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with consume(URL, dial=net.dial, patience_s=60) as consumer:

@@ -73,7 +73,7 @@ def fill(server: FakeServer, count: int) -> None:
         server.put(b"%d" % number, b"v")
 
 
-async def test_the_stream_goes_on_from_where_the_application_went_back_to(
+async def test_the_stream_goes_on_from_where_the_application_rolled_back_to(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 30)
@@ -95,7 +95,7 @@ async def test_the_stream_goes_on_from_where_the_application_went_back_to(
         assert isinstance(end, ChunkReceived)
 
 
-async def test_nothing_is_streamed_and_no_other_connection_asks_before_it_is_undone(
+async def test_no_connection_requests_the_stream_before_the_rollback_is_undone(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 30)
@@ -126,7 +126,7 @@ async def test_nothing_is_streamed_and_no_other_connection_asks_before_it_is_und
     assert [type(event) for event in events[:2]] == [RolledBack, SnapshotStart]
 
 
-async def test_cancelled_it_is_asked_to_undo_again(
+async def test_a_cancelled_undo_callback_is_called_again(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 30)
@@ -143,7 +143,7 @@ async def test_cancelled_it_is_asked_to_undo_again(
         assert undo.asked == [(0, 24)] * 2
 
 
-async def test_nobody_goes_back_to_above_the_ceiling(
+async def test_a_rollback_target_above_the_ceiling_is_refused(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
@@ -204,7 +204,7 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
         ]
 
 
-async def test_what_is_undone_is_told_before_what_came_meanwhile(
+async def test_the_rollback_event_precedes_events_that_came_during_the_undo(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     """Of another node's partition, for instance. The application stands further back already: no
@@ -233,7 +233,7 @@ class _KilledError(Exception):
 
 
 @pytest.mark.parametrize("undoes", [True, False])
-async def test_killed_before_it_could_say_where_it_went_back_to_it_is_told_again(
+async def test_an_application_killed_during_a_rollback_is_asked_again(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock, *, undoes: bool
 ) -> None:
     """Though it asks a server then that has all it had."""

@@ -148,21 +148,12 @@ async def keep_local_copy(
     """A local copy of a bucket in `directory`, which goes on from its last commit.
 
     Items and resume state change in one transaction, so the process may be killed at any moment.
-    Leaving the context commits what was processed, unless an earlier write failed.
-    `LocalCopyReader` reads the copy.
+    One process at a time follows; `LocalCopyReader` reads the copy. Leaving the context commits
+    what was processed, unless an earlier write failed.
 
-    Args:
-        target: `upr://host:port/bucket`.
-        directory: Where the copy is kept; created if it is missing. One process at a time follows.
-        partitions: The partitions to follow; by default all.
-        end: Where the streams end; see `consume`.
-        deletions_max: How many deletions are remembered in a partition. A rollback below the newest
-            forgotten one starts the partition at 0.
-        identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long to go on without a connection that streams before giving up.
-        commit_limits: How much may be read again after a crash.
-        dial: How to reach an address, where that is not plain TCP.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
+    The directory is created if it is missing. Of each partition `deletions_max` deletions are
+    remembered; a rollback below the newest forgotten one starts the partition at 0. `commit_limits`
+    say how much may be read again after a crash. The other arguments are those of `consume`.
 
     Raises:
         LocalCopyError: The directory holds something else, or another process follows.

@@ -157,21 +157,11 @@ async def consume_with_rollback(
 ) -> AsyncIterator[RollbackConsumer]:
     """A consumer that undoes just what the server does not have, after a failover.
 
-    Args:
-        target: `upr://host:port/bucket`.
-        received_keys: The file that records the keys received lately; created if it is missing. It
-            belongs to `resume` as that belongs to the application's data. Begin it with a resume
-            state that covers everything processed.
-        resume: See `consume`. An application that keeps the state itself must do so at every event.
-        received_keys_limits: How many keys are recorded. A rollback below them starts at 0.
-        partitions: See `consume`, also for the following arguments.
-        start: Where partitions without a position start.
-        end: Where the streams end.
-        identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long to go on without a connection that streams before giving up.
-        save_limits: How much may be read again after a crash.
-        dial: How to reach an address, where that is not plain TCP.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
+    The file `received_keys` records the keys received lately, as many as `received_keys_limits`
+    say; a rollback below them starts at 0. It is created if it is missing. It belongs to `resume`
+    as that belongs to the application's data: begin the file with a resume state that covers
+    everything processed. An application that keeps the state itself must do so at every event.
+    The other arguments are those of `consume`.
 
     Raises:
         RecordLogError: The file of received keys is damaged, or of another bucket.
