@@ -235,12 +235,15 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return following
 
     @classmethod
-    def of_one(cls, bucket: str, partition_count: int, node: str, address: str) -> PartitionMap:
-        """The first map of a bucket that one node holds alone."""
+    def of_one(
+        cls, bucket: str, partition_count: int, node: str, address: str, *, revision: int = 1
+    ) -> PartitionMap:
+        """The map of a bucket that one node holds alone. With revision 0 it stands for no map, and
+        is never given to a node."""
         assignment = Assignment(active=node)
         return cls(
             bucket=bucket,
-            revision=1,
+            revision=revision,
             nodes={node: address},
             partitions=(assignment,) * partition_count,
         )

@@ -100,7 +100,7 @@ def test_three_nodes(nodes: dict[str, Server], run: Run) -> None:
     assert [line.split(": ")[0] for line in out] == ["a", "b", out[2].split(": ")[0]]
     run("set", url["b"], "N102UW", "AIRBUS INDUSTRIE")
     refused = run("failover", url["a"], "--all-of", "b", "--to", "a", code=3).stderr
-    assert "b is there, and leads partitions 0-7: use `upr takeover`" in refused
+    assert "b is running, and is active for partitions 0-7: use `upr takeover`" in refused
 
     run("takeover", url["c"], "0-7", "--to", "a")
     nodes["a"].stop(signal.SIGKILL)

@@ -45,8 +45,8 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.operator import (
-    Behind,
     Operator,
+    ReplicaLag,
     add_replicas,
     fail_over,
     remove_replicas,
@@ -87,7 +87,7 @@ async def add(server: Server, other: Server) -> None:
     operator = operator_at(server)
     added = await add_replicas(operator, "z", f"{HOST}:{other.port}")
     with trio.fail_after(60):
-        await wait_caught_up(operator, "z", added, Behind())
+        await wait_caught_up(operator, "z", added, ReplicaLag())
     # The two know each other from now on: the links on which they ask each other stay.
     await trio.sleep(2 * ASK_INTERVAL_S)
 
@@ -576,7 +576,13 @@ def whole(servers: list[Server]) -> None:
         assert len(set(active)) == len(active), "two are active in one history"
 
 
-SURVEY: Final = (Operator.ask, Operator.report, Operator.reports, Operator.survey)
+SURVEY: Final = (
+    Operator.node_status,
+    Operator.node_report,
+    Operator.node_reports,
+    Operator.entry_report,
+    Operator.survey,
+)
 
 
 async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: MockClock) -> None:
@@ -586,7 +592,7 @@ async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: 
 
         async def work() -> None:
             survey = await operator.survey()
-            assert survey.map == (await operator.ask(operator.address)).map
+            assert survey.map == (await operator.node_status(operator.address)).map
 
         steps = await cancelled_at_each_step(
             work, lambda: whole([server, other]), every=3, reaching=SURVEY
@@ -607,7 +613,7 @@ async def test_replicas_that_are_added_and_removed(
             await remove_replicas(operator, "z")
 
         async def remove_again() -> None:
-            if "z" in (await operator.survey()).mapped().nodes:
+            if "z" in (await operator.survey()).require_map().nodes:
                 await remove()
 
         await add_it()
@@ -641,7 +647,7 @@ async def test_a_takeover(
 
         async def then() -> None:
             survey = await operator.survey()
-            if any(assignment.active != "z" for assignment in survey.mapped().partitions):
+            if any(assignment.active != "z" for assignment in survey.require_map().partitions):
                 await take_over(operator, to="z", partitions=range(PARTITIONS))
             whole(servers)
             await take_over(operator, to="a", partitions=range(PARTITIONS))
@@ -668,7 +674,7 @@ async def test_a_failover(
 
         async def then() -> None:
             survey = await operator.survey()
-            if any(assignment.active != "z" for assignment in survey.mapped().partitions):
+            if any(assignment.active != "z" for assignment in survey.require_map().partitions):
                 await work()
             whole(servers)
             network.away.discard(server.port)

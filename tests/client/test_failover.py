@@ -57,15 +57,15 @@ async def test_what_is_refused() -> None:
     async with running_fleet("abc") as fleet:
         await filled(fleet)
         with pytest.raises(
-            NotDoneError, match="a is there, and leads partitions 0-3: use `upr take"
+            NotDoneError, match="a is running, and is active for partitions 0-3: use `upr take"
         ):
             await fail_over(fleet.operator("b"), all_of="a", to="b")
         await fleet.stop("a")
         await fleet.stop("c")
-        operator = fleet.operator("b", give_timeout_s=0.5, tell_timeout_s=0.5)
+        operator = fleet.operator("b", apply_timeout_s=0.5, ask_timeout_s=0.5)
         with pytest.raises(NotDoneError, match=r"too few replicas of partitions 0-3 .*\(c\) may"):
             await fail_over(operator, all_of="a", to="b")
-        with pytest.raises(NotDoneError, match="c is needed, and cannot be reached"):
+        with pytest.raises(NotDoneError, match="c is needed, but cannot be reached"):
             await fail_over(operator, all_of="a", to="c")
         with pytest.raises(NotDoneError, match="x has no copy of partition 0"):
             await fail_over(operator, partitions=[0], to="x")
@@ -135,7 +135,7 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
             if not gives.scope.cancelled_caught:
                 break
         assert interrupted >= 5
-        assert all("is active for nothing" in one for one in refused)
+        assert all("is not active for any partition" in one for one in refused)
 
 
 async def test_a_node_that_waits_for_others_that_are_gone() -> None:
@@ -145,7 +145,7 @@ async def test_a_node_that_waits_for_others_that_are_gone() -> None:
         await fleet.stop("a")
         await fleet.start("a")
         assert fleet.states("a") == [PartitionState.PENDING] * PARTITIONS
-        operator = fleet.operator("a", give_timeout_s=0.5, tell_timeout_s=0.5)
+        operator = fleet.operator("a", apply_timeout_s=0.5, ask_timeout_s=0.5)
         with pytest.raises(NotDoneError, match="too few replicas"):
             await fail_over(operator, all_of="a", to="a")
         await fail_over(operator, all_of="a", to="a", lose_acknowledged=True)
@@ -161,13 +161,17 @@ async def test_a_target_that_goes_away() -> None:
         await filled(fleet)
         await fleet.stop("a")
 
-        def tell(sentence: str) -> None:
+        def on_progress(sentence: str) -> None:
             if "fenced for" in sentence:
                 fleet.proxies["b"].half_open()
                 fleet.proxies["b"].cut()
 
-        operator = fleet.operator("c", tell=tell, give_timeout_s=0.5, tell_timeout_s=0.5)
-        with pytest.raises(PartlyDoneError, match="until then nobody is active for partitions 0-3"):
+        operator = fleet.operator(
+            "c", on_progress=on_progress, apply_timeout_s=0.5, ask_timeout_s=0.5
+        )
+        with pytest.raises(
+            PartlyDoneError, match="until then no node is active for partitions 0-3"
+        ):
             await fail_over(operator, all_of="a", to="b")
         with pytest.raises(NotDoneError, match="too few replicas"):
             await fail_over(operator, all_of="a", to="c")
@@ -183,7 +187,7 @@ async def test_an_old_active_that_was_only_cut_off() -> None:
         await filled(fleet)
         fleet.proxies["a"].half_open()
         fleet.proxies["a"].cut()
-        operator = fleet.operator("b", give_timeout_s=0.5, tell_timeout_s=0.5)
+        operator = fleet.operator("b", apply_timeout_s=0.5, ask_timeout_s=0.5)
         await fail_over(operator, all_of="a", to="b")
         # It asks the others, and learns that it is active no more.
         with trio.fail_after(10):

@@ -83,7 +83,7 @@ async def test_some_partitions_added_and_removed() -> None:
         assert sorted(fleet.map("a").nodes) == ["a", "b"]
         assert fleet.map("c") == fleet.map("a")
         fleet.check()
-        with pytest.raises(NotDoneError, match="there is no node 'c'; there are a, b"):
+        with pytest.raises(NotDoneError, match="there is no node 'c'; the nodes are a, b"):
             await remove_replicas(operator, "c")
         # It may come back, with what it had.
         await fleet.add("c")
@@ -103,11 +103,11 @@ async def test_what_is_refused() -> None:
     async with running_fleet("ab") as fleet:
         operator = fleet.operator()
         for node, address, said in (
-            ("a b", "", "no node's name: write NODE=HOST:PORT"),
+            ("a b", "", "not a node's name: write NODE=HOST:PORT"),
             ("c", "", "the map does not name c: write c=HOST:PORT"),
             ("c", "here", "here' is not HOST:PORT"),
-            ("c", place(fleet, "b"), "where node 'b' answers"),
-            ("a", "", "a is active for all of them already"),
+            ("c", place(fleet, "b"), "node 'b' answers at"),
+            ("a", "", "a is already active for all of them"),
         ):
             with pytest.raises(NotDoneError, match=said):
                 await add_replicas(operator, node, address)
@@ -115,7 +115,7 @@ async def test_what_is_refused() -> None:
             await add_replicas(operator, "b", source="x")
         with pytest.raises(NotDoneError, match="partitions 0 to 3, not 9"):
             await add_replicas(operator, "b", partitions=[9])
-        with pytest.raises(NotDoneError, match="a is active for partitions 0-3: have another"):
+        with pytest.raises(NotDoneError, match="a is active for partitions 0-3: let another"):
             await remove_replicas(operator, "a")
         await fleet.start_apart("c", has_bucket=True)
         with pytest.raises(
@@ -140,7 +140,7 @@ async def test_interrupted_before_the_new_one_knows() -> None:
         await fleet.start_apart("b")
         there = place(fleet, "b")
         with trio.CancelScope() as scope:
-            operator = fleet.operator(tell=lambda _: scope.cancel())
+            operator = fleet.operator(on_progress=lambda _: scope.cancel())
             await add_replicas(operator, "b", there)
         assert fleet.map("a").nodes.keys() == {"a", "b"}
         assert fleet.states("a") == ACTIVE
@@ -155,8 +155,10 @@ async def test_an_active_that_does_not_answer() -> None:
         await fleet.start_apart("c")
         fleet.proxies["a"].half_open()
         fleet.proxies["a"].cut()
-        operator = fleet.operator("b", give_timeout_s=0.3, tell_timeout_s=0.3)
-        with pytest.raises(PartlyDoneError, match=r"a does not say that it knows of c .*: repeat"):
+        operator = fleet.operator("b", apply_timeout_s=0.3, ask_timeout_s=0.3)
+        with pytest.raises(
+            PartlyDoneError, match=r"a does not confirm that it has the map with c .*: repeat"
+        ):
             await add_replicas(operator, "c", place(fleet, "c"))
         fleet.proxies["a"].heal()
         await fleet.add("c")

@@ -9,11 +9,11 @@ import pytest
 from tests.kit.fleet import PARTITIONS, Fleet, Gives, running_fleet
 from upr_protocol.client import NodeClient
 from upr_protocol.client.operator import (
-    Limits,
     NotDoneError,
+    TakeoverTimeouts,
     take_over,
 )
-from upr_protocol.client.operator.plan import led_by, partitions_text
+from upr_protocol.client.operator.plan import active_assignment, partitions_text
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
@@ -57,7 +57,7 @@ async def test_some_partitions_and_then_those_of_two_nodes() -> None:
         assert [p.active for p in fleet.map("c").partitions] == ["a", "b", "b", "a"]
         await take_over(fleet.operator(), to="c", partitions=range(PARTITIONS))
         assert fleet.states("c") == ACTIVE
-        with pytest.raises(NotDoneError, match="c is active for all of them already"):
+        with pytest.raises(NotDoneError, match="c is already active for all of them"):
             await take_over(fleet.operator(), to="c", partitions=[0])
         fleet.check()
 
@@ -69,12 +69,12 @@ async def test_what_is_refused() -> None:
             await take_over(operator, to="x", partitions=[1])
         with pytest.raises(NotDoneError, match="partitions 0 to 3, not 4"):
             await take_over(operator, to="b", partitions=[4])
-        with pytest.raises(NotDoneError, match="no node 'x'; there are a, b"):
+        with pytest.raises(NotDoneError, match="no node 'x'; the nodes are a, b"):
             await take_over(operator, to="b", all_of="x")
-        with pytest.raises(NotDoneError, match="b is active for nothing"):
+        with pytest.raises(NotDoneError, match="b is not active for any partition"):
             await take_over(operator, to="a", all_of="b")
         await fleet.stop("b")
-        with pytest.raises(NotDoneError, match="node b is needed, and cannot be reached"):
+        with pytest.raises(NotDoneError, match="node b is needed, but cannot be reached"):
             await take_over(operator, to="b", all_of="a")
         await fleet.start("b")
         await fleet.stop("a")
@@ -153,11 +153,11 @@ async def test_the_answer_to_the_activation_is_lost_but_not_the_next(
     async with running_fleet("ab") as fleet:
         before = logs(fleet, "a")
 
-        def tell(sentence: str) -> None:
+        def on_progress(sentence: str) -> None:
             if "hands over" in sentence:
                 _lose_answers(monkeypatch, fleet, once=True)
 
-        await take_over(fleet.operator(tell=tell), to="b", all_of="a")
+        await take_over(fleet.operator(on_progress=on_progress), to="b", all_of="a")
         assert fleet.states("b") == ACTIVE
         assert logs(fleet, "b") == before
         fleet.check()
@@ -168,14 +168,14 @@ async def test_the_answer_to_the_activation_is_lost(monkeypatch: pytest.MonkeyPa
         before = logs(fleet, "a")
         activated: list[list[list[FailoverLog]]] = []
 
-        def tell(sentence: str) -> None:
+        def on_progress(sentence: str) -> None:
             if "hands over" in sentence:
                 activated.append(_lose_answers(monkeypatch, fleet, once=False))
             fleet.check()
 
-        operator = fleet.operator(tell=tell, give_timeout_s=0.3, tell_timeout_s=0.3)
+        operator = fleet.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=0.3)
         with pytest.raises(
-            NotDoneError, match="it may be active now, or not; so a is active again"
+            NotDoneError, match="it may or may not be active now; so a is active again"
         ):
             await take_over(operator, to="b", all_of="a")
         assert activated == [[before]]
@@ -196,7 +196,7 @@ async def test_a_target_that_refuses() -> None:
         mine = fleet.partition("b").failover_log
         wrong = FailoverLog.of([(HistoryId(7), SeqNo(0))])
 
-        def tell(sentence: str) -> None:
+        def on_progress(sentence: str) -> None:
             if sentence.startswith("a: ") and "hands over" in sentence:
                 # What it says after this is right, and what it has is not.
                 fleet.before_map(
@@ -204,7 +204,7 @@ async def test_a_target_that_refuses() -> None:
                 )
 
         with pytest.raises(NotDoneError, match=r"node b refuses.*so a is active again"):
-            await take_over(fleet.operator(tell=tell), to="b", all_of="a")
+            await take_over(fleet.operator(on_progress=on_progress), to="b", all_of="a")
         fleet.partition("b").become(PartitionState.REPLICA, mine)
         assert fleet.states("a") == ACTIVE
         assert logs(fleet, "a") == before
@@ -220,9 +220,9 @@ async def test_a_target_that_does_not_catch_up() -> None:
         await fleet.set("a", {"k": "v"})
         operator = fleet.operator()
         # It would come back with the map that hands over.
-        limits = Limits(handover_s=0.1)
-        with pytest.raises(NotDoneError, match=r"b did not have everything within 0.1 s; so a is"):
-            await take_over(operator, to="b", all_of="a", limits=limits)
+        timeouts = TakeoverTimeouts(handover_s=0.1)
+        with pytest.raises(NotDoneError, match=r"b did not catch up within 0.1 s; so a is"):
+            await take_over(operator, to="b", all_of="a", timeouts=timeouts)
         assert fleet.states("a") == ACTIVE
         assert logs(fleet, "a") == before
         await fleet.set("a", {"k": "w"})
@@ -265,14 +265,14 @@ async def test_who_may_have_been_made_active_and_does_not_answer(
         fleet.proxies["b"].cut()
         given = fleet.map("a")
         active = [
-            led_by(assignment, "b", HistoryPoint(log.current, high))
+            active_assignment(assignment, "b", HistoryPoint(log.current, high))
             for assignment, log, high in zip(
                 given.partitions, before, highs(fleet, "a"), strict=True
             )
         ]
         await fleet.give("b", given.revision + 1, dict(enumerate(active)), given)
         assert fleet.states("b") == ACTIVE
-        operator = fleet.operator(tell_timeout_s=0.5, give_timeout_s=0.5)
+        operator = fleet.operator(ask_timeout_s=0.5, apply_timeout_s=0.5)
         await take_over(operator, to="c", all_of="a")
         assert fleet.states("c") == ACTIVE
         assert all(len(log) == 2 for log in logs(fleet, "c"))
@@ -303,7 +303,7 @@ async def test_who_became_active_while_the_command_was_repeated(
             """What the first command said last is carried out once the second has looked."""
             monkeypatch.setattr(NodeClient, "set_map", set_map)
             active = [
-                led_by(assignment, "b", HistoryPoint(log.current, high))
+                active_assignment(assignment, "b", HistoryPoint(log.current, high))
                 for assignment, log, high in zip(
                     handed.partitions, before, highs(fleet, "a"), strict=True
                 )
@@ -348,15 +348,15 @@ async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
             fleet.proxies["b"].cut()
             return given
 
-        def tell(sentence: str) -> None:
+        def on_progress(sentence: str) -> None:
             if "hands over" in sentence:
                 monkeypatch.setattr(cluster, "give", give)
-            if "it may be active now, or not" in sentence:
+            if "it may or may not be active now" in sentence:
                 fleet.proxies["b"].heal()
 
         cluster = fleet.servers["b"].service.cluster
         real = cluster.give
-        operator = fleet.operator(tell=tell, give_timeout_s=0.3, tell_timeout_s=5)
+        operator = fleet.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=5)
         await take_over(operator, to="b", all_of="a")
         assert fleet.states("b") == [PartitionState.ACTIVE]
         assert len(fleet.partition("b").failover_log) == len(before) + 1
@@ -368,12 +368,12 @@ async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
 async def test_an_active_that_does_not_answer_any_more() -> None:
     async with running_fleet("ab") as fleet:
 
-        def tell(sentence: str) -> None:
+        def on_progress(sentence: str) -> None:
             if "hands over" in sentence:
                 fleet.proxies["a"].half_open()
                 fleet.proxies["a"].cut()
 
-        operator = fleet.operator(tell=tell, tell_timeout_s=0.3, give_timeout_s=0.3)
+        operator = fleet.operator(on_progress=on_progress, ask_timeout_s=0.3, apply_timeout_s=0.3)
         await take_over(operator, to="b", all_of="a")
         # It has handed over, and learns of it later.
         assert fleet.states("b") == ACTIVE

@@ -12,8 +12,8 @@ import trio
 
 from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Address, NodeClient, connect
-from upr_protocol.client.operator import Behind, Operator, add_replicas, wait_caught_up
-from upr_protocol.client.operator.plan import revised
+from upr_protocol.client.operator import Operator, ReplicaLag, add_replicas, wait_caught_up
+from upr_protocol.client.operator.plan import revise
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
@@ -127,16 +127,16 @@ class Fleet:
         return Address.parse(self.proxies[name].url(BUCKET))
 
     def operator(
-        self, name: str = "a", tell: Callable[[str], None] | None = None, **options: Any
+        self, name: str = "a", on_progress: Callable[[str], None] | None = None, **options: Any
     ) -> Operator:
         """An operator that asks this node first."""
 
         def told(sentence: str) -> None:
             self.told.append(sentence)
-            if tell is not None:
-                tell(sentence)
+            if on_progress is not None:
+                on_progress(sentence)
 
-        return Operator(self.address(name), tell=told, **options)
+        return Operator(self.address(name), on_progress=told, **options)
 
     async def add(self, name: str, **options: Any) -> None:
         """Makes a server a replica of everything, and waits until it is one."""
@@ -144,7 +144,7 @@ class Fleet:
         there = f"127.0.0.1:{self.proxies[name].port}"
         added = await add_replicas(operator, name, there, **options)
         with trio.fail_after(20):
-            await wait_caught_up(operator, name, added, Behind())
+            await wait_caught_up(operator, name, added, ReplicaLag())
 
     def partition(self, name: str, number: int = 0) -> Partition:
         """A partition in a server's memory."""
@@ -180,7 +180,7 @@ class Fleet:
         """Gives one node a map, whatever it has."""
         assignments = {PartitionId(number): one for number, one in changed.items()}
         cluster = self.servers[name].service.cluster
-        given = revised(base, revision, assignments)
+        given = revise(base, revision, assignments)
         await cluster.give(cluster.revision(BUCKET), given.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from tests.simulation.node import BUCKET, Node
 from upr_protocol.client import Address, NodeClient
 from upr_protocol.client.operator import Operator, add_replicas, fail_over, take_over
 from upr_protocol.client.operator.errors import NotDoneError
-from upr_protocol.client.operator.takeover import Limits
+from upr_protocol.client.operator.takeover import TakeoverTimeouts
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
@@ -58,7 +58,7 @@ class SimulatedOperator:
         return Operator(
             Address.parse(f"upr://{names}/{BUCKET}"),
             identity="operator:simulated",
-            tell=self._say,
+            on_progress=self._say,
             dial=partial(self._network.dial, HOST),
         )
 
@@ -98,10 +98,10 @@ class SimulatedOperator:
 
     async def take_over(self, source: str, to: str) -> None:
         """Has a node take over from another, which is there."""
-        limits = Limits(close_s=5.0, handover_s=2.0)
+        timeouts = TakeoverTimeouts(approach_s=5.0, handover_s=2.0)
         await self._do(
             f"takeover from {source} to {to}",
-            partial(take_over, self._operator(), to=to, all_of=source, limits=limits),
+            partial(take_over, self._operator(), to=to, all_of=source, timeouts=timeouts),
         )
 
     async def _do(
@@ -171,17 +171,19 @@ class SimulatedOperator:
         """One attempt; why more is to be done."""
         operator = self._operator()
         survey = await operator.survey()
-        base = survey.mapped()
+        base = survey.require_map()
         for number, assignment in enumerate(base.partitions):
             active = assignment.active
-            if active and survey.nodes[active].trouble:
-                return f"{active} does not answer: {survey.nodes[active].trouble}"
+            if active and survey.nodes[active].failure:
+                return f"{active} does not answer: {survey.nodes[active].failure}"
             states = {name: report.state(number) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
             if assignment.active and states[assignment.active] is PartitionState.ACTIVE:
                 continue
             if assignment.handing_over:
                 to = next(iter(assignment.replicas))
-                await take_over(operator, to=to, partitions=[number], limits=Limits(5.0, 5.0))
+                await take_over(
+                    operator, to=to, partitions=[number], timeouts=TakeoverTimeouts(5.0, 5.0)
+                )
                 return "handed over"
             if attempt < 3:
                 return f"partition {number} waits"
@@ -191,7 +193,7 @@ class SimulatedOperator:
                 if attempt < 10:
                     raise
                 highs = {
-                    name: survey.nodes[name].copy(number).high  # type: ignore[arg-type]
+                    name: survey.nodes[name].copy(number).high_seq  # type: ignore[arg-type]
                     for name in assignment.replicas
                     if survey.reaches(name) and survey.nodes[name].partitions
                 }
@@ -203,7 +205,7 @@ class SimulatedOperator:
             self.failovers += 1
             return "failed over"
         for name, report in survey.nodes.items():
-            if not report.partitions and not report.trouble and base.partitions[0].replicas:
+            if not report.partitions and not report.failure and base.partitions[0].replicas:
                 # Its disk was replaced, and nobody has told it yet what it is to hold.
                 await self.add_back(name)
                 return f"{name} was empty"

@@ -15,7 +15,13 @@ from tests.kit.threaded import TrioThread, trio_thread
 from tests.spark.interrupted import mutations
 from tests.spark.server import blocking_server
 from upr_protocol.client import Address, BlockingConsumer, ChunkReceived
-from upr_protocol.client.operator import Behind, Operator, add_replicas, fail_over, wait_caught_up
+from upr_protocol.client.operator import (
+    Operator,
+    ReplicaLag,
+    add_replicas,
+    fail_over,
+    wait_caught_up,
+)
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_protocol.spark.writer import Task, WriteCounts, attempt_of, writer_id
@@ -181,7 +187,7 @@ def test_rows_that_are_on_replicas_survive_a_failover() -> None:
 async def replicate(url: str, address: str) -> None:
     operator = Operator(Address.parse(url))
     added = await add_replicas(operator, "b", address)
-    await wait_caught_up(operator, "b", added, Behind())
+    await wait_caught_up(operator, "b", added, ReplicaLag())
 
 
 async def fail_over_from_a(url: str) -> None:

@@ -36,7 +36,13 @@ from upr_protocol.client import (
     consume,
     publisher,
 )
-from upr_protocol.client.operator import Limits, NotDoneError, Operator, fail_over, take_over
+from upr_protocol.client.operator import (
+    NotDoneError,
+    Operator,
+    TakeoverTimeouts,
+    fail_over,
+    take_over,
+)
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, Durability, HistoryId, PartitionId, PartitionState, SeqNo
@@ -447,9 +453,11 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
                     target.pause()
                     publishers.start_soon(target.kill)
 
-            operator = attrs.evolve(operator, tell=told)
+            operator = attrs.evolve(operator, on_progress=told)
             with pytest.raises(NotDoneError, match="a is active again"):
-                await take_over(operator, to="c", partitions=mine, limits=Limits(handover_s=1.0))
+                await take_over(
+                    operator, to="c", partitions=mine, timeouts=TakeoverTimeouts(handover_s=1.0)
+                )
             assert await active_logs(one, mine) == logs, "no history was added"
             await fail_over(one.operator(), all_of="c")
             before = ledger.acknowledgements

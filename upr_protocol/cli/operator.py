@@ -19,9 +19,9 @@ from upr_protocol.cli.parameters import (
 )
 from upr_protocol.client import Address
 from upr_protocol.client.operator import (
-    Behind,
-    Limits,
     Operator,
+    ReplicaLag,
+    TakeoverTimeouts,
     add_replicas,
     fail_over,
     partitions_text,
@@ -69,7 +69,7 @@ def _operate(target: Address, work: Callable[[Operator], Awaitable[object]]) -> 
     """Runs `work`, which reports on standard error what it has done. Ctrl-C ends it between any two
     steps."""
     name = identity(click.get_current_context().command_path.replace(" ", "-").removeprefix("upr-"))
-    operator = Operator(target, name, tell=lambda sentence: click.echo(sentence, err=True))
+    operator = Operator(target, name, on_progress=lambda sentence: click.echo(sentence, err=True))
 
     async def run() -> None:
         await work(operator)
@@ -145,11 +145,11 @@ def add(
         )
         if not wait:
             return
-        behind = Behind()
-        progress = Progress(lambda: f"{name}: {behind.text()}")
+        lag = ReplicaLag()
+        progress = Progress(lambda: f"{name}: {lag.text()}")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(progress.run)
-            await wait_caught_up(operator, name, added, behind)
+            await wait_caught_up(operator, name, added, lag)
             nursery.cancel_scope.cancel()
         progress.clear()
         click.echo(f"{name} has caught up on {partitions_text(added)}", err=True)
@@ -230,10 +230,12 @@ def takeover(
       upr takeover upr://10.0.0.1:12000/flights 0-15 --to b
     """
     named = _named_partitions(partitions, all_of)
-    limits = Limits(close_s=wait_s, handover_s=deadline_s)
+    timeouts = TakeoverTimeouts(approach_s=wait_s, handover_s=deadline_s)
     _operate(
         target,
-        lambda operator: take_over(operator, to=to, partitions=named, all_of=all_of, limits=limits),
+        lambda operator: take_over(
+            operator, to=to, partitions=named, all_of=all_of, timeouts=timeouts
+        ),
     )
 
 

@@ -65,14 +65,14 @@ def partitions(target: Address, show_each: bool, as_json: bool) -> None:
 
 
 def _print_map(survey: Survey) -> None:
-    if survey.map is None:
+    if survey.is_alone:
         return
     click.echo(f"revision {survey.map.revision}")
     for name, address in survey.map.nodes.items():
         report = survey.nodes[name]
         remark = ""
-        if report.trouble:
-            remark = f"  cannot be reached: {report.trouble}"
+        if report.failure:
+            remark = f"  cannot be reached: {report.failure}"
         elif report.revision != survey.map.revision:
             remark = f"  has revision {report.revision}"
         click.echo(f"{name}  {address}{remark}")
@@ -80,14 +80,9 @@ def _print_map(survey: Survey) -> None:
 
 
 def _rows(survey: Survey) -> list[_Row]:
-    count = max(len(report.partitions) for report in survey.nodes.values())
-    if survey.map is None:
-        assignments = [Assignment(active=survey.asked)] * count
-    else:
-        assignments = list(survey.map.partitions)
     return [
         row
-        for partition, assignment in enumerate(assignments)
+        for partition, assignment in enumerate(survey.map.partitions)
         for row in _partition_rows(survey, PartitionId(partition), assignment)
     ]
 
@@ -105,7 +100,7 @@ def _partition_rows(survey: Survey, partition: PartitionId, assignment: Assignme
         assigned = assignment.state_of(name)
         info = _info(survey.nodes.get(name), partition)
         if info is None:
-            state = UNREACHABLE if survey.nodes[name].trouble else PartitionState.DEAD.name.lower()
+            state = UNREACHABLE if survey.nodes[name].failure else PartitionState.DEAD.name.lower()
             rows.append(_Row(partition, name, _state_text(state, assigned)))
             continue
         lag = None

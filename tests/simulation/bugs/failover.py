@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_protocol.client.operator import Operator, takeover
-from upr_protocol.client.operator.plan import Copy
+from upr_protocol.client.operator import Operator
+from upr_protocol.client.operator.handback import Handback
+from upr_protocol.client.operator.plan import PartitionCopy
 from upr_protocol.client.operator.survey import NodeReport
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
@@ -46,7 +47,7 @@ def reuses_a_history_id() -> Iterator[None]:
 @contextmanager
 def promotes_the_highest_number() -> Iterator[None]:
     """Who has the highest number becomes active, whatever its history."""
-    with replaced(Copy, "has_all_of", lambda self, other: self.high >= other.high):
+    with replaced(PartitionCopy, "has_all_of", lambda self, other: self.high_seq >= other.high_seq):
         yield
 
 
@@ -54,7 +55,7 @@ def promotes_the_highest_number() -> Iterator[None]:
 def promotes_who_is_being_filled() -> Iterator[None]:
     """A replica that began again from nothing counts as if it had what it once acknowledged; found
     by the simulation."""
-    with replaced(Copy, "reaches", lambda _self, _floor: True):
+    with replaced(PartitionCopy, "contains", lambda _self, _point: True):
         yield
 
 
@@ -129,7 +130,7 @@ def hands_over_what_it_doubts() -> Iterator[None]:
 def gives_up_what_another_took_in() -> Iterator[None]:
     """A takeover that goes on from one that was interrupted does not look at who became active by
     that, and what he acknowledged is rolled back; found by the simulation."""
-    with replaced(takeover._Takeover, "_ahead", lambda *_: {}):
+    with replaced(Handback, "copies_ahead", lambda _self: {}):
         yield
 
 
@@ -138,10 +139,12 @@ def goes_on_where_another_was_active() -> Iterator[None]:
     """A takeover that goes on from one that was interrupted keeps the history; found by the
     simulation."""
 
-    def kept(self: takeover._Takeover, _number: Any, place: HistoryPoint) -> HistoryPoint | None:
-        return None if self._new_histories else place
+    def continued_history(
+        self: Handback, _partition: Any, point: HistoryPoint
+    ) -> HistoryPoint | None:
+        return None if self._is_history_shared else point
 
-    with replaced(takeover._Takeover, "_kept", kept):
+    with replaced(Handback, "continued_history", continued_history):
         yield
 
 
@@ -150,14 +153,14 @@ def asks_only_the_first_node() -> Iterator[None]:
     """An operator takes the word of the first node that answers, though it has nothing; found by
     the simulation."""
 
-    async def first(self: Operator) -> NodeReport:
+    async def entry_report(self: Operator) -> NodeReport:
         for address in self.address.each():
-            found = await self.report(address)
-            if not found.trouble:
-                return found
+            report = await self.node_report(address)
+            if not report.failure:
+                return report
         raise BrokenError("nobody answers")
 
-    with replaced(Operator, "_first", first):
+    with replaced(Operator, "entry_report", entry_report):
         yield
 
 

@@ -1,9 +1,10 @@
-"""What an operator does with a cluster: look at it, add and remove replicas, have another node
-become active.
+"""What an operator does with a cluster: survey it, add and remove replicas, make another node
+active.
 
-A command looks at all nodes (`survey`), makes the next maps (`plan`, which is pure), and gives them
-one by one (`giver`), in an order in which whatever comes between leaves nobody, or one node, active
-in a history. The decision behind it: docs/adr/0010-replicas.md.
+A command asks all nodes what they hold (`survey`), makes the next maps (`plan`, which is pure), and
+gives them to the nodes (`map_publisher`). Wherever it is interrupted, at most one node is active in
+a history, because of the order in which nodes get their maps. docs/adr/0010-replicas.md has the
+reasons.
 """
 
 from upr_protocol.client.operator.errors import (
@@ -16,24 +17,24 @@ from upr_protocol.client.operator.errors import (
 from upr_protocol.client.operator.failover import fail_over
 from upr_protocol.client.operator.plan import partitions_text, ranges_text
 from upr_protocol.client.operator.replicas import (
-    Behind,
+    ReplicaLag,
     add_replicas,
     remove_replicas,
     wait_caught_up,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
-from upr_protocol.client.operator.takeover import Limits, take_over
+from upr_protocol.client.operator.takeover import TakeoverTimeouts, take_over
 
 __all__ = [
-    "Behind",
-    "Limits",
     "MapRefusedError",
     "NodeReport",
     "NotDoneError",
     "Operator",
     "OvertakenError",
     "PartlyDoneError",
+    "ReplicaLag",
     "Survey",
+    "TakeoverTimeouts",
     "UnreachableError",
     "add_replicas",
     "fail_over",

@@ -1,4 +1,4 @@
-"""Why an operator's command was not carried out."""
+"""Why a command was not carried out."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from upr_protocol.errors import UprError
 
 
 class NotDoneError(UprError):
-    """It was refused here, and everything is as it was; the sentence says what to do."""
+    """The command refused, and changed nothing. The message says what to do."""
 
 
 class PartlyDoneError(UprError):
-    """It was not finished; the sentence says how things stand, and what to do."""
+    """The command did not finish. The message says what was done, and what to do."""
 
 
 class OvertakenError(PartlyDoneError):
-    """A node has a map that this command did not give."""
+    """A node has a map that another command made."""
 
 
 class UnreachableError(PartlyDoneError):
-    """A node did not answer: it may have carried a map out, or not, or do so yet."""
+    """A node did not answer. It may have applied a map, or may do so later."""
 
 
 class MapRefusedError(PartlyDoneError):
-    """A node refused a map: it has not carried it out."""
+    """A node refused a map, and did not apply it."""

@@ -1,56 +1,33 @@
-"""Failover: another node becomes active in place of one that is gone.
+"""Failover: replicas become active in place of a node that is gone.
 
-The replicas are fenced first: with a map without an active they stop taking what the old one may
-still send, so that it can get nothing acknowledged any more. Of so many that one of them must have
-everything that was acknowledged, the furthest is made active, in a new history.
+The replicas are fenced first: a map without an active node stops them from accepting anything more
+from the old one, which can then have nothing more acknowledged. So many are fenced that one of them
+must have everything that was acknowledged. The most complete of them becomes active, in a new
+history.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
-from upr_protocol.client.operator.giver import Giver
+from upr_protocol.client.operator.map_change import MapChange, choose_partitions
 from upr_protocol.client.operator.plan import (
-    Copy,
-    fenced,
+    PartitionCopy,
+    acknowledging_replicas,
+    active_assignment,
+    fenced_assignment,
     fences_needed,
-    first_revision,
-    furthest,
-    holders_of,
-    led_by,
-    master_of,
+    last_active_of,
+    most_complete,
     partitions_text,
-    revised,
-    witnesses_of,
 )
-from upr_protocol.client.operator.replicas import checked_partitions
 from upr_protocol.client.operator.survey import Operator, Survey
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
+from upr_protocol.partition_map import Assignment, PartitionMap
 
-
-def chosen_partitions(survey: Survey, partitions: Iterable[int], all_of: str) -> list[PartitionId]:
-    """The partitions that a command is about: those named, or those that a node leads.
-
-    Raises:
-        NotDoneError: There are none.
-    """
-    base = survey.mapped()
-    if not all_of:
-        return checked_partitions(survey, partitions)
-    if all_of not in base.nodes:
-        raise NotDoneError(
-            f"there is no node {all_of!r}; there are {', '.join(sorted(base.nodes))}"
-        )
-    found = [
-        PartitionId(number)
-        for number, assignment in enumerate(base.partitions)
-        if master_of(assignment) == all_of
-    ]
-    if not found:
-        raise NotDoneError(f"{all_of} is active for nothing: there is nothing to do")
-    return found
+_PROBLEMS_SHOWN: Final = 3
 
 
 async def fail_over(
@@ -62,42 +39,50 @@ async def fail_over(
     acknowledged: int = 1,
     lose_acknowledged: bool = False,
 ) -> PartitionMap:
-    """Makes other nodes active. Cancelled, or ended by an error, it leaves nobody active in what it
-    has fenced; the same command again goes on from there.
+    """Makes replicas active in place of a node that is gone.
+
+    Cancelled, or ended by an error, it may leave fenced partitions without an active node. The same
+    command again continues from there.
 
     Args:
-        operator: How to ask; at any node that is up.
+        operator: How to reach the nodes; by way of any node that is running.
         partitions: Which partitions.
-        all_of: Or all that this node is active for.
+        all_of: Or all for which this node is active.
         to: The node that becomes active; empty for one that has everything, for each partition.
-        acknowledged: What publishers counted on: the copies that a change had on replicas when it
-            was acknowledged.
-        lose_acknowledged: Whether to go on though something that was acknowledged may be lost.
+        acknowledged: How many replicas publishers waited for.
+        lose_acknowledged: Whether to continue though acknowledged changes may be lost.
 
     Returns:
-        The map.
+        The new map.
 
     Raises:
-        NotDoneError: It would be wrong, or cannot be; everything is as it was.
-        PartlyDoneError: It could not be finished.
+        NotDoneError: The command would do harm, or cannot be done. Nothing has changed.
+        PartlyDoneError: The command could not finish.
     """
     survey = await operator.survey()
-    wanted = chosen_partitions(survey, partitions, all_of)
-    run = _Failover(operator, survey, wanted, acknowledged)
-    run.check_nobody_leads()
-    run.check_target(to)
+    chosen = choose_partitions(survey, partitions, all_of)
+    failover = _Failover(operator, survey, chosen, acknowledged)
+    failover.check_no_active()
+    if to:
+        failover.check_target(to)
     if not lose_acknowledged:
-        run.check_enough()
-    await run.fence()
+        failover.check_replicas()
+    await failover.fence()
     if lose_acknowledged:
-        run.check_anybody()
+        failover.check_copies(failover.fenced)
     else:
-        await run.check_fenced()
-    chosen = await run.choose(to, lose_acknowledged=lose_acknowledged)
-    return await run.promote(chosen)
+        await failover.check_fenced()
+    actives = await failover.choose_actives(to, lose_acknowledged=lose_acknowledged)
+    return await failover.promote(actives)
 
 
 class _Failover:
+    """One failover.
+
+    Attributes:
+        fenced: The nodes that were fenced, and that said what they have.
+    """
+
     def __init__(
         self,
         operator: Operator,
@@ -105,216 +90,219 @@ class _Failover:
         partitions: list[PartitionId],
         acknowledged: int,
     ) -> None:
-        self._operator = operator
+        self._change = MapChange(operator, survey, partitions)
         self._survey = survey
-        self._base = survey.mapped()
-        self._assignments: dict[PartitionId, Assignment] = {
-            number: self._base.partitions[number] for number in partitions
-        }
         self._acknowledged = acknowledged
-        self._revision = first_revision(self._base.revision)
-        self._giver = Giver(operator, survey)
-        self._copies: dict[PartitionId, list[Copy]] = {number: [] for number in partitions}
-        self._fenced: list[str] = []
+        self._report = operator.on_progress
+        self._copies: dict[PartitionId, list[PartitionCopy]] = {
+            partition: [] for partition in partitions
+        }
+        self.fenced: list[str] = []
 
-    def _holders(self) -> list[str]:
-        found = dict.fromkeys(
-            n for assignment in self._assignments.values() for n in holders_of(assignment)
-        )
-        return list(found)
+    def _reached_holders(self) -> list[str]:
+        return [name for name in self._change.holders() if self._survey.reaches(name)]
 
-    # Before anything is changed.
+    # Checks before anything is changed.
 
-    def check_nobody_leads(self) -> None:
-        """Refuses while the active is there."""
-        alive: dict[str, list[int]] = {}
-        for number, assignment in self._assignments.items():
-            master = master_of(assignment)
-            if not self._survey.reaches(master):
+    def check_no_active(self) -> None:
+        """Refuses while the active node is running."""
+        running: dict[str, list[int]] = {}
+        for partition, assignment in self._change.assignments.items():
+            name = last_active_of(assignment)
+            if not self._survey.reaches(name):
                 continue
-            state = self._survey.nodes[master].state(number)
+            state = self._survey.nodes[name].state(partition)
             if state is PartitionState.ACTIVE or (
-                state is PartitionState.PENDING and master == assignment.handing_over
+                state is PartitionState.PENDING and name == assignment.handing_over
             ):
-                alive.setdefault(master, []).append(number)
-        for master, numbers in alive.items():
+                running.setdefault(name, []).append(partition)
+        for name, partitions in running.items():
             raise NotDoneError(
-                f"{master} is there, and leads {partitions_text(numbers)}: use `upr takeover`, "
-                "which loses nothing; or stop that server first"
+                f"{name} is running, and is active for {partitions_text(partitions)}: use `upr "
+                "takeover`, which loses nothing; or stop that server first"
             )
 
     def check_target(self, to: str) -> None:
-        """Refuses a node that holds nothing."""
-        if not to:
-            return
+        """Refuses a node that has no copy, or does not answer."""
+        self._change.require_copies(to, "choose another node")
+        self._survey.require_answer(to)
+
+    def check_replicas(self) -> None:
+        """Refuses if too few replicas answer."""
+        reached = self._reached_holders()
+        lacking, missing = self._missing_replicas(reached)
+        if lacking:
+            raise NotDoneError(self._too_few(lacking, missing))
+        self.check_copies(reached)
+
+    def check_copies(self, nodes: Iterable[str]) -> None:
+        """Refuses if none of `nodes` has a copy of some partition."""
+        available = set(nodes)
         without = [
-            n for n, assignment in self._assignments.items() if to not in holders_of(assignment)
+            partition
+            for partition, assignment in self._change.assignments.items()
+            if not available & set(assignment.holders())
         ]
         if without:
             raise NotDoneError(
-                f"{to} has no copy of {partitions_text(without)}: choose another node"
+                f"no node that answers has a copy of {partitions_text(without)}: bring back a node "
+                "that has one"
             )
-        self._survey.check_reaches(to)
 
-    def _missing(self, has: Iterable[str]) -> tuple[list[int], list[str]]:
-        there = set(has)
-        numbers: list[int] = []
-        away: dict[str, None] = {}
-        for number, assignment in self._assignments.items():
-            witnesses = witnesses_of(assignment)
-            found = sum(name in there for name in witnesses)
-            if found < fences_needed(assignment, self._acknowledged):
-                numbers.append(number)
-                away.update(dict.fromkeys(name for name in witnesses if name not in there))
-        return numbers, list(away)
+    def _missing_replicas(self, nodes: Iterable[str]) -> tuple[list[int], list[str]]:
+        """The partitions of which `nodes` has too few acknowledging replicas, and those that are
+        missing."""
+        available = set(nodes)
+        lacking: list[int] = []
+        missing: dict[str, None] = {}
+        for partition, assignment in self._change.assignments.items():
+            replicas = acknowledging_replicas(assignment)
+            count = sum(name in available for name in replicas)
+            if count < fences_needed(assignment, self._acknowledged):
+                lacking.append(partition)
+                missing.update(dict.fromkeys(name for name in replicas if name not in available))
+        return lacking, list(missing)
 
-    def check_enough(self) -> None:
-        """Refuses where too few replicas answer."""
-        reached = [name for name in self._holders() if self._survey.reaches(name)]
-        numbers, away = self._missing(reached)
-        if numbers:
-            raise NotDoneError(self._too_few(numbers, away))
-        self.check_anybody(reached)
-
-    def _too_few(self, numbers: list[int], away: list[str]) -> str:
+    def _too_few(self, partitions: list[int], missing: list[str]) -> str:
         return (
-            f"too few replicas of {partitions_text(numbers)} answer: one that does not "
-            f"({', '.join(away)}) may alone have what was acknowledged with {self._acknowledged} "
-            "copies. Bring it back; or say --acknowledged NUMBER if publishers waited for more "
-            "copies; or lose what it alone has, with --lose-acknowledged"
+            f"too few replicas of {partitions_text(partitions)} answer: a missing one "
+            f"({', '.join(missing)}) may be the only one to have a change that was acknowledged "
+            f"with {self._acknowledged} copies. Bring it back; or say --acknowledged NUMBER if "
+            "publishers waited for more copies; or lose such changes, with --lose-acknowledged"
         )
-
-    def check_anybody(self, has: Iterable[str] | None = None) -> None:
-        """Refuses where nobody has a copy."""
-        there = set(self._fenced if has is None else has)
-        bare = [
-            n
-            for n, assignment in self._assignments.items()
-            if not there & set(holders_of(assignment))
-        ]
-        if bare:
-            raise NotDoneError(
-                f"nobody who answers has a copy of {partitions_text(bare)}: bring back a node that "
-                "has"
-            )
 
     # Fencing.
 
-    def _map(self, changed: Mapping[PartitionId, Assignment]) -> PartitionMap:
-        found = revised(self._base, self._revision, dict(changed))
-        self._revision += 1
-        return found
-
     async def fence(self) -> None:
-        """Has all who answer take nothing more from the old active, and looks at what they have."""
-        given = self._map(
-            {number: fenced(assignment) for number, assignment in self._assignments.items()}
+        """Stops every replica that answers from accepting more changes, and asks what it has."""
+        change = self._change
+        fencing_map = change.next_map(
+            {n: fenced_assignment(assignment) for n, assignment in change.assignments.items()}
         )
-        there = [name for name in self._holders() if self._survey.reaches(name)]
-        failed = await self._giver.give_each(there, given)
-        for name, error in failed.items():
-            self._operator.tell(f"{name} is not fenced: {error}")
-        accepted = {n: self._giver.addresses[n] for n in there if n not in failed}
-        for name, report in (await self._operator.reports(accepted)).items():
-            if report.trouble:
-                self._operator.tell(
-                    f"{name} is fenced, and does not say what it has: {report.trouble}"
-                )
+        reached = self._reached_holders()
+        failures = await change.publisher.publish_to(reached, fencing_map)
+        for name, error in failures.items():
+            self._report(f"{name} is not fenced: {error}")
+        addresses = {n: change.publisher.addresses[n] for n in reached if n not in failures}
+        for name, report in (await change.operator.node_reports(addresses)).items():
+            if report.failure:
+                self._report(f"{name} is fenced, but does not say what it has: {report.failure}")
                 continue
-            self._fenced.append(name)
-            for number, assignment in self._assignments.items():
-                if name in holders_of(assignment) and number < len(report.partitions):
-                    self._copies[number].append(report.copy(number))
-        self._operator.tell(
-            f"{', '.join(self._fenced) or 'nobody'}: revision {given.revision}, fenced for "
-            f"{partitions_text(self._assignments)}"
+            self.fenced.append(name)
+            for partition, assignment in change.assignments.items():
+                if name in assignment.holders() and partition < len(report.partitions):
+                    self._copies[partition].append(report.copy(partition))
+        self._report(
+            f"{', '.join(self.fenced) or 'no node'}: revision {fencing_map.revision}, fenced for "
+            f"{change.text}"
         )
 
     async def check_fenced(self) -> None:
-        """Puts all back where too few were fenced."""
-        numbers, away = self._missing(self._fenced)
-        if numbers:
-            await self.put_back(self._too_few(numbers, away))
+        """Restores the old assignments and refuses, if too few replicas were fenced."""
+        lacking, missing = self._missing_replicas(self.fenced)
+        if lacking:
+            await self._restore(self._too_few(lacking, missing))
 
-    async def put_back(self, why: str) -> None:
-        """Has the fenced be what they were, and says why."""
-        given = self._map(self._assignments)
-        failed = await self._giver.give_each(
-            [name for name in self._holders() if self._survey.reaches(name)], given
-        )
-        for name, error in failed.items():
-            self._operator.tell(f"{name} is still fenced: {error}")
-        self._operator.tell(f"revision {given.revision}: everything is owned as before")
+    async def _restore(self, why: str) -> None:
+        """Gives the fenced nodes their old assignments, and raises `NotDoneError`."""
+        old_map = self._change.next_map(self._change.assignments)
+        failures = await self._change.publisher.publish_to(self._reached_holders(), old_map)
+        for name, error in failures.items():
+            self._report(f"{name} is still fenced: {error}")
+        self._report(f"revision {old_map.revision}: every partition is assigned as before")
         raise NotDoneError(why)
 
-    # The new active.
+    # The new active nodes.
 
-    async def choose(self, to: str, *, lose_acknowledged: bool) -> dict[PartitionId, str]:
-        """Who becomes active for each partition."""
-        chosen: dict[PartitionId, str] = {}
-        behind: list[str] = []
-        for number, copies in self._copies.items():
-            floor = None if lose_acknowledged else self._assignments[number].floor
-            whole = furthest(copies)
-            best = sorted(copy.node for copy in whole if copy.reaches(floor))
-            if to and (to in best or (lose_acknowledged and to in self._fenced)):
-                chosen[number] = to
-            elif best and not to:
-                chosen[number] = best[number % len(best)]
-            elif whole and not best:
-                names = ", ".join(sorted(copy.node for copy in whole))
-                behind.append(
-                    f"partition {number}: {names} is being filled anew, and has less than the last "
-                    "failover kept: bring back another node"
-                )
-            elif not best:
-                behind.append(
-                    f"partition {number}: the histories of "
-                    f"{', '.join(sorted(copy.node for copy in copies)) or 'nobody'} have parted"
-                )
+    async def choose_actives(self, to: str, *, lose_acknowledged: bool) -> dict[PartitionId, str]:
+        """The node that becomes active, for each partition.
+
+        Raises:
+            NotDoneError: A partition has none that fits; the old assignments are restored.
+        """
+        actives: dict[PartitionId, str] = {}
+        problems: list[str] = []
+        for partition in self._copies:
+            candidates = self._candidates(partition, lose_acknowledged=lose_acknowledged)
+            if to and (to in candidates or (lose_acknowledged and to in self.fenced)):
+                actives[partition] = to
+            elif candidates and not to:
+                # Spreads the partitions over the nodes that fit.
+                actives[partition] = candidates[partition % len(candidates)]
             else:
-                behind.append(f"partition {number}: {to} has less than {', '.join(best)}")
-        if behind:
-            more = f"; and {len(behind) - 3} more" if len(behind) > 3 else ""
-            await self.put_back(
-                f"{'; '.join(behind[:3])}{more}. Choose a node that has everything, or leave out "
-                "--to; or say --to NODE and --lose-acknowledged, to lose what NODE does not have"
-            )
-        return chosen
-
-    def _place(self, number: PartitionId, node: str) -> HistoryPoint:
-        return next(copy.place for copy in self._copies[number] if copy.node == node)
-
-    async def promote(self, chosen: Mapping[PartitionId, str]) -> PartitionMap:
-        """Tells the new actives, and then all others."""
-        revision = self._revision
-        led = {
-            number: led_by(
-                self._assignments[number], node, chosen=revision, floor=self._place(number, node)
-            )
-            for number, node in chosen.items()
-        }
-        given = self._map(led)
-        actives = list(dict.fromkeys(chosen.values()))
-        failed = await self._giver.give_each(actives, given)
-        for name in actives:
-            if name not in failed:
-                its = partitions_text(n for n, node in chosen.items() if node == name)
-                self._operator.tell(f"{name}: revision {given.revision}, active for {its}")
-        if failed:
-            said = "; ".join(map(str, failed.values()))
-            if len(failed) < len(actives):
-                # What was done holds; the rest is as it was before.
-                assignments = {
-                    n: fenced(self._assignments[n]) if node in failed else led[n]
-                    for n, node in chosen.items()
-                }
-                await self._giver.spread(
-                    [name for name in given.nodes if name not in failed], self._map(assignments)
+                problems.append(
+                    f"partition {partition}: {self._problem(partition, candidates, to)}"
                 )
-            raise PartlyDoneError(
-                f"{said}. Repeat the command: until then nobody is active for "
-                f"{partitions_text(n for n, node in chosen.items() if node in failed)}"
+        if problems:
+            rest = len(problems) - _PROBLEMS_SHOWN
+            more = f"; and {rest} more" if rest > 0 else ""
+            await self._restore(
+                f"{'; '.join(problems[:_PROBLEMS_SHOWN])}{more}. Choose a node that has "
+                "everything, or leave out --to; or say --to NODE and --lose-acknowledged, to lose "
+                "what NODE does not have"
             )
-        await self._giver.spread([name for name in given.nodes if name not in actives], given)
-        return given
+        return actives
+
+    def _candidates(self, partition: PartitionId, *, lose_acknowledged: bool) -> list[str]:
+        """The nodes that have everything that was acknowledged, by name."""
+        floor = None if lose_acknowledged else self._change.assignments[partition].floor
+        copies = most_complete(self._copies[partition])
+        return sorted(copy.node for copy in copies if copy.contains(floor))
+
+    def _problem(self, partition: PartitionId, candidates: list[str], to: str) -> str:
+        if candidates:
+            return f"{to} has less than {', '.join(candidates)}"
+        copies = most_complete(self._copies[partition])
+        if copies:
+            names = ", ".join(sorted(copy.node for copy in copies))
+            return (
+                f"{names} is being refilled, and has less than the last failover kept: bring back "
+                "another node"
+            )
+        names = ", ".join(sorted(copy.node for copy in self._copies[partition]))
+        return f"the histories of {names or 'no node'} have diverged"
+
+    async def promote(self, actives: Mapping[PartitionId, str]) -> PartitionMap:
+        """Gives the new active nodes their map first, and then all others.
+
+        Raises:
+            PartlyDoneError: Some of them do not take it.
+        """
+        change, publisher = self._change, self._change.publisher
+        promoted = {
+            partition: self._promoted(partition, actives[partition]) for partition in actives
+        }
+        new_map = change.next_map(promoted)
+        nodes = list(dict.fromkeys(actives.values()))
+        failures = await publisher.publish_to(nodes, new_map)
+        for name in nodes:
+            if name not in failures:
+                its = partitions_text(n for n, node in actives.items() if node == name)
+                self._report(f"{name}: revision {new_map.revision}, active for {its}")
+        if not failures:
+            await publisher.announce([name for name in new_map.nodes if name not in nodes], new_map)
+            return new_map
+        if len(failures) < len(nodes):
+            # Some nodes are active now, which stays. The partitions of the others stay fenced.
+            partial_map = change.next_map(
+                {
+                    n: fenced_assignment(change.assignments[n]) if node in failures else promoted[n]
+                    for n, node in actives.items()
+                }
+            )
+            await publisher.announce(
+                [name for name in new_map.nodes if name not in failures], partial_map
+            )
+        raise PartlyDoneError(
+            f"{'; '.join(map(str, failures.values()))}. Repeat the command: until then no node is "
+            f"active for {partitions_text(n for n, node in actives.items() if node in failures)}"
+        )
+
+    def _promoted(self, partition: PartitionId, node: str) -> Assignment:
+        point = next(copy.point for copy in self._copies[partition] if copy.node == node)
+        return active_assignment(
+            self._change.assignments[partition],
+            node,
+            chosen=self._change.revision,
+            floor=point,
+        )

@@ -1,8 +1,8 @@
-"""What the next maps are, and which copy of a partition has everything. Pure.
+"""The next partition maps, and which copy of a partition has everything. Pure.
 
 A command takes its revisions from a block of its own, which begins at the next multiple of
-`RUN_REVISIONS`. So when a command was interrupted, or an answer was lost, what the next command
-gives is above everything that the one before can have given, as soon as it has seen any of it.
+`COMMAND_REVISIONS`. If a command is interrupted, or an answer is lost, the next command's revisions
+are higher than any that the first can have used, provided that it has seen one of its maps.
 """
 
 from __future__ import annotations
@@ -17,78 +17,72 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 
-RUN_REVISIONS: Final = 16
-"""More than the maps that one command gives."""
+COMMAND_REVISIONS: Final = 16
+"""More than the maps that one command makes."""
 
 
 def first_revision(newest: int) -> int:
-    """The first revision of a command that finds `newest`."""
-    return (newest // RUN_REVISIONS + 1) * RUN_REVISIONS
+    """The first revision of a command that finds the revision `newest`."""
+    return (newest // COMMAND_REVISIONS + 1) * COMMAND_REVISIONS
 
 
-def revised(
-    base: PartitionMap, revision: int, changed: Mapping[PartitionId, Assignment]
+def revise(
+    base: PartitionMap, revision: int, assignments: Mapping[PartitionId, Assignment]
 ) -> PartitionMap:
-    """`base` with other owners of some partitions.
+    """`base` with another revision, and with other assignments of some partitions.
 
     Raises:
-        PartitionMapError: It would be no map.
+        PartitionMapError: The map would not be valid.
     """
     partitions = list(base.partitions)
-    for number, assignment in changed.items():
-        partitions[number] = assignment
-    found = msgspec.structs.replace(base, revision=revision, partitions=tuple(partitions))
-    found.check()
-    return found
+    for partition, assignment in assignments.items():
+        partitions[partition] = assignment
+    revised = msgspec.structs.replace(base, revision=revision, partitions=tuple(partitions))
+    revised.check()
+    return revised
 
 
-# Assignment.
+# Assignments.
 
 
-def master_of(assignment: Assignment) -> str:
-    """The node that was the last to take writes, if it does no more; empty for none."""
+def last_active_of(assignment: Assignment) -> str:
+    """The node that takes writes, or that was the last to do so; empty if none ever did."""
     return assignment.active or assignment.handing_over or assignment.lost
 
 
-def witnesses_of(assignment: Assignment) -> list[str]:
-    """The replicas that follow the master itself: those that acknowledge to it."""
-    master = master_of(assignment)
+def acknowledging_replicas(assignment: Assignment) -> list[str]:
+    """The replicas that follow the last active directly: it counts only their acknowledgements."""
+    active = last_active_of(assignment)
     return [
         name
         for name, source in assignment.replicas.items()
-        if name != assignment.lost and source in ("", master)
+        if name != assignment.lost and source in ("", active)
     ]
 
 
-def holders_of(assignment: Assignment) -> list[str]:
-    """Every node that has a copy, the master first."""
-    return list(
-        dict.fromkeys(name for name in (master_of(assignment), *assignment.replicas) if name)
-    )
-
-
-def _followers(assignment: Assignment, led_by: str) -> dict[str, str]:
-    """All who hold a partition, but for `led_by`, with whom they follow; nobody follows the old
-    master, or names the new one."""
-    nobody = ("", master_of(assignment), led_by)
+def _followers(assignment: Assignment, active: str) -> dict[str, str]:
+    """Every holder but `active`, with its source. Those that followed the last active, or `active`
+    by name, follow whichever node is active."""
+    last_active = last_active_of(assignment)
+    direct = ("", last_active, active)
     return {
-        name: "" if assignment.replicas.get(name, "") in nobody else assignment.replicas[name]
-        for name in (*assignment.replicas, *filter(None, [master_of(assignment)]))
-        if name != led_by
+        name: "" if assignment.replicas.get(name, "") in direct else assignment.replicas[name]
+        for name in (*assignment.replicas, *filter(None, [last_active]))
+        if name != active
     }
 
 
-def fenced(assignment: Assignment) -> Assignment:
-    """Nobody is active, and nobody takes anything any more from the one that was."""
+def fenced_assignment(assignment: Assignment) -> Assignment:
+    """No node is active, and the replicas accept no more changes from the last active."""
     return Assignment(
         replicas=_followers(assignment, ""),
-        lost=master_of(assignment),
+        lost=last_active_of(assignment),
         chosen=assignment.chosen,
         floor=assignment.floor,
     )
 
 
-def led_by(
+def active_assignment(
     assignment: Assignment,
     node: str,
     keeps: HistoryPoint | None = None,
@@ -96,8 +90,15 @@ def led_by(
     chosen: int = 0,
     floor: HistoryPoint | None = None,
 ) -> Assignment:
-    """`node` is active, and all others follow, the old master too; `chosen` in the map of this
-    revision, or handed to it. It has everything up to `floor`, if that is given."""
+    """`node` is active, and every other holder follows it, the last active too.
+
+    Args:
+        assignment: The assignment before.
+        node: The node that becomes active.
+        keeps: Where it continues the history; None for a new history.
+        chosen: The revision of the map that names it after a failover; 0 to leave that as it was.
+        floor: The point up to which it has everything; None to leave that as it was.
+    """
     return Assignment(
         active=node,
         replicas=_followers(assignment, node),
@@ -107,100 +108,103 @@ def led_by(
     )
 
 
-def handed_over(assignment: Assignment) -> Assignment:
-    """The active takes no writes any more, and is followed."""
-    master = master_of(assignment)
+def handover_assignment(assignment: Assignment) -> Assignment:
+    """The active node takes no more writes, and the replicas still follow it."""
+    active = last_active_of(assignment)
     return Assignment(
-        replicas=_followers(assignment, master),
-        handing_over=master,
+        replicas=_followers(assignment, active),
+        handing_over=active,
         chosen=assignment.chosen,
         floor=assignment.floor,
     )
+
+
+def fences_needed(assignment: Assignment, acknowledged: int) -> int:
+    """How many of the acknowledging replicas must be fenced, so that one of them has every change
+    that `acknowledged` of them have acknowledged."""
+    return max(0, len(acknowledging_replicas(assignment)) - acknowledged + 1)
 
 
 # Copies.
 
 
 @attrs.frozen
-class Copy:
+class PartitionCopy:
     """What a node has of a partition.
 
     Attributes:
         node: The node.
         log: The failover log there.
-        high: The last complete snapshot's end there.
+        high_seq: The end of the last complete snapshot there.
     """
 
     node: str
     log: FailoverLog
-    high: SeqNo
+    high_seq: SeqNo
 
     @property
     def branch(self) -> FailoverLog:
-        """The log up to where its changes go. A replica puts its master's log on disk before any
-        data: of a branch that begins above what it has, it has nothing."""
-        return self.log.until(self.high)
-
-    def has_all_of(self, other: Copy) -> bool:
-        """Whether it has everything of `other` that can have been acknowledged: it is as far in the
-        same history, or in a later one. What the other has above the number at which that began was
-        left behind by a failover that kept what was acknowledged then."""
-        mine, its = self.branch, other.branch
-        if mine.current == its.current:
-            return self.high >= other.high
-        return not its.entries or any(its.current == entry.history_id for entry in mine)
+        """The log up to the node's last change. A replica stores its active's log before any data:
+        of a branch that begins above its last change, it has nothing."""
+        return self.log.until(self.high_seq)
 
     @property
-    def place(self) -> HistoryPoint:
-        """Up to where it has everything."""
-        return HistoryPoint(self.branch.current, self.high)
+    def point(self) -> HistoryPoint:
+        """The point up to which the copy has everything."""
+        return HistoryPoint(self.branch.current, self.high_seq)
 
-    def reaches(self, floor: HistoryPoint | None) -> bool:
-        """Whether it has everything up to there: it is as far in the same history, or in one that
-        began there or later."""
-        if floor is None or not floor.seq:
+    def has_all_of(self, other: PartitionCopy) -> bool:
+        """Whether the copy has every change of `other` that can have been acknowledged.
+
+        It does if it is as far in the same history, or if it is in a later one. A later history
+        began with a failover, which kept what was acknowledged; changes of `other` above the
+        sequence number at which it began were not.
+        """
+        mine, theirs = self.branch, other.branch
+        if mine.current == theirs.current:
+            return self.high_seq >= other.high_seq
+        return not theirs.entries or any(theirs.current == entry.history_id for entry in mine)
+
+    def contains(self, point: HistoryPoint | None) -> bool:
+        """Whether the copy has everything up to `point`: it is as far in the same history, or in
+        one that began there or later. None stands for the beginning."""
+        if point is None or not point.seq:
             return True
-        end = self.high
+        end = self.high_seq
         for entry in self.branch:
-            if entry.history_id == floor.history_id:
-                return end >= floor.seq
+            if entry.history_id == point.history_id:
+                return end >= point.seq
             end = entry.seq
         return False
 
-    def goes_on_from(self, place: HistoryPoint) -> bool:
-        """Whether it has everything up to there, and more: in the same history, or in one that
-        began there or later."""
-        shares = any(entry.history_id == place.history_id for entry in self.branch)
-        return shares and self.high > place.seq and self.reaches(place)
+    def continues_past(self, point: HistoryPoint) -> bool:
+        """Whether the copy has everything up to `point` and more, in the same history or in one
+        that began there or later."""
+        shares = any(entry.history_id == point.history_id for entry in self.branch)
+        return shares and self.high_seq > point.seq and self.contains(point)
 
 
-def furthest(copies: Sequence[Copy]) -> list[Copy]:
-    """Those that have everything that any of them has; none when two have histories that parted,
-    or where there are none. O(copies² × log)."""
-    return [one for one in copies if all(one.has_all_of(other) for other in copies)]
+def most_complete(copies: Sequence[PartitionCopy]) -> list[PartitionCopy]:
+    """The copies that have everything that any of them has. Empty when the histories of two have
+    diverged, or when there are no copies. O(copies² × log)."""
+    return [copy for copy in copies if all(copy.has_all_of(other) for other in copies)]
 
 
-def fences_needed(assignment: Assignment, acknowledged: int) -> int:
-    """How many of the replicas that acknowledge must be fenced, so that one of them has everything
-    that `acknowledged` of them have acknowledged."""
-    return max(0, len(witnesses_of(assignment)) - acknowledged + 1)
+# Texts.
 
 
-# Sentences.
-
-
-def ranges_text(numbers: Iterable[int]) -> str:
-    """`0-3, 7` for the numbers 0, 1, 2, 3 and 7."""
+def ranges_text(partitions: Iterable[int]) -> str:
+    """`0-3, 7` for 0, 1, 2, 3 and 7."""
     runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for partition in sorted(partitions):
+        if runs and partition == runs[-1][1] + 1:
+            runs[-1][1] = partition
         else:
-            runs.append([number, number])
+            runs.append([partition, partition])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def partitions_text(numbers: Iterable[int]) -> str:
+def partitions_text(partitions: Iterable[int]) -> str:
     """`partition 7` or `partitions 0-3`."""
-    found = sorted(numbers)
-    return f"partition{'s' if len(found) != 1 else ''} {ranges_text(found)}"
+    numbers = sorted(partitions)
+    return f"partition{'s' if len(numbers) != 1 else ''} {ranges_text(numbers)}"

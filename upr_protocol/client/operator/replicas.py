@@ -1,8 +1,8 @@
-"""Adding replicas, and removing them."""
+"""Adding and removing replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -10,13 +10,13 @@ import trio
 
 from upr_protocol.address import AddressError
 from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
-from upr_protocol.client.operator.giver import Giver
+from upr_protocol.client.operator.map_change import require_partitions
+from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
     first_revision,
-    holders_of,
-    master_of,
+    last_active_of,
     partitions_text,
-    revised,
+    revise,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
 from upr_protocol.ids import PartitionId
@@ -27,44 +27,28 @@ _POLL_S: Final = 0.2
 _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1")
 
 
-class Behind:
+class ReplicaLag:
     """How far a replica is behind.
 
     Attributes:
-        changes: Changes that it does not have, over all partitions.
-        partitions: Partitions in which it is in another history, or has less.
-        trouble: Why that is not known now; empty when it is.
+        changes: The changes that it lacks, over all partitions.
+        partitions: The partitions in which it lacks changes or has another history.
+        failure: Why this is not known now; empty when it is.
     """
 
     def __init__(self) -> None:
         self.changes = 0
         self.partitions = 0
-        self.trouble = ""
+        self.failure = ""
 
     def text(self) -> str:
-        """For people."""
-        if self.trouble:
-            return self.trouble
+        """The lag, for people."""
+        if self.failure:
+            return self.failure
         return f"{self.changes:,} changes behind, in {self.partitions} partitions"
 
 
-def checked_partitions(survey: Survey, wanted: Iterable[int]) -> list[PartitionId]:
-    """`wanted`, in order; all of the bucket when none are named.
-
-    Raises:
-        NotDoneError: The bucket does not have one of them.
-    """
-    count = _count(survey)
-    found = sorted(set(wanted)) or list(range(count))
-    if found[-1] >= count:
-        raise NotDoneError(f"the bucket has partitions 0 to {count - 1}, not {found[-1]}")
-    return [PartitionId(number) for number in found]
-
-
-def _count(survey: Survey) -> int:
-    if survey.map is not None:
-        return len(survey.map.partitions)
-    return len(survey.nodes[survey.asked].partitions)
+# Adding.
 
 
 async def add_replicas(
@@ -76,130 +60,135 @@ async def add_replicas(
     source: str = "",
     own_address: str = "",
 ) -> list[PartitionId]:
-    """Has a node follow. The actives are given the map first: a node that does not have the bucket
-    yet asks one of them for it. Repeated after an interruption, it goes on from there.
+    """Makes a node a replica. Repeated after an interruption, it continues from there.
 
     Args:
-        operator: How to ask.
+        operator: How to reach the nodes.
         node: The node.
-        address: Its `HOST:PORT`, as the other nodes reach it; empty when the map has it.
+        address: Its `HOST:PORT`, as the other nodes reach it; empty if the map has it.
         partitions: Which partitions; none for all.
-        source: The node that it follows; empty for the active of each.
-        own_address: Of the node that is asked, as other nodes reach it, for a first map; empty for
-            that of the URL.
+        source: The node that it follows; empty for the active of each partition.
+        own_address: For a first map: the address of the node that is asked first, as other nodes
+            reach it; empty for the one that the operator uses.
 
     Returns:
-        The partitions of which it was made a replica.
+        The partitions of which it is a replica now.
 
     Raises:
-        NotDoneError: That cannot be; the sentence says what to do.
+        NotDoneError: It cannot be done; the message says what to do.
         PartlyDoneError: A node refuses, or does not answer.
     """
-    others = {node: address} if address else {}
     _check_name(operator, node, address)
-    survey = await operator.survey(others)
-    base = survey.map or _first_map(survey, address, own_address)
-    if not address and node not in base.nodes:
-        raise NotDoneError(f"the map does not name {node}: write {node}=HOST:PORT")
-    if source and source not in base.nodes:
-        raise NotDoneError(f"there is no node {source!r} to follow")
-    survey.check_reaches(node)
-    if survey.nodes[node].partitions and survey.nodes[node].map is None:
-        raise NotDoneError(
-            f"node {node} has a bucket {survey.bucket!r} of its own, which it would lose: delete "
-            "it there first, with `upr bucket delete`"
-        )
-    changed: dict[PartitionId, Assignment] = {}
-    for number in checked_partitions(survey, partitions):
-        assignment = base.partitions[number]
-        if assignment.active == node:
-            continue
-        if not assignment.active:
-            raise NotDoneError(
-                f"{partitions_text([number])} has no active: end that first, with `upr takeover` "
-                "or `upr failover`"
-            )
-        replicas = {**assignment.replicas, node: "" if source == assignment.active else source}
-        changed[number] = msgspec.structs.replace(assignment, replicas=replicas, keeps=None)
-    if not changed:
-        raise NotDoneError(f"{node} is active for all of them already")
+    survey = await operator.survey({node: address} if address else {})
+    base = _first_map(survey, address, own_address) if survey.is_alone else survey.map
+    _check_new_replica(survey, base, node, address, source)
+    assignments = _with_replica(base, require_partitions(survey, partitions), node, source)
+    if not assignments:
+        raise NotDoneError(f"{node} is already active for all of them")
     if address:
         base = msgspec.structs.replace(base, nodes={**base.nodes, node: address})
-    given = _revised(base, survey, changed)
-    giver = Giver(operator, survey)
-    masters = [name for name in _masters(given) if name != node]
-    failed = await giver.give_each(masters, given)
-    for name, error in failed.items():
+    new_map = _revise(base, survey, assignments)
+    publisher = MapPublisher(operator, survey)
+    # The actives first: a node that does not have the bucket yet asks one of them for the map.
+    actives = [name for name in _last_actives(new_map) if name != node]
+    failures = await publisher.publish_to(actives, new_map)
+    for name, error in failures.items():
         raise PartlyDoneError(
-            f"{name} does not say that it knows of {node} ({error}): repeat the command"
+            f"{name} does not confirm that it has the map with {node} ({error}): repeat the command"
         )
-    operator.tell(f"{', '.join(masters)}: revision {given.revision}")
+    operator.on_progress(f"{', '.join(actives)}: revision {new_map.revision}")
     try:
-        await giver.give(node, given)
+        await publisher.publish(node, new_map)
     except PartlyDoneError as error:
         raise PartlyDoneError(
-            f"{error}. Repeat the command; or `upr replicas remove` {node} again"
+            f"{error}. Repeat the command, or undo it with `upr replicas remove`, naming {node}"
         ) from error
-    operator.tell(f"{node}: revision {given.revision}, a replica of {partitions_text(changed)}")
-    await giver.spread([name for name in given.nodes if name not in (node, *masters)], given)
-    return list(changed)
+    operator.on_progress(
+        f"{node}: revision {new_map.revision}, a replica of {partitions_text(assignments)}"
+    )
+    others = [name for name in new_map.nodes if name not in (node, *actives)]
+    await publisher.announce(others, new_map)
+    return list(assignments)
 
 
 def _check_name(operator: Operator, node: str, address: str) -> None:
     if not NODE_NAME.fullmatch(node):
         raise NotDoneError(
-            f"{node!r} is no node's name: write NODE=HOST:PORT, as in b=10.0.0.2:12000"
+            f"{node!r} is not a node's name: write NODE=HOST:PORT, as in b=10.0.0.2:12000"
         )
-    if address:
-        try:
-            operator.at(address)
-        except AddressError as error:
-            raise NotDoneError(f"{address!r} is not HOST:PORT") from error
-        if not address.rpartition(":")[2].isdigit():
-            raise NotDoneError(f"{address!r} is not HOST:PORT")
+    if not address:
+        return
+    try:
+        operator.address_at(address)
+    except AddressError as error:
+        raise NotDoneError(f"{address!r} is not HOST:PORT") from error
+    if not address.rpartition(":")[2].isdigit():
+        raise NotDoneError(f"{address!r} is not HOST:PORT")
 
 
 def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
-    """Of a bucket that the node which is asked holds alone; revision 1, which no node is given."""
-    count = len(survey.nodes[survey.asked].partitions)
-    there = survey.nodes[survey.asked].address
-    own = own_address or str(there).removeprefix("upr://").partition("/")[0]
+    """The map of a bucket that one node holds alone, with the address that others use for it."""
+    (known_address,) = survey.map.nodes.values()
+    own = own_address or known_address
     if own.startswith(_LOOPBACK) and address and not address.startswith(_LOOPBACK):
         raise NotDoneError(
-            f"other nodes would look for {survey.asked} at {own}: say --address HOST:PORT, as they "
+            f"other nodes would look for {survey.entry} at {own}: say --address HOST:PORT, as they "
             "reach it"
         )
+    count = len(survey.map.partitions)
+    first_map = PartitionMap.of_one(survey.bucket, count, survey.entry, own)
     try:
-        found = PartitionMap.of_one(survey.bucket, count, survey.asked, own)
-        found.check()
+        first_map.check()
     except PartitionMapError as error:
         raise NotDoneError(f"{error}; set `node` in that server's configuration") from error
-    return found
+    return first_map
 
 
-def _masters(given: PartitionMap) -> list[str]:
-    found = dict.fromkeys(master_of(assignment) for assignment in given.partitions)
-    return [name for name in found if name]
+def _check_new_replica(
+    survey: Survey, base: PartitionMap, node: str, address: str, source: str
+) -> None:
+    if not address and node not in base.nodes:
+        raise NotDoneError(f"the map does not name {node}: write {node}=HOST:PORT")
+    if source and source not in base.nodes:
+        raise NotDoneError(f"there is no node {source!r} to follow")
+    survey.require_answer(node)
+    if survey.nodes[node].partitions and survey.nodes[node].map is None:
+        raise NotDoneError(
+            f"node {node} has a bucket {survey.bucket!r} of its own, which it would lose: delete "
+            "it there first, with `upr bucket delete`"
+        )
 
 
-def _revised(
-    base: PartitionMap, survey: Survey, changed: dict[PartitionId, Assignment]
-) -> PartitionMap:
-    newest = 0 if survey.map is None else survey.map.revision
-    try:
-        return revised(base, first_revision(newest), changed)
-    except PartitionMapError as error:
-        raise NotDoneError(str(error)) from error
+def _with_replica(
+    base: PartitionMap, partitions: Iterable[PartitionId], node: str, source: str
+) -> dict[PartitionId, Assignment]:
+    """The assignments with the replica, of the partitions for which the node is not active."""
+    assignments: dict[PartitionId, Assignment] = {}
+    for partition in partitions:
+        assignment = base.partitions[partition]
+        if assignment.active == node:
+            continue
+        if not assignment.active:
+            raise NotDoneError(
+                f"{partitions_text([partition])} has no active node: finish that first, with `upr "
+                "takeover` or `upr failover`"
+            )
+        replicas = {**assignment.replicas, node: "" if source == assignment.active else source}
+        assignments[partition] = msgspec.structs.replace(assignment, replicas=replicas, keeps=None)
+    return assignments
+
+
+# Removing.
 
 
 async def remove_replicas(
     operator: Operator, node: str, *, partitions: Iterable[int] = ()
 ) -> list[PartitionId]:
-    """Has a node hold partitions no more. What it has stays on its disk. The map forgets a node
-    that holds nothing.
+    """Removes the replicas on a node. Its copy stays on its disk. The map drops a node that holds
+    no partition.
 
     Args:
-        operator: How to ask.
+        operator: How to reach the nodes.
         node: The node.
         partitions: Which partitions; none for all.
 
@@ -207,101 +196,130 @@ async def remove_replicas(
         The partitions of which it was a replica.
 
     Raises:
-        NotDoneError: That cannot be; the sentence says what to do.
+        NotDoneError: It cannot be done; the message says what to do.
         PartlyDoneError: A node refuses, or does not answer.
     """
     survey = await operator.survey()
-    base = survey.mapped()
-    if node not in base.nodes:
-        raise NotDoneError(f"there is no node {node!r}; there are {', '.join(sorted(base.nodes))}")
-    wanted = checked_partitions(survey, partitions)
-    led = [number for number in wanted if node == master_of(base.partitions[number])]
+    base = survey.require_map()
+    survey.require_node(node)
+    chosen = require_partitions(survey, partitions)
+    led = [partition for partition in chosen if node == last_active_of(base.partitions[partition])]
     if led:
         raise NotDoneError(
-            f"{node} is active for {partitions_text(led)}: have another take over first, with "
+            f"{node} is active for {partitions_text(led)}: let another node take over first, with "
             "`upr takeover`"
         )
-    changed: dict[PartitionId, Assignment] = {}
-    for number in wanted:
-        assignment = base.partitions[number]
+    assignments = _without_replica(base, chosen, node)
+    nodes = base.nodes
+    if not any(
+        node in assignments.get(PartitionId(number), assignment).holders()
+        for number, assignment in enumerate(base.partitions)
+    ):
+        nodes = {name: address for name, address in nodes.items() if name != node}
+    if not assignments and nodes == base.nodes:
+        raise NotDoneError(f"{node} is not a replica of any of them")
+    new_map = _revise(msgspec.structs.replace(base, nodes=nodes), survey, assignments)
+    publisher = MapPublisher(operator, survey)
+    actives = _last_actives(new_map)
+    for name, error in (await publisher.publish_to(actives, new_map)).items():
+        operator.on_progress(
+            f"{name} waits for {node} until it has revision {new_map.revision}: {error}"
+        )
+    await publisher.announce([name for name in base.nodes if name not in actives], new_map)
+    return list(assignments)
+
+
+def _without_replica(
+    base: PartitionMap, partitions: Iterable[PartitionId], node: str
+) -> dict[PartitionId, Assignment]:
+    """The assignments without the replica. Nodes that followed it follow the active."""
+    assignments: dict[PartitionId, Assignment] = {}
+    for partition in partitions:
+        assignment = base.partitions[partition]
         if node in assignment.replicas:
             replicas = {
-                name: "" if there == node else there
-                for name, there in assignment.replicas.items()
+                name: "" if source == node else source
+                for name, source in assignment.replicas.items()
                 if name != node
             }
-            changed[number] = msgspec.structs.replace(assignment, replicas=replicas, keeps=None)
-    partitions_left = [changed.get(PartitionId(n), o) for n, o in enumerate(base.partitions)]
-    nodes = base.nodes
-    if not any(node in holders_of(assignment) for assignment in partitions_left):
-        nodes = {name: there for name, there in nodes.items() if name != node}
-    if not changed and nodes == base.nodes:
-        raise NotDoneError(f"{node} is no replica of any of them")
-    given = _revised(msgspec.structs.replace(base, nodes=nodes), survey, changed)
-    giver = Giver(operator, survey)
-    masters = _masters(given)
-    for name, error in (await giver.give_each(masters, given)).items():
-        operator.tell(
-            f"{name} counts on {node} until it learns of revision {given.revision}: {error}"
-        )
-    await giver.spread([name for name in base.nodes if name not in masters], given)
-    return list(changed)
+            assignments[partition] = msgspec.structs.replace(
+                assignment, replicas=replicas, keeps=None
+            )
+    return assignments
+
+
+def _last_actives(partition_map: PartitionMap) -> list[str]:
+    names = dict.fromkeys(last_active_of(assignment) for assignment in partition_map.partitions)
+    return [name for name in names if name]
+
+
+def _revise(
+    base: PartitionMap, survey: Survey, assignments: Mapping[PartitionId, Assignment]
+) -> PartitionMap:
+    try:
+        return revise(base, first_revision(survey.map.revision), assignments)
+    except PartitionMapError as error:
+        raise NotDoneError(str(error)) from error
+
+
+# Waiting.
 
 
 async def wait_caught_up(
     operator: Operator,
     node: str,
     partitions: Iterable[PartitionId],
-    behind: Behind,
+    lag: ReplicaLag,
 ) -> None:
-    """Waits until a replica has, in the same history, what the actives had when they were asked
-    last. For ever, if need be: the caller has the patience.
+    """Waits until a replica has, in the same history, what the active nodes had when they were last
+    asked. It has no deadline of its own.
 
     Args:
-        operator: How to ask.
+        operator: How to reach the nodes.
         node: The replica.
-        partitions: Of these.
-        behind: Is kept current.
+        partitions: Which partitions.
+        lag: Is updated while it waits.
 
     Raises:
-        BrokenError: The node at the operator's address cannot be asked.
+        BrokenError: No node at the operator's address answers.
     """
-    wanted = list(partitions)
+    chosen = list(partitions)
     survey = await operator.survey()
-    places = {name: report.address for name, report in survey.nodes.items()}
-    base = survey.mapped()
+    addresses = {name: report.address for name, report in survey.nodes.items()}
+    base = survey.require_map()
     while True:
-        masters = {master_of(base.partitions[number]) for number in wanted} - {"", node}
-        # The actives first: what the replica has is looked at after.
-        actives = await operator.reports({name: places[name] for name in masters})
-        replica = (await operator.reports({node: places[node]}))[node]
-        _compare(base, wanted, actives, replica, behind)
-        if not behind.partitions and not behind.trouble:
+        names = {last_active_of(base.partitions[partition]) for partition in chosen} - {"", node}
+        # The actives first: a replica that has what they had a moment ago has caught up.
+        actives = await operator.node_reports({name: addresses[name] for name in names})
+        replica = (await operator.node_reports({node: addresses[node]}))[node]
+        _measure(lag, base, chosen, actives, replica)
+        if not lag.partitions and not lag.failure:
             return
         await trio.sleep(_POLL_S)
 
 
-def _compare(
+def _measure(
+    lag: ReplicaLag,
     base: PartitionMap,
-    wanted: list[PartitionId],
-    actives: dict[str, NodeReport],
+    partitions: list[PartitionId],
+    actives: Mapping[str, NodeReport],
     replica: NodeReport,
-    behind: Behind,
 ) -> None:
-    troubles = [one.trouble for one in (replica, *actives.values()) if one.trouble]
-    behind.trouble = troubles[0] if troubles else ""
-    if troubles:
+    """Updates `lag`."""
+    failures = [report.failure for report in (replica, *actives.values()) if report.failure]
+    lag.failure = failures[0] if failures else ""
+    if failures:
         return
     if len(replica.partitions) != len(base.partitions):
-        behind.trouble = f"node {replica.name} does not have the bucket yet"
+        lag.failure = f"node {replica.name} does not have the bucket yet"
         return
-    behind.changes = behind.partitions = 0
-    for number in wanted:
-        active = actives.get(master_of(base.partitions[number]))
-        if active is None:
+    lag.changes = lag.partitions = 0
+    for partition in partitions:
+        report = actives.get(last_active_of(base.partitions[partition]))
+        if report is None:
             continue
-        theirs, its = active.partitions[number], replica.partitions[number]
-        same = theirs.log == its.log
-        lag = max(0, theirs.high_seq - (its.high_seq if same else 0))
-        behind.changes += lag
-        behind.partitions += bool(lag) or not same
+        active, copy = report.partitions[partition], replica.partitions[partition]
+        shares_history = active.log == copy.log
+        changes = max(0, active.high_seq - (copy.high_seq if shares_history else 0))
+        lag.changes += changes
+        lag.partitions += bool(changes) or not shares_history

@@ -1,8 +1,8 @@
-"""Looking at all nodes of a bucket: what each says of itself, and which map counts."""
+"""Asking all nodes of a bucket what they hold, and finding the newest partition map."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -13,7 +13,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.calls import PartitionInfo
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.operator.errors import NotDoneError
-from upr_protocol.client.operator.plan import Copy
+from upr_protocol.client.operator.plan import PartitionCopy
 from upr_protocol.client.trio.client import Client, connect
 from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
@@ -21,8 +21,11 @@ from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap, newest
 from upr_protocol.transport import Dial, dial_tcp
 
-TELL_TIMEOUT_S: Final = 2.0
-"""How long a node may take to tell something, before it counts as unreachable."""
+ASK_TIMEOUT_S: Final = 2.0
+"""How long a node may take to answer before it counts as unreachable."""
+
+APPLY_TIMEOUT_S: Final = 5.0
+"""How long a node that must have a map may take to apply it."""
 
 
 @attrs.frozen
@@ -30,219 +33,236 @@ class NodeReport:
     """What one node says.
 
     Attributes:
-        name: What maps call it.
+        name: Its name in partition maps.
         address: Where it was asked.
         map: Its map; None when it has none.
-        partitions: Its partitions; none when it does not have the bucket.
-        trouble: Why it could not be asked; empty when it could.
+        partitions: Its partitions; empty when it does not have the bucket.
+        failure: Why it could not be asked; empty when it could.
     """
 
     name: str
     address: Address
     map: PartitionMap | None = None
     partitions: tuple[PartitionInfo, ...] = ()
-    trouble: str = ""
+    failure: str = ""
 
     @property
     def revision(self) -> int:
-        """That of its map; 0 for none."""
+        """The revision of its map; 0 when it has none."""
         return 0 if self.map is None else self.map.revision
 
     def state(self, partition: PartitionId) -> PartitionState:
-        """What it says that it is for a partition; dead where it does not answer."""
+        """Its own state for a partition; dead when it does not answer."""
         if partition >= len(self.partitions):
             return PartitionState.DEAD
         return self.partitions[partition].state
 
-    def copy(self, partition: PartitionId) -> Copy:
+    def copy(self, partition: PartitionId) -> PartitionCopy:
         """What it has of a partition that it holds."""
         info = self.partitions[partition]
-        return Copy(self.name, info.log, info.high_seq)
+        return PartitionCopy(self.name, info.log, info.high_seq)
 
 
 @attrs.frozen
 class Survey:
-    """What all nodes say.
+    """What all nodes of a bucket say.
 
     Attributes:
         bucket: The bucket.
-        asked: The name of the node that the URL leads to.
-        map: The newest map; None when no node has one.
-        nodes: What each says, by its name; those too that do not answer.
+        entry: The name of the node that was asked first.
+        map: The newest map. A bucket that one node holds alone has none; then it is a map of this
+            node, with revision 0.
+        nodes: Every node's report by its name, also of nodes that do not answer.
     """
 
     bucket: str
-    asked: str
-    map: PartitionMap | None
+    entry: str
+    map: PartitionMap
     nodes: Mapping[str, NodeReport]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one node holds the bucket alone, without a map."""
+        return not self.map.revision
 
     def reaches(self, name: str) -> bool:
         """Whether a node answers."""
-        return name in self.nodes and not self.nodes[name].trouble
+        return name in self.nodes and not self.nodes[name].failure
 
-    def mapped(self) -> PartitionMap:
+    def require_map(self) -> PartitionMap:
         """The newest map.
 
         Raises:
-            NotDoneError: There is none.
+            NotDoneError: One node holds the bucket alone.
         """
-        if self.map is None:
+        if self.is_alone:
             raise NotDoneError(
-                f"{self.asked} holds {self.bucket!r} alone: give it a replica first, with "
+                f"{self.entry} holds {self.bucket!r} alone: give it a replica first, with "
                 "`upr replicas add`"
             )
         return self.map
 
-    def check_reaches(self, name: str) -> None:
-        """Raises `NotDoneError` when a node does not answer."""
+    def require_node(self, name: str) -> None:
+        """Raises `NotDoneError` if the map does not name a node."""
+        if name not in self.map.nodes:
+            names = ", ".join(sorted(self.map.nodes))
+            raise NotDoneError(f"there is no node {name!r}; the nodes are {names}")
+
+    def require_answer(self, name: str) -> None:
+        """Raises `NotDoneError` if a node does not answer."""
         if not self.reaches(name):
-            why = self.nodes[name].trouble if name in self.nodes else "no map names it"
-            raise NotDoneError(f"node {name} is needed, and cannot be reached: {why}")
+            why = self.nodes[name].failure if name in self.nodes else "no map names it"
+            raise NotDoneError(f"node {name} is needed, but cannot be reached: {why}")
 
 
-def _nothing(_: str) -> None:
+def _ignore(_: str) -> None:
     pass
 
 
 @attrs.frozen
 class Operator:
-    """How nodes are asked.
+    """How commands reach the nodes of a bucket, and where they report progress.
 
     Attributes:
-        address: A node, and the bucket.
+        address: One or more of the nodes, and the bucket.
         identity: `what:who`, for the servers' logs.
-        tell: Is told what has been done, a sentence at a time.
-        tell_timeout_s: How long a node may take to tell something.
-        give_timeout_s: How long it may take to carry out a map.
+        on_progress: Called with a sentence for each step that was done.
+        ask_timeout_s: How long a node may take to answer.
+        apply_timeout_s: How long it may take to apply a map.
         dial: How to reach an address, where that is not plain TCP.
     """
 
     address: Address
     identity: str = IDENTITY_DEFAULT
-    tell: Callable[[str], None] = _nothing
-    tell_timeout_s: float = TELL_TIMEOUT_S
-    give_timeout_s: float = 5.0
+    on_progress: Callable[[str], None] = _ignore
+    ask_timeout_s: float = ASK_TIMEOUT_S
+    apply_timeout_s: float = APPLY_TIMEOUT_S
     dial: Dial = dial_tcp
 
-    def at(self, host_port: str) -> Address:
+    def address_at(self, host_port: str) -> Address:
         """The bucket at another address, `HOST:PORT`."""
         return self.address.of_node(host_port)
 
-    def talk(self, address: Address) -> AbstractAsyncContextManager[Client]:
-        """A connection to just this node, whatever the map says."""
+    def connect(self, address: Address) -> AbstractAsyncContextManager[Client]:
+        """A client of just this node, whatever the map says."""
         return connect(
             address,
             identity=self.identity,
-            connect_timeout_s=self.tell_timeout_s,
-            patience_s=self.tell_timeout_s,
+            connect_timeout_s=self.ask_timeout_s,
+            patience_s=self.ask_timeout_s,
             by_map=False,
             dial=self.dial,
         )
 
     def node(self, address: Address, timeout_s: float | None = None) -> NodeClient:
-        """The node at `address`; by default with `tell_timeout_s` for each call."""
+        """The node at `address`; by default with `ask_timeout_s` for each call."""
         return NodeClient(
             address,
             identity=self.identity,
-            timeout_s=self.tell_timeout_s if timeout_s is None else timeout_s,
+            timeout_s=self.ask_timeout_s if timeout_s is None else timeout_s,
             dial=self.dial,
         )
 
-    async def ask(self, address: Address) -> NodeStatus:
+    async def node_status(self, address: Address) -> NodeStatus:
         """A node's name and map; no map when it does not have the bucket.
 
         Raises:
-            BrokenError: It cannot be asked.
-            NotDoneError: It has no name.
+            BrokenError: The node cannot be reached.
+            NotDoneError: The node has no name.
         """
         try:
-            found = await self.node(address).status()
+            status = await self.node(address).status()
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise
-            nowhere = attrs.evolve(address, bucket="")
-            found = await self.node(nowhere).status()
-        return _named(found, address)
+            status = await self.node(attrs.evolve(address, bucket="")).status()
+        return _require_name(status, address)
 
-    async def report(self, address: Address, name: str = "") -> NodeReport:
-        """What the node at `address` says, which should be called `name`. Never raises for a node
-        that cannot be asked."""
+    async def node_report(self, address: Address, name: str = "") -> NodeReport:
+        """What the node at `address` says. Reports a failure instead of raising it, also if another
+        node than `name` answers."""
         try:
-            found = await self._look(address)
-            if name and found.node != name:
-                raise BrokenError(f"{address} is where node {found.node!r} answers")
-            return NodeReport(found.node, address, found.map, found.partitions)
+            status = await self._full_status(address)
+            if name and status.node != name:
+                raise BrokenError(f"node {status.node!r} answers at {address}")
+            return NodeReport(status.node, address, status.map, status.partitions)
         except UprError as error:
-            return NodeReport(name, address, trouble=str(error))
+            return NodeReport(name, address, failure=str(error))
 
-    async def _look(self, address: Address) -> NodeStatus:
+    async def _full_status(self, address: Address) -> NodeStatus:
         try:
-            found = await self.node(address).status_with_partitions()
+            status = await self.node(address).status_with_partitions()
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise
-            return await self.ask(address)
-        return _named(found, address)
+            return await self.node_status(address)
+        return _require_name(status, address)
 
-    async def reports(self, nodes: Mapping[str, Address]) -> dict[str, NodeReport]:
+    async def node_reports(self, nodes: Mapping[str, Address]) -> dict[str, NodeReport]:
         """What several nodes say, asked at the same time."""
-        found: dict[str, NodeReport] = {}
+        reports: dict[str, NodeReport] = {}
 
-        async def one(name: str, address: Address) -> None:
-            found[name] = await self.report(address, name)
+        async def ask(name: str, address: Address) -> None:
+            reports[name] = await self.node_report(address, name)
 
         async with trio.open_nursery() as nursery:
             for name, address in nodes.items():
-                nursery.start_soon(one, name, address)
-        return {name: found[name] for name in nodes}
+                nursery.start_soon(ask, name, address)
+        return {name: reports[name] for name in nodes}
 
-    async def _first(self) -> NodeReport:
-        """What the first node says that the address names, answers, and has the bucket; or else
-        the first that answers: one may have lost its disk."""
-        troubles, bare = [], []
+    async def entry_report(self) -> NodeReport:
+        """The report of the first node in `address` that has the bucket; if none has, of the first
+        that answers. A node that lost its disk does not know of the bucket, though others do.
+
+        Raises:
+            BrokenError: No node answers.
+        """
+        failures, without_bucket = [], []
         for address in self.address.each():
-            found = await self.report(address)
-            if found.trouble:
-                troubles.append(found.trouble)
-            elif found.map is not None or found.partitions:
-                return found
+            report = await self.node_report(address)
+            if report.failure:
+                failures.append(report.failure)
+            elif report.map is not None or report.partitions:
+                return report
             else:
-                bare.append(found)
-        if bare:
-            return bare[0]
-        raise BrokenError("; ".join(troubles))
+                without_bucket.append(report)
+        if without_bucket:
+            return without_bucket[0]
+        raise BrokenError("; ".join(failures))
 
     async def survey(self, others: Mapping[str, str] | None = None) -> Survey:
-        """Asks the node at `address`, and all that any map names.
+        """Asks a node at `address`, and every node that any map names.
 
         Args:
             others: More nodes to ask, `HOST:PORT` by name.
 
         Raises:
-            BrokenError: The node at `address` cannot be asked.
-            ServerError: It does not have the bucket, nor does any other.
+            BrokenError: No node at `address` answers.
+            ServerError: No node has the bucket.
         """
-        first = await self._first()
-        nodes = {first.name: first}
-        wanted = {name: self.at(there) for name, there in (others or {}).items()}
+        entry = await self.entry_report()
+        reports = {entry.name: entry}
+        addresses = {name: self.address_at(where) for name, where in (others or {}).items()}
         while True:
-            counts = newest(_maps(nodes.values()))
-            if counts is not None:
-                wanted.update({name: self.at(there) for name, there in counts.nodes.items()})
-            unasked = {name: there for name, there in wanted.items() if name not in nodes}
+            newest_map = newest(report.map for report in reports.values() if report.map is not None)
+            if newest_map is not None:
+                for name, where in newest_map.nodes.items():
+                    addresses[name] = self.address_at(where)
+            unasked = {name: addresses[name] for name in addresses if name not in reports}
             if not unasked:
                 break
-            nodes.update(await self.reports(unasked))
-        if not any(report.partitions for report in nodes.values()):
-            raise ServerError(Status.NO_BUCKET, f"there is no bucket {self.address.bucket!r}")
-        return Survey(self.address.bucket, first.name, counts, nodes)
+            reports.update(await self.node_reports(unasked))
+        bucket = self.address.bucket
+        if not any(report.partitions for report in reports.values()):
+            raise ServerError(Status.NO_BUCKET, f"there is no bucket {bucket!r}")
+        if newest_map is None:
+            where = str(entry.address).removeprefix("upr://").partition("/")[0]
+            count = len(entry.partitions)
+            newest_map = PartitionMap.of_one(bucket, count, entry.name, where, revision=0)
+        return Survey(bucket, entry.name, newest_map, reports)
 
 
-def _named(found: NodeStatus, address: Address) -> NodeStatus:
-    if not found.node:
-        raise NotDoneError(f"the server at {address} is part of no cluster")
-    return found
-
-
-def _maps(reports: Iterable[NodeReport]) -> list[PartitionMap]:
-    return [report.map for report in reports if report.map is not None]
+def _require_name(status: NodeStatus, address: Address) -> NodeStatus:
+    if not status.node:
+        raise NotDoneError(f"the server at {address} is not part of a cluster")
+    return status

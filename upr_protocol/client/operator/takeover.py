@@ -1,20 +1,18 @@
-"""Takeover: another node becomes active in place of one that is there, and nothing is lost.
+"""Takeover: a replica becomes active in place of a running node, and no change is lost.
 
-1. The target is close: it has nearly everything.
-2. The old active hands over: it takes no writes any more, has all on disk, and is still followed.
-3. The target has exactly what the old active has.
-4. The target becomes active, in the same history, which it refuses unless it has just that.
-5. The old active and all others learn of it.
+1. The target is close: it has nearly every change of the old active.
+2. The old active hands over: it takes no more writes, stores everything, and is still followed.
+3. The target catches up: it has exactly what the old active has.
+4. The target becomes active in the same history. It refuses unless it has exactly that.
+5. The old active and all other nodes get the new map.
 
-When 3 takes too long, or 4 is refused, the old active goes on in its history. When nobody can say
-what became of 4, or a command before this one was interrupted there, others may have been told to
-become active: they are held back first, and who took something in is active again. Whoever becomes
-active after that begins a new history: one that was active may have given numbers that it lost.
+If step 3 takes too long, or step 4 is refused, the partitions are handed back: see `handback`. The
+same is done if the outcome of step 4 is unknown, or if an earlier command was interrupted there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 import attrs
@@ -27,52 +25,42 @@ from upr_protocol.client.operator.errors import (
     PartlyDoneError,
     UnreachableError,
 )
-from upr_protocol.client.operator.failover import chosen_partitions
-from upr_protocol.client.operator.giver import Giver
+from upr_protocol.client.operator.handback import WAS_ACTIVE, Handback
+from upr_protocol.client.operator.map_change import MapChange, choose_partitions
 from upr_protocol.client.operator.plan import (
-    Copy,
-    fenced,
-    first_revision,
-    furthest,
-    handed_over,
-    holders_of,
-    led_by,
-    master_of,
-    partitions_text,
-    revised,
+    active_assignment,
+    handover_assignment,
+    last_active_of,
 )
 from upr_protocol.client.operator.survey import Operator, Survey
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
+from upr_protocol.partition_map import HistoryPoint, PartitionMap
 
 CLOSE_CHANGES: Final = 256
-"""How many changes a target may be behind in any case, over all partitions, when the active hands
-over to it."""
+"""A target is close if it lacks at most this many changes, over all partitions."""
 
 CLOSE_S: Final = 0.25
-"""Or how long it takes for what it is behind, as fast as it was just now."""
+"""Or if it would catch up in this time, at its recent speed."""
 
-_CLOSE_POLL_S: Final = 0.1
-_POLL_S: Final = 0.01
+_APPROACH_POLL_S: Final = 0.1
+_CATCH_UP_POLL_S: Final = 0.01
 
 _UNTOLD_S: Final = 0.3
-"""A target that has everything by then need not be told that the active hands over: its streams go
-on. One whose streams broke can only connect again when it knows."""
-
-_WAS_ACTIVE: Final = "an interrupted command had another node become active"
+"""How long the target is not told of the handover. Usually it has caught up by then, and its
+streams continue. A target whose streams broke can connect again only once it knows."""
 
 
 @attrs.frozen
-class Limits:
-    """How long things may take.
+class TakeoverTimeouts:
+    """How long the waits of a takeover may take.
 
     Attributes:
-        close_s: For the target to come close, while the active takes writes.
-        handover_s: For it to have everything, while nobody takes writes.
+        approach_s: For the target to come close, while the old active takes writes.
+        handover_s: For the target to catch up, while no node takes writes.
     """
 
-    close_s: float = 300.0
+    approach_s: float = 300.0
     handover_s: float = 10.0
 
 
@@ -82,375 +70,237 @@ async def take_over(
     to: str,
     partitions: Iterable[int] = (),
     all_of: str = "",
-    limits: Limits | None = None,
+    timeouts: TakeoverTimeouts | None = None,
 ) -> PartitionMap:
-    """Makes a replica active in place of the active. Cancelled, it may leave partitions that are
-    handed over and that nobody is active for; the same command again goes on from there. Cancelled
-    in its turn, that may leave them fenced: `fail_over` goes on from there, and loses nothing.
+    """Makes a replica active in place of a running node.
+
+    Cancelled, it may leave partitions handed over, without an active node. The same command again
+    continues from there. If that is cancelled too, it may leave them fenced; `fail_over` continues
+    from there, and loses nothing.
 
     Args:
-        operator: How to ask; at any node.
+        operator: How to reach the nodes; by way of any of them.
         to: The replica.
         partitions: Which partitions.
-        all_of: Or all that this node is active for.
-        limits: How long things may take.
+        all_of: Or all for which this node is active.
+        timeouts: How long the waits may take.
 
     Returns:
-        The map.
+        The new map.
 
     Raises:
-        NotDoneError: It cannot be; everything is owned as before.
-        PartlyDoneError: It could not be finished.
+        NotDoneError: It cannot be done. Every partition is assigned as before.
+        PartlyDoneError: The command could not finish.
     """
-    limits = limits or Limits()
     survey = await operator.survey()
-    base = survey.mapped()
-    by_master: dict[str, list[PartitionId]] = {}
-    for number in chosen_partitions(survey, partitions, all_of):
-        assignment = base.partitions[number]
+    base = survey.require_map()
+    partitions_of: dict[str, list[PartitionId]] = {}
+    for partition in choose_partitions(survey, partitions, all_of):
+        assignment = base.partitions[partition]
         if assignment.active != to:
-            by_master.setdefault(master_of(assignment), []).append(number)
-    if not by_master:
-        raise NotDoneError(f"{to} is active for all of them already")
-    found = base
-    for at, (master, numbers) in enumerate(by_master.items()):
-        if at:
+            partitions_of.setdefault(last_active_of(assignment), []).append(partition)
+    if not partitions_of:
+        raise NotDoneError(f"{to} is already active for all of them")
+    newest = base
+    for index, (source, its_partitions) in enumerate(partitions_of.items()):
+        if index:
             survey = await operator.survey()
-        found = await _Takeover(operator, survey, master, to, numbers, limits).run()
-    return found
+        takeover = _Takeover(operator, survey, source, to, its_partitions)
+        newest = await takeover.run(timeouts or TakeoverTimeouts())
+    return newest
 
 
 class _Takeover:
-    """From one node to another."""
+    """A takeover from one node, `source`, by another, `target`."""
 
     def __init__(
         self,
         operator: Operator,
         survey: Survey,
-        old: str,
-        to: str,
+        source: str,
+        target: str,
         partitions: list[PartitionId],
-        limits: Limits,
     ) -> None:
         self._operator = operator
-        self._tell = operator.tell
+        self._report = operator.on_progress
         self._survey = survey
-        self._old = old
-        self._to = to
-        self._limits = limits
-        self._base = survey.mapped()
-        self._assignments: dict[PartitionId, Assignment] = {
-            number: self._base.partitions[number] for number in partitions
-        }
-        self._text = partitions_text(partitions)
-        self._revision = first_revision(self._base.revision)
-        self._giver = Giver(operator, survey)
-        self._keeps: dict[PartitionId, HistoryPoint] = {}
-        self._held_back: dict[PartitionId, list[Copy]] = {}
-        self._new_histories = False
-        self._resumed = any(assignment.handing_over for assignment in self._assignments.values())
+        self._source = source
+        self._target = target
+        self._change = MapChange(operator, survey, partitions)
+        self._publisher = self._change.publisher
+        self._handback = Handback(self._change, source, target)
 
-    async def run(self) -> PartitionMap:
+    async def run(self, timeouts: TakeoverTimeouts) -> PartitionMap:
         self._check()
-        if self._to == self._old:
-            return await self._go_back()
-        if not self._resumed:
-            with trio.move_on_after(self._limits.close_s) as scope:
-                await self._come_close()
+        if self._target == self._source:
+            return await self._handback.cancel()
+        others = [name for name in self._change.holders() if name != self._source]
+        is_resumed = self._handback.is_resumed
+        if is_resumed:
+            self._report(
+                "an earlier command was interrupted: the partitions that it handed over begin new "
+                "histories"
+            )
+            await self._handback.fence(others)
+        else:
+            with trio.move_on_after(timeouts.approach_s) as scope:
+                await self._approach()
             if scope.cancelled_caught:
                 raise NotDoneError(
-                    f"{self._to} does not come close to {self._old}: it has "
-                    f"{self._lag():,} changes less; see `upr partitions`, or give it longer"
+                    f"{self._target} does not come close to {self._source}: it lacks "
+                    f"{self._lag():,} changes; see `upr partitions`, or give it more time"
                 )
-        others = self._others()
-        if self._resumed:
-            self._tell(
-                "an earlier command was interrupted: what it handed over begins new histories"
-            )
-            await self._hold_back(others)
-        given = await self._hand_over()
-        if self._ahead():
-            return await self._return(_WAS_ACTIVE)
-        if self._resumed:
-            await self._giver.spread(others, given)
-        with trio.move_on_after(self._limits.handover_s) as scope:
-            await self._catch_up(given)
+        handover_map = await self._hand_over()
+        if self._handback.copies_ahead():
+            return await self._handback.give_back(WAS_ACTIVE)
+        if is_resumed:
+            await self._publisher.announce(others, handover_map)
+        with trio.move_on_after(timeouts.handover_s) as scope:
+            await self._catch_up(handover_map)
         if scope.cancelled_caught:
-            return await self._return(
-                f"{self._to} did not have everything within {self._limits.handover_s:g} s"
+            return await self._handback.give_back(
+                f"{self._target} did not catch up within {timeouts.handover_s:g} s"
             )
         return await self._activate()
 
     # Before anything is changed.
 
     def _check(self) -> None:
-        survey, old, to = self._survey, self._old, self._to
-        if not old or any(assignment.lost for assignment in self._assignments.values()):
-            raise NotDoneError(f"nobody is active for {self._text}: use `upr failover`")
-        without = [
-            n for n, assignment in self._assignments.items() if to not in holders_of(assignment)
-        ]
-        if without:
+        survey, source, target = self._survey, self._source, self._target
+        assignments = self._change.assignments
+        if not source or any(assignment.lost for assignment in assignments.values()):
+            raise NotDoneError(f"no node is active for {self._change.text}: use `upr failover`")
+        self._change.require_copies(target, "make it a replica first, with `upr replicas add`")
+        if not survey.reaches(source):
+            why = survey.nodes[source].failure
             raise NotDoneError(
-                f"{to} has no copy of {partitions_text(without)}: make it a replica first, with "
-                "`upr replicas add`"
+                f"{source} cannot be reached ({why}): if it is gone, use `upr failover`"
             )
-        if not survey.reaches(old):
-            why = survey.nodes[old].trouble
-            raise NotDoneError(
-                f"{old} cannot be reached ({why}): if it is gone, use `upr failover`"
-            )
-        survey.check_reaches(to)
-        for number, assignment in self._assignments.items():
-            state = survey.nodes[old].state(number)
+        survey.require_answer(target)
+        for partition, assignment in assignments.items():
+            state = survey.nodes[source].state(partition)
             if assignment.active and state is not PartitionState.ACTIVE:
                 raise NotDoneError(
-                    f"{old} is {state.name.lower()} for partition {number}, though the map says "
-                    "active. If it was stopped cleanly, repeat this once another node has "
+                    f"{source} is {state.name.lower()} for partition {partition}, but active in "
+                    "the map. If it was stopped cleanly, repeat this once another node has "
                     "confirmed its map; if it was killed, use `upr failover`"
                 )
 
+    # 1. The target is close.
+
     def _lag(self) -> int:
-        old, to = self._survey.nodes[self._old], self._survey.nodes[self._to]
-        if to.trouble or old.trouble or len(to.partitions) != len(old.partitions):
+        """The changes that the target lacks; -1 if that is not known."""
+        source, target = self._survey.nodes[self._source], self._survey.nodes[self._target]
+        if target.failure or source.failure or len(target.partitions) != len(source.partitions):
             return -1
         lag = 0
-        for number in self._assignments:
-            theirs, its = old.partitions[number], to.partitions[number]
-            same = theirs.log == its.log
-            lag += theirs.high_seq - (its.high_seq if same else 0)
-            if not same and not theirs.high_seq:
+        for partition in self._change.assignments:
+            active, replica = source.partitions[partition], target.partitions[partition]
+            shares_history = active.log == replica.log
+            lag += active.high_seq - (replica.high_seq if shares_history else 0)
+            if not shares_history and not active.high_seq:
                 return -1
         return lag
 
-    def _has(self) -> int:
+    def _target_changes(self) -> int:
         """The changes that the target has, over all partitions."""
-        partitions = self._survey.nodes[self._to].partitions
-        return sum(info.high_seq for info in partitions if info.partition in self._assignments)
-
-    async def _come_close(self) -> None:
-        """Waits until the target has nearly everything, in the same histories."""
-        told = False
-        close = CLOSE_CHANGES
-        has, at = self._has(), trio.current_time()
-        while not 0 <= self._lag() <= close:
-            if not told:
-                self._tell(f"{self._to} is behind {self._old}; waiting until it is close")
-                told = True
-            await trio.sleep(_CLOSE_POLL_S)
-            places = {name: self._giver.addresses[name] for name in (self._old, self._to)}
-            reports = {**self._survey.nodes, **await self._operator.reports(places)}
-            self._survey = attrs.evolve(self._survey, nodes=reports)
-            before, has, since, at = has, self._has(), at, trio.current_time()
-            close = max(CLOSE_CHANGES, int(CLOSE_S * (has - before) / (at - since)))
-
-    # Handing over.
-
-    def _map(self, changed: dict[PartitionId, Assignment]) -> PartitionMap:
-        found = revised(self._base, self._revision, changed)
-        self._revision += 1
-        return found
-
-    def _others(self) -> list[str]:
-        """All who have a copy, but for the old active."""
-        found = dict.fromkeys(
-            n for assignment in self._assignments.values() for n in holders_of(assignment)
+        partitions = self._survey.nodes[self._target].partitions
+        return sum(
+            info.high_seq for info in partitions if info.partition in self._change.assignments
         )
-        return [name for name in found if name != self._old]
+
+    async def _approach(self) -> None:
+        """Waits until the target is close, in the same histories."""
+        is_reported = False
+        limit = CLOSE_CHANGES
+        changes, asked_at = self._target_changes(), trio.current_time()
+        while not 0 <= self._lag() <= limit:
+            if not is_reported:
+                self._report(f"{self._target} is behind {self._source}; waiting until it is close")
+                is_reported = True
+            await trio.sleep(_APPROACH_POLL_S)
+            addresses = {n: self._publisher.addresses[n] for n in (self._source, self._target)}
+            reports = {**self._survey.nodes, **await self._operator.node_reports(addresses)}
+            self._survey = attrs.evolve(self._survey, nodes=reports)
+            before, changes = changes, self._target_changes()
+            since, asked_at = asked_at, trio.current_time()
+            limit = max(CLOSE_CHANGES, int(CLOSE_S * (changes - before) / (asked_at - since)))
+
+    # 2. The old active hands over.
 
     async def _hand_over(self) -> PartitionMap:
-        given = self._map(
-            {n: handed_over(assignment) for n, assignment in self._assignments.items()}
+        handover_map = self._change.next_map(
+            {n: handover_assignment(a) for n, a in self._change.assignments.items()}
         )
         try:
-            await self._giver.give(self._old, given)
+            await self._publisher.publish(self._source, handover_map)
         except UnreachableError as error:
             raise PartlyDoneError(
-                f"{error}. It may have stopped taking writes for {self._text}: repeat the command; "
-                "or if it is gone, use `upr failover`"
+                f"{error}. It may have stopped taking writes for {self._change.text}: repeat the "
+                "command; or if it is gone, use `upr failover`"
             ) from error
         except MapRefusedError as error:
             raise NotDoneError(str(error)) from error
-        for row in await self._numbers(self._old):
-            self._keeps[row.partition] = HistoryPoint(row.history_id, row.high_seq)
-        self._tell(f"{self._old}: revision {given.revision}, hands over {self._text}")
-        return given
+        await self._handback.read_final_points()
+        self._report(
+            f"{self._source}: revision {handover_map.revision}, hands over {self._change.text}"
+        )
+        return handover_map
 
-    async def _numbers(self, node: str) -> list[PartitionNumbers]:
-        """How far a node is."""
-        address = self._giver.addresses[node]
-        try:
-            async with self._operator.talk(address) as client:
-                return await client.seqnos(self._assignments)
-        except UprError as error:
-            raise PartlyDoneError(
-                f"{node} does not answer any more ({error}), and {self._text} may be handed over: "
-                "repeat the command; or if it is gone, use `upr failover`"
-            ) from error
+    # 3. The target catches up.
 
     def _has_everything(self, rows: list[PartitionNumbers]) -> bool:
         return all(
-            HistoryPoint(row.history_id, row.high_seq) == self._keeps[row.partition]
+            HistoryPoint(row.history_id, row.high_seq) == self._handback.final_points[row.partition]
             and row.persisted_seq == row.high_seq
             for row in rows
         )
 
-    async def _catch_up(self, given: PartitionMap) -> None:
+    async def _catch_up(self, handover_map: PartitionMap) -> None:
         """Waits until the target has exactly what the old active has."""
-        untold_until = trio.current_time() + _UNTOLD_S
-        told = self._resumed
+        tell_at = trio.current_time() + _UNTOLD_S
+        is_told = self._handback.is_resumed
         while True:
             try:
-                async with self._operator.talk(self._giver.addresses[self._to]) as client:
-                    while not self._has_everything(await client.seqnos(self._assignments)):
-                        if not told and trio.current_time() > untold_until:
-                            told = True
-                            await self._giver.spread([self._to], given)
-                        await trio.sleep(_POLL_S)
+                async with self._operator.connect(
+                    self._publisher.addresses[self._target]
+                ) as client:
+                    while not self._has_everything(await client.seqnos(self._change.assignments)):
+                        if not is_told and trio.current_time() > tell_at:
+                            is_told = True
+                            await self._publisher.announce([self._target], handover_map)
+                        await trio.sleep(_CATCH_UP_POLL_S)
                     return
             except UprError as error:
-                self._tell(f"{self._to} does not say how far it is: {error}")
-                await trio.sleep(_CLOSE_POLL_S)
+                self._report(f"{self._target} does not say how far it is: {error}")
+                await trio.sleep(_APPROACH_POLL_S)
 
-    # Who may have become active.
-
-    async def _hold_back(self, nodes: list[str]) -> bool:
-        """Fences `nodes`, any of which may have been told to become active: they refuse that from
-        now on, and take nothing more. What they took in stays, as they follow nobody.
-
-        Returns:
-            Whether all are.
-        """
-        handed = {n: o for n, o in self._assignments.items() if o.handing_over or not self._resumed}
-        given = self._map({number: fenced(assignment) for number, assignment in handed.items()})
-        failed = await self._giver.give_each(nodes, given, self._operator.tell_timeout_s)
-        for error in failed.values():
-            self._tell(f"{error}; it may have become active")
-        places = {name: self._giver.addresses[name] for name in nodes if name not in failed}
-        for name, report in (await self._operator.reports(places)).items():
-            if report.trouble or not report.partitions:
-                self._tell(f"{name} does not say what it has: {report.trouble}")
-                continue
-            for number in handed:
-                self._held_back.setdefault(number, []).append(report.copy(number))
-        return not failed
-
-    def _ahead(self) -> dict[PartitionId, Copy]:
-        """Who was active meanwhile, of those that are held back, and took something in: they have
-        everything of the old active, and more."""
-        found: dict[PartitionId, Copy] = {}
-        for number, copies in self._held_back.items():
-            ahead = [copy for copy in copies if copy.goes_on_from(self._keeps[number])]
-            if not ahead:
-                continue
-            best = furthest(ahead)
-            if not best:
-                raise PartlyDoneError(
-                    f"{', '.join(copy.node for copy in ahead)} have changes of partition {number} "
-                    "that the others do not have: choose one of them with `upr failover`"
-                )
-            found[number] = next((copy for copy in best if copy.node == self._to), best[0])
-        return found
-
-    # The new active.
-
-    def _kept(self, number: PartitionId, place: HistoryPoint) -> HistoryPoint | None:
-        """Where a history goes on; None where another may have been active in it meanwhile. One
-        that was, and was killed, does not know any more which numbers it has given."""
-        if self._new_histories or self._assignments[number].handing_over:
-            return None
-        return place
+    # 4. The target becomes active, and 5. all others get the map.
 
     async def _activate(self) -> PartitionMap:
-        given = self._map(
+        new_map = self._change.next_map(
             {
-                n: led_by(assignment, self._to, self._kept(n, self._keeps[n]), floor=self._keeps[n])
-                for n, assignment in self._assignments.items()
+                partition: active_assignment(
+                    assignment,
+                    self._target,
+                    self._handback.continued_history(
+                        partition, self._handback.final_points[partition]
+                    ),
+                    floor=self._handback.final_points[partition],
+                )
+                for partition, assignment in self._change.assignments.items()
             }
         )
         try:
-            await self._giver.give(self._to, given)
+            await self._publisher.publish(self._target, new_map)
         except MapRefusedError as error:
-            return await self._return(str(error), [self._to])
+            return await self._handback.give_back(str(error), [self._target])
         except UnreachableError as error:
-            self._new_histories = True
-            return await self._return(f"{error}; it may be active now, or not", [self._to])
-        self._tell(f"{self._to}: revision {given.revision}, active for {self._text}")
-        await self._giver.spread([name for name in given.nodes if name != self._to], given)
-        return given
-
-    # Back.
-
-    async def _go_back(self) -> PartitionMap:
-        """Has the old active be it again, as the operator wishes."""
-        for row in await self._numbers(self._old):
-            self._keeps[row.partition] = HistoryPoint(row.history_id, row.high_seq)
-        return self._checked(await self._give_back(self._others()), _WAS_ACTIVE)
-
-    async def _return(self, why: str, refusers: Iterable[str] = ()) -> PartitionMap:
-        """Has the old active be it again, and says why."""
-        self._tell(why)
-        return self._checked(await self._give_back(list(refusers)), why)
-
-    def _checked(self, given: PartitionMap, why: str) -> PartitionMap:
-        """Raises `NotDoneError` unless the target is active for everything."""
-        led: dict[str, list[PartitionId]] = {}
-        for number in self._assignments:
-            led.setdefault(given.partitions[number].active, []).append(number)
-        if list(led) == [self._to]:
-            return given
-        how = " and ".join(
-            f"{name} is active{' again' if name == self._old else ''} for {partitions_text(found)}"
-            for name, found in led.items()
+            return await self._handback.give_back(
+                f"{error}; it may or may not be active now", [self._target], is_unknown=True
+            )
+        self._report(f"{self._target}: revision {new_map.revision}, active for {self._change.text}")
+        await self._publisher.announce(
+            [name for name in new_map.nodes if name != self._target], new_map
         )
-        goes_on = "" if list(led) == [self._old] else ". Repeat the command to go on from there"
-        raise NotDoneError(f"{why}; so {how}{goes_on}")
-
-    def _led_again(self, ahead: Mapping[PartitionId, Copy]) -> dict[PartitionId, Assignment]:
-        """The old active leads, but where another is ahead of it."""
-        found = {}
-        for number, assignment in self._assignments.items():
-            node, place = self._old, self._keeps[number]
-            if number in ahead:
-                node, place = ahead[number].node, ahead[number].place
-            keeps = self._kept(number, place)
-            floor = place if keeps is None or number in ahead else None
-            found[number] = led_by(assignment, node, keeps, floor=floor)
-        return found
-
-    async def _give_back(self, refusers: list[str]) -> PartitionMap:
-        """Makes the old active it again, once `refusers` are held back; or who was active
-        meanwhile and took something in."""
-        if not await self._hold_back(refusers):
-            self._new_histories = True
-        ahead = self._ahead()
-        try:
-            try:
-                given = await self._give_actives(ahead)
-            except MapRefusedError:
-                if self._new_histories:
-                    raise
-                self._new_histories = True
-                given = await self._give_actives(ahead)
-        except UnreachableError as error:
-            raise PartlyDoneError(
-                f"{error}. Nobody may be active for {self._text}: repeat the command, with --to "
-                f"{self._old} to leave it where it was; or if it is gone, use `upr failover`"
-            ) from error
-        await self._giver.spread(
-            [name for name in given.nodes if name not in self._actives_of(given)], given
-        )
-        return given
-
-    def _actives_of(self, given: PartitionMap) -> list[str]:
-        return list(dict.fromkeys(given.partitions[number].active for number in self._assignments))
-
-    async def _give_actives(self, ahead: Mapping[PartitionId, Copy]) -> PartitionMap:
-        """Gives the map that comes of it to those who are active by it."""
-        given = self._map(self._led_again(ahead))
-        for name in self._actives_of(given):
-            await self._giver.give(name, given)
-            goes_on = all(given.partitions[n].keeps for n in self._assignments)
-            history = "its history" if goes_on else "a new history"
-            self._tell(f"{name}: revision {given.revision}, active again in {history}")
-        return given
+        return new_map

@@ -1,0 +1,104 @@
+"""The maps of one command: each changes the assignments of the same partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from upr_protocol.client.operator.errors import NotDoneError
+from upr_protocol.client.operator.map_publisher import MapPublisher
+from upr_protocol.client.operator.plan import (
+    first_revision,
+    last_active_of,
+    partitions_text,
+    revise,
+)
+from upr_protocol.client.operator.survey import Operator, Survey
+from upr_protocol.ids import PartitionId
+from upr_protocol.partition_map import Assignment, PartitionMap
+
+
+class MapChange:
+    """What a takeover and a failover share.
+
+    Attributes:
+        operator: How to reach the nodes.
+        survey: What the nodes said at first.
+        assignments: The partitions that the command is about, as they were at first.
+        publisher: Gives nodes the maps.
+        text: The partitions, for people.
+    """
+
+    def __init__(
+        self, operator: Operator, survey: Survey, partitions: Iterable[PartitionId]
+    ) -> None:
+        self._base = survey.require_map()
+        self._revision = first_revision(self._base.revision)
+        self.operator = operator
+        self.survey = survey
+        self.assignments: dict[PartitionId, Assignment] = {
+            partition: self._base.partitions[partition] for partition in partitions
+        }
+        self.publisher = MapPublisher(operator, survey)
+        self.text = partitions_text(self.assignments)
+
+    @property
+    def revision(self) -> int:
+        """The revision of the next map."""
+        return self._revision
+
+    def next_map(self, assignments: Mapping[PartitionId, Assignment]) -> PartitionMap:
+        """The map at first, with these assignments and the next revision."""
+        made = revise(self._base, self._revision, assignments)
+        self._revision += 1
+        return made
+
+    def holders(self) -> list[str]:
+        """Every node that has a copy of one of the partitions."""
+        return list(
+            dict.fromkeys(
+                name for assignment in self.assignments.values() for name in assignment.holders()
+            )
+        )
+
+    def require_copies(self, node: str, advice: str) -> None:
+        """Raises `NotDoneError` if `node` does not have a copy of each partition."""
+        without = [
+            partition
+            for partition, assignment in self.assignments.items()
+            if node not in assignment.holders()
+        ]
+        if without:
+            raise NotDoneError(f"{node} has no copy of {partitions_text(without)}: {advice}")
+
+
+def require_partitions(survey: Survey, partitions: Iterable[int]) -> list[PartitionId]:
+    """`partitions` in order; all of the bucket's when none are named.
+
+    Raises:
+        NotDoneError: The bucket does not have one of them.
+    """
+    count = len(survey.map.partitions)
+    numbers = sorted(set(partitions)) or list(range(count))
+    if numbers[-1] >= count:
+        raise NotDoneError(f"the bucket has partitions 0 to {count - 1}, not {numbers[-1]}")
+    return [PartitionId(number) for number in numbers]
+
+
+def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) -> list[PartitionId]:
+    """`partitions` in order; or all for which the node `all_of` is active, or was the last.
+
+    Raises:
+        NotDoneError: There are none.
+    """
+    base = survey.require_map()
+    if not all_of:
+        return require_partitions(survey, partitions)
+    survey.require_node(all_of)
+    chosen = [
+        PartitionId(number)
+        for number, assignment in enumerate(base.partitions)
+        if last_active_of(assignment) == all_of
+    ]
+    if not chosen:
+        raise NotDoneError(f"{all_of} is not active for any partition: there is nothing to do")
+    return chosen

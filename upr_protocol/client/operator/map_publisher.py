@@ -1,0 +1,139 @@
+"""Giving nodes a map, and finding out whether they have applied it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import trio
+
+from upr_protocol.address import Address
+from upr_protocol.client.operator.errors import (
+    MapRefusedError,
+    OvertakenError,
+    PartlyDoneError,
+    UnreachableError,
+)
+from upr_protocol.client.operator.survey import Operator, Survey
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.partition_map import PartitionMap
+
+_RETRY_S: Final = 0.05
+"""How soon a node that did not answer is asked again."""
+
+_RETRIED: Final = frozenset({Status.SHUTTING_DOWN, Status.REVISION_CONFLICT})
+"""Refusals that leave open whether the node has the map, or will take it later."""
+
+
+class MapPublisher:
+    """Gives nodes maps, each in place of the map that the node has.
+
+    Args:
+        operator: How to reach the nodes.
+        survey: What the nodes have.
+    """
+
+    def __init__(self, operator: Operator, survey: Survey) -> None:
+        self._operator = operator
+        self._addresses = {name: report.address for name, report in survey.nodes.items()}
+        self._unreachable = {name for name, report in survey.nodes.items() if report.failure}
+        self._revisions = {name: report.revision for name, report in survey.nodes.items()}
+
+    @property
+    def addresses(self) -> Mapping[str, Address]:
+        """Each node's address."""
+        return self._addresses
+
+    async def publish(
+        self, node: str, partition_map: PartitionMap, timeout_s: float | None = None
+    ) -> None:
+        """Has a node apply a map. If the node does not answer, it is asked which map it has, and
+        given this one again; it refuses the first one if that arrives late.
+
+        If this is cancelled, the node may have applied the map, or may do so later.
+
+        Args:
+            node: The node.
+            partition_map: The map.
+            timeout_s: How long the node may take; the operator's `apply_timeout_s` by default.
+
+        Raises:
+            MapRefusedError: The node refused the map, and has not applied it.
+            OvertakenError: The node has another map, of the same or a higher revision.
+            UnreachableError: The node did not say in time whether it applied the map.
+        """
+        if timeout_s is None:
+            timeout_s = self._operator.apply_timeout_s
+        deadline = trio.current_time() + timeout_s
+        while True:
+            left_s = max(deadline - trio.current_time(), 0.01)
+            client = self._operator.node(self._addresses[node], left_s)
+            try:
+                await client.set_map(self._revisions[node], partition_map)
+            except UprError as error:
+                if isinstance(error, ServerError) and error.status not in _RETRIED:
+                    raise MapRefusedError(f"node {node} refuses: {error}") from error
+                failure = error
+            else:
+                self._revisions[node] = partition_map.revision
+                return
+            if await self._has_applied(node, partition_map):
+                return
+            if trio.current_time() + _RETRY_S >= deadline:
+                raise UnreachableError(f"node {node} does not answer: {failure}") from failure
+            await trio.sleep(_RETRY_S)
+
+    async def _has_applied(self, node: str, partition_map: PartitionMap) -> bool:
+        """Whether a node has this map. Records the revision that it has."""
+        try:
+            status = await self._operator.node_status(self._addresses[node])
+        except (BrokenError, ServerError):
+            return False
+        revision = 0 if status.map is None else status.map.revision
+        if status.map != partition_map and revision >= partition_map.revision:
+            raise OvertakenError(
+                f"node {node} has revision {revision} from another command: check the state with "
+                "`upr partitions`, and repeat this command"
+            )
+        self._revisions[node] = revision
+        return status.map == partition_map
+
+    async def publish_to(
+        self, nodes: Iterable[str], partition_map: PartitionMap, timeout_s: float | None = None
+    ) -> dict[str, PartlyDoneError]:
+        """Gives several nodes a map, at the same time.
+
+        Returns:
+            The nodes that are not known to have applied the map, and why.
+        """
+        failures: dict[str, PartlyDoneError] = {}
+
+        async def publish(node: str) -> None:
+            try:
+                await self.publish(node, partition_map, timeout_s)
+            except PartlyDoneError as error:
+                failures[node] = error
+
+        async with trio.open_nursery() as nursery:
+            for node in nodes:
+                nursery.start_soon(publish, node)
+        return failures
+
+    async def announce(self, nodes: Iterable[str], partition_map: PartitionMap) -> None:
+        """Gives the remaining nodes a map, and reports which have it. A node that does not take it
+        is no error: nodes ask each other for newer maps."""
+        known = [node for node in nodes if node in self._addresses]
+        unreachable = [node for node in known if node in self._unreachable]
+        if unreachable:
+            self._operator.on_progress(
+                f"{', '.join(unreachable)}: unreachable; will ask for the map when back"
+            )
+        reachable = [node for node in known if node not in unreachable]
+        failures = await self.publish_to(reachable, partition_map, self._operator.ask_timeout_s)
+        for node, error in failures.items():
+            self._operator.on_progress(
+                f"{node}: not yet at revision {partition_map.revision}; will ask for it ({error})"
+            )
+        done = [node for node in reachable if node not in failures]
+        if done:
+            self._operator.on_progress(f"{', '.join(done)}: revision {partition_map.revision}")
