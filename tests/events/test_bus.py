@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from trio.testing import MockClock
 
 from tests.engine.helpers import put, request, send
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Buckets
 from upr_server.events import EventBatch, EventBus
@@ -67,7 +68,7 @@ async def test_registering_while_buckets_change_misses_nothing(
     bucket = buckets.create("b", 1, incarnation=7)
     made = 0
     registered_at: dict[str, int] = {}
-    told: dict[str, int] = {}
+    update_counts: dict[str, int] = {}
 
     async def write() -> None:
         nonlocal made
@@ -78,13 +79,13 @@ async def test_registering_while_buckets_change_misses_nothing(
 
     async def follow(name: str, delay_s: float) -> None:
         await trio.sleep(delay_s)
-        registered_at[name], told[name] = made, 0
+        registered_at[name], update_counts[name] = made, 0
         batch_id, everything, _ = await ask(bus, name)
         assert everything
         while True:
             batch_id, everything, events = await ask(bus, name, batch_id)
             assert not everything
-            told[name] += sum(event.updates for event in events)
+            update_counts[name] += sum(event.updates for event in events)
 
     async with trio.open_nursery() as nursery:
         for number in range(20):
@@ -92,24 +93,51 @@ async def test_registering_while_buckets_change_misses_nothing(
         await write()
         await trio.sleep(5)
         nursery.cancel_scope.cancel()
-    assert told == {name: made - before for name, before in registered_at.items()}
+    assert update_counts == {name: made - before for name, before in registered_at.items()}
 
 
+CHANGES: Final[dict[str, Callable[[Buckets], object]]] = {
+    "create": lambda buckets: buckets.create("new", 1, incarnation=8),
+    "update": lambda buckets: put(buckets.get("b").partitions[0], b"k"),  # type: ignore[union-attr]
+    "delete": lambda buckets: buckets.delete("b"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 async def test_a_consumer_that_waits_is_woken_at_once(
-    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets, change: str
 ) -> None:
+    buckets.create("b", 1, incarnation=7)
     batch_id, _, _ = await ask(bus)
     asked_at = trio.current_time()
     async with trio.open_nursery() as nursery:
 
-        async def create_later() -> None:
+        async def change_later() -> None:
             await trio.sleep(1.0)
-            buckets.create("b", 1, incarnation=7)
+            CHANGES[change](buckets)
 
-        nursery.start_soon(create_later)
+        nursery.start_soon(change_later)
         _, _, events = await ask(bus, acknowledged=batch_id, timeout_s=60.0)
-    assert events == (BucketEvent("b", 7, BucketFate.CREATED),)
+    assert len(events) == 1
     assert trio.current_time() == asked_at + 1.0
+
+
+async def test_a_follower_whose_name_was_taken_over_hears_of_it_at_once(
+    autojump_clock: MockClock, bus: EventBus
+) -> None:
+    batch_id, _, _ = await ask(bus)
+    begun = trio.current_time()
+
+    async def be_overtaken() -> None:
+        with pytest.raises(ServerError) as refused:
+            await ask(bus, acknowledged=batch_id, timeout_s=60.0)
+        assert refused.value.status is Status.FENCED
+        assert trio.current_time() == begun + 1.0
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(be_overtaken)
+        await trio.sleep(1.0)
+        await ask(bus, timeout_s=60.0)
 
 
 async def test_a_load_that_never_ends_is_told_ten_times_a_second(
@@ -117,7 +145,7 @@ async def test_a_load_that_never_ends_is_told_ten_times_a_second(
 ) -> None:
     batch_id, _, _ = await ask(bus)
     bucket = buckets.create("b", 1, incarnation=7)
-    begun, answers, told = trio.current_time(), 0, 0
+    begun, answers, updates = trio.current_time(), 0, 0
 
     async def write() -> None:
         while True:
@@ -126,10 +154,10 @@ async def test_a_load_that_never_ends_is_told_ten_times_a_second(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(write)
-        while told < 1000:
+        while updates < 1000:
             batch_id, _, events = await ask(bus, acknowledged=batch_id)
             answers += 1
-            told += sum(event.updates for event in events)
+            updates += sum(event.updates for event in events)
         nursery.cancel_scope.cancel()
     assert answers <= 10 * (trio.current_time() - begun) + 2
 

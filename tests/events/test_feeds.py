@@ -60,16 +60,16 @@ async def told(feed: EventFeed) -> BucketEvent | LookAtEverything:
 
 
 async def event(feed: EventFeed) -> BucketEvent:
-    found = await told(feed)
-    assert isinstance(found, BucketEvent)
-    return found
+    bucket_event = await told(feed)
+    assert isinstance(bucket_event, BucketEvent)
+    return bucket_event
 
 
 async def until(feed: EventFeed, bucket: str) -> BucketEvent:
     """The first event of a bucket."""
-    while (found := await event(feed)).bucket != bucket:
+    while (bucket_event := await event(feed)).bucket != bucket:
         pass
-    return found
+    return bucket_event
 
 
 async def nothing_is_told(feed: EventFeed, client: Client) -> None:
@@ -93,9 +93,9 @@ async def test_creation_update_deletion_and_design_documents(server: Server) -> 
         designs: set[bytes] = set()
         updates = 0
         while updates < 3:
-            found = await event(feed)
-            designs.update(found.designs)
-            updates += found.updates
+            bucket_event = await event(feed)
+            designs.update(bucket_event.designs)
+            updates += bucket_event.updates
         assert designs == {b"_design/x"}
         await client.create_bucket("new")
         created = await event(feed)
@@ -131,13 +131,16 @@ async def test_only_what_is_wanted_is_told(server: Server) -> None:
         await client.create_bucket("other")
         async with connect(server.url("orders")) as orders:
             await orders.set("k", "v")
-        found = [await event(created), await event(created)]
-        assert {one.bucket for one in found} == {"orders", "other"}
-        assert {(one.fate, one.updates) for one in found} == {(BucketFate.CREATED, 0)}
-        found = [await event(designs)]
-        assert [(one.bucket, one.fate, one.updates, one.designs) for one in found] == [
-            ("b", BucketFate.NONE, 0, (b"_design/x",))
-        ]
+        creations = [await event(created), await event(created)]
+        assert {creation.bucket for creation in creations} == {"orders", "other"}
+        assert {(each.fate, each.updates) for each in creations} == {(BucketFate.CREATED, 0)}
+        change = await event(designs)
+        assert (change.bucket, change.fate, change.updates, change.designs) == (
+            "b",
+            BucketFate.NONE,
+            0,
+            (b"_design/x",),
+        )
         assert (await event(named)).bucket == "orders"
 
 
@@ -154,8 +157,8 @@ async def test_who_comes_back_under_its_name_is_told_what_it_missed(server: Serv
             await nothing_is_told(feed, client)
         await client.delete_bucket("meanwhile")
         async with follow_events(server.url(), consumer="c") as feed:
-            found = await until(feed, "meanwhile")
-            assert found.fate is BucketFate.DELETED
+            bucket_event = await until(feed, "meanwhile")
+            assert bucket_event.fate is BucketFate.DELETED
 
 
 async def test_what_was_not_dealt_with_is_told_again(server: Server) -> None:

@@ -23,10 +23,10 @@ from trio.testing import MockClock
 from tests.engine.helpers import request
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter
 from upr_protocol.chunk import Chunk
+from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import HistoryId, Operation
 from upr_server.engine import Bucket, Buckets
 from upr_server.events import EventBatch
-from upr_server.events.bell import Bell
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.producer import Producer
 from upr_server.events.queues import EventQueues
@@ -143,9 +143,9 @@ class BusMachine(RuleBasedStateMachine):
 
     def start_node(self, queues: EventQueues) -> None:
         self.queues = queues
-        bell = Bell()
-        self.feeds = EventFeeds(queues, bell, lambda: self.now, lambda: next(self.ids), 0.0)
-        self.listener.producer = Producer(queues, bell.ring)
+        changed = Notifier()
+        self.feeds = EventFeeds(queues, changed, lambda: self.now, lambda: next(self.ids), 0.0)
+        self.listener.producer = Producer(queues, changed.notify)
 
     # The engine.
 

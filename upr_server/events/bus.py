@@ -1,4 +1,4 @@
-"""The event bus of one node: its queues, who counts in them, and who reads them."""
+"""The event bus of one node: its queues, the producer that counts in them, and their consumers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.bucket_event import BucketEvent, EventFilter
-from upr_protocol.concurrency import background
-from upr_server.events.bell import Bell
+from upr_protocol.concurrency import Notifier, background
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.events.producer import Producer
@@ -22,16 +21,16 @@ from upr_server.storage.calls import SaveEventQueues, TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StorageError
 
 HEALTH_CHECK_S: Final = 1.0
-"""How often consumers' health is checked, at the least: the shortest timeout there is."""
+"""The longest pause between two checks of consumers' health: the shortest timeout."""
 
 HEALTH_CHECK_S_MIN: Final = 0.05
-"""How long to wait at the least: the clock that consumers are held to may stand still."""
+"""The shortest pause between two checks: the clock that deadlines refer to may stand still."""
 
 log = structlog.get_logger(__name__)
 
 
 class EventBus:
-    """The bus. Consumers are told while it is `running`.
+    """Counts what becomes of buckets, and tells consumers while it is `running`.
 
     Args:
         store: Where the queues outlive a clean stop.
@@ -39,7 +38,7 @@ class EventBus:
         new_id: Draws a fresh non-zero random number.
 
     Attributes:
-        producer: Has to be told what becomes of buckets, from `restore` on.
+        producer: Takes the engine's reports, from `restore` on.
     """
 
     def __init__(
@@ -47,19 +46,19 @@ class EventBus:
     ) -> None:
         self._store = store
         self._time = time
-        self._bell = Bell()
+        self._changed = Notifier()
         self._queues = EventQueues()
-        self._feeds = EventFeeds(self._queues, self._bell, time, new_id)
+        self._feeds = EventFeeds(self._queues, self._changed, time, new_id)
         self._local_consumers: dict[str, LocalConsumer] = {}
         self._nursery: trio.Nursery | None = None
         self._cleared = 0
-        self.producer = Producer(self._queues, self._bell.ring)
+        self.producer = Producer(self._queues, self._changed.notify)
 
     # A clean restart.
 
     async def restore(self) -> None:
-        """Takes over the queues that a clean stop has saved. They are gone from the disk when this
-        returns: after a crash nobody may find them again, as they miss what was told since.
+        """Takes over the queues that a clean stop has saved, and removes them from the disk: they
+        lack what is counted from now on, so no later start may find them.
 
         Raises:
             DataDirectoryError: The saved queues cannot be read, or not be removed.
@@ -72,8 +71,8 @@ class EventBus:
             log.warning("event queues cannot be read; consumers start over", error=str(error))
 
     async def save(self) -> None:
-        """Saves the queues. To be called when all else is on disk: until then a crash loses what
-        consumers were told of, and they must hear of the crash."""
+        """Saves the queues. Call it when everything else is on disk: until then a crash loses
+        changes that consumers were told of, and they must learn that."""
         try:
             await self._store.ask(SaveEventQueues(self._queues.to_bytes()))
         except StorageError as error:
@@ -119,7 +118,7 @@ class EventBus:
         assert self._nursery is not None
         consumer = self._local_consumers.get(name)
         if consumer is None:
-            consumer = LocalConsumer(name, timeout_s, self._queues, self._bell, self._time)
+            consumer = LocalConsumer(name, timeout_s, self._queues, self._changed, self._time)
             self._local_consumers[name] = consumer
             self._nursery.start_soon(consumer.run)
         return consumer
@@ -134,7 +133,7 @@ class EventBus:
             await trio.sleep(max(HEALTH_CHECK_S_MIN, min(HEALTH_CHECK_S, deadline - now)))
 
     def statistics(self) -> dict[str, object]:
-        """Figures."""
+        """Figures of queues and consumers."""
         return {
             "consumers": self._queues.consumer_count,
             "counters": sum(len(queue.counters) for queue in self._queues),

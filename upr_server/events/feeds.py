@@ -1,4 +1,4 @@
-"""Feeds: what consumers beyond a connection are told, batch by batch.
+"""Event feeds: answers consumers that ask over connections, batch by batch.
 
 A consumer asks for a batch, and its next question acknowledges it. So each consumer has one batch
 in memory, and all else is counted in its queue, where a slow consumer costs no more than a quick
@@ -13,13 +13,13 @@ from typing import Final
 import trio
 
 from upr_protocol.bucket_event import EventFilter
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status
-from upr_server.events.bell import Bell
 from upr_server.events.queues import EventBatch, EventQueue, EventQueues, TooManyConsumersError
 
 INTERVAL_S: Final = 0.1
-"""How soon after a poll there is another, for the same consumer: what is told ten times a second is
-told soon enough, and a load that never ends costs no more than that."""
+"""The shortest time between two polls for one consumer: ten answers a second are soon enough, and a
+load that never ends costs no more."""
 
 NOTHING: Final = EventBatch()
 
@@ -29,7 +29,7 @@ class EventFeeds:
 
     Args:
         queues: The queues.
-        bell: Rings when something was counted.
+        changed: Notified when something was counted.
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number. Batches are not counted: after a crash a
             number from before must not acknowledge another batch.
@@ -39,13 +39,13 @@ class EventFeeds:
     def __init__(
         self,
         queues: EventQueues,
-        bell: Bell,
+        changed: Notifier,
         time: Callable[[], float],
         new_id: Callable[[], int],
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._queues = queues
-        self._bell = bell
+        self._changed = changed
         self._time = time
         self._new_id = new_id
         self._interval_s = interval_s
@@ -59,20 +59,20 @@ class EventFeeds:
         acknowledged: int,
         wait_s: float,
     ) -> EventBatch:
-        """What there is to tell a consumer, as soon as there is anything. The question says that
-        the consumer is alive; one that is unknown, or was cleared, is registered, and told so.
+        """Waits for events. The question reports that the consumer is alive. A consumer that is
+        unknown, or was cleared, is registered and told to look at everything.
 
-        Cancelled, nothing is lost: what was taken out of the queue is told with the next question.
+        On cancellation nothing is lost: the next question gets what was taken out of the queue.
 
         Args:
             consumer: Its name.
-            event_filter: What it wants to be told.
+            event_filter: Which events it wants; the others are dropped.
             timeout_s: When it has not asked for so long, its queue is removed.
             acknowledged: The ID of the batch that it has dealt with; 0 for none.
-            wait_s: How long to wait for something to tell.
+            wait_s: How long to wait for events.
 
         Returns:
-            A batch; after `wait_s` an empty one.
+            A batch; an empty one when `wait_s` is over.
 
         Raises:
             ServerError: `FENCED` when another question came under the same name; `LIMIT_REACHED`
@@ -83,8 +83,8 @@ class EventFeeds:
         if queue.unacknowledged is not None and queue.unacknowledged.id == acknowledged:
             queue.unacknowledged = None
         asker = queue.asker = object()
-        # A question that waits under this name looks again, and finds that it was overtaken.
-        self._bell.ring()
+        # An earlier question that waits under this name wakes up and is fenced.
+        self._changed.notify()
         try:
             while True:
                 await self._pause(queue)
@@ -94,14 +94,14 @@ class EventFeeds:
                         f"another follower took over the event consumer {consumer!r}; give each "
                         "follower its own consumer name",
                     )
-                # Asked for before the poll, so that what is told after it is not missed.
-                rung = self._bell.next()
+                # Before the poll: a change right after it would be missed otherwise.
+                next_change = self._changed.next_event()
                 is_all = self._poll(queue, event_filter)
                 if queue.unacknowledged is not None:
                     return queue.unacknowledged
                 if is_all:
                     with trio.move_on_at(deadline) as scope:
-                        await rung.wait()
+                        await next_change.wait()
                     if scope.cancelled_caught:
                         return NOTHING
         finally:
@@ -124,8 +124,8 @@ class EventFeeds:
         await trio.sleep_until(queue.polled_at + self._interval_s)
 
     def _poll(self, queue: EventQueue, event_filter: EventFilter) -> bool:
-        """Takes out of the queue what is to be told, unless a batch waits for its acknowledgement;
-        whether the queue was looked at to its end."""
+        """Polls the queue, unless a batch waits for its acknowledgement. Returns whether the poll
+        reached the queue's end."""
         if queue.unacknowledged is not None:
             return True
         polled, is_all = queue.poll()
@@ -136,7 +136,7 @@ class EventFeeds:
         return is_all
 
     def statistics(self) -> dict[str, object]:
-        """Figures."""
+        """Figures of the questions."""
         return {
             "asking": sum(queue.asker is not None for queue in self._queues),
             "unacknowledged": sum(queue.unacknowledged is not None for queue in self._queues),

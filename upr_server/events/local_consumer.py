@@ -10,17 +10,17 @@ import attrs
 import trio
 
 from upr_protocol.bucket_event import EventFilter
-from upr_server.events.bell import Bell
+from upr_protocol.concurrency import Notifier
 from upr_server.events.queues import EventBatch, EventQueues
 
 REPORTS_A_TIMEOUT: Final = 3
-"""So often it says in its timeout that it is alive, however little there is to tell."""
+"""How many times in its timeout it reports that it is alive, however few events there are."""
 
 INTERVAL_S: Final = 1.0
-"""How soon after a poll there is another: nothing in the node is in more of a hurry."""
+"""The shortest time between two polls: nothing in the node is in more of a hurry."""
 
 Callback = Callable[[EventBatch], None]
-"""Called with what its filter lets through, in the loop: it must not wait, nor raise."""
+"""Called in the loop with the events that pass its filter. It must not wait, nor raise."""
 
 
 @attrs.frozen(eq=False)
@@ -30,14 +30,14 @@ class _Subscription:
 
 
 class LocalConsumer:
-    """Polls a queue while it has callbacks. Without any it falls silent, and its queue is cleared
-    like that of every consumer that says nothing.
+    """Polls a queue while it has callbacks. Without callbacks it stops reporting, and its queue is
+    cleared like that of every dead consumer.
 
     Args:
         name: Its name.
         timeout_s: How long its queue is kept when it does not report.
         queues: The queues.
-        bell: Rings when something was counted.
+        changed: Notified when something was counted.
         time: Seconds since 1970.
     """
 
@@ -46,47 +46,45 @@ class LocalConsumer:
         name: str,
         timeout_s: float,
         queues: EventQueues,
-        bell: Bell,
+        changed: Notifier,
         time: Callable[[], float],
     ) -> None:
         self._name = name
         self._timeout_s = timeout_s
         self._queues = queues
-        self._bell = bell
+        self._changed = changed
         self._time = time
         self._subscriptions: list[_Subscription] = []
-        self._has_subscriptions = trio.Event()
+        self._subscribed = Notifier()
 
     @contextmanager
     def subscribed(self, callback: Callback, event_filter: EventFilter) -> Iterator[None]:
-        """Has `callback` told for as long as the context. The callback begins by looking at
-        everything: what was in the queue before may have been told to others."""
+        """Calls `callback` with events for as long as the context. The first call says to look at
+        everything, as earlier events may have gone to other callbacks."""
         subscription = _Subscription(callback, event_filter)
         callback(EventBatch(everything=True))
         self._subscriptions.append(subscription)
-        self._has_subscriptions.set()
+        self._subscribed.notify()
         try:
             yield
         finally:
             self._subscriptions.remove(subscription)
 
     async def run(self) -> None:
-        """Polls and tells, for ever."""
+        """Polls and calls the callbacks, for ever."""
         while True:
-            if not self._subscriptions:
-                self._has_subscriptions = trio.Event()
-                await self._has_subscriptions.wait()
-            # Asked for before the poll, so that what is told after it is not missed.
-            rung = self._bell.next()
+            await self._subscribed.wait_until(lambda: bool(self._subscriptions))
+            # Before the poll: a change right after it would be missed otherwise.
+            next_change = self._changed.next_event()
             if self._poll():
                 await trio.sleep(INTERVAL_S)
                 with trio.move_on_after(self._timeout_s / REPORTS_A_TIMEOUT):
-                    await rung.wait()
+                    await next_change.wait()
             else:
                 await trio.lowlevel.checkpoint()
 
     def _poll(self) -> bool:
-        """Tells the callbacks what there is; whether the queue was looked at to its end."""
+        """Polls once. Returns whether the poll reached the queue's end."""
         now = self._time()
         queue = self._queues.report_health(self._name, self._timeout_s, now)
         if queue is None:

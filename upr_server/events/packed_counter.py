@@ -9,7 +9,7 @@
     a poll        reads the value and resets it to 2
 
 **The trap:** a maximum never lowers a value, so `max(value, 3)` leaves an updated value (6 or more)
-as it is. If a bucket is deleted, then updated by a straggler, then created again, one value for the
+as it is. If a bucket is deleted, then gets a late update, then is created again, one value for the
 name would hide the creation. So a value belongs to one *incarnation* of a bucket: its creation
 comes first, its deletion last, and the next creation begins with an idle value (`queues`).
 """

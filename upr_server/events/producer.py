@@ -14,28 +14,28 @@ class Producer:
 
     Args:
         queues: The queues.
-        on_told: Called after something was counted.
+        on_change: Called after something was counted.
     """
 
-    def __init__(self, queues: EventQueues, on_told: Callable[[], None]) -> None:
+    def __init__(self, queues: EventQueues, on_change: Callable[[], None]) -> None:
         self._queues = queues
-        self._on_told = on_told
+        self._on_change = on_change
 
     def created(self, bucket: Bucket) -> None:
-        """Counts a creation."""
+        """Counts a bucket's creation."""
         for queue in self._queues:
             queue.created(bucket.name, bucket.incarnation)
-        self._on_told()
+        self._on_change()
 
     def deleted(self, bucket: Bucket) -> None:
-        """Counts a deletion."""
+        """Counts a bucket's deletion."""
         for queue in self._queues:
             queue.deleted(bucket.name, bucket.incarnation)
-        self._on_told()
+        self._on_change()
 
     def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
         """Counts an update, and notes the design documents among what it changed."""
         name, incarnation = bucket.name, bucket.incarnation
         for queue in self._queues:
             queue.updated(name, incarnation, designs)
-        self._on_told()
+        self._on_change()

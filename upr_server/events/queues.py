@@ -1,11 +1,11 @@
 """The queues of the event bus: for each consumer, one packed counter a bucket. Pure.
 
 Nothing is appended to a queue, so an absent consumer costs the server buckets, not events. One
-loop owns the queues, and no method here waits: each call is atomic, and nothing can come between a
-poll's read and its reset. Their size is bounded by consumers × buckets × `DESIGNS_MAX`.
+loop owns the queues and no method here waits. So each call is atomic, and no count can come
+between a poll's read and its reset. Their size is bounded by consumers × buckets × `DESIGNS_MAX`.
 
 The queues live in memory. A clean stop saves them (`to_bytes`); a crash loses them, and every
-consumer then registers anew and is told to look at everything.
+consumer then registers anew and looks at everything.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TooManyConsumersError(UprError):
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """What a consumer is told at once.
+    """What a consumer receives at once.
 
     Attributes:
-        events: What became of buckets since the consumer was told last.
+        events: What became of buckets since the batch before.
         everything: Whether the consumer may have missed events and must look at every bucket.
         id: The number that acknowledges the batch; 0 where nothing is to be acknowledged.
     """
@@ -80,7 +80,7 @@ class EventQueue:
         reported_at: When the consumer last said that it is alive, in seconds since 1970.
         counters: By bucket name. Polled counters move to the end, so that a poll that stops early
             continues with the others.
-        unacknowledged: The batch that the consumer was told and has not acknowledged.
+        unacknowledged: The batch that the consumer has received and not acknowledged.
         asker: Identifies the question that waits for an answer; None when the consumer does not
             ask. Not saved.
         polled_at: When the queue was polled last, by the loop's clock. Not saved.
@@ -102,8 +102,8 @@ class EventQueue:
         """When the consumer is dead unless it reports before, in seconds since 1970."""
         return self.reported_at + self.timeout_s
 
-    # What the producer does. A straggler of an earlier incarnation is ignored: the creation of the
-    # newer one has already told the consumer that the earlier one is gone.
+    # For the producer. A late report of an earlier incarnation is ignored: the creation of the
+    # newer one says that the earlier one is gone.
 
     def created(self, bucket: str, incarnation: int) -> None:
         """A bucket was created."""
@@ -113,7 +113,7 @@ class EventQueue:
 
     def updated(self, bucket: str, incarnation: int, designs: Sequence[bytes]) -> None:
         """A batch changed something in a bucket, and these of its design documents."""
-        # Once a batch and consumer: written out, as calls would take most of its time.
+        # Runs once a batch for each consumer. Calls would take most of its time.
         counter = self.counters.get(bucket)
         if counter is None:
             counter = self.counters[bucket] = BucketCounter(incarnation)
@@ -135,7 +135,7 @@ class EventQueue:
             counter = self.counters[bucket] = BucketCounter(incarnation)
         return counter if counter.incarnation == incarnation else None
 
-    # What the consumer does.
+    # For the consumer.
 
     def poll(self, keys_max: int = EVENT_KEYS_MAX) -> tuple[tuple[BucketEvent, ...], bool]:
         """Takes out what was counted since the last poll: reads each counter and resets it. A
@@ -144,8 +144,8 @@ class EventQueue:
         Complexity: O(buckets in the queue).
 
         Args:
-            keys_max: How many buckets and design documents to tell of at most, but for the first
-                bucket, which is always told whole.
+            keys_max: How many buckets and design documents to return at most. The first bucket
+                comes whole, even if it has more.
 
         Returns:
             What became of buckets, and whether that is all; if not, poll again.
@@ -208,7 +208,7 @@ class EventQueues:
         return queue
 
     def register(self, consumer: str, timeout_s: float, now: float) -> EventQueue:
-        """Begins an empty queue for a consumer. Everything told from this moment on is in it.
+        """Begins an empty queue for a consumer. Everything reported from now on is counted in it.
 
         Raises:
             TooManyConsumersError: `CONSUMERS_MAX` are registered, beside the node's own.
