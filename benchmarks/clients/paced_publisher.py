@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -23,7 +24,7 @@ _UNANSWERED_MAX = 4_000
 class _Publisher:
     def __init__(self, connection: RawConnection) -> None:
         self._connection = connection
-        self._writer = WriterIdentity()
+        self._writer = WriterIdentity(os.urandom(16))
         # Every key once in 20 seconds: deduplication then leaves every mutation to be seen.
         self._keys = [key_of(number) for number in range(KEYS)]
         random.Random(1).shuffle(self._keys)

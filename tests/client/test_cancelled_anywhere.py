@@ -44,6 +44,7 @@ from upr_protocol.client import (
     keep_local_copy,
     publisher,
 )
+from upr_protocol.client.core.key_operations import KeyOperations
 from upr_protocol.client.operator import (
     Operator,
     ReplicaLag,
@@ -139,6 +140,11 @@ async def _get_from(client: Client, number: int) -> None:
     await client.get_from(0, OF_FIRST, client.partitions()[0].log.current)
 
 
+KEY_OPERATIONS: Final = {
+    function for name, function in vars(KeyOperations).items() if not name.startswith("_")
+}
+"""Those that are no coroutine functions themselves, but give the coroutine of `Client._change`."""
+
 CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.get: lambda client, _: client.get(KEYS[0]),
     Client.get_many: lambda client, _: client.get_many(KEYS),
@@ -207,7 +213,7 @@ async def try_request(
                     await service.delete_bucket(name)
 
         steps = await cancelled_at_each_step(work, look, then=work, undo=delete)
-    steps.check_inside(function)
+    steps.check_inside(Client._change if function in KEY_OPERATIONS else function)
 
 
 # Publishers.
@@ -724,4 +730,5 @@ def test_nothing_is_forgotten() -> None:
         *COMMANDS,
     }
     there = exported(upr_protocol.client) | exported(upr_protocol.client.operator)
+    there |= {name_of(function) for function in KEY_OPERATIONS}
     assert {name_of(function) for function in tried} == there

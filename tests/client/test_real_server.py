@@ -244,7 +244,7 @@ async def test_a_server_that_stops_is_looked_for_and_given_up(server: Server) ->
 
         stop = trio.Event()
         other = await nursery.start(serve)
-        async with consume(other.url("b"), patience_s=0.2) as consumer:
+        async with consume(other.url("b"), retry_timeout_s=0.2) as consumer:
             assert await anext(consumer) == Completed(1)
             stop.set()
             with pytest.raises(BrokenError, match="cannot connect"):

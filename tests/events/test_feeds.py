@@ -318,7 +318,7 @@ async def test_a_feed_that_is_left_and_one_without_a_server(server: Server) -> N
         pass
     with pytest.raises(ClosedError):
         await told(feed)
-    async with follow_events("upr://127.0.0.1:1", consumer="c", patience_s=0) as feed:
+    async with follow_events("upr://127.0.0.1:1", consumer="c", retry_timeout_s=0) as feed:
         with pytest.raises(BrokenError):
             await told(feed)
 

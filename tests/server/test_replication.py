@@ -185,7 +185,9 @@ async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:
 
 
 async def follow(url: str, state: ResumeState) -> None:
-    async with consume(url, state=PartitionState.REPLICA, resume=state, patience_s=0.5) as consumer:
+    async with consume(
+        url, state=PartitionState.REPLICA, resume=state, retry_timeout_s=0.5
+    ) as consumer:
         async for event in consumer:
             assert not isinstance(event, RolledBack)
 

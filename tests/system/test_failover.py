@@ -207,7 +207,7 @@ async def publish_all_the_while(
     while not stopped.is_set():
         try:
             async with publisher(
-                url, durability=durability, copies=copies, patience_s=60
+                url, durability=durability, copies=copies, retry_timeout_s=60
             ) as sender:
                 while not stopped.is_set():
                     batch: dict[bytes, int] = {}
@@ -236,7 +236,7 @@ class Follower:
 
     async def run(self) -> None:
         """Follows, for ever."""
-        async with consume(self.url, state=self.state, patience_s=120) as consumer:
+        async with consume(self.url, state=self.state, retry_timeout_s=120) as consumer:
             self.consumer = consumer
             async for event in consumer:
                 self.mirror.apply(event)
@@ -262,7 +262,9 @@ class Undoer:
 
     async def run(self) -> None:
         """Follows, for ever."""
-        async with consume(self.url, undo=self._undo, with_logs=True, patience_s=120) as consumer:
+        async with consume(
+            self.url, undo=self._undo, with_logs=True, retry_timeout_s=120
+        ) as consumer:
             self.consumer = consumer
             async for event in consumer:
                 self._apply(event)

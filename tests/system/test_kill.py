@@ -229,7 +229,7 @@ class Load:
             url,
             durability=durability,
             buffer_bytes=PUBLISHER_BYTES,
-            patience_s=PATIENCE_S,
+            retry_timeout_s=PATIENCE_S,
             credit_timeout_s=PATIENCE_S,
             # Deletions of what a crash lost find nothing; `_answered` looks at each.
             on_failure=lambda _failure: None,
@@ -304,7 +304,7 @@ class Copy:
     async def follow(self, url: str, dial: Dial, window_bytes: int) -> None:
         """Follows, for ever."""
         async with consume(
-            url, window_bytes=window_bytes, patience_s=PATIENCE_S, dial=dial
+            url, window_bytes=window_bytes, retry_timeout_s=PATIENCE_S, dial=dial
         ) as self.consumer:
             async for event in self.consumer:
                 self.mirror.apply(event)

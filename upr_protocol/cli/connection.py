@@ -80,7 +80,7 @@ def run_until_signal(function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> 
 
 async def report_connection(
     status: Callable[[], tuple[bool, str]],
-    patience_s: int,
+    retry_timeout_s: int,
     *,
     was_connected: bool,
     before: Callable[[], None] = lambda: None,
@@ -89,7 +89,7 @@ async def report_connection(
 
     Args:
         status: Whether there is a connection now, and why the last one ended; "" if none did.
-        patience_s: How long the client keeps trying to reconnect.
+        retry_timeout_s: How long the client keeps trying to reconnect.
         was_connected: Whether there was a connection at first.
         before: Called before anything is printed.
     """
@@ -98,7 +98,10 @@ async def report_connection(
         is_connected, last_failure = status()
         if was_connected and not is_connected:
             before()
-            say(f"the connection is lost ({last_failure}); trying again for up to {patience_s:,} s")
+            say(
+                f"the connection is lost ({last_failure}); trying again for up to "
+                f"{retry_timeout_s:,} s"
+            )
         elif is_connected and not was_connected and last_failure:
             before()
             say("connected again")

@@ -104,7 +104,7 @@ class _Events:
     pattern: str
     consumer: str
     timeout_s: int
-    patience_s: int
+    retry_timeout_s: int
     as_json: bool
     _output: Output = attrs.field(factory=Output, init=False)
 
@@ -118,7 +118,7 @@ class _Events:
                 pattern=self.pattern,
                 timeout_s=self.timeout_s,
                 identity=identity("events"),
-                patience_s=self.patience_s,
+                retry_timeout_s=self.retry_timeout_s,
             ) as feed,
             trio.open_nursery() as nursery,
         ):
@@ -129,7 +129,7 @@ class _Events:
 
     async def _report_connection(self, feed: EventFeed) -> None:
         await report_connection(
-            lambda: (feed.connected, feed.last_failure), self.patience_s, was_connected=False
+            lambda: (feed.connected, feed.last_failure), self.retry_timeout_s, was_connected=False
         )
 
 

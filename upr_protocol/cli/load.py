@@ -127,7 +127,7 @@ def load(
             skip_bad_rows=skip_bad_rows,
             durability=durability,
             copies=copies,
-            patience_s=patience,
+            retry_timeout_s=patience,
             unit="row" if form == "parquet" else "line",
         )
         job.run(rows, show_progress=not quiet)
@@ -221,7 +221,7 @@ class _Load:
     skip_bad_rows: bool = attrs.field(kw_only=True)
     durability: Durability = attrs.field(kw_only=True)
     copies: int = attrs.field(kw_only=True)
-    patience_s: int = attrs.field(kw_only=True)
+    retry_timeout_s: int = attrs.field(kw_only=True)
     unit: str = attrs.field(kw_only=True)
     report: LoadReport = attrs.field(factory=LoadReport, init=False)
     started_at: float = attrs.field(factory=time.monotonic, init=False)
@@ -250,7 +250,7 @@ class _Load:
             durability=self.durability,
             copies=self.copies,
             on_failure=self._refused,
-            patience_s=self.patience_s,
+            retry_timeout_s=self.retry_timeout_s,
         )
         async with (
             publishing as sink,

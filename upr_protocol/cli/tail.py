@@ -139,7 +139,7 @@ class _Tail:
     resume: Path | None
     directory: Path | None
     partitions: Sequence[int]
-    patience_s: int
+    retry_timeout_s: int
     until_caught_up: bool = attrs.field(kw_only=True)
     as_lines: bool = attrs.field(kw_only=True)
     summary: Summary = attrs.field(factory=lambda: Summary(time.monotonic), init=False)
@@ -179,7 +179,7 @@ class _Tail:
                 self.directory,
                 identity=identity("tail"),
                 partitions=self.partitions or None,
-                patience_s=self.patience_s,
+                retry_timeout_s=self.retry_timeout_s,
             )
         return consume(
             self.target,
@@ -187,7 +187,7 @@ class _Tail:
             start=self.start,
             resume=self.resume,
             partitions=self.partitions or None,
-            patience_s=self.patience_s,
+            retry_timeout_s=self.retry_timeout_s,
         )
 
     async def _report_connection(self, consumer: Consumer | LocalCopy, progress: Progress) -> None:
@@ -195,7 +195,9 @@ class _Tail:
             statistics = consumer.statistics()
             return statistics.connected, statistics.last_failure
 
-        await report_connection(status, self.patience_s, was_connected=True, before=progress.clear)
+        await report_connection(
+            status, self.retry_timeout_s, was_connected=True, before=progress.clear
+        )
 
     async def _print_events(self, consumer: Consumer | LocalCopy) -> None:
         # Asking for the next event acknowledges this one, which the resume file may then include.

@@ -15,7 +15,7 @@ from upr_protocol.client.blocking_feeds import BlockingFeeds
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.events import Event, RolledBack
 from upr_protocol.client.resume_files import FileStore
@@ -44,7 +44,7 @@ class BlockingConsumer:
         by_map: Whether to go by the partition map; see `consume`.
         window_bytes: How many bytes may be on their way.
         identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long it goes on without a connection that streams before it gives up.
+        retry_timeout_s: How long it goes on without a connection that streams before it gives up.
         save_limits: How much may be read again after a crash.
         idle_interval_s: See above.
         connect_timeout_s: How long a connection and its first answers may take.
@@ -71,7 +71,7 @@ class BlockingConsumer:
         by_map: bool = True,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         identity: str = IDENTITY_DEFAULT,
-        patience_s: float = PATIENCE_S_DEFAULT,
+        retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
         save_limits: SaveLimits | None = None,
         idle_interval_s: int = BLOCKING_IDLE_INTERVAL_S,
         connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
@@ -102,8 +102,8 @@ class BlockingConsumer:
                 by_map=by_map,
                 opened=self._wishes.partitions,
             ),
-            RetryPolicy(patience_s, draw),
-            patience_s,
+            RetryPolicy(retry_timeout_s, draw),
+            retry_timeout_s,
         )
         self._tracker = DeliveryTracker(
             found.copy(),
@@ -111,7 +111,7 @@ class BlockingConsumer:
             self._feeds.acknowledge,
             time.monotonic(),
         )
-        self._connecting = RetryPolicy(patience_s, draw)
+        self._connecting = RetryPolicy(retry_timeout_s, draw)
         self._sleep = sleep
         self._closed = False
 
@@ -135,7 +135,7 @@ class BlockingConsumer:
         self.save()
 
     def connect(self) -> None:
-        """Connects if it is not connected, and tries again for as long as `patience_s`: for a
+        """Connects if it is not connected, and tries again for as long as `retry_timeout_s`: for a
         server that is known to be one. Otherwise the first event asked for connects, and what
         cannot be reached then is an error at once.
 

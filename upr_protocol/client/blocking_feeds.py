@@ -11,10 +11,9 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection, step_any
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core.delivery_tracker import Delivery
-from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.follower import PROGRESS, Follower
-from upr_protocol.client.trio.connection_pool import PAUSE_MAX_S
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.session.states import SNAPSHOT_MESSAGES
@@ -28,7 +27,7 @@ class BlockingFeeds:
         course: What the streams are to come to.
         fleet: The links.
         patience: How long to go on without anything of any node;
-        patience_s: and without a node for some partition.
+        retry_timeout_s: and without a node for some partition.
 
     Attributes:
         inbox: The deliveries that the application has not taken.
@@ -39,13 +38,13 @@ class BlockingFeeds:
         course: Course,
         fleet: BlockingConnectionPool,
         patience: RetryPolicy,
-        patience_s: float,
+        retry_timeout_s: float,
     ) -> None:
         self.inbox: deque[Delivery] = deque()
         self._course = course
         self._fleet = fleet
         self._patience = patience
-        self._patience_s = patience_s
+        self._patience_s = retry_timeout_s
         # The first node is at the user's address, wherever partitions turn out to be.
         self._followers = {fleet.metadata.address: Follower(course)}
         self._links: dict[Follower, BlockingConnection] = {}
@@ -100,7 +99,7 @@ class BlockingFeeds:
             return 0.0
         wakes_at = min((*self._rests.values(), *self._strays.values()), default=float("inf"))
         if self._homeless_since:
-            wakes_at = min(wakes_at, now + PAUSE_MAX_S)
+            wakes_at = min(wakes_at, now + MAP_WAIT_S_MAX)
         if not links and not self.inbox:
             if any(follower not in self._rests for follower in self._followers.values()):
                 return 0.0  # one of them came just now
@@ -169,7 +168,7 @@ class BlockingFeeds:
     def _look(self, follower: Follower) -> None:
         strays, follower.strays = follower.strays, []
         for stray in strays:
-            if self._fleet.metadata.is_alone:
+            if self._fleet.metadata.is_single_node:
                 raise stray.error  # there is no other node to try meanwhile
             now = time.monotonic()
             self._homeless_since.setdefault(stray.partition, now)
@@ -187,7 +186,7 @@ class BlockingFeeds:
         homes: dict[PartitionId, Address | None] = {}
         for partition in sorted(self._course.left):
             resting = self._strays.get(partition, now) > now
-            homes[partition] = None if resting else self._fleet.home_of(partition)
+            homes[partition] = None if resting else self._fleet.holder(partition)
             if not resting:
                 self._strays.pop(partition, None)
         if None in homes.values() or self._fleet.metadata.is_stale:
@@ -213,7 +212,9 @@ class BlockingFeeds:
     def _give_up_on(self, partition: PartitionId, now: float) -> None:
         since = self._homeless_since.setdefault(partition, now)
         if now - since >= self._patience_s:
-            nobody = self._fleet.no_holder_text(partition) or f"no node takes partition {partition}"
+            nobody = (
+                self._fleet.explain_no_holder(partition) or f"no node takes partition {partition}"
+            )
             error = BrokenError(nobody)
             error.add_note(f"gave up after {now - since:.0f} s")
             raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -95,7 +96,7 @@ class ServerPort:
 
     def _patiently(self, ask: Callable[[BlockingClient], T]) -> T:
         """Asks, and asks again while that may help."""
-        patience = RetryPolicy(self._options.timeout_s)
+        patience = RetryPolicy(self._options.timeout_s, random.random)
         while True:
             is_fresh = self._client is None
             try:

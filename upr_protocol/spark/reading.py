@@ -62,7 +62,7 @@ def _batches(
             end={number: one.end for number, one in slices.items()},
             lease_id=lease_id,
             identity=EXECUTOR,
-            patience_s=options.timeout_s,
+            retry_timeout_s=options.timeout_s,
             idle_interval_s=idle_interval_s(options.timeout_s),
         ) as consumer:
             # The driver has spoken with the server; that may be starting again just now.

@@ -124,7 +124,7 @@ class Task:
         client = BlockingClient(
             options.address,
             identity="upr:spark-writer",
-            patience_s=options.timeout_s,
+            retry_timeout_s=options.timeout_s,
             idle_interval_s=idle_interval_s(options.timeout_s),
             # While the server lives and is only short of memory, it is waited for.
             credit_timeout_s=math.inf,

@@ -63,7 +63,7 @@ class Announcements:
             # No character of a bucket's name stands for others.
             pattern=self._address.bucket,
             identity="upr-indexer",
-            patience_s=math.inf,
+            retry_timeout_s=math.inf,
         ) as feed:
             async for event in feed:
                 # "Look at everything", and that any may have changed, names nothing to be read: the
@@ -76,7 +76,7 @@ class Announcements:
             return
         try:
             async with connect(
-                self._address, identity="upr-indexer", patience_s=READ_PATIENCE_S
+                self._address, identity="upr-indexer", retry_timeout_s=READ_PATIENCE_S
             ) as client:
                 items = await client.get_many(list(keys))
         except UprError as error:

@@ -191,7 +191,7 @@ class Builder:
             partitions=wanted,
             resume=common_state(self._address.bucket, self.members),
             with_logs=True,
-            patience_s=math.inf,
+            retry_timeout_s=math.inf,
             identity="upr-indexer-build",
         ) as consumer:
             async for event in consumer:

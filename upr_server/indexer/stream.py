@@ -167,7 +167,7 @@ class Stream:
             self._ring_path,
             resume=self._store,
             received_keys_limits=self._ring_limits,
-            patience_s=math.inf,
+            retry_timeout_s=math.inf,
             save_limits=NEVER,
             identity="upr-indexer",
         ) as consumer:

@@ -162,7 +162,7 @@ class Replicator:
                     resume=_Logs(self, numbers),
                     undo=self._undo,
                     identity=f"replica:{self._node}",
-                    patience_s=PATIENCE_S,
+                    retry_timeout_s=PATIENCE_S,
                     save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
                     dial=self._system.dial,
                     draw=self._system.draw,

@@ -72,7 +72,7 @@ def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
             asker.seqnos()  # nobody listened while it was lost
         assert len(asker.seqnos()) == PARTITIONS
         with pytest.raises(BrokenError):
-            client(nodes, "upr://a/b", patience_s=0.1).connect()
+            client(nodes, "upr://a/b", retry_timeout_s=0.1).connect()
 
 
 def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
@@ -91,12 +91,12 @@ def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
 def test_nobody_is_active(nodes: ThreadedCluster) -> None:
     nodes.move({2: Assignment()})
     with (
-        client(nodes, patience_s=1.0) as asker,
+        client(nodes, retry_timeout_s=1.0) as asker,
         pytest.raises(BrokenError, match="no node takes a partition"),
     ):
         asker.apply(increments(60))
     with (
-        BlockingConsumer(URL, dial=nodes.dial, patience_s=1.0) as consumer,
+        BlockingConsumer(URL, dial=nodes.dial, retry_timeout_s=1.0) as consumer,
         pytest.raises(BrokenError, match="no node is active for partition 2"),
     ):
         read(consumer, Mirror())

@@ -1,4 +1,4 @@
-"""The outbox against a server that answers in any way it may, over connections that break."""
+"""The accumulator against a server that answers in any way it may, over connections that break."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from upr_protocol.wire import Credit, Hello, Mutate, Open, Opened, Refusal
 
 PARTITIONS = 3
 IN_FLIGHT = 3
-PATIENCE_S = 30.0
+RETRY_TIMEOUT_S = 30.0
 ATTEMPT = 7
 
 
 class Machine(RuleBasedStateMachine):
-    """An outbox, the two ends of a connection, and what the server did."""
+    """An accumulator, the two ends of a connection, and what the server did."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.outbox = Accumulator(
+        self.accumulator = Accumulator(
             WriterIdentity.of_task(b"w" * 16, ATTEMPT),
-            AccumulatorLimits(in_flight=IN_FLIGHT, buffer_bytes=4000, patience_s=PATIENCE_S),
+            AccumulatorLimits(
+                in_flight=IN_FLIGHT, buffer_bytes=4000, retry_timeout_s=RETRY_TIMEOUT_S
+            ),
             draw=lambda: 0.5,
         )
+        self.node = self.accumulator.new_node()
+        for partition in range(PARTITIONS):
+            self.accumulator.place(PartitionId(partition), self.node)
         self.partitions = [FakePartition(number, 1 + number) for number in range(PARTITIONS)]
         self.added: defaultdict[int, list[Batch]] = defaultdict(list)
         self.answered: list[Batch] = []
@@ -43,7 +48,7 @@ class Machine(RuleBasedStateMachine):
         self.connect()
 
     def connect(self) -> None:
-        self.client = ClientSession("test:outbox", now=0.0)
+        self.client = ClientSession("test:accumulator", now=0.0)
         self.server = ServerSession("test", now=0.0)
         self.arrived: deque[Mutate] = deque()
         self.carry()
@@ -66,7 +71,7 @@ class Machine(RuleBasedStateMachine):
                     assert isinstance(message, Hello)
             client.receive(b"".join(self.server.take(0.0)), 0.0)
             for answer in client.events():
-                done = self.outbox.take(answer, self.now)
+                done = self.node.receive(answer, self.now)
                 if done is not None:
                     self.answered.append(done)
 
@@ -78,7 +83,7 @@ class Machine(RuleBasedStateMachine):
 
     def pump(self) -> None:
         if self.client is not None:
-            self.outbox.pump(self.client, self.now)
+            self.node.send(self.client, self.now)
             self.carry()
 
     connected = precondition(lambda self: self.client is not None)
@@ -87,7 +92,7 @@ class Machine(RuleBasedStateMachine):
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def add(self, partition: int) -> None:
         chunk = plain_chunk([b"n"], [CounterDelta(1, 1).encode()], bytes([Operation.INCREMENT]))
-        self.added[partition].append(self.outbox.add(PartitionId(partition), chunk))
+        self.added[partition].append(self.accumulator.add(PartitionId(partition), chunk))
         self.pump()
 
     @connected
@@ -145,7 +150,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.01, 1.0))
     def let_time_pass(self, seconds: float) -> None:
         # Not so much that a batch would be given up: that is tried elsewhere.
-        if self.now + seconds < PATIENCE_S:
+        if self.now + seconds < RETRY_TIMEOUT_S:
             self.now += seconds
         self.pump()
 
@@ -153,7 +158,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def break_connection(self) -> None:
         self.client = None
-        self.outbox.disconnected()
+        self.node.disconnected()
 
     @precondition(lambda self: self.client is None)
     @rule()
@@ -164,9 +169,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         unanswered = [b for some in self.added.values() for b in some if b.reply is None]
-        assert self.outbox.unanswered == len(unanswered)
-        assert self.outbox.nbytes == sum(batch.nbytes for batch in unanswered)
-        assert self.outbox.full == (self.outbox.nbytes >= 4000)
+        assert self.accumulator.unanswered == len(unanswered)
+        assert self.accumulator.nbytes == sum(batch.nbytes for batch in unanswered)
+        assert self.accumulator.is_full == (self.accumulator.nbytes >= 4000)
 
     @invariant()
     def few_are_in_flight(self) -> None:
@@ -179,7 +184,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def starving_is_noticed(self) -> None:
-        if self.outbox.starved_since is not None:
+        if self.node.starved_since is not None:
             assert self.client is not None
             assert not self.client.credit.open
 
@@ -198,9 +203,9 @@ class Machine(RuleBasedStateMachine):
             self.pump()
             while self.arrived:
                 self.answer()
-            if not self.outbox.unanswered:
+            if not self.accumulator.unanswered:
                 break
-        assert not self.outbox.unanswered
+        assert not self.accumulator.unanswered
         for number, batches in self.added.items():
             history = self.partitions[number].history
             assert [int(mutation.value) for mutation in history] == [
@@ -212,5 +217,5 @@ class Machine(RuleBasedStateMachine):
         assert len(self.answered) == sum(map(len, self.added.values()))
 
 
-TestOutbox = Machine.TestCase
-TestOutbox.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAccumulator = Machine.TestCase
+TestAccumulator.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

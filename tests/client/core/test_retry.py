@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.client.core.backoff import CAP_S, FIRST_S, Backoff
-from upr_protocol.client.core.retry import RetryPolicy, is_retryable
+from upr_protocol.client.core.retry import (
+    FIRST_WAIT_S,
+    WAIT_S_MAX,
+    Backoff,
+    RetryPolicy,
+    is_retryable,
+)
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -31,7 +36,7 @@ def test_waits_are_drawn_between_half_and_all(draws: list[float]) -> None:
     numbers = iter(draws)
     backoff = Backoff(lambda: next(numbers))
     for failures in range(len(draws)):
-        longest = min(CAP_S, FIRST_S * 2**failures)
+        longest = min(WAIT_S_MAX, FIRST_WAIT_S * 2**failures)
         assert longest / 2 <= backoff.next_wait_s() <= longest
 
 
@@ -76,4 +81,4 @@ def test_patience_counts_from_the_first_failure_without_progress() -> None:
 
 def test_what_does_not_pass_is_raised_at_once() -> None:
     with pytest.raises(ServerError):
-        RetryPolicy(10.0).wait_s(ServerError(Status.NO_BUCKET), 0.0)
+        RetryPolicy(10.0, lambda: 0.5).wait_s(ServerError(Status.NO_BUCKET), 0.0)

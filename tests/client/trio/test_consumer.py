@@ -465,7 +465,7 @@ async def test_a_lasting_refusal_raises_its_error(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock, status: Status
 ) -> None:
     server.refuse = lambda m: status if isinstance(m, Stream) and m.partition == 1 else None
-    async with consume(URL, dial=net.dial, patience_s=60) as consumer:
+    async with consume(URL, dial=net.dial, retry_timeout_s=60) as consumer:
         with pytest.raises(ServerError, match="partition 1") as caught:
             await anext(consumer)
         assert caught.value.status is status
@@ -478,7 +478,7 @@ async def test_a_server_that_stays_away_raises_an_error_in_the_end(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill(server, 10)
-    async with consume(URL, dial=net.dial, patience_s=60) as consumer:
+    async with consume(URL, dial=net.dial, retry_timeout_s=60) as consumer:
         await trio.testing.wait_all_tasks_blocked()
         net.down = True
         net.cut()
@@ -566,7 +566,7 @@ async def test_impossible_partitions_raise_a_value_error(
 async def test_streams_accepted_and_ended_again_and_again_count_as_failures(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    async with consume(URL, dial=net.dial, patience_s=60) as consumer:
+    async with consume(URL, dial=net.dial, retry_timeout_s=60) as consumer:
         with pytest.raises(ServerError) as caught:  # noqa: PT012
             async for _ in consumer:
                 server.end_streams(Status.STATE_CHANGED)

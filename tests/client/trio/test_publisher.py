@@ -257,7 +257,7 @@ def test_increments_have_exactly_one_effect_though_connections_are_cut_anywhere(
                 batch_mutations=batch_mutations,
                 linger_s=0.01,
                 draw=rng.random,
-                writer=WriterIdentity(rng.randbytes),
+                writer=WriterIdentity(rng.randbytes(16)),
             ) as sink:
                 for number in range(300):
                     await sink.increment(b"counter-%d" % (number % 7))
@@ -291,7 +291,7 @@ async def test_a_batch_refused_for_what_passes_is_sent_again_in_order(
         return Status.TEMPORARY_FAILURE if busy else None
 
     server.refuse = refuse
-    async with publisher(URL, dial=net.dial, batch_mutations=1, patience_s=60) as sink:
+    async with publisher(URL, dial=net.dial, batch_mutations=1, retry_timeout_s=60) as sink:
         for number in range(40):
             await sink.set("k", b"%d" % number)
     history = server.partition_of(b"k").history
@@ -305,7 +305,7 @@ async def test_a_batch_refused_for_too_long_fails(
 ) -> None:
     server.refuse = lambda m: Status.NOT_MY_PARTITION if isinstance(m, Mutate) else None
     told: list[Failure] = []
-    async with publisher(URL, dial=net.dial, patience_s=20, on_failure=told.append) as sink:
+    async with publisher(URL, dial=net.dial, retry_timeout_s=20, on_failure=told.append) as sink:
         await sink.set("k", "v")
     assert [failure.status for failure in told] == [Status.NOT_MY_PARTITION]
     assert 20 <= trio.current_time() < 30
@@ -315,7 +315,7 @@ async def test_it_gives_up_on_a_server_that_stays_away(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     with pytest.raises(BrokenError, match="cannot connect") as caught:  # noqa: PT012
-        async with publisher(URL, dial=net.dial, patience_s=100) as sink:
+        async with publisher(URL, dial=net.dial, retry_timeout_s=100) as sink:
             net.down = True
             net.cut()
             await sink.set("k", "v")

@@ -35,7 +35,7 @@ def as_replica(net: FakeNet) -> AbstractAsyncContextManager[ReplicaConsumer]:
         URL,
         state=PartitionState.ACTIVE,
         identity="replica:n",
-        patience_s=60,
+        retry_timeout_s=60,
         dial=net.dial,
         draw=random.Random(1).random,
     )

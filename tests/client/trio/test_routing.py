@@ -389,7 +389,7 @@ async def test_a_partition_without_an_active_is_waited_for(
 async def test_patience_ends(cluster: FakeCluster, autojump_clock: MockClock) -> None:
     cluster.move({2: Assignment()})
     gave_up = pytest.raises(BrokenError, match="no node is active for partition 2")
-    async with consume(URL, dial=cluster.dial, patience_s=20) as consumer:
+    async with consume(URL, dial=cluster.dial, retry_timeout_s=20) as consumer:
         with gave_up:
             await follow(consumer, Mirror())
     assert 20 <= trio.current_time() < 25
@@ -411,7 +411,7 @@ async def test_patience_is_for_one_time_without_a_node(
 
     async def run() -> None:
         nonlocal began
-        async with publisher(URL, dial=cluster.dial, patience_s=10, linger_s=0.001) as sink:
+        async with publisher(URL, dial=cluster.dial, retry_timeout_s=10, linger_s=0.001) as sink:
             await sink.set(busy, "1")
             await sink.flush()
             for turn in range(3):
@@ -439,7 +439,7 @@ async def test_patience_is_for_one_time_without_a_node(
 
 
 async def fill_by_publishing(cluster: FakeCluster) -> None:
-    async with publisher(URL, dial=cluster.dial, patience_s=20) as sink:
+    async with publisher(URL, dial=cluster.dial, retry_timeout_s=20) as sink:
         for number in range(30):
             await sink.set(f"key-{number}", "v")
 
@@ -604,7 +604,7 @@ async def test_a_change_that_is_not_durable_yet_is_sent_again(
         refusing = False
     assert cluster.any.contents() == {b"k": b"v"}
     refusing = True
-    async with publisher(URL, dial=cluster.dial, patience_s=5) as sink:
+    async with publisher(URL, dial=cluster.dial, retry_timeout_s=5) as sink:
         await sink.set("k", "v")
         await sink.flush()
         assert [failure.status for failure in sink.failures] == [Status.NOT_DURABLE_YET]

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection, FakeServer
 from upr_protocol.client import Client, NotDurableError, connect
-from upr_protocol.client.core.backoff import CAP_S
+from upr_protocol.client.core.retry import WAIT_S_MAX
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.partition_map import Assignment
@@ -119,7 +119,7 @@ async def test_a_node_that_is_not_needed_may_end_as_it_likes(
 
 async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:
     key = key_of(cluster, 2)
-    async with connect(URL, dial=cluster.dial, patience_s=10) as client:
+    async with connect(URL, dial=cluster.dial, retry_timeout_s=10) as client:
         await client.set(key, "1")
         cluster.move({2: Assignment(handing_over="c")})
 
@@ -231,8 +231,8 @@ async def test_a_lease_is_renewed_at_every_node_or_not_said_to_be(
 
     monkeypatch.setattr(FakeConnection, "_on_lease", lease, raising=False)
     # Longer than the pause between two attempts to connect becomes.
-    patience_s = CAP_S + 2
-    async with connect("upr://b/b", dial=cluster.dial, patience_s=patience_s) as client:
+    retry_timeout_s = WAIT_S_MAX + 2
+    async with connect("upr://b/b", dial=cluster.dial, retry_timeout_s=retry_timeout_s) as client:
         await client.renew_lease(7, time_to_live_s=60)
         assert asked() == "abc"
         cluster.kill("a")

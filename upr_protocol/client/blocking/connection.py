@@ -162,7 +162,7 @@ class BlockingConnection:
     def prepare(self, now: float) -> tuple[int, float]:
         """Writes what goes; what to wait for, and until when at most."""
         if not self.session.tick(now):
-            self._fail(BrokenError("the server said nothing for too long"))
+            self._fail(BrokenError("idle timeout: the server was silent for too long"))
         self._write()
         wanted, until = select.POLLIN, max(self.session.keep_alive.next_check(), now + 0.001)
         if self._writing:
@@ -178,7 +178,7 @@ class BlockingConnection:
             return True
         self._silent_s += waited_s
         if not happened and self._writing and self.clock() >= self._written_at + SEND_TIMEOUT_S:
-            self._fail(BrokenError("the server took nothing for too long"))
+            self._fail(BrokenError("send timeout: the server stopped reading"))
         return False
 
     def guarded(self, do: Callable[[], T], instead: T) -> T:

@@ -1,12 +1,12 @@
-"""Links to the nodes of a bucket, for programs that block; see `pool`.
+"""Connections to the nodes of a bucket, for programs that block.
 
-Nothing happens by itself: a connection is made when it is asked for, and the map is asked for when
-the caller says that it may be old.
+No task runs in the background: the pool connects when a connection is asked for, and asks for the
+partition map when the caller says that it may be stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -14,32 +14,30 @@ import attrs
 
 from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
-from upr_protocol.client.core.backoff import Backoff
-from upr_protocol.client.core.metadata import ClusterMetadata
-from upr_protocol.client.trio.connection_pool import PAUSE_MAX_S
-from upr_protocol.client.trio.node_client import partition_map_of
+from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import GetMap, MapReply, Message
 
-_ASK_S: Final = 1.0
+_MAP_TIMEOUT_S: Final = 1.0
 """How long one node may take to tell its map."""
 
 
 class BlockingConnectionPool:
-    """Links to the nodes of a bucket.
+    """Connections to the nodes of a bucket.
 
     Args:
         address: Where to begin.
         options: How to connect.
-        draw: Gives numbers in [0, 1), for the waits between rounds of asking.
-        state: What a node must be for a partition to be of use for it.
-        by_map: Whether to go by the map at all, and not to stay with the address.
-        opened: The partitions whose histories are of interest; none for all.
+        draw: Gives numbers in [0, 1), for the waits between rounds of asking for the map.
+        state: The state that a node must hold a partition in.
+        by_map: Whether to follow the partition map; otherwise everything goes to `address`.
+        opened: The partitions whose histories the caller needs; empty for all.
 
     Attributes:
-        metadata: What is known of the map.
-        connections: The connections that there are, by address; of one that was lost, the rest.
+        metadata: What is known of the cluster.
+        connections: The connections, by address; a lost one stays until it is replaced.
         was_connected: Whether any node was ever reached.
     """
 
@@ -59,9 +57,9 @@ class BlockingConnectionPool:
         self._options = options
         self._state = state
         self._opened = opened
-        self._away: dict[Address, float] = {}
-        self._pauses = Backoff(draw, cap_s=PAUSE_MAX_S)
-        self._asked_again_at = 0.0
+        self._down: set[Address] = set()
+        self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
+        self._next_round_at = 0.0
 
     def close(self) -> None:
         """Closes all connections."""
@@ -69,32 +67,30 @@ class BlockingConnectionPool:
             connection.close()
         self.connections.clear()
 
-    # Links.
+    # Connections.
 
     def any(self) -> BlockingConnection:
-        """A connection to any node; the map is known then, if there is one.
+        """A connection to any node. The map is known then, if there is one.
 
         Raises:
-            UprError: There is none to be had; why the last attempt failed.
+            UprError: No node could be reached; why the last attempt failed.
         """
-        live = (
-            connection for connection in self.connections.values() if connection.failure is None
-        )
-        return next(live, None) or self._connection_to(self.metadata.known_nodes())
+        live = (c for c in self.connections.values() if c.failure is None)
+        return next(live, None) or self._connect_first(self.metadata.known_nodes())
 
     def at(self, address: Address) -> BlockingConnection:
         """The connection to the node at `address`, which may name several places.
 
         Raises:
-            UprError: There is none to be had; why the last attempt failed.
+            UprError: It could not be reached; why the last attempt failed.
         """
-        return self._connection_to(address.each())
-
-    def _connection_to(self, places: list[Address]) -> BlockingConnection:
-        for place in places:
+        for place in address.each():
             connection = self.connections.get(place)
             if connection is not None and connection.failure is None:
                 return connection
+        return self._connect_first(address.each())
+
+    def _connect_first(self, places: Iterable[Address]) -> BlockingConnection:
         error: UprError = BrokenError("no node is known")
         for place in places:
             try:
@@ -103,34 +99,30 @@ class BlockingConnectionPool:
                 error = failure
         raise error
 
-    def _connect(self, address: Address) -> BlockingConnection:
-        now = self._options.clock()
+    def _connect(self, place: Address) -> BlockingConnection:
         try:
-            connection = BlockingConnection(address, self._options, self._opened)
+            connection = BlockingConnection(place, self._options, self._opened)
         except UprError:
-            self._away[address] = now
+            self._down.add(place)
             raise
-        self._away.pop(address, None)
-        self.connections[address] = connection
+        self._down.discard(place)
+        self.connections[place] = connection
         self.was_connected = True
         self.metadata.note_revision(connection.handshake.map_revision)
         if self.metadata.is_stale:
-            self._ask(connection)
+            self._ask_map(connection)
         return connection
 
-    def home_of(self, partition: PartitionId) -> Address | None:
-        """The node of a partition: the first that is not known to be away; None while there is
-        none."""
-        holders = self.metadata.holders(partition, self._state)
-        good = [address for address in holders if address not in self._away]
-        return next(iter(good or holders), None)
+    def holder(self, partition: PartitionId) -> Address | None:
+        """The node to use for a partition; None while the map names none."""
+        return self.metadata.choose_holder(partition, self._state, down=self._down)
 
-    def no_holder_text(self, partition: PartitionId) -> str:
-        """See `ClusterMetadata.no_holder_text`."""
-        return self.metadata.no_holder_text(partition, self._state)
+    def explain_no_holder(self, partition: PartitionId) -> str:
+        """A sentence for a partition that no node holds; empty when one does."""
+        return self.metadata.explain_no_holder(partition, self._state)
 
     def drop(self, address: Address) -> None:
-        """A node is not needed any more."""
+        """Closes the connection to a node that is not needed any more."""
         for place in address.each():
             connection = self.connections.pop(place, None)
             if connection is not None:
@@ -139,53 +131,52 @@ class BlockingConnectionPool:
     def lost(self, address: Address) -> None:
         """The connection to a node is over."""
         self.drop(address)
-        self._away[address] = self._options.clock()
+        self._down.add(address)
 
     # The map.
 
-    def _ask(self, connection: BlockingConnection) -> None:
+    def _ask_map(self, connection: BlockingConnection) -> None:
         opaque = connection.session.new_opaque()
         connection.session.send(GetMap(self.metadata.address.bucket, opaque=opaque))
-        deadline = self._options.clock() + _ASK_S
+        deadline = self._options.clock() + _MAP_TIMEOUT_S
         others: list[Message] = []
         while (message := connection.receive(deadline)) is not None:
             if message.opaque == opaque:
-                found = partition_map_of(message) if isinstance(message, MapReply) else None
-                if found is not None:
-                    self.metadata.take(found)
+                partition_map = partition_map_of(message) if isinstance(message, MapReply) else None
+                if partition_map is not None:
+                    self.metadata.update(partition_map)
                 break
             others.append(message)
         connection.put_back(others)
 
     def refresh(self, map_revision: int = 0) -> float:
-        """Asks every node for its map, unless that was done just now; the newest counts. A node
-        that is alone has none.
+        """Asks every node for its map, unless that was done just now. The newest map counts. A
+        single node has none to ask for.
 
         Args:
-            map_revision: The revision that some node has, as far as was heard.
+            map_revision: The revision that some node says it has; 0 when it did not say.
 
         Returns:
-            When it is to be called again, if it did not help.
+            When to call it again, if it did not help.
         """
-        self.metadata.note_revision(map_revision)
-        clock = self._options.clock
-        if self.metadata.is_alone or clock() < self._asked_again_at:
-            return self._asked_again_at
-        revision = self.metadata.revision
-        options = attrs.evolve(
-            self._options, connect_timeout_s=min(_ASK_S, self._options.connect_timeout_s)
-        )
-        for address in self.metadata.known_nodes():
+        metadata, clock = self.metadata, self._options.clock
+        metadata.note_revision(map_revision)
+        if metadata.is_single_node or clock() < self._next_round_at:
+            return self._next_round_at
+        revision = metadata.revision
+        timeout_s = min(_MAP_TIMEOUT_S, self._options.connect_timeout_s)
+        options = attrs.evolve(self._options, connect_timeout_s=timeout_s)
+        for address in metadata.known_nodes():
             with suppress(UprError):
                 connection = BlockingConnection(Address(address.host, address.port), options)
                 try:
-                    self._ask(connection)
+                    self._ask_map(connection)
                 finally:
                     connection.close()
-            if self.metadata.revision > revision and not self.metadata.is_stale:
+            if metadata.revision > revision and not metadata.is_stale:
                 break
-        if self.metadata.revision > revision:
-            self._pauses.reset()
-            self._away.clear()
-        self._asked_again_at = clock() + self._pauses.next_wait_s()
-        return self._asked_again_at
+        if metadata.revision > revision:
+            self._waits.reset()
+            self._down.clear()
+        self._next_round_at = clock() + self._waits.next_wait_s()
+        return self._next_round_at

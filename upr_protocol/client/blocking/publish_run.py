@@ -1,4 +1,4 @@
-"""Batches from programs that block, to each node what is its."""
+"""Publishing in programs that block: each batch to the node that holds its partition."""
 
 from __future__ import annotations
 
@@ -9,56 +9,52 @@ from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.connection import BlockingConnection, step_any
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
-from upr_protocol.client.core.accumulator import Accumulator, Batch
+from upr_protocol.client.core.accumulator import Accumulator, Batch, NodeBatches
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.retry import RetryPolicy
-from upr_protocol.client.trio.node_publisher import WRONG_NODE
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, WRONG_NODE, RetryPolicy
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Message, Refusal
 
-Home = Address | None
-"""Where a partition is; None while it is nowhere."""
-
 
 class PublishRun:
-    """One run of publishing: batches are taken from a source as there is room.
+    """One run of publishing: it takes batches from a source as there is room.
 
     Args:
         pool: The connections.
-        new_accumulator: Gives each node's.
-        patience: How long to go on without any answer.
-        done: Called with each batch that is answered, or refused for good.
+        accumulator: Holds the batches.
+        retry: How long to go on without any answer.
+        on_done: Called with each batch that is answered, or refused for good.
         sleep: Waits for so many seconds.
     """
 
     def __init__(
         self,
         pool: BlockingConnectionPool,
-        new_accumulator: Callable[[], Accumulator],
-        patience: RetryPolicy,
-        done: Callable[[Batch], None],
+        accumulator: Accumulator,
+        retry: RetryPolicy,
+        on_done: Callable[[Batch], None],
         sleep: Callable[[float], None],
     ) -> None:
         self._pool = pool
-        self._new_accumulator = new_accumulator
-        self._patience = patience
-        self._done = done
+        self._accumulator = accumulator
+        self._retry = retry
+        self._on_done = on_done
         self._sleep = sleep
-        self._boxes: dict[Home, Accumulator] = {None: new_accumulator()}
-        self._at: dict[PartitionId, Home] = {}
-        self._rests: dict[Home, float] = {}
-        self._asks_at = float("inf")
+        self._nodes: dict[Address, NodeBatches] = {}
+        self._partitions: set[PartitionId] = set()
+        self._retry_at: dict[NodeBatches, float] = {}
+        """When a node that failed is tried again."""
+        self._map_at = float("inf")
         """When the map is to be asked for again."""
 
     def run(
         self,
         source: Iterator[tuple[PartitionId, Chunk]],
-        buffer_bytes: int,
         timeout_s: float,
         credit_timeout_s: float,
     ) -> bool:
-        """Sends and receives until everything is answered.
+        """Sends and receives until every batch is answered.
 
         Returns:
             Whether it ended because no credit came in time.
@@ -66,105 +62,100 @@ class PublishRun:
         Raises:
             UprError: No node could be reached for too long.
         """
+        accumulator = self._accumulator
         if not self._pool.was_connected:
             self._pool.any()
         while True:
-            boxes = self._boxes.values()
-            full = sum(box.nbytes for box in boxes) >= buffer_bytes
-            batch = None if full else next(source, None)
+            batch = None if accumulator.is_full else next(source, None)
             if batch is not None:
-                self._box_of(batch[0]).add(*batch)
-            elif not any(box.unanswered for box in boxes):
+                self._partitions.add(batch[0])
+                accumulator.add(*batch)
+            elif not accumulator.unanswered:
                 return False
-            connections = self._pumped()
+            self._place_partitions()
+            connections = self._send()
             now = time.monotonic()
-            # What there is goes out while the next batch is made, which may take its time.
-            deadline = now if batch is not None else now + timeout_s
-            deadline = min(deadline, self._wakes_at)
+            # What is queued goes out while the source makes the next batch, which may take a while.
+            deadline = min(now if batch is not None else now + timeout_s, self._wakes_at())
             if batch is None:
-                for box in self._boxes.values():
-                    if box.starved_since is not None:
-                        if now >= box.starved_since + credit_timeout_s:
-                            return True
-                        deadline = min(deadline, box.starved_since + credit_timeout_s)
+                starved_since = self._starved_since()
+                if now >= starved_since + credit_timeout_s:
+                    return True
+                deadline = min(deadline, starved_since + credit_timeout_s)
             if connections:
                 step_any(list(connections.values()), deadline)
             else:
                 self._sleep(max(0.0, deadline - now))
-                self._rests = {h: until for h, until in self._rests.items() if until > deadline}
-            self._deal_with(connections)
+                # What was waited for is due, however long `sleep` really took.
+                self._retry_at = {n: at for n, at in self._retry_at.items() if at > deadline}
+            self._receive(connections)
 
-    @property
+    def _starved_since(self) -> float:
+        times = (node.starved_since for node in self._nodes.values())
+        return min((time for time in times if time is not None), default=float("inf"))
+
     def _wakes_at(self) -> float:
-        times = [box.wakes_at for box in self._boxes.values()]
-        rests = [until for home, until in self._rests.items() if self._boxes[home].unanswered]
-        return min((self._asks_at, *(time for time in times if time is not None), *rests))
+        resend = (node.resend_at for node in self._nodes.values())
+        retry = (retry_at for node, retry_at in self._retry_at.items() if node.unanswered)
+        return min((self._map_at, *(time for time in resend if time is not None), *retry))
 
-    # Where partitions are.
+    def _place_partitions(self) -> None:
+        accumulator, pool = self._accumulator, self._pool
+        unplaced = accumulator.unplaced
+        self._map_at = float("inf")
+        if unplaced.unanswered or pool.metadata.is_stale:
+            self._map_at = pool.refresh()
+        for partition in self._partitions:
+            address = pool.holder(partition)
+            if address is None:
+                node = unplaced
+            elif address in self._nodes:
+                node = self._nodes[address]
+            else:
+                node = self._nodes[address] = accumulator.new_node()
+            accumulator.place(partition, node)
 
-    def _box_of(self, partition: PartitionId) -> Accumulator:
-        if partition not in self._at:
-            self._at[partition] = self._pool.home_of(partition)
-        return self._boxes.setdefault(self._at[partition], self._new_accumulator())
-
-    def _route(self) -> None:
-        for partition, home in list(self._at.items()):
-            now_at = self._pool.home_of(partition)
-            if now_at != home:
-                batches = self._boxes[home].let_go(partition)
-                self._at[partition] = now_at
-                if batches is not None:
-                    self._box_of(partition).take_over(partition, batches)
-
-    # What is said and heard.
-
-    def _pumped(self) -> dict[Home, BlockingConnection]:
-        """Sends what may be sent; the connections on which something is awaited."""
-        self._asks_at = float("inf")
-        if self._boxes[None].unanswered or self._pool.metadata.is_stale:
-            self._asks_at = self._pool.refresh()
-        self._route()
-        connections: dict[Home, BlockingConnection] = {}
-        for home, box in list(self._boxes.items()):
-            if home is None or not box.unanswered or self._rests.get(home, 0) > time.monotonic():
+    def _send(self) -> dict[Address, BlockingConnection]:
+        """Sends as much as may be sent now; gives the connections on which answers are due."""
+        now = time.monotonic()
+        self._retry_at = {node: at for node, at in self._retry_at.items() if at > now}
+        connections: dict[Address, BlockingConnection] = {}
+        for address, node in self._nodes.items():
+            if not node.unanswered or node in self._retry_at:
                 continue
-            self._rests.pop(home, None)
             try:
-                connections[home] = self._pool.at(home)
+                connections[address] = self._pool.at(address)
             except UprError as error:
-                self._failed(home, error)
-        for home, connection in list(connections.items()):
-            self._boxes[home].pump(connection.session, time.monotonic())
-        if self._boxes[None].unanswered and not connections and None not in self._rests:
-            unplaced = BrokenError("no node takes a partition that is published to")
-            wait_s = self._patience.wait_s(unplaced, time.monotonic())
-            self._rests[None] = time.monotonic() + min(wait_s, 0.5)
-        elif self._rests.get(None, 0) <= time.monotonic():
-            self._rests.pop(None, None)
+                self._failed(address, error)
+            else:
+                node.send(connections[address].session, time.monotonic())
+        unplaced = self._accumulator.unplaced
+        if not connections and unplaced.unanswered and unplaced not in self._retry_at:
+            nowhere = BrokenError("no node takes a partition that is published to")
+            wait_s = self._retry.wait_s(nowhere, now)
+            self._retry_at[unplaced] = now + min(wait_s, MAP_WAIT_S_MAX)
         return connections
 
-    def _failed(self, home: Home, error: UprError) -> None:
-        """A node cannot be reached, or not any more."""
-        if not self._pool.was_connected:
-            raise error
-        self._boxes[home].disconnected()
-        if home is not None:
-            self._pool.lost(home)
+    def _failed(self, address: Address, error: UprError) -> None:
+        """A node cannot be reached, or its connection is lost."""
+        node = self._nodes[address]
+        node.disconnected()
+        self._pool.lost(address)
         now = time.monotonic()
-        self._rests[home] = now + self._patience.wait_s(error, now)
+        self._retry_at[node] = now + self._retry.wait_s(error, now)
         self._pool.refresh()
 
-    def _deal_with(self, connections: dict[Home, BlockingConnection]) -> None:
-        for home, connection in connections.items():
+    def _receive(self, connections: dict[Address, BlockingConnection]) -> None:
+        for address, connection in connections.items():
             while (message := connection.take()) is not None:
-                self._heard(self._boxes[home], message)
+                self._received(self._nodes[address], message)
             if connection.failure is not None:
-                self._failed(home, connection.failure)
+                self._failed(address, connection.failure)
 
-    def _heard(self, box: Accumulator, message: Message) -> None:
+    def _received(self, node: NodeBatches, message: Message) -> None:
         if isinstance(message, Refusal) and status_of(message.status) in WRONG_NODE:
             self._pool.refresh(message.map_revision)
-        answered = box.take(message, time.monotonic())
-        if answered is not None:
-            self._patience.progress()
-            self._done(answered)
+        batch = node.receive(message, time.monotonic())
+        if batch is not None:
+            self._retry.progress()
+            self._on_done(batch)

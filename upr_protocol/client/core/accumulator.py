@@ -1,15 +1,14 @@
-"""Batches on their way: what may be sent now, what is unanswered, what is sent again.
+"""The batches of a publisher: what may be sent now, what has no answer yet, what to send again.
 
-No I/O: it says things through a session and takes in the answers. One accumulator lives through any
-number of connections to one node; a partition that moves to another node moves to its accumulator,
-with all that is unanswered. In each partition batches are sent in order, and after a lost
-connection, or at the other node, all that are unanswered are sent again, in order and under their
-own tokens, before any new one. So each has its effect once, however often it is sent.
+No I/O: a node's batches are sent through a session, and its answers are given back here. Each
+partition has a queue, and each queue is placed with one node, or with none while the partition has
+no node. In each partition, batches are sent in order. After a lost connection, or once the
+partition has moved to another node, all unanswered batches are sent again before any new one, in
+order and with the same tokens. So each batch takes effect once, however often it is sent.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -18,7 +17,6 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.client.core.backoff import Backoff
 from upr_protocol.client.core.results import (
     Failure,
     NotDurableError,
@@ -27,7 +25,7 @@ from upr_protocol.client.core.results import (
     refused,
     status_of,
 )
-from upr_protocol.client.core.retry import is_retryable
+from upr_protocol.client.core.retry import Backoff, is_retryable
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Durability, PartitionId
@@ -40,36 +38,36 @@ IN_FLIGHT_MAX: Final = 16
 is in doubt after a lost connection must be among them."""
 
 OUTGOING_BYTES_MAX: Final = 4 * 1024 * 1024
-"""What may wait to be written before senders wait: enough for large sends to follow each other
-without a gap."""
+"""Bytes queued for writing before senders wait: enough for large sends to follow each other without
+a gap."""
 
 BUFFER_BYTES_DEFAULT: Final = 64 * 1024 * 1024
-"""What a publisher holds, unsent or unanswered, before those who hand it more wait."""
+"""Bytes that a publisher holds, unsent or unanswered, before its callers wait."""
 
 IN_FLIGHT_LIMIT: Final = 64
 """As many answers of a writer and partition as the server remembers."""
 
 CHUNK_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 1024
-"""A frame, without what stands beside the chunk."""
+"""A frame, less the fields beside the chunk."""
 
 _REQUESTS_MAX: Final = REQUESTS_OPEN_MAX - 64
 _BATCH_BYTES: Final = 512
-"""What a batch takes beside its chunk, about."""
+"""Memory of a batch beside its chunk, roughly."""
 
 
 class Batch:
-    """A batch on its way.
+    """One batch of a publisher.
 
     Attributes:
         partition: Its partition.
-        counter: Its number at this writer and partition.
-        chain: What vouches for it and all before it; 0 for nothing.
-        chunk: What is to be done.
-        reply: The answer, once it came.
-        refusal: Why the batch as a whole was not done; None when it was. `NOT_DURABLE_YET`: it was
-            done, and is not as durable as was asked, as far as is known.
-        unsure: What the server answered then, if it told more; the numbers in it can be awaited.
-        on_answer: Called with the batch when it is answered or refused for good.
+        counter: Its number among the batches of this writer and partition.
+        chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
+        chunk: The operations.
+        reply: The server's answer, once it has arrived.
+        refusal: Why the server did not apply the batch; None when it did. `NOT_DURABLE_YET`: it did
+            apply it, but had not reached the requested durability when it answered.
+        unsure: The server's answer with `NOT_DURABLE_YET`, if it sent numbers that can be awaited.
+        on_answer: Called with the batch once it is answered or refused for good.
     """
 
     __slots__ = (
@@ -102,14 +100,19 @@ class Batch:
         self.refusal: Status | None = None
         self.unsure: MutateReply | None = None
         self.refused_at: float | None = None
-        """When it was first refused for what may pass."""
+        """When a server first refused it for a reason that may pass."""
         self.sent = 0
         """How many times it was sent."""
 
     @property
     def nbytes(self) -> int:
-        """What it holds, about."""
+        """Its memory, roughly."""
         return self.chunk.nbytes + _BATCH_BYTES
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is answered, or refused for good."""
+        return self.reply is not None or self.refusal is not None
 
     def error(self, refusal: Status) -> ServerError:
         """The refusal of the whole batch as an exception."""
@@ -131,44 +134,15 @@ class Batch:
         return failures(self.partition, self.chunk, self.reply)
 
 
-class PartitionBatches:
-    """The batches of one partition, in order."""
-
-    __slots__ = ("backoff", "in_flight", "rests_until", "returned", "waiting")
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        self.waiting: deque[Batch] = deque()
-        self.in_flight: dict[int, Batch] = {}
-        self.returned: list[Batch] = []
-        """Refused for what may pass; sent again once nothing is in flight, so as to keep order."""
-        self.rests_until = 0.0
-        self.backoff = Backoff(draw)
-
-    def batches(self) -> Iterator[Batch]:
-        """All that are unanswered."""
-        return chain(self.waiting, self.in_flight.values(), self.returned)
-
-    def gather(self) -> None:
-        """Puts everything that is unanswered back, in order, to be sent again."""
-        again = sorted((*self.in_flight.values(), *self.returned), key=_counter_of)
-        self.waiting.extendleft(reversed(again))
-        self.in_flight.clear()
-        self.returned.clear()
-
-
-def _counter_of(batch: Batch) -> int:
-    return batch.counter
-
-
 @attrs.frozen
 class AccumulatorLimits:
-    """How much an accumulator holds and how long it tries.
+    """How much an accumulator holds, and how long it retries.
 
     Attributes:
         in_flight: Unanswered batches of one partition.
         buffer_bytes: Bytes unsent or unanswered before it is full.
-        patience_s: How long a batch that is refused for what may pass is sent again.
-        durability: What must hold before a batch is answered.
+        retry_timeout_s: How long it resends a batch that servers refuse for a reason that may pass.
+        durability: The durability that servers answer a batch at.
         copies: How many replicas beside the active, for the replicated levels.
     """
 
@@ -177,49 +151,97 @@ class AccumulatorLimits:
         validator=[attrs.validators.ge(1), attrs.validators.le(IN_FLIGHT_LIMIT)],
     )
     buffer_bytes: int = BUFFER_BYTES_DEFAULT
-    patience_s: float = 60.0
+    retry_timeout_s: float = 60.0
     durability: Durability = Durability.MEMORY
     copies: int = 0
 
 
+class PartitionBatches:
+    """The batches of one partition that have no final answer, in order.
+
+    Attributes:
+        partition: The partition.
+        node: The node that they are placed with.
+        waiting: Those that are to be sent.
+        in_flight: Those that were sent, by opaque.
+        refused: Those that a server refused for a reason that may pass. They go back to `waiting`
+            once nothing is in flight: resent before that, they could overtake a later batch.
+        resend_at: When the refused ones may be sent again.
+        backoff: Spreads those times.
+    """
+
+    __slots__ = (
+        "backoff",
+        "in_flight",
+        "node",
+        "partition",
+        "refused",
+        "resend_at",
+        "waiting",
+    )
+
+    def __init__(
+        self, partition: PartitionId, node: NodeBatches, draw: Callable[[], float]
+    ) -> None:
+        self.partition = partition
+        self.node = node
+        self.waiting: deque[Batch] = deque()
+        self.in_flight: dict[int, Batch] = {}
+        self.refused: list[Batch] = []
+        self.resend_at = 0.0
+        self.backoff = Backoff(draw)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return chain(self.waiting, self.in_flight.values(), self.refused)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.in_flight) + len(self.refused)
+
+    def requeue(self) -> None:
+        """Puts every unanswered batch back into `waiting`, in order."""
+        unanswered = sorted((*self.in_flight.values(), *self.refused), key=_counter_of)
+        self.waiting.extendleft(reversed(unanswered))
+        self.in_flight.clear()
+        self.refused.clear()
+
+
+def _counter_of(batch: Batch) -> int:
+    return batch.counter
+
+
 class Accumulator:
-    """Batches on their way.
+    """The unanswered batches of one publisher, by partition.
 
     Args:
-        writer: Gives them their tokens.
-        limits: How much it holds and how long it tries.
+        writer: Gives batches their tokens.
+        limits: How much it holds and how long it retries.
         draw: Gives numbers in [0, 1), for the waits after refusals.
 
     Attributes:
-        unanswered: Batches that were added and not answered.
-        nbytes: What they hold.
-        starved_since: Since when the server's credit keeps batches waiting; None while it does not.
+        writer: See above.
+        limits: See above.
+        unplaced: The batches of partitions that have no node. Nothing sends them.
+        unanswered: How many batches were added and have no final answer.
+        nbytes: Their memory.
         resent: How many times a batch was sent again.
     """
 
     def __init__(
-        self,
-        writer: WriterIdentity,
-        limits: AccumulatorLimits,
-        draw: Callable[[], float] = random.random,
+        self, writer: WriterIdentity, limits: AccumulatorLimits, draw: Callable[[], float]
     ) -> None:
+        self.writer = writer
+        self.limits = limits
+        self.unplaced = NodeBatches(self)
         self.unanswered = 0
         self.nbytes = 0
-        self.starved_since: float | None = None
         self.resent = 0
-        self._writer = writer
-        self._limits = limits
         self._draw = draw
         self._queues: dict[PartitionId, PartitionBatches] = {}
-        self._open: dict[int, PartitionBatches] = {}
-        # Lanes that may send, in the order of their turns; and those that wait for a time.
-        self._turns: dict[PartitionBatches, None] = {}
-        self._resting: dict[PartitionBatches, None] = {}
 
     @property
-    def full(self) -> bool:
-        """Whether those who add should wait."""
-        return self.nbytes >= self._limits.buffer_bytes
+    def is_full(self) -> bool:
+        """Whether callers should wait before they add more."""
+        return self.nbytes >= self.limits.buffer_bytes
 
     def add(
         self,
@@ -227,78 +249,140 @@ class Accumulator:
         chunk: Chunk,
         on_answer: Callable[[Batch], None] | None = None,
     ) -> Batch:
-        """Takes in a batch; `pump` sends it. O(1).
+        """Adds a batch; `NodeBatches.send` sends it. O(1).
 
         Raises:
-            ServerError: It is longer than a frame; nothing was taken in.
+            ServerError: The chunk is longer than a frame; nothing was added.
         """
         if chunk.nbytes > CHUNK_BYTES_MAX:
             raise ServerError(
-                Status.TOO_LARGE, f"a batch of {chunk.nbytes} bytes; at most {CHUNK_BYTES_MAX}"
+                Status.TOO_LARGE,
+                f"the batch has {chunk.nbytes} bytes, the limit is {CHUNK_BYTES_MAX}: split it",
             )
-        writer = self._writer
-        vouches = writer.next_chain(partition, chunk)
-        batch = Batch(partition, writer.next_counter(partition), chunk, on_answer, vouches)
-        batches = self._queues.get(partition)
-        if batches is None:
-            batches = self._queues[partition] = PartitionBatches(self._draw)
-        batches.waiting.append(batch)
+        chained = self.writer.next_chain(partition, chunk)
+        counter = self.writer.next_counter(partition)
+        batch = Batch(partition, counter, chunk, on_answer, chained)
+        queue = self._queue_of(partition)
+        queue.waiting.append(batch)
+        queue.node.unanswered += 1
+        queue.node.schedule(queue)
         self.unanswered += 1
         self.nbytes += batch.nbytes
-        if batches not in self._resting:
-            self._line_up(batches)
         return batch
 
-    def has(self, partition: PartitionId) -> bool:
-        """Whether something of `partition` is unanswered."""
-        batches = self._queues.get(partition)
-        return batches is not None and any(True for _ in batches.batches())
+    def _queue_of(self, partition: PartitionId) -> PartitionBatches:
+        queue = self._queues.get(partition)
+        if queue is None:
+            queue = PartitionBatches(partition, self.unplaced, self._draw)
+            self._queues[partition] = queue
+            self.unplaced.attach(queue)
+        return queue
 
-    def let_go(self, partition: PartitionId) -> PartitionBatches | None:
-        """Gives away a partition: another node's accumulator takes it over. Answers that still come
-        to what was sent here are dropped. O(unanswered)."""
-        batches = self._queues.pop(partition, None)
-        if batches is None:
-            return None
-        for opaque in batches.in_flight:
-            del self._open[opaque]
-        self._turns.pop(batches, None)
-        self._resting.pop(batches, None)
-        self._count(batches, -1)
-        batches.gather()
-        return batches
+    def is_unplaced(self, partition: PartitionId) -> bool:
+        """Whether `partition` has batches to send, and no node to send them to."""
+        queue = self._queues.get(partition)
+        return queue is not None and queue.node is self.unplaced and len(queue) > 0
 
-    def take_over(self, partition: PartitionId, batches: PartitionBatches) -> None:
-        """Takes in what another accumulator let go; it is sent again, in order and under the same
-        tokens. O(unanswered)."""
-        self._queues[partition] = batches
-        self._count(batches, 1)
-        self._line_up(batches)
+    def new_node(self) -> NodeBatches:
+        """The part for one more node; `place` gives it partitions."""
+        return NodeBatches(self)
 
-    def _count(self, batches: PartitionBatches, sign: int) -> None:
-        for batch in batches.batches():
-            self.unanswered += sign
-            self.nbytes += sign * batch.nbytes
-
-    def pump(self, session: ClientSession, now: float) -> bool:
-        """Sends what may be sent now, partitions taking turns.
+    def place(self, partition: PartitionId, node: NodeBatches) -> bool:
+        """Has `node` send the batches of `partition` from now on. Unanswered batches are sent
+        again there; answers that the node before still gives to them are dropped. O(unanswered).
 
         Returns:
-            Whether anything was sent.
+            Whether it was another node before.
+        """
+        queue = self._queue_of(partition)
+        if queue.node is node:
+            return False
+        queue.node.detach(queue)
+        node.attach(queue)
+        return True
+
+    def unplace_all(self, node: NodeBatches) -> None:
+        """Takes all partitions from a node that is not needed any more. O(unanswered)."""
+        for queue in node.queues():
+            self.place(queue.partition, self.unplaced)
+
+    def finish(self, batch: Batch) -> None:
+        """Counts out a batch that has its final answer."""
+        self.unanswered -= 1
+        self.nbytes -= batch.nbytes
+        if batch.on_answer is not None:
+            batch.on_answer(batch)
+
+
+class NodeBatches:
+    """The part of an accumulator that goes to one node, over one connection after another.
+
+    Attributes:
+        unanswered: How many of its batches have no final answer.
+        starved_since: Since when the server's credit keeps batches waiting; None while it does not.
+    """
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        self.unanswered = 0
+        self.starved_since: float | None = None
+        self._accumulator = accumulator
+        self._queues: dict[PartitionBatches, None] = {}
+        self._queue_by_opaque: dict[int, PartitionBatches] = {}
+        # Queues that may send, in the order of their turns; and those that wait to resend.
+        self._turns: dict[PartitionBatches, None] = {}
+        self._resting: dict[PartitionBatches, None] = {}
+
+    # Placement: called by the accumulator.
+
+    def queues(self) -> list[PartitionBatches]:
+        """The queues of the partitions that are placed here."""
+        return list(self._queues)
+
+    def attach(self, queue: PartitionBatches) -> None:
+        """Takes over a partition."""
+        queue.node = self
+        self._queues[queue] = None
+        self.unanswered += len(queue)
+        self.schedule(queue)
+
+    def detach(self, queue: PartitionBatches) -> None:
+        """Gives up a partition. O(unanswered)."""
+        for opaque in queue.in_flight:
+            del self._queue_by_opaque[opaque]
+        self._turns.pop(queue, None)
+        self._resting.pop(queue, None)
+        del self._queues[queue]
+        self.unanswered -= len(queue)
+        queue.requeue()
+
+    def schedule(self, queue: PartitionBatches) -> None:
+        """Gives a queue a turn when it may send."""
+        in_flight_max = self._accumulator.limits.in_flight
+        may_send = queue.waiting and not queue.refused and len(queue.in_flight) < in_flight_max
+        if may_send and queue not in self._resting:
+            self._turns[queue] = None
+
+    # Sending.
+
+    def send(self, session: ClientSession, now: float) -> bool:
+        """Sends as much as may be sent now; partitions take turns.
+
+        Returns:
+            Whether it sent anything.
         """
         if self._resting:
-            self._wake(now)
+            self._wake_rested(now)
         sent = False
         while (
             self._turns
             and session.credit.open
-            and len(self._open) < _REQUESTS_MAX
+            and len(self._queue_by_opaque) < _REQUESTS_MAX
             and session.outgoing_bytes < OUTGOING_BYTES_MAX
         ):
-            batches = next(iter(self._turns))
-            del self._turns[batches]
-            self._send(session, batches)
-            self._line_up(batches)
+            queue = next(iter(self._turns))
+            del self._turns[queue]
+            self._send_next_of(session, queue)
+            self.schedule(queue)
             sent = True
         starved = bool(self._turns) and not session.credit.open
         if not starved:
@@ -307,95 +391,87 @@ class Accumulator:
             self.starved_since = now
         return sent
 
-    def _send(self, session: ClientSession, batches: PartitionBatches) -> None:
-        batch = batches.waiting[0]
+    def _send_next_of(self, session: ClientSession, queue: PartitionBatches) -> None:
+        accumulator, batch = self._accumulator, queue.waiting[0]
         opaque = session.new_opaque()
         session.send(
             Mutate(
                 batch.chunk,
-                self._writer.id,
+                accumulator.writer.id,
                 batch.counter,
-                self._limits.durability,
-                self._limits.copies,
-                self._writer.attempt,
+                accumulator.limits.durability,
+                accumulator.limits.copies,
+                accumulator.writer.attempt,
                 batch.chain,
                 partition=batch.partition,
                 opaque=opaque,
             )
         )
-        batches.waiting.popleft()
-        batches.in_flight[opaque] = batch
-        self._open[opaque] = batches
-        self.resent += batch.sent > 0
+        # Only now, as a session that refuses to send must leave the batch where it was.
+        queue.waiting.popleft()
+        queue.in_flight[opaque] = batch
+        self._queue_by_opaque[opaque] = queue
+        accumulator.resent += batch.sent > 0
         batch.sent += 1
 
-    def _line_up(self, batches: PartitionBatches) -> None:
-        if (
-            batches.waiting
-            and not batches.returned
-            and len(batches.in_flight) < self._limits.in_flight
-        ):
-            self._turns[batches] = None
-
-    def _wake(self, now: float) -> None:
-        for batches in [batches for batches in self._resting if batches.rests_until <= now]:
-            del self._resting[batches]
-            self._line_up(batches)
-
     @property
-    def wakes_at(self) -> float | None:
-        """When `pump` is to be called for the sake of what was refused; None when nothing was."""
-        return min((batches.rests_until for batches in self._resting), default=None)
+    def resend_at(self) -> float | None:
+        """When `send` is to be called next because of refused batches; None when there are none."""
+        return min((queue.resend_at for queue in self._resting), default=None)
 
-    def take(self, message: Message, now: float) -> Batch | None:
+    def _wake_rested(self, now: float) -> None:
+        for queue in [queue for queue in self._resting if queue.resend_at <= now]:
+            del self._resting[queue]
+            self.schedule(queue)
+
+    # Receiving.
+
+    def receive(self, message: Message, now: float) -> Batch | None:
         """Takes in an answer.
 
         Returns:
-            The batch that is done with; None when the message ends none.
+            The batch that has its final answer now; None when the message ends no batch.
         """
-        batches = self._open.pop(message.opaque, None)
-        if batches is None:
+        queue = self._queue_by_opaque.pop(message.opaque, None)
+        if queue is None:
             return None
-        batch = batches.in_flight.pop(message.opaque)
+        batch = queue.in_flight.pop(message.opaque)
         status = status_of(message.status)
         if isinstance(message, MutateReply) and status is Status.OK:
             batch.reply = message
-            batches.backoff.reset()
+            queue.backoff.reset()
         elif isinstance(message, MutateReply | Refusal):
             if isinstance(message, MutateReply):
                 batch.unsure = message
-            if self._may_pass(batch, status, now):
-                batches.returned.append(batch)
-                self._turns.pop(batches, None)
+            if self._may_retry(batch, status, now):
+                queue.refused.append(batch)
+                self._turns.pop(queue, None)
             else:
                 batch.refusal = status
-        if batches.returned:
-            if not batches.in_flight:
-                batches.gather()
-                batches.rests_until = now + batches.backoff.next_wait_s()
-                self._resting[batches] = None
-        elif batches not in self._resting:
-            self._line_up(batches)
-        if batch.reply is None and batch.refusal is None:
+        if not queue.refused:
+            self.schedule(queue)
+        elif not queue.in_flight:
+            queue.requeue()
+            queue.resend_at = now + queue.backoff.next_wait_s()
+            self._resting[queue] = None
+        if not batch.is_done:
             return None
         self.unanswered -= 1
-        self.nbytes -= batch.nbytes
-        if batch.on_answer is not None:
-            batch.on_answer(batch)
+        self._accumulator.finish(batch)
         return batch
 
-    def _may_pass(self, batch: Batch, status: Status, now: float) -> bool:
+    def _may_retry(self, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:
             batch.refused_at = now
-        passing = is_retryable(ServerError(status)) or status is Status.NOT_DURABLE_YET
-        return passing and now < batch.refused_at + self._limits.patience_s
+        may_pass = is_retryable(ServerError(status)) or status is Status.NOT_DURABLE_YET
+        return may_pass and now < batch.refused_at + self._accumulator.limits.retry_timeout_s
 
     def disconnected(self) -> None:
-        """The connection is gone: all that is unanswered is to be sent again. O(unanswered)."""
-        self._open.clear()
+        """The connection is lost: every unanswered batch is to be sent again. O(unanswered)."""
+        self._queue_by_opaque.clear()
         self._resting.clear()
         self._turns.clear()
         self.starved_since = None
-        for batches in self._queues.values():
-            batches.gather()
-            self._line_up(batches)
+        for queue in self._queues:
+            queue.requeue()
+            self.schedule(queue)

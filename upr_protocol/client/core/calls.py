@@ -1,5 +1,4 @@
-"""What can be asked of a server, once for both faces: how each request is made, and what its answer
-means."""
+"""The requests to a server: how each is made, and what its answer means."""
 
 from __future__ import annotations
 
@@ -9,11 +8,12 @@ from typing import Any, Generic, TypeVar
 import attrs
 import msgspec
 
+from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.key_lookup import KeyRequest, Text, one_operation
 from upr_protocol.client.core.results import NotDurableError, WriteResult, only_outcome, status_of
-from upr_protocol.errors import RemoteProtocolError, ServerError, Status
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -59,7 +59,7 @@ class Call(Generic[T]):
     Attributes:
         request: Makes the request with an opaque.
         result: What the answer means; may raise.
-        partition: The partition that it is about; None when it is about none, or several.
+        partition: The partition that it is about; None when it is about no one partition.
     """
 
     request: Callable[[int], Message]
@@ -67,12 +67,32 @@ class Call(Generic[T]):
     partition: PartitionId | None = None
 
 
-def checked(reply: Message) -> Message:
-    """`reply`, unless it refuses.
+def check_partition_count(partition_count: int) -> int:
+    """The number of the bucket's partitions, unless no bucket was opened.
 
     Raises:
-        ServerError: It does; the status says why.
-        NotDurableError: What was asked was done, and may not be durable yet.
+        LocalProtocolError: The client was given a URL without a bucket.
+    """
+    if not partition_count:
+        raise LocalProtocolError("connect with a URL that names a bucket", Status.BAD_ARGUMENT)
+    return partition_count
+
+
+def over_quota(address: Address, timeout_s: float) -> ServerError:
+    """The error when a server grants no credit for too long."""
+    return ServerError(
+        Status.TEMPORARY_FAILURE,
+        f"the bucket {address.bucket!r} gives no credit for {timeout_s:g} s: it is over its memory "
+        "quota, or its disk is full",
+    )
+
+
+def checked(reply: Message) -> Message:
+    """The reply, unless it is a refusal.
+
+    Raises:
+        ServerError: It is one; the status says why.
+        NotDurableError: The change was made, and may not be durable yet.
     """
     if isinstance(reply, Refusal):
         if reply.status == Status.NOT_DURABLE_YET:
@@ -269,13 +289,13 @@ def lease(
     )
 
 
-def one_lease(held: Sequence[HeldLease]) -> HeldLease:
-    """What several nodes hold under one ID, as one lease: it lapses when the first of them does."""
+def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:
+    """The leases of several nodes with one ID, as one lease: it lapses when the first does."""
     ranges = sorted(
-        (leased for one in held for leased in one.ranges), key=lambda leased: leased.partition
+        (leased for lease in leases for leased in lease.ranges), key=lambda leased: leased.partition
     )
-    time_to_live_s = min(one.time_to_live_s for one in held)
-    return HeldLease(held[0].lease_id, time_to_live_s, tuple(ranges))
+    time_to_live_s = min(lease.time_to_live_s for lease in leases)
+    return HeldLease(leases[0].lease_id, time_to_live_s, tuple(ranges))
 
 
 def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
@@ -323,13 +343,13 @@ def await_durable(
     return Call(request, result, PartitionId(partition))
 
 
-def get(question: KeyRequest) -> Call[GetReply]:
-    """Asks for what is left of `question`."""
+def get(request: KeyRequest) -> Call[GetReply]:
+    """Reads the keys of `request` that have no answer yet."""
 
     def result(reply: GetReply) -> GetReply:
         return reply
 
-    return Call(question.request, result, question.partition)
+    return Call(request.message, result, request.partition)
 
 
 def get_from(
@@ -367,7 +387,7 @@ def mutate(
     return Call(request, result, partition)
 
 
-def one(
+def change(
     partition_count: int,
     operation: Operation,
     key: Text,

@@ -1,4 +1,4 @@
-"""Requests about keys: what is asked, and what the answers mean."""
+"""Reading keys: the requests, and what the answers mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.wire import Get, GetReply
 
 LOOKUPS_AT_ONCE: Final = 16
-"""Requests that one `get_many` has open: each may bring a whole frame of values."""
+"""How many requests one `get_many` has open: each may bring a whole frame of values."""
 
 Text = bytes | str
 """A key or a value; text stands for its UTF-8."""
@@ -85,14 +85,14 @@ def counter_delta(operation: Operation, delta: int, initial: int | None, create:
 
 
 class KeyLookup:
-    """Asks for many keys with as few requests as possible, and puts the answers in order.
+    """Reads many keys with as few requests as possible, and puts the answers in order.
 
     Args:
-        keys: What to ask for, in any order, repeated or not.
+        keys: The keys, in any order, repeated or not.
         partition_count: The bucket's.
 
     Attributes:
-        items: The answers, in the order of the keys; None for what is missing.
+        items: The items, in the order of the keys; None for each that is missing.
     """
 
     __slots__ = ("_groups", "items")
@@ -105,11 +105,11 @@ class KeyLookup:
             groups[partition_of(key, partition_count)].append((index, key))
         self._groups = groups
 
-    def questions(self) -> Iterator[KeyRequest]:
-        """The questions to begin with; each may have to be asked on."""
+    def requests(self) -> Iterator[KeyRequest]:
+        """The first requests; each may have to be sent again for the rest of its keys."""
         for partition, group in self._groups.items():
-            for at in range(0, len(group), GET_KEYS_MAX):
-                yield KeyRequest(self.items, partition, group[at : at + GET_KEYS_MAX])
+            for start in range(0, len(group), GET_KEYS_MAX):
+                yield KeyRequest(self.items, partition, group[start : start + GET_KEYS_MAX])
 
 
 class KeyRequest:
@@ -119,46 +119,46 @@ class KeyRequest:
         partition: The partition.
     """
 
-    __slots__ = ("_items", "_wanted", "partition")
+    __slots__ = ("_items", "_missing", "partition")
 
     def __init__(
         self,
         items: list[Item | None],
         partition: PartitionId,
-        wanted: list[tuple[int, bytes]],
+        missing: list[tuple[int, bytes]],
     ) -> None:
-        self._items = items
         self.partition = partition
-        self._wanted = wanted
+        self._items = items
+        self._missing = missing
 
-    def request(self, opaque: int) -> Get:
-        """The request for what is not answered yet."""
-        keys = tuple(key for _, key in self._wanted)
+    def message(self, opaque: int) -> Get:
+        """The request for the keys that have no answer yet."""
+        keys = tuple(key for _, key in self._missing)
         return Get(keys, partition=self.partition, opaque=opaque)
 
-    def answer(self, reply: GetReply) -> bool:
+    def receive(self, reply: GetReply) -> bool:
         """Takes in an answer.
 
         Returns:
-            Whether everything is answered.
+            Whether all keys are answered.
 
         Raises:
-            RemoteProtocolError: The answer does not fit the question.
+            RemoteProtocolError: The answer does not fit the request.
         """
         answered = reply.next_index
-        if not 1 <= answered <= len(self._wanted) or reply.chunk.count != answered:
+        if not 1 <= answered <= len(self._missing) or reply.chunk.count != answered:
             raise RemoteProtocolError(
-                f"an answer of {reply.chunk.count} items up to {answered}, to a question about "
-                f"{len(self._wanted)} keys"
+                f"GetReply has {reply.chunk.count} items and next_index {answered}, the request "
+                f"named {len(self._missing)} keys"
             )
-        for (index, _), item in zip(self._wanted, items_of(self.partition, reply), strict=False):
+        for (index, _), item in zip(self._missing, items_of(self.partition, reply), strict=False):
             self._items[index] = item
-        self._wanted = self._wanted[answered:]
-        return not self._wanted
+        self._missing = self._missing[answered:]
+        return not self._missing
 
 
 def items_of(partition: PartitionId, reply: GetReply) -> Iterable[Item | None]:
-    """The items of an answer, in order; None for what is missing. O(count)."""
+    """The items of an answer, in order; None for each that is missing. O(count)."""
     for mutation in reply.chunk:
         if mutation.op is not Operation.SET:
             yield None

@@ -1,86 +1,106 @@
-"""What a client knows of the partition map: where to ask for it, and where to go by it.
+"""What a client knows of its cluster: the newest partition map, and how old it is.
 
-No I/O. While no node has told of a map, the bucket is taken for one that lies on one node: the one
-at the address that the user gave. To those who ask, that is a map like any other.
+While no node has told of a map, the metadata takes the bucket for one that lies on a single node,
+the one at the user's address. Callers see no difference: that node holds every partition.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from upr_protocol.address import Address
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.partition_map import PartitionMap
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
+from upr_protocol.wire import MapReply
+
+
+def partition_map_of(reply: MapReply) -> PartitionMap | None:
+    """The map in a node's answer; None when the node holds the bucket alone.
+
+    Raises:
+        RemoteProtocolError: The answer is not a valid map.
+    """
+    if not reply.revision:
+        return None
+    try:
+        return PartitionMap.decode(reply.document)
+    except PartitionMapError as error:
+        raise RemoteProtocolError(str(error)) from error
 
 
 class ClusterMetadata:
-    """The newest map of a bucket that any node told of.
+    """The newest map of a bucket that any node has told.
 
     Args:
-        address: What the user said; asked first, and always.
-        by_map: Whether to go by what nodes tell of maps at all, and not to stay with the address.
+        address: The address that the user gave; always asked first.
+        by_map: Whether to follow maps; otherwise every request goes to `address`.
 
     Attributes:
         address: See above.
         map: The map; None while no node has told one.
-        wanted: The revision that some node has, as far as was heard: an older map is of no use.
+        newest_revision: The newest revision that some node has said it has. An older map is stale.
     """
 
-    __slots__ = ("_by_map", "address", "map", "wanted")
+    __slots__ = ("_by_map", "address", "map", "newest_revision")
 
     def __init__(self, address: Address, *, by_map: bool = True) -> None:
         self.address = address
-        self._by_map = by_map
         self.map: PartitionMap | None = None
-        self.wanted = 0
+        self.newest_revision = 0
+        self._by_map = by_map
 
     @property
     def revision(self) -> int:
-        """The map's revision; 0 without one."""
+        """The map's revision; 0 without a map."""
         return self.map.revision if self.map is not None else 0
 
     @property
     def is_stale(self) -> bool:
         """Whether some node has a newer map."""
-        return self.revision < self.wanted
+        return self.revision < self.newest_revision
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one node holds the bucket, as far as is known."""
-        return not self.wanted
+    def is_single_node(self) -> bool:
+        """Whether one node holds the bucket, as far as the client knows."""
+        return not self.newest_revision
 
     def note_revision(self, revision: int) -> None:
-        """Some node has a map of this revision; 0 when it holds the bucket alone."""
+        """Notes the revision that a node says it has; 0 when it holds the bucket alone."""
         if self._by_map:
-            self.wanted = max(self.wanted, revision)
+            self.newest_revision = max(self.newest_revision, revision)
 
-    def take(self, found: PartitionMap) -> bool:
-        """Takes in a node's map; whether it is newer than the one before, and goes by.
+    def update(self, partition_map: PartitionMap) -> bool:
+        """Takes in a node's map; whether it replaces the one before.
 
         Raises:
-            RemoteProtocolError: It is that of another bucket.
+            RemoteProtocolError: It is the map of another bucket.
         """
-        if found.bucket != self.address.bucket:
+        if partition_map.bucket != self.address.bucket:
             raise RemoteProtocolError(
-                f"the map of {self.address.bucket!r} was asked for, and that of {found.bucket!r} "
-                "came"
+                f"asked for the map of bucket {self.address.bucket!r}, the node sent that of "
+                f"{partition_map.bucket!r}"
             )
-        if not self._by_map or found.revision <= self.revision:
+        if not self._by_map or partition_map.revision <= self.revision:
             return False
-        self.map = found
-        self.note_revision(found.revision)
+        self.map = partition_map
+        self.note_revision(partition_map.revision)
         return True
 
     def known_nodes(self) -> list[Address]:
         """Every node that may know the map, those that the user named first."""
-        found = self.address.each()
+        addresses = self.address.each()
         if self.map is not None:
-            found += [self.address.of_node(node) for node in self.map.nodes.values()]
-        return list(dict.fromkeys(found))
+            addresses += [self.address.of_node(node) for node in self.map.nodes.values()]
+        return list(dict.fromkeys(addresses))
 
     def holders(self, partition: PartitionId, state: PartitionState) -> list[Address]:
-        """The nodes that have `partition` in `state`, the best first; none while there are none.
-        What a node alone is for its partitions it knows itself."""
-        if self.is_alone:
+        """The nodes that hold `partition` in `state`, the best first.
+
+        A single node is given for every state: what it is for its partitions, only the node itself
+        can say.
+        """
+        if self.is_single_node:
             return [self.address]
         if self.map is None or partition >= len(self.map.partitions):
             return []
@@ -97,12 +117,31 @@ class ClusterMetadata:
             ]
         return [self.address.of_node(node) for node in nodes if node]
 
-    def no_holder_text(self, partition: PartitionId, state: PartitionState) -> str:
-        """What to say of a partition that no node holds in `state`; empty when one does."""
+    def choose_holder(
+        self,
+        partition: PartitionId,
+        state: PartitionState,
+        *,
+        down: Container[Address],
+        current: Address | None = None,
+    ) -> Address | None:
+        """The node to use for `partition`; None while the map names none.
+
+        The current node stays if it will do: a change costs a connection and a resend. A node that
+        is down is chosen only when every holder is.
+        """
+        holders = self.holders(partition, state)
+        usable = [address for address in holders if address not in down]
+        if current in usable:
+            return current
+        return next(iter(usable or holders), None)
+
+    def explain_no_holder(self, partition: PartitionId, state: PartitionState) -> str:
+        """A sentence for a partition that no node holds in `state`; empty when one does."""
         if self.map is None or self.holders(partition, state):
             return ""
-        what = f"no node is {state.name.lower()} for partition {partition}"
         return (
-            f"{what}, says the partition map (revision {self.revision}): see `upr partitions`; "
-            "`upr failover` and `upr takeover` make a replica active, `upr replicas add` makes one"
+            f"no node is {state.name.lower()} for partition {partition} in the partition map "
+            f"(revision {self.revision}): see `upr partitions`; `upr failover` and `upr takeover` "
+            "make a replica active, `upr replicas add` makes one"
         )

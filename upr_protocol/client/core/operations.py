@@ -1,4 +1,4 @@
-"""Operations in any order, as batches by partition, and what became of them in their own order."""
+"""Operations in any order: batches by partition on the way out, results in their own order."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from upr_protocol.ids import PartitionId
 
 
 class OperationBatches:
-    """Follows each operation into its batch and back.
+    """Puts operations into batches, and brings their results back into order.
 
     Args:
         mutations: The operations.
         partition_count: The bucket's.
     """
 
-    __slots__ = ("_found", "_mutations", "_partition_count", "_rows_of")
+    __slots__ = ("_mutations", "_partition_count", "_results", "_rows_of")
 
     def __init__(self, mutations: Iterable[Mutation], partition_count: int) -> None:
         self._mutations = mutations
         self._partition_count = partition_count
-        self._found: dict[int, WriteResult | Failure] = {}
+        self._results: dict[int, WriteResult | Failure] = {}
         # By the chunk's identity: it lives until its batch is answered.
         self._rows_of: dict[int, list[int]] = {}
 
@@ -63,8 +63,8 @@ class OperationBatches:
             results = batch.failures()
         else:
             results = outcomes(batch.partition, batch.chunk, batch.reply)
-        self._found.update(zip(self._rows_of.pop(id(batch.chunk)), results, strict=True))
+        self._results.update(zip(self._rows_of.pop(id(batch.chunk)), results, strict=True))
 
     def results(self) -> list[WriteResult | Failure]:
-        """What became of each operation, in their order, once every batch was answered."""
-        return [self._found[row] for row in range(len(self._found))]
+        """The result of each operation, in their order, once every batch is answered."""
+        return [self._results[row] for row in range(len(self._results))]

@@ -16,6 +16,9 @@ from upr_protocol.transport import FrameMemory
 
 IDENTITY_DEFAULT: Final = "client:python"
 
+CREDIT_TIMEOUT_S_DEFAULT: Final = 30.0
+"""How long to wait for a server that grants no credit."""
+
 
 @attrs.frozen
 class ConnectionOptions:

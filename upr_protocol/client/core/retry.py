@@ -1,21 +1,31 @@
-"""Which failures pass, and for how long to go on trying."""
+"""Which failures may pass, how long to retry, and how long to wait between attempts."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Final
 
-from upr_protocol.client.core.backoff import Backoff
 from upr_protocol.errors import BrokenError, ProtocolError, ServerError, Status, UprError
 
-PATIENCE_S_DEFAULT: Final = 300.0
+RETRY_TIMEOUT_S_DEFAULT: Final = 300.0
 """A restart, a deployment, a failover by hand: what takes longer wants a person."""
 
-_PASSING: Final = frozenset(
+FIRST_WAIT_S: Final = 0.05
+"""Longer than a listener needs to come back, shorter than a person notices."""
+
+WAIT_S_MAX: Final = 5.0
+"""A server that was away for a minute is found again within this."""
+
+MAP_WAIT_S_MAX: Final = 0.5
+"""Between two rounds of asking for the partition map: when a partition is given to another node,
+clients notice not much later."""
+
+WRONG_NODE: Final = frozenset({Status.NOT_MY_PARTITION, Status.WRONG_STATE})
+"""How a node refuses a request that another node may be able to do."""
+
+_RETRYABLE: Final = frozenset(
     {
-        Status.NOT_MY_PARTITION,
-        Status.WRONG_STATE,
+        *WRONG_NODE,
         Status.SEQ_TOO_HIGH,
         Status.TEMPORARY_FAILURE,
         Status.STATE_CHANGED,
@@ -34,29 +44,70 @@ _PASSING: Final = frozenset(
 def is_retryable(error: BaseException) -> bool:
     """Whether a new connection may fare better than the one that ended with `error`."""
     if isinstance(error, ServerError | ProtocolError):
-        return error.status in _PASSING
+        return error.status in _RETRYABLE
     return isinstance(error, BrokenError)
 
 
-class RetryPolicy:
-    """Counts failures without progress between them, and says when to give up.
+class Backoff:
+    """Waits that double with each failure, up to a cap. Each is drawn between half and all of that,
+    so that clients cut off together do not come back together.
 
     Args:
-        patience_s: How long to go on failing.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
+        draw: Gives numbers in [0, 1).
+        first_s: The longest first wait.
+        cap_s: The longest wait of all.
+
+    Attributes:
+        failures: Failures since the last success.
     """
 
-    __slots__ = ("_backoff", "_failing_since", "_patience_s", "last_failure")
+    __slots__ = ("_cap_s", "_draw", "_first_s", "failures")
 
-    def __init__(self, patience_s: float, draw: Callable[[], float] = random.random) -> None:
-        self._patience_s = patience_s
+    def __init__(
+        self,
+        draw: Callable[[], float],
+        *,
+        first_s: float = FIRST_WAIT_S,
+        cap_s: float = WAIT_S_MAX,
+    ) -> None:
+        self.failures = 0
+        self._draw = draw
+        self._first_s = first_s
+        self._cap_s = cap_s
+
+    def next_wait_s(self) -> float:
+        """Counts one more failure, and gives the time to wait after it."""
+        # 2**63 times anything is over every cap; a larger exponent would overflow in the end.
+        longest: float = min(self._cap_s, self._first_s * 2 ** min(self.failures, 63))
+        self.failures += 1
+        return longest * (1 + self._draw()) / 2
+
+    def reset(self) -> None:
+        """Counts a success: the next failure is a first one."""
+        self.failures = 0
+
+
+class RetryPolicy:
+    """Counts failures with no progress between them, and decides when to give up.
+
+    Args:
+        timeout_s: How long to go on failing.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+
+    Attributes:
+        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
+    """
+
+    __slots__ = ("_backoff", "_failing_since", "_timeout_s", "last_failure")
+
+    def __init__(self, timeout_s: float, draw: Callable[[], float]) -> None:
+        self.last_failure = ""
+        self._timeout_s = timeout_s
         self._failing_since: float | None = None
         self._backoff = Backoff(draw)
-        self.last_failure = ""
-        """Why the last connection, or attempt to make one, ended."""
 
     def progress(self) -> None:
-        """Something useful came from the server."""
+        """Something useful arrived from the server."""
         self._failing_since = None
         self._backoff.reset()
 
@@ -64,14 +115,14 @@ class RetryPolicy:
         """How long to wait before the next attempt, after one that ended with `error`.
 
         Raises:
-            UprError: `error`, when trying again is no use or was tried for long enough.
+            UprError: `error`, when another attempt is of no use or the time is over.
         """
         self.last_failure = str(error)
         if not is_retryable(error):
             raise error
         if self._failing_since is None:
             self._failing_since = now
-        left_s = self._failing_since + self._patience_s - now
+        left_s = self._failing_since + self._timeout_s - now
         if left_s <= 0:
             error.add_note(
                 f"gave up after {self._backoff.failures + 1} attempts in "

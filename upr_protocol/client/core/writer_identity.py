@@ -1,17 +1,15 @@
-"""Tokens: what makes a batch that is sent twice have one effect."""
+"""The tokens of batches: by them a batch that is sent twice has one effect."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable
 from typing import Final, Self
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionId
 
 WRITER_BYTES: Final = 16
-"""So many random bytes that no two publishers ever have the same."""
+"""The length of a writer's ID."""
 
 
 class WriterIdentity:
@@ -21,38 +19,38 @@ class WriterIdentity:
     counter again is the same batch again.
 
     Args:
-        random_bytes: Gives so many random bytes.
+        writer_id: 16 random bytes, so that no two publishers ever have the same.
 
     Attributes:
-        id: 16 bytes.
+        id: See above.
         attempt: Which run of its task it is; 0 where tasks are not run again.
+
+    Raises:
+        ValueError: The ID does not have 16 bytes.
     """
 
     __slots__ = ("_chains", "_counters", "attempt", "id")
 
-    def __init__(self, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
-        self.id: Final = random_bytes(WRITER_BYTES)
+    def __init__(self, writer_id: bytes) -> None:
+        if len(writer_id) != WRITER_BYTES:
+            raise ValueError(f"a writer's ID has {WRITER_BYTES} bytes, not {len(writer_id)}")
+        self.id: Final = writer_id
         self.attempt = 0
         self._counters: Counter[PartitionId] = Counter()
         self._chains: dict[PartitionId, int] | None = None
 
     @classmethod
     def of_task(cls, writer_id: bytes, attempt: int = 0) -> Self:
-        """The writer of a task that may be run again, from its beginning, with the same batches.
+        """The writer of a task that may run again, from its beginning, with the same batches.
 
-        The server is told how the batches hang together, and so notices when they are others the
-        second time; and it refuses an attempt that a later one has overtaken.
+        The server is told how the batches hang together. So it notices when the second run sends
+        other ones, and it refuses an attempt that a later one has overtaken.
 
         Args:
             writer_id: 16 bytes, the same in each run of the task.
             attempt: Rises from one run to the next.
-
-        Raises:
-            ValueError: The ID has not 16 bytes.
         """
-        if len(writer_id) != WRITER_BYTES:
-            raise ValueError(f"a writer's ID has {WRITER_BYTES} bytes, not {len(writer_id)}")
-        writer = cls(lambda _: writer_id)
+        writer = cls(writer_id)
         writer.attempt = attempt
         writer._chains = {}
         return writer
@@ -63,7 +61,7 @@ class WriterIdentity:
         return self._counters[partition]
 
     def next_chain(self, partition: PartitionId, chunk: Chunk) -> int:
-        """What vouches for the next batch to `partition` and all before it; 0 if this is not the
+        """A checksum over the next batch to `partition` and all before it; 0 unless this is the
         writer of a task."""
         if self._chains is None:
             return 0

@@ -16,7 +16,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
-from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
@@ -140,7 +140,7 @@ async def keep_local_copy(
     end: End = None,
     deletions_max: int = DELETIONS_MAX,
     identity: str = IDENTITY_DEFAULT,
-    patience_s: float = PATIENCE_S_DEFAULT,
+    retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     commit_limits: SaveLimits | None = None,
     dial: Dial = dial_tcp,
     draw: Callable[[], float] = random.random,
@@ -173,7 +173,7 @@ async def keep_local_copy(
             resume=file.state,
             end=end,
             identity=identity,
-            patience_s=patience_s,
+            retry_timeout_s=retry_timeout_s,
             dial=dial,
             draw=draw,
         ) as (consumer, planner):

@@ -149,7 +149,7 @@ class Operator:
             address,
             identity=self.identity,
             connect_timeout_s=self.ask_timeout_s,
-            patience_s=self.ask_timeout_s,
+            retry_timeout_s=self.ask_timeout_s,
             by_map=False,
             dial=self.dial,
         )

@@ -15,7 +15,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
@@ -150,7 +150,7 @@ async def consume_with_rollback(
     start: Literal["beginning", "now"] = "beginning",
     end: End = None,
     identity: str = IDENTITY_DEFAULT,
-    patience_s: float = PATIENCE_S_DEFAULT,
+    retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     save_limits: SaveLimits | None = None,
     dial: Dial = dial_tcp,
     draw: Callable[[], float] = random.random,
@@ -189,7 +189,7 @@ async def consume_with_rollback(
             resume=state if store is None else store,
             end=end,
             identity=identity,
-            patience_s=patience_s,
+            retry_timeout_s=retry_timeout_s,
             save_limits=save_limits,
             dial=dial,
             draw=draw,

@@ -161,14 +161,14 @@ async def consume_with_planner(
     resume: Resume,
     end: End,
     identity: str,
-    patience_s: float,
+    retry_timeout_s: float,
     save_limits: SaveLimits | None = None,
     dial: Dial,
     draw: Callable[[], float],
 ) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
     """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
     options = TrioOptions(identity=identity, dial=dial)
-    reader = ServerDocumentReader(address, options, RetryPolicy(patience_s, draw))
+    reader = ServerDocumentReader(address, options, RetryPolicy(retry_timeout_s, draw))
     planner = RollbackPlanner(received_keys, reader)
     wishes = Wishes(
         partitions_wanted(partitions), start == "now", end=end, with_logs=True, undoes=True
@@ -181,7 +181,7 @@ async def consume_with_planner(
         resume=resume,
         undo=planner.choose_target,
         by_map=True,
-        patience_s=patience_s,
+        retry_timeout_s=retry_timeout_s,
         save_limits=save_limits,
         draw=draw,
     ) as consumer:

@@ -14,7 +14,7 @@ from upr_protocol.client.core.accumulator import OUTGOING_BYTES_MAX
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.options import ConnectionOptions
 from upr_protocol.client.core.results import status_of
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -36,10 +36,10 @@ from upr_protocol.transport import (
 from upr_protocol.wire import Close, Error, Message
 
 _TURN_BYTES: Final = 512 * 1024
-"""So much is read at a time without giving way to other tasks, where it is there already."""
+"""How much of what has arrived is read before other tasks get a turn."""
 
-_GOODBYE_S: Final = 2.0
-"""How long a peer that does not read may hold up our leaving."""
+_CLOSE_TIMEOUT_S: Final = 2.0
+"""How long a peer that does not read may delay closing."""
 
 
 @attrs.frozen
@@ -47,26 +47,26 @@ class TrioOptions(ConnectionOptions):
     """How to connect with Trio.
 
     Attributes:
-        dial: How to reach an address, where that is not plain TCP.
+        dial: Connects to an address, where plain TCP will not do.
     """
 
     dial: Dial = dial_tcp
 
 
 class ConnectionHandler(Protocol):
-    """Who deals with what a connection brings. Nothing here waits, but for `breathe`."""
+    """Handles what arrives on a connection. Only `wait_for_room` waits."""
 
     def connected(self, connection: Connection) -> None:
-        """The bucket is open; called before any message is handed on."""
+        """The handshake is done; called before any message is handed on."""
 
     def received(self, message: Message) -> None:
-        """A message came."""
+        """A message has arrived."""
 
     def writable(self) -> None:
-        """What was queued is being written: there is room for more."""
+        """Queued messages are being written: there is room for more."""
 
-    async def breathe(self) -> None:
-        """Called between reads: waits while too much is waiting to be dealt with."""
+    async def wait_for_room(self) -> None:
+        """Called between reads: waits while too much is queued for the application."""
 
     def lost(self, error: UprError) -> None:
         """The connection is over; called once."""
@@ -77,10 +77,11 @@ class Connection:
 
     Attributes:
         address: Where it leads.
-        session: The session. After `session.send` call `poke`.
-        handshake: What was learnt in the beginning.
+        session: The session. After `session.send`, call `flush`.
+        handshake: What the server told in the beginning.
         failure: Why the connection is over; None while it is not.
         ended: Set when it is over.
+        ready: Set when the handshake is done, or the connection is over before.
     """
 
     def __init__(
@@ -99,34 +100,34 @@ class Connection:
         self.ready = trio.Event()
         self._stream = stream
         self._handler = handler
-        self._wake = trio.Event()
-        self._breathing = False
+        self._wake = Notifier()
+        self._is_paused = False
         self._flushed = trio.Event()
 
     def send(self, message: Message) -> None:
-        """Queues `message` and has it written.
+        """Queues a message and wakes the writer.
 
         Raises:
-            LocalProtocolError: It must not be said now.
+            LocalProtocolError: The session does not allow this message now.
             BrokenError, ClosedError, ServerError: The connection is over.
         """
         if self.failure is not None:
             raise self.failure
         self.session.send(message)
-        self._wake.set()
+        self._wake.notify()
 
-    def poke(self) -> None:
-        """Has what was queued written."""
+    def flush(self) -> None:
+        """Wakes the writer, if messages are queued."""
         if self.session.outgoing_bytes:
-            self._wake.set()
+            self._wake.notify()
 
     @property
-    def crowded(self) -> bool:
-        """Whether so much waits to be written that senders should wait for `writable`."""
+    def is_congested(self) -> bool:
+        """Whether so much is queued that senders should wait for `writable`."""
         return self.session.outgoing_bytes >= OUTGOING_BYTES_MAX
 
     def finish(self) -> None:
-        """There is nothing left to do on this connection; whoever waits for `ended` closes it."""
+        """Nothing is left to do on this connection. The task that waits for `ended` closes it."""
         self.ended.set()
 
     def fail(self, error: UprError) -> None:
@@ -135,7 +136,7 @@ class Connection:
             self.failure = error
             self.ended.set()
             self.ready.set()
-            self._wake.set()
+            self._wake.notify()
             self._handler.lost(error)
 
     async def read(self) -> None:
@@ -151,21 +152,21 @@ class Connection:
                 left = _TURN_BYTES
                 while count:
                     for message in session.events():
-                        self._take(message)
+                        self._received(message)
                     left -= count
                     count = read_rest(stream, session, scratch) if left > 0 else 0
-                self.poke()
-                self._breathing = True
-                await self._handler.breathe()
-                self._breathing = False
+                self.flush()
+                self._is_paused = True
+                await self._handler.wait_for_room()
+                self._is_paused = False
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.fail(BrokenError(f"the connection was lost: {error.__cause__ or error!r}"))
         except UprError as error:
-            # When it was the server that broke a rule, an `Error` that tells it so is queued; it is
-            # written before the stream is closed.
+            # If the server broke a rule, the session has queued an `Error` that says so. The writer
+            # still sends it before the stream is closed.
             self.fail(error)
 
-    def _take(self, message: Message) -> None:
+    def _received(self, message: Message) -> None:
         if isinstance(message, Error):
             self.fail(ServerError(status_of(message.status), message.sentence))
         elif self.handshake.done:
@@ -177,7 +178,7 @@ class Connection:
                 self.ready.set()
 
     async def write(self) -> None:
-        """Writes until the connection is over, and then what is still queued."""
+        """Writes until the connection is over, and then the rest of the queue."""
         session = self.session
         try:
             while (buffers := session.take(trio.current_time())) or self.failure is None:
@@ -186,44 +187,43 @@ class Connection:
                     if rest := write_now(self._stream, buffers):
                         await write_rest(self._stream, rest)
                 else:
-                    self._wake = trio.Event()
                     await self._wake.wait()
         except trio.TooSlowError:
-            self.fail(BrokenError("the server took nothing for too long"))
+            self.fail(BrokenError("send timeout: the server stopped reading"))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self.fail(BrokenError(f"the connection was lost: {error}"))
         finally:
             self._flushed.set()
 
     async def keep_alive(self) -> None:
-        """Says `Noop` when it is due, and ends the connection when the server says nothing for too
+        """Sends `Noop` when it is due, and ends the connection when the server is silent for too
         long."""
         session = self.session
         await self.ready.wait()
         silent = False
         while self.failure is None:
             now = trio.current_time()
-            if self._breathing:
-                # It is we who do not listen.
+            if self._is_paused:
+                # Nobody reads: the silence is ours, not the server's.
                 session.keep_alive.received(now)
             if session.tick(now):
                 silent = False
             elif silent:
-                self.fail(BrokenError("the server said nothing for too long"))
+                self.fail(BrokenError("idle timeout: the server was silent for too long"))
                 return
             else:
-                # Perhaps it was this process that slept: what came meanwhile is read first.
+                # Perhaps this process was suspended: first read what has arrived meanwhile.
                 silent = True
-            self._wake.set()
+            self._wake.notify()
             assert self.handshake.server is not None
             pause_s = self.handshake.server.idle_interval_s / 4
             await trio.sleep_until(max(session.keep_alive.next_check(), now + pause_s))
 
-    async def say_goodbye(self) -> None:
-        """Ends the connection, politely where that is possible, and waits until the last of it is
-        written. With a peer that does not read that may be never."""
+    async def close_gracefully(self) -> None:
+        """Ends the connection, with a `Close` if the session allows one, and waits until the queue
+        is written. If the peer does not read, that may never happen: wait with a deadline."""
         if self.failure is None and self.session.state is not SessionState.CLOSED:
-            # It may be too early in the conversation for a goodbye.
+            # Before the handshake is done, no `Close` may be sent.
             with suppress(LocalProtocolError):
                 self.session.send(Close())
         self.fail(ClosedError("the connection was closed here"))
@@ -239,12 +239,12 @@ async def open_connection(
 ) -> AsyncIterator[Connection]:
     """A connection to `address`, its bucket opened when the address names one.
 
-    Cancelled while it connects, nothing of the connection is left; leaving the context closes it.
+    Cancelled while it connects, it leaves nothing behind. Leaving the context closes it.
 
     Raises:
-        BrokenError: There is no connection to be had, or it broke before the handshake was done.
+        BrokenError: It could not connect, or the connection broke during the handshake.
         ServerError: The server refused the bucket.
-        RemoteProtocolError: What answered does not speak the protocol.
+        RemoteProtocolError: The peer does not speak the protocol.
     """
     deadline = trio.current_time() + options.connect_timeout_s
     session = options.session(trio.current_time())
@@ -265,9 +265,9 @@ async def open_connection(
                 raise connection.failure
             yield connection
         finally:
-            deadline = trio.current_time() + _GOODBYE_S
+            deadline = trio.current_time() + _CLOSE_TIMEOUT_S
             with trio.CancelScope(shield=True, deadline=deadline):
-                await connection.say_goodbye()
+                await connection.close_gracefully()
             await trio.aclose_forcefully(stream)
 
 

@@ -21,7 +21,7 @@ from upr_protocol.client.core.delivery_tracker import (
 )
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.resume_files import FileStore, ResumeStore
@@ -378,7 +378,7 @@ async def open_consumer(
     resume: Resume,
     undo: UndoCallback | None,
     by_map: bool,
-    patience_s: float,
+    retry_timeout_s: float,
     save_limits: SaveLimits | None,
     draw: Callable[[], float],
 ) -> AsyncIterator[C]:
@@ -388,14 +388,14 @@ async def open_consumer(
         ConnectionPool,
         address,
         options,
-        patience_s=patience_s,
+        retry_timeout_s=retry_timeout_s,
         state=wishes.state,
         by_map=by_map,
         draw=draw,
         opened=wishes.partitions,
     )
     streams = ConsumerStreams(
-        Course(wishes, state.copy()), lambda: RetryPolicy(patience_s, draw), new_pool
+        Course(wishes, state.copy()), lambda: RetryPolicy(retry_timeout_s, draw), new_pool
     )
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
     async with background() as nursery:
@@ -423,7 +423,7 @@ async def consume(
     by_map: bool = True,
     window_bytes: int = WINDOW_BYTES_DEFAULT,
     identity: str = IDENTITY_DEFAULT,
-    patience_s: float = PATIENCE_S_DEFAULT,
+    retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     save_limits: SaveLimits | None = None,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
@@ -459,8 +459,8 @@ async def consume(
             stays with the node at `target`.
         window_bytes: How many bytes of a node may be in flight or wait for the application.
         identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long to go on without a connection that streams before giving up; of several
-            nodes, without one that streams some partition.
+        retry_timeout_s: How long to go on without a connection that streams before giving up; of
+            several nodes, without one that streams some partition.
         save_limits: How much may be read again after a crash.
         idle_interval_s: After so much silence a side sends a keep-alive.
         connect_timeout_s: How long a connection and its first answers may take.
@@ -491,7 +491,7 @@ async def consume(
         resume=resume,
         undo=undo,
         by_map=by_map,
-        patience_s=patience_s,
+        retry_timeout_s=retry_timeout_s,
         save_limits=save_limits,
         draw=draw,
     ) as consumer:

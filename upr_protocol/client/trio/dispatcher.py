@@ -1,4 +1,4 @@
-"""Requests to a bucket, each to the node whose it is."""
+"""Requests to a bucket: each to the node that holds its partition."""
 
 from __future__ import annotations
 
@@ -11,182 +11,213 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import Call, HeldLease, PartitionNumbers
+from upr_protocol.client.core.retry import WRONG_NODE, RetryPolicy
 from upr_protocol.client.trio.connection import Connection
 from upr_protocol.client.trio.connection_pool import ConnectionPool
-from upr_protocol.client.trio.node_channel import NodeChannel
-from upr_protocol.client.trio.node_publisher import WRONG_NODE
-from upr_protocol.client.trio.request_channel import PendingReply
+from upr_protocol.client.trio.request_channel import PendingReply, RequestChannel
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.wire import LeaseAction, PartitionLog
+from upr_protocol.wire import LeaseAction, MapReply, Message, PartitionLog
 
 T = TypeVar("T")
 
-REQUEST_PATIENCE_S: Final = 30.0
-"""How long a request waits for the node whose it is: longer than a failover should take."""
+REQUEST_RETRY_TIMEOUT_S: Final = 30.0
+"""How long a request waits for the node of its partition: longer than a failover should take."""
+
+
+class NodeChannel(RequestChannel):
+    """Requests to one node, over one connection after another.
+
+    Args:
+        dispatcher: The dispatcher of all nodes.
+        credit_timeout_s: How long a change waits for a server that grants no credit.
+
+    Attributes:
+        retry: Endless: each request has a timeout of its own.
+    """
+
+    def __init__(self, dispatcher: RequestDispatcher, credit_timeout_s: float) -> None:
+        super().__init__(dispatcher.address, credit_timeout_s)
+        self.retry = RetryPolicy(float("inf"), dispatcher.draw)
+        self._dispatcher = dispatcher
+
+    def connected(self, connection: Connection) -> None:
+        super().connected(connection)
+        self._dispatcher.connected(self, connection)
+
+    def received(self, message: Message) -> None:
+        if isinstance(message, MapReply):
+            self._dispatcher.pool.received_map(self, message)
+        else:
+            super().received(message)
+
+    def lost(self, error: UprError) -> None:
+        super().lost(error)
+        self._dispatcher.lost(error)
 
 
 class RequestDispatcher:
-    """A channel for each node; the client of a client's pool.
+    """A channel for each node; the client of a client's connection pool.
 
-    The only node that there is is not connected to again: whoever lost it is told.
+    A single node is not connected to again: callers are told that its connection is lost.
 
     Args:
-        address: Where the client was told to go.
+        address: The address that the user gave.
         credit_timeout_s: How long a change waits for a server that grants no credit.
-        patience_s: How long a request waits for the node whose it is.
+        retry_timeout_s: How long a request waits for the node of its partition.
+        draw: Gives numbers in [0, 1), for the waits between connections.
 
     Attributes:
         address: See above.
-        opened: Set when the first connection is connected, or there is none to be had.
-        error: Why nothing can be asked any more; None while it can.
-        partition_count: The bucket's; 0 when none was opened.
-        pool: Who keeps the connections; set by whoever makes it.
+        draw: See above.
+        pool: The connections; set by the pool's maker.
+        opened: Set once the first connection is made, or none can be.
+        error: Why no request can be made any more; None while it can.
+        partition_count: The bucket's; 0 when no bucket was opened.
     """
 
     pool: ConnectionPool[NodeChannel]
 
-    def __init__(self, address: Address, credit_timeout_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        address: Address,
+        credit_timeout_s: float,
+        retry_timeout_s: float,
+        draw: Callable[[], float],
+    ) -> None:
         self.address = address
+        self.draw = draw
         self.opened = trio.Event()
         self.error: UprError | None = None
         self.partition_count = 0
         self._credit_timeout_s = credit_timeout_s
-        self._patience_s = patience_s
+        self._retry_timeout_s = retry_timeout_s
         self._channels: list[NodeChannel] = []
-        self._at: dict[PartitionId, NodeChannel | None] = {}
-        self._requests = 0
+        self._channel_of: dict[PartitionId, NodeChannel | None] = {}
+        self._requests_before = 0
         self._is_lost = False
-        self._changed = trio.Event()
+        self._changed = Notifier()
 
     async def run(self) -> None:
-        """Keeps the connections until there is no use in it; cancelled, it closes them."""
+        """Keeps the connections for as long as that is of use. Cancelled, it closes them."""
         try:
             await self.pool.run()
         except UprError as error:
             self.error = error
         self.opened.set()
         self.pool.settled.set()
-        self._notify()
+        self._changed.notify()
 
-    # The pool's side.
+    # For the pool.
 
     @property
-    def finished(self) -> bool:
-        """See `PoolClient`."""
-        return self.pool.metadata.is_alone and self._is_lost
+    def is_finished(self) -> bool:
+        return self.pool.metadata.is_single_node and self._is_lost
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
-        """See `PoolClient`."""
         return map(PartitionId, range(self.partition_count))
 
     def is_waiting_for(self, partition: PartitionId) -> bool:  # noqa: ARG002
-        """See `PoolClient`. Each request has its own patience."""
+        """Never: each request has a timeout of its own."""
         return False
 
     def new_handler(self) -> NodeChannel:
-        """See `PoolClient`."""
         channel = NodeChannel(self, self._credit_timeout_s)
         self._channels.append(channel)
         return channel
 
     def place(self, partition: PartitionId, handler: NodeChannel | None) -> None:
-        """See `PoolClient`."""
-        if self._at.get(partition) is not handler:
-            self._at[partition] = handler
-            self._notify()
+        if self._channel_of.get(partition) is not handler:
+            self._channel_of[partition] = handler
+            self._changed.notify()
 
     def remove_handler(self, handler: NodeChannel) -> None:
-        """See `PoolClient`."""
-        self._requests += handler.requests
+        self._requests_before += handler.requests
         self._channels.remove(handler)
 
-    # The channels' side.
+    # For the channels.
 
     def connected(self, channel: NodeChannel, connection: Connection) -> None:
-        """A channel is connected."""
+        """A node has opened the bucket."""
         self.partition_count = connection.handshake.partition_count
         self.pool.connected(channel, connection)
         self.opened.set()
-        self._notify()
+        self._changed.notify()
 
     def lost(self, error: UprError) -> None:
-        """A channel's connection is over."""
+        """The connection to a node is lost."""
         if self.opened.is_set():
             self._is_lost = True
-            if self.pool.metadata.is_alone and self.error is None:
+            if self.pool.metadata.is_single_node and self.error is None:
                 self.error = error
-        self._notify()
+        self._changed.notify()
 
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
-    # Asking.
+    # Requests about one partition, or about none.
 
     async def ask(self, call: Call[T]) -> T:
-        """Makes a request and waits for its answer. What a node says is not its to do goes to the
-        node whose it is; what is about no partition, to any.
+        """Sends a request and waits for its answer. A request about no partition goes to any node.
+        When a node says that it does not hold the partition, the request goes to the next one.
 
         Raises:
-            ServerError: It was refused.
-            BrokenError: The connection was lost, and it may have been done or not; or there was no
-                node for it in time, and it was not.
+            ServerError: The server refused.
+            BrokenError: The connection was lost, and the request may have been carried out or not;
+                or no node could be asked in time, and it was not.
             ClosedError: The connection was closed here.
         """
 
-        async def once(channel: NodeChannel) -> T:
+        async def ask(channel: NodeChannel) -> T:
             return await channel.ask(call)
 
-        return await self._patiently(once, call.partition)
+        return await self._retry(ask, call.partition)
 
     async def send(self, call: Call[T]) -> Callable[[], Awaitable[T]]:
-        """Makes a request; what this returns waits for the answer."""
+        """Sends a request; what this returns waits for the answer."""
 
-        async def sent(channel: NodeChannel) -> PendingReply[T]:
+        async def send(channel: NodeChannel) -> PendingReply[T]:
             return await channel.send(call)
 
-        reply = await self._patiently(sent, call.partition)
+        reply = await self._retry(send, call.partition)
 
         async def answer() -> T:
             try:
                 return await reply.wait()
             except ServerError as error:
-                if self.pool.metadata.is_alone or error.status not in WRONG_NODE:
+                if self.pool.metadata.is_single_node or error.status not in WRONG_NODE:
                     raise
-                self.pool.doubt(error.map_revision)
+                self.pool.doubt_map(error.map_revision)
             return await self.ask(call)
 
         return answer
 
-    async def _patiently(
-        self, once: Callable[[NodeChannel], Awaitable[T]], partition: PartitionId | None
+    async def _retry(
+        self, request: Callable[[NodeChannel], Awaitable[T]], partition: PartitionId | None
     ) -> T:
-        deadline = trio.current_time() + self._patience_s
+        deadline = trio.current_time() + self._retry_timeout_s
         if partition is not None and partition >= self.partition_count:
-            partition = None  # any server says what is wrong with it
+            partition = None  # any server refuses it, and says why
         while True:
-            channel = await self._channel_for(partition, deadline)
+            channel = await self._await_channel(partition, deadline)
             try:
-                found = await once(channel)
+                result = await request(channel)
             except ServerError as error:
-                final = self.pool.metadata.is_alone or trio.current_time() >= deadline
-                if final or partition is None or error.status not in WRONG_NODE:
+                is_last = self.pool.metadata.is_single_node or trio.current_time() >= deadline
+                if is_last or partition is None or error.status not in WRONG_NODE:
                     raise
-                if self._at.get(partition) is channel:
+                if self._channel_of.get(partition) is channel:
                     self.pool.refused(partition, error, error.map_revision)
-                    self._at[partition] = None
+                    self._channel_of[partition] = None
             else:
                 if partition is not None:
                     self.pool.works(partition)
-                return found
+                return result
 
-    async def _channel_for(self, partition: PartitionId | None, deadline: float) -> NodeChannel:
-        """Who can be asked now.
+    async def _await_channel(self, partition: PartitionId | None, deadline: float) -> NodeChannel:
+        """The channel for a partition, or any for None; waits until there is one.
 
         Raises:
-            ServerError, BrokenError: Nobody, and so it stayed.
+            ServerError, BrokenError: There was none by the deadline.
         """
         while True:
             if self.error is not None:
@@ -194,57 +225,64 @@ class RequestDispatcher:
             if partition is None:
                 channel = next((channel for channel in self._channels if channel.is_up), None)
             else:
-                channel = self._at.get(partition)
+                channel = self._channel_of.get(partition)
             if channel is not None and channel.is_up:
                 return channel
-            with trio.move_on_at(deadline) as scope:
-                await self._changed.wait()
-            if scope.cancelled_caught:
-                refusal = None if partition is None else self.pool.refusal_of(partition)
-                if refusal is not None:
-                    raise refusal
-                what = "the bucket" if partition is None else f"partition {partition}"
-                raise BrokenError(
-                    f"no node takes {what}: {self.pool.last_failure or 'no map'}. If that node is "
-                    "gone, `upr failover` makes a replica active in its place"
-                )
+            if not await self._wait_for_change(deadline):
+                raise self._no_channel_error(partition)
+
+    async def _wait_for_change(self, deadline: float) -> bool:
+        """Waits until something has changed; false when nothing had by the deadline."""
+        with trio.move_on_at(deadline) as scope:
+            await self._changed.wait()
+        return not scope.cancelled_caught
+
+    def _no_channel_error(self, partition: PartitionId | None) -> UprError:
+        reason = None if partition is None else self.pool.reason_unplaced(partition)
+        if reason is not None:
+            return reason
+        what = "the bucket" if partition is None else f"partition {partition}"
+        return BrokenError(
+            f"no node takes {what}: {self.pool.last_failure or 'no map'}. If its node is gone, "
+            "`upr failover` makes a replica active in its place"
+        )
+
+    # Requests about several partitions.
 
     async def seqnos(self, partitions: tuple[PartitionId, ...]) -> list[PartitionNumbers]:
-        """How far partitions are, each told by its own node; all of them when none are named."""
-        if self.pool.metadata.is_alone:
+        """The sequence numbers of partitions, each from its own node; of all when none are named.
+        A single node says itself which partitions it has."""
+        if self.pool.metadata.is_single_node:
             return await self.ask(calls.seqnos(partitions))
-        deadline = trio.current_time() + self._patience_s
+        deadline = trio.current_time() + self._retry_timeout_s
         rows: dict[PartitionId, PartitionNumbers] = {}
         missing = set(partitions or self.partitions) & set(self.partitions)
         while missing:
-            channel, some = await self._group(missing, deadline)
-            told = await channel.ask(calls.seqnos(some))
-            rows.update((row.partition, row) for row in told)
+            channel, asked = await self._next_group(missing, deadline)
+            rows.update((row.partition, row) for row in await channel.ask(calls.seqnos(asked)))
             missing -= rows.keys()
-            if missing.isdisjoint(some):
+            if missing.isdisjoint(asked):
                 continue
-            self.pool.doubt()
-            with trio.move_on_at(deadline) as scope:
-                await self._changed.wait()
-            if scope.cancelled_caught:
+            self.pool.doubt_map()
+            if not await self._wait_for_change(deadline):
                 raise BrokenError(f"no node has partition {min(missing)}")
         return [rows[partition] for partition in sorted(rows)]
 
-    async def _group(
+    async def _next_group(
         self, partitions: Iterable[PartitionId], deadline: float
     ) -> tuple[NodeChannel, list[PartitionId]]:
-        """Who can be asked now about the first of these, if there is one, and those of them that
-        are with it; of what the bucket does not have any server says what is wrong.
+        """A channel to ask, and those of `partitions` to ask it about. It holds the first of them;
+        partitions that the bucket does not have go to any node, which refuses them.
 
         Raises:
-            ServerError, BrokenError: The first is with nobody, and so it stayed.
+            ServerError, BrokenError: There was no channel by the deadline.
         """
-        wanted = sorted(partitions)
-        first = next((number for number in wanted if number in self._at), None)
-        channel = await self._channel_for(first, deadline)
-        return channel, [number for number in wanted if self._at.get(number, channel) is channel]
+        ordered = sorted(partitions)
+        first = next((partition for partition in ordered if partition in self._channel_of), None)
+        channel = await self._await_channel(first, deadline)
+        return channel, [p for p in ordered if self._channel_of.get(p, channel) is channel]
 
-    async def acquire(
+    async def acquire_lease(
         self,
         ranges: tuple[tuple[int, int, int], ...],
         *,
@@ -252,60 +290,59 @@ class RequestDispatcher:
         owner: str,
         lease_id: int,
     ) -> HeldLease:
-        """A lease of ranges, under one ID at each node that has some of them."""
+        """A lease of ranges, with the same ID at each node that has some of them."""
         lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
-        deadline = trio.current_time() + self._patience_s
-        missing = {PartitionId(one[0]) for one in ranges}
-        held: list[HeldLease] = []
-        while missing or not held:
-            channel, some = await self._group(missing, deadline)
-            missing -= set(some)
+        deadline = trio.current_time() + self._retry_timeout_s
+        missing = {PartitionId(partition) for partition, _, _ in ranges}
+        leases: list[HeldLease] = []
+        while missing or not leases:
+            channel, partitions = await self._next_group(missing, deadline)
+            missing -= set(partitions)
             call = calls.lease(
                 LeaseAction.ACQUIRE,
                 lease_id=lease_id,
                 time_to_live_s=time_to_live_s,
                 owner=owner,
-                ranges=[one for one in ranges if one[0] in some],
+                ranges=[one_range for one_range in ranges if one_range[0] in partitions],
             )
-            held.append(await channel.ask(call))
-        return calls.one_lease(held)
+            leases.append(await channel.ask(call))
+        return calls.merge_leases(leases)
 
-    async def known_nodes(self, call: Call[HeldLease]) -> HeldLease:
-        """Asks the same about a lease at every node that the map names for a partition; whatever
-        some of them have of it counts. Those that can be asked at once do not wait for the others.
+    async def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
+        """Asks every node that the map names for a partition about a lease, and merges what they
+        hold of it. Nodes that can be asked at once do not wait for the others.
 
         Raises:
-            ServerError: None of them has it.
-            BrokenError: One of them could not be asked in time, or did not answer.
+            ServerError: No node has the lease.
+            BrokenError: Some node could not be asked in time, or did not answer.
         """
         if not self.partition_count:
             return await self.ask(call)
-        deadline = trio.current_time() + self._patience_s
-        held: list[HeldLease] = []
+        deadline = trio.current_time() + self._retry_timeout_s
+        leases: list[HeldLease] = []
         refusals: list[ServerError] = []
         broken: BrokenError | None = None
         asked: set[NodeChannel | None] = set()
-        while left := [number for number in self._named if self._at.get(number) not in asked]:
-            homes = (self._at.get(number) for number in left)
-            channel = next((home for home in homes if home is not None and home.is_up), None)
+        while left := [p for p in self._held_partitions() if self._channel_of.get(p) not in asked]:
+            channels = (self._channel_of.get(partition) for partition in left)
+            channel = next((c for c in channels if c is not None and c.is_up), None)
             if channel is None:
-                channel = await self._channel_for(left[0], deadline)
+                channel = await self._await_channel(left[0], deadline)
             asked.add(channel)
             try:
-                held.append(await channel.ask(call))
+                leases.append(await channel.ask(call))
             except ServerError as error:
                 refusals.append(error)
             except BrokenError as error:
                 broken = error
         if broken is not None:
             raise broken
-        if not held:
+        if not leases:
             raise refusals[0] if refusals else BrokenError("no node has any partition")
-        return calls.one_lease(held)
+        return calls.merge_leases(leases)
 
-    @property
-    def _named(self) -> list[PartitionId]:
-        """The partitions for which the map names a node; all of them while there is no map."""
+    def _held_partitions(self) -> list[PartitionId]:
+        """The partitions that the map names a node for; all of them while there is no map."""
         metadata = self.pool.metadata
         return [
             partition
@@ -317,10 +354,10 @@ class RequestDispatcher:
 
     @property
     def logs(self) -> list[PartitionLog]:
-        """What the nodes that partitions are with told of them when they were connected to."""
+        """What the node of each partition told of it when it was connected to."""
         return [
             channel.connection.handshake.logs[partition]
-            for partition, channel in self._at.items()
+            for partition, channel in self._channel_of.items()
             if channel is not None
             and channel.is_up
             and partition in channel.connection.handshake.logs
@@ -328,16 +365,15 @@ class RequestDispatcher:
 
     @property
     def requests(self) -> int:
-        """How many requests were made."""
-        return self._requests + sum(channel.requests for channel in self._channels)
+        """How many requests were sent."""
+        return self._requests_before + sum(channel.requests for channel in self._channels)
 
     @property
     def credit_left(self) -> int:
-        """Bytes that the nodes would take of changes."""
-        return sum(
-            channel.connection.session.credit.left for channel in self._channels if channel.is_up
-        )
+        """How many bytes of changes the nodes would take."""
+        up = (channel for channel in self._channels if channel.is_up)
+        return sum(channel.connection.session.credit.left for channel in up)
 
     def __len__(self) -> int:
-        """How many requests wait for their answers."""
+        """How many requests have no answer yet."""
         return sum(len(channel) for channel in self._channels)

@@ -15,7 +15,7 @@ from upr_protocol.address import Address
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
-from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, background
@@ -85,7 +85,7 @@ class EventFeed:
         """The next event; waits until there is one. Cancelled, no event is lost.
 
         Raises:
-            BrokenError: There was no connection for longer than `patience_s`.
+            BrokenError: There was no connection for longer than `retry_timeout_s`.
             ServerError: The server refused; with `FENCED`, because another consumer has taken the
                 name.
             ClosedError: The context was left.
@@ -149,7 +149,7 @@ async def follow_events(
     pattern: str = "*",
     timeout_s: int = TIMEOUT_S_DEFAULT,
     identity: str = IDENTITY_DEFAULT,
-    patience_s: float = PATIENCE_S_DEFAULT,
+    retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     dial: Dial = dial_tcp,
@@ -175,7 +175,7 @@ async def follow_events(
         timeout_s: How long the server keeps events without being asked, 1 to 3,600. The application
             must process each batch in less.
         identity: `what:who`, for the server's logs and statistics.
-        patience_s: How long to go on without a connection before giving up.
+        retry_timeout_s: How long to go on without a connection before giving up.
         idle_interval_s: After so much silence a side sends a keep-alive.
         connect_timeout_s: How long a connection and its first answers may take.
         dial: How to reach an address, where that is not plain TCP.
@@ -197,7 +197,7 @@ async def follow_events(
             pattern,
         )
 
-    feed = EventFeed(address, options, RetryPolicy(patience_s, draw), new_request)
+    feed = EventFeed(address, options, RetryPolicy(retry_timeout_s, draw), new_request)
     async with background() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()

@@ -9,12 +9,13 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, PartitionInfo, partition_infos
+from upr_protocol.client.core.metadata import partition_map_of
 from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
-from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
+from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
-from upr_protocol.partition_map import PartitionMap, PartitionMapError
+from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
@@ -177,20 +178,6 @@ async def request_status(channel: RequestChannel, bucket: str) -> NodeStatus:
         RemoteProtocolError: The answer is not a partition map.
     """
     return await channel.ask(_status_call(bucket))
-
-
-def partition_map_of(reply: MapReply) -> PartitionMap | None:
-    """The map in a node's answer; None if the node holds the bucket alone.
-
-    Raises:
-        RemoteProtocolError: The answer is not a partition map.
-    """
-    if not reply.revision:
-        return None
-    try:
-        return PartitionMap.decode(reply.document)
-    except PartitionMapError as error:
-        raise RemoteProtocolError(str(error)) from error
 
 
 def _status_call(bucket: str) -> Call[NodeStatus]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,24 +21,22 @@ from upr_protocol.client.core.accumulator import (
     Batch,
 )
 from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
+from upr_protocol.client.core.calls import over_quota
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
-from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.core.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.core.results import Failure
-from upr_protocol.client.core.retry import PATIENCE_S_DEFAULT, RetryPolicy
-from upr_protocol.client.core.writer_identity import WriterIdentity
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
 from upr_protocol.client.trio.client import Client
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.trio.publisher_router import PublisherRouter
-from upr_protocol.client.trio.request_channel import CREDIT_TIMEOUT_S_DEFAULT, over_quota
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import MutateReply
-
-Draw = Callable[[], float]
 
 FAILURES_MAX: Final = 10_000
 """Failures that a publisher keeps; what comes after is only counted."""
@@ -83,46 +82,53 @@ class PublisherStatistics:
 class Publisher:
     """Publishes changes in batches; `publisher` makes it.
 
-    Operations on one key take effect in the order in which they were handed over. Each takes effect
-    once, though connections break and batches are sent again. What fails, fails alone: see
+    Operations on one key take effect in the order in which they were added. Each takes effect once,
+    though connections break and batches are sent again. An operation that fails, fails alone: see
     `failures`.
 
-    Everything here may be called by several tasks. What was handed over stays so when the call is
-    cancelled.
+    Any number of tasks may use it. A cancelled call takes back nothing that it has added.
+
+    Args:
+        address: The bucket, for messages.
+        router: Sends the batches.
+        limits: When a batch is full.
+        credit_timeout_s: How long to wait for a server that grants no credit.
+        on_failure: Called with each operation that fails, instead of `failures`.
 
     Attributes:
-        failures: What failed, unless a callback is told; at most `FAILURES_MAX`. Clear it when you
-            have dealt with it: what is left when the context ends is raised as `PublishError`.
+        failures: The operations that failed, unless a callback is told; at most `FAILURES_MAX`.
+            Clear it when you have dealt with them: what is left when the context ends is raised as
+            `PublishError`.
     """
 
     def __init__(
         self,
         address: Address,
-        new_accumulator: Callable[[], Accumulator],
-        new_patience: Callable[[], RetryPolicy],
-        buffer_bytes: int,
+        router: PublisherRouter,
         limits: BatchLimits,
         credit_timeout_s: float,
         on_failure: Callable[[Failure], None] | None,
     ) -> None:
         self.address = address
         self.failures: list[Failure] = []
-        self._publishers = PublisherRouter(new_accumulator, new_patience, buffer_bytes, self._done)
+        self._router = router
+        self._accumulator = router.accumulator
         self._limits = limits
         self._credit_timeout_s = credit_timeout_s
         self._on_failure = on_failure
         self._batcher: Batcher | None = None
-        self._lingering = trio.Event()
+        self._lingering = Notifier()
         self._batches = 0
         self._mutations = 0
         self._failed = 0
+        router.on_done = self._count
 
-    # Handing over.
+    # Adding changes.
 
     @property
     def partition_count(self) -> int:
         """How many partitions the bucket has."""
-        return self._publishers.partition_count
+        return self._router.partition_count
 
     async def apply(
         self,
@@ -153,8 +159,8 @@ class Publisher:
         """
         batcher = self._batcher
         assert batcher is not None
-        if self._publishers.error is not None:
-            raise self._publishers.error
+        if self._router.error is not None:
+            raise self._router.error
         was_empty = not batcher
         full = batcher.add(
             trio.current_time(),
@@ -168,7 +174,7 @@ class Publisher:
         if full is not None:
             await self.publish(*full)
         elif was_empty:
-            self._lingering.set()
+            self._lingering.notify()
 
     async def set(
         self, key: Text, value: Text, *, cas: int = 0, flags: int = 0, expiry: int = 0
@@ -215,16 +221,16 @@ class Publisher:
                 over its quota and no credit came in time, and it was.
             BrokenError: The server could not be reached for too long.
         """
-        publishers = self._publishers
-        if publishers.error is not None:
-            raise publishers.error
-        if not 0 <= partition < publishers.partition_count:
+        router = self._router
+        if router.error is not None:
+            raise router.error
+        if not 0 <= partition < router.partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
-                f"the bucket has partitions 0 to {publishers.partition_count - 1}, not {partition}",
+                f"the bucket has partitions 0 to {router.partition_count - 1}, not {partition}",
             )
-        batch = self._publishers.add(partition, chunk, on_answer)
-        publishers.pump()
+        batch = self._accumulator.add(partition, chunk, on_answer)
+        router.send()
         await self._wait_until(self._has_room)
         return batch
 
@@ -237,7 +243,7 @@ class Publisher:
             BrokenError: See `publish`.
         """
         batch = await self.publish(partition, chunk)
-        await self._wait_until(lambda: batch.reply is not None or batch.refusal is not None)
+        await self._wait_until(lambda: batch.is_done)
         if batch.refusal is not None:
             raise batch.error(batch.refusal)
         assert batch.reply is not None
@@ -251,39 +257,39 @@ class Publisher:
             BrokenError: The server could not be reached for too long.
         """
         assert self._batcher is not None
-        self._hand_over(self._batcher.all())
+        self._add_batches(self._batcher.all())
         await self._wait_until(self._all_answered)
 
-    def _hand_over(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
+    def _add_batches(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
         for partition, chunk in batches:
-            self._publishers.add(partition, chunk)
-        self._publishers.pump()
+            self._accumulator.add(partition, chunk)
+        self._router.send()
 
     def _has_room(self) -> bool:
-        return not self._publishers.full
+        return not self._accumulator.is_full
 
     def _all_answered(self) -> bool:
-        return self._publishers.unanswered == 0
+        return self._accumulator.unanswered == 0
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        publishers = self._publishers
+        router = self._router
         began_at = trio.current_time()
         if condition():
             await trio.lowlevel.checkpoint()
         while not condition():
-            if publishers.error is not None:
-                raise publishers.error
+            if router.error is not None:
+                raise router.error
             deadline = float("inf")
-            starved_since = publishers.starved_since
+            starved_since = router.starved_since
             if starved_since is not None:
                 deadline = max(starved_since, began_at) + self._credit_timeout_s
                 if trio.current_time() >= deadline:
                     raise over_quota(self.address, self._credit_timeout_s)
-            await publishers.change(deadline)
+            await router.wait_for_change(deadline)
 
     # Behind the scenes.
 
-    def _done(self, batch: Batch) -> None:
+    def _count(self, batch: Batch) -> None:
         self._batches += 1
         self._mutations += batch.chunk.count
         for failure in batch.failures():
@@ -293,46 +299,45 @@ class Publisher:
             elif len(self.failures) < FAILURES_MAX:
                 self.failures.append(failure)
 
-    async def _linger(self) -> None:
-        """Sends batches that nobody fills, when their time has come."""
+    async def _send_lingering(self) -> None:
+        """Sends batches that did not become full when their time has come."""
         batcher = self._batcher
         assert batcher is not None
         while True:
             due_at = batcher.due_at
             if due_at is None:
-                self._lingering = trio.Event()
                 await self._lingering.wait()
             else:
                 await trio.sleep_until(due_at)
-                self._hand_over(batcher.due(trio.current_time()))
+                self._add_batches(batcher.due(trio.current_time()))
 
-    async def _run(self) -> None:
+    async def _run_pool(self) -> None:
         try:
-            await self._publishers.pool.run()
+            await self._router.pool.run()
         except UprError as error:
-            self._publishers.stop(error)
+            self._router.stop(error)
 
-    async def _start(
-        self,
-        nursery: trio.Nursery,
-        options: TrioOptions,
-        patience_s: float,
-        by_map: bool,
-        draw: Draw,
-    ) -> None:
-        publishers = self._publishers
-        publishers.pool = ConnectionPool(
-            self.address, options, publishers, patience_s=patience_s, by_map=by_map, draw=draw
-        )
-        nursery.start_soon(self._run)
-        await self._wait_until(lambda: publishers.partition_count > 0)
-        self._batcher = Batcher(publishers.partition_count, self._limits)
-        nursery.start_soon(self._linger)
-        nursery.start_soon(publishers.pump_rested)
+    async def _start(self, nursery: trio.Nursery) -> None:
+        """Connects, and starts the tasks that send.
 
-    async def _leave(self) -> None:
+        Raises:
+            UprError: It could not connect, or the server refused the bucket.
+        """
+        router = self._router
+        nursery.start_soon(self._run_pool)
+        await self._wait_until(lambda: router.partition_count > 0)
+        self._batcher = Batcher(router.partition_count, self._limits)
+        nursery.start_soon(self._send_lingering)
+        nursery.start_soon(router.resend_refused)
+
+    async def _finish(self) -> None:
+        """Waits until everything is answered, and takes nothing more.
+
+        Raises:
+            PublishError: Operations failed, and no callback was told.
+        """
         await self.flush()
-        self._publishers.stop(ClosedError("the publisher was closed"))
+        self._router.stop(ClosedError("the publisher was closed"))
         if self.failures:
             raise PublishError(self.failures, self._failed)
 
@@ -342,11 +347,11 @@ class Publisher:
             self._batches,
             self._mutations,
             self._failed,
-            self._publishers.resent,
-            self._publishers.unanswered,
-            self._publishers.nbytes,
-            self._publishers.connections,
-            self._publishers.pool.last_failure,
+            self._accumulator.resent,
+            self._accumulator.unanswered,
+            self._accumulator.nbytes,
+            self._router.connections,
+            self._router.pool.last_failure,
         )
 
 
@@ -364,7 +369,7 @@ async def publisher(
     copies: int = 0,
     on_failure: Callable[[Failure], None] | None = None,
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
-    patience_s: float = PATIENCE_S_DEFAULT,
+    retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     by_map: bool = True,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
@@ -392,7 +397,7 @@ async def publisher(
             be lost.
         on_failure: Told of each operation that fails, instead of `Publisher.failures`.
         credit_timeout_s: How long it waits for a server that is over its memory quota.
-        patience_s: How long it goes on without any answer before it gives up.
+        retry_timeout_s: How long it goes on without any answer before it gives up.
         by_map: Whether to go to the nodes that the partition map names, and not to stay with the
             one at `target`.
         idle_interval_s: The silence after which a side says that it is there still.
@@ -417,18 +422,22 @@ async def publisher(
             connect_timeout_s=connect_timeout_s,
             dial=dial,
         )
-    limits = AccumulatorLimits(in_flight, buffer_bytes, patience_s, durability, copies)
-    writes = WriterIdentity() if writer is None else writer
-    found = Publisher(
-        address.with_bucket(),
-        lambda: Accumulator(writes, limits, draw),
-        lambda: RetryPolicy(patience_s, draw),
-        buffer_bytes,
-        BatchLimits(batch_mutations, batch_bytes, linger_s),
-        credit_timeout_s,
-        on_failure,
+    limits = AccumulatorLimits(in_flight, buffer_bytes, retry_timeout_s, durability, copies)
+    identity_of_writer = WriterIdentity(os.urandom(WRITER_BYTES)) if writer is None else writer
+    router = PublisherRouter(
+        Accumulator(identity_of_writer, limits, draw), lambda: RetryPolicy(retry_timeout_s, draw)
     )
+    router.pool = ConnectionPool(
+        address.with_bucket(),
+        options,
+        router,
+        retry_timeout_s=retry_timeout_s,
+        by_map=by_map,
+        draw=draw,
+    )
+    batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
+    sink = Publisher(address, router, batch_limits, credit_timeout_s, on_failure)
     async with background() as nursery:
-        await found._start(nursery, options, patience_s, by_map, draw)  # noqa: SLF001
-        yield found
-        await found._leave()  # noqa: SLF001
+        await sink._start(nursery)  # noqa: SLF001
+        yield sink
+        await sink._finish()  # noqa: SLF001

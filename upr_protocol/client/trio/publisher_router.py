@@ -1,4 +1,4 @@
-"""What a publisher sends, to each node what is its."""
+"""Sends a publisher's batches: each to the node that holds its partition."""
 
 from __future__ import annotations
 
@@ -6,188 +6,198 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.accumulator import Accumulator, Batch
-from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.retry import WRONG_NODE, RetryPolicy
+from upr_protocol.client.trio.connection import Connection
 from upr_protocol.client.trio.connection_pool import ConnectionPool
-from upr_protocol.client.trio.node_publisher import NodePublisher
-from upr_protocol.errors import UprError
+from upr_protocol.concurrency import Notifier
+from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
+from upr_protocol.wire import Credit, MapReply, Message, Refusal
+
+
+class NodePublisher:
+    """Publishes to one node, over one connection after another.
+
+    Args:
+        router: The router of all nodes.
+        retry: When to give the node up.
+
+    Attributes:
+        retry: See above.
+        batches: The batches of the partitions that the node holds.
+    """
+
+    def __init__(self, router: PublisherRouter, retry: RetryPolicy) -> None:
+        self.retry = retry
+        self.batches = router.accumulator.new_node()
+        self._router = router
+        self._connection: Connection | None = None
+
+    def connected(self, connection: Connection) -> None:
+        if self._router.connected(self, connection):
+            self._connection = connection
+            self.send()
+
+    def received(self, message: Message) -> None:
+        router = self._router
+        if isinstance(message, MapReply):
+            router.pool.received_map(self, message)
+            return
+        if isinstance(message, Refusal) and status_of(message.status) in WRONG_NODE:
+            router.pool.doubt_map(message.map_revision)
+        if not isinstance(message, Credit):
+            batch = self.batches.receive(message, trio.current_time())
+            if batch is not None:
+                self.retry.progress()
+                router.finished_batch(batch)
+            elif self.batches.resend_at is not None:
+                router.refused.notify()
+        self.send()
+        router.changed()
+
+    def writable(self) -> None:
+        self.send()
+
+    async def wait_for_room(self) -> None:
+        """Reads on: the batches in flight bound the answers."""
+
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  the pool has it
+        self._connection = None
+        self.batches.disconnected()
+        self._router.changed()
+
+    async def drain(self) -> None:
+        """Nothing to wait for: other nodes are sent the unanswered batches with the same tokens."""
+
+    def send(self) -> None:
+        """Sends as much as may be sent now."""
+        connection = self._connection
+        if connection is not None and self.batches.send(connection.session, trio.current_time()):
+            connection.flush()
 
 
 class PublisherRouter:
-    """A publisher for each node, and an accumulator for partitions that are with none; the client
-    of a publisher's pool.
+    """A publisher for each node; the client of the publisher's connection pool.
 
     Args:
-        new_accumulator: Gives each node's.
-        new_patience: The same.
-        buffer_bytes: What all may hold before those who add more should wait.
-        on_done: Called with each batch that is answered, or refused for good.
+        accumulator: The batches.
+        new_retry_policy: Makes the policy of each node.
 
     Attributes:
-        finished: Whether nothing more will be sent.
+        accumulator: See above.
+        pool: The connections; set by the pool's maker.
+        on_done: Called with each batch that is answered, or refused for good; set by the publisher.
+        is_finished: Whether it sends nothing more.
         error: Why.
-        connections: Connections made.
+        connections: How many connections were made.
         partition_count: The bucket's; 0 before the first connection.
-        pool: Who keeps the connections; set by whoever makes it.
+        refused: Notified when a node has refused batches for a reason that may pass.
     """
 
     pool: ConnectionPool[NodePublisher]
+    on_done: Callable[[Batch], None]
 
     def __init__(
-        self,
-        new_accumulator: Callable[[], Accumulator],
-        new_patience: Callable[[], RetryPolicy],
-        buffer_bytes: int,
-        on_done: Callable[[Batch], None],
+        self, accumulator: Accumulator, new_retry_policy: Callable[[], RetryPolicy]
     ) -> None:
-        self.finished = False
+        self.accumulator = accumulator
+        self.is_finished = False
         self.error: UprError | None = None
         self.connections = 0
         self.partition_count = 0
-        self._new_accumulator = new_accumulator
-        self._new_patience = new_patience
-        self._buffer_bytes = buffer_bytes
-        self._on_done = on_done
-        self._unplaced = new_accumulator()
+        self.refused = Notifier()
+        self._new_retry_policy = new_retry_policy
         self._publishers: list[NodePublisher] = []
-        self._at: dict[PartitionId, NodePublisher | None] = {}
-        self._resent = 0
-        self._changed = trio.Event()
-        self._rest_changed = trio.Event()
+        self._changed = Notifier()
 
-    # The pool's side.
+    # For the pool.
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
-        """See `PoolClient`."""
         return map(PartitionId, range(self.partition_count))
 
     def is_waiting_for(self, partition: PartitionId) -> bool:
-        """See `PoolClient`."""
-        return self._unplaced.has(partition)
+        return self.accumulator.is_unplaced(partition)
 
     def new_handler(self) -> NodePublisher:
-        """See `PoolClient`."""
-        publisher = NodePublisher(self._new_accumulator(), self._new_patience(), self)
+        publisher = NodePublisher(self, self._new_retry_policy())
         self._publishers.append(publisher)
         return publisher
 
     def place(self, partition: PartitionId, handler: NodePublisher | None) -> None:
-        """See `PoolClient`."""
-        before = self._accumulator_of(partition)
-        self._at[partition] = handler
-        after = self._accumulator_of(partition)
-        if after is before:
-            return
-        batches = before.let_go(partition)
-        if batches is not None:
-            after.take_over(partition, batches)
-        if handler is not None:
-            handler.pump()
-        self.notify()
+        node = self.accumulator.unplaced if handler is None else handler.batches
+        if self.accumulator.place(partition, node):
+            if handler is not None:
+                handler.send()
+            self.changed()
 
     def remove_handler(self, handler: NodePublisher) -> None:
-        """See `PoolClient`."""
-        for partition, publisher in self._at.items():
-            if publisher is handler:
-                self.place(partition, None)
-        self._resent += handler.accumulator.resent
+        self.accumulator.unplace_all(handler.batches)
         self._publishers.remove(handler)
+        self.changed()
 
-    # The publishers' side.
+    # For the nodes' publishers.
 
-    def answered(self, batch: Batch) -> None:
-        """A batch was answered, or refused for good."""
+    def connected(self, publisher: NodePublisher, connection: Connection) -> bool:
+        """A node has opened the bucket; whether it is the same bucket as before."""
+        count = connection.handshake.partition_count
+        if self.partition_count not in (0, count):
+            error = BrokenError(
+                f"the bucket was made anew, with {count} partitions instead of "
+                f"{self.partition_count}"
+            )
+            connection.fail(error)
+            self.stop(error)
+            return False
+        self.partition_count = count
+        self.connections += 1
+        self.pool.connected(publisher, connection)
+        self.changed()
+        return True
+
+    def finished_batch(self, batch: Batch) -> None:
+        """A batch is answered, or refused for good."""
         self.pool.works(batch.partition)
-        self._on_done(batch)
+        self.on_done(batch)
 
-    def notify(self) -> None:
-        """Something has changed."""
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-        if self._wakes_at is not None:
-            self._rest_changed.set()
+    def changed(self) -> None:
+        """Wakes the tasks that wait for a change."""
+        self._changed.notify()
 
-    # The publisher's side.
-
-    def _accumulator_of(self, partition: PartitionId) -> Accumulator:
-        publisher = self._at.get(partition)
-        return self._unplaced if publisher is None else publisher.accumulator
-
-    @property
-    def _accumulators(self) -> list[Accumulator]:
-        return [self._unplaced, *(publisher.accumulator for publisher in self._publishers)]
-
-    def add(
-        self,
-        partition: PartitionId,
-        chunk: Chunk,
-        on_answer: Callable[[Batch], None] | None = None,
-    ) -> Batch:
-        """Takes in a batch; `pump` sends it.
-
-        Raises:
-            ServerError: It is longer than a frame; nothing was taken in.
-        """
-        return self._accumulator_of(partition).add(partition, chunk, on_answer)
-
-    @property
-    def unanswered(self) -> int:
-        """Batches that were added and not answered."""
-        return sum(accumulator.unanswered for accumulator in self._accumulators)
-
-    @property
-    def nbytes(self) -> int:
-        """What they hold."""
-        return sum(accumulator.nbytes for accumulator in self._accumulators)
-
-    @property
-    def full(self) -> bool:
-        """Whether those who add should wait."""
-        return self.nbytes >= self._buffer_bytes
-
-    @property
-    def resent(self) -> int:
-        """How many times a batch was sent again."""
-        return self._resent + sum(accumulator.resent for accumulator in self._accumulators)
+    # For the publisher.
 
     @property
     def starved_since(self) -> float | None:
-        """Since when some node's credit keeps batches waiting."""
-        times = [accumulator.starved_since for accumulator in self._accumulators]
+        """Since when the credit of some node keeps batches waiting; None while none does."""
+        times = (publisher.batches.starved_since for publisher in self._publishers)
         return min((time for time in times if time is not None), default=None)
 
-    def pump(self) -> None:
-        """Sends what may be sent now."""
+    def send(self) -> None:
+        """Sends as much as may be sent now."""
         for publisher in self._publishers:
-            publisher.pump()
+            publisher.send()
 
-    @property
-    def _wakes_at(self) -> float | None:
-        times = [publisher.accumulator.wakes_at for publisher in self._publishers]
-        return min((time for time in times if time is not None), default=None)
-
-    async def pump_rested(self) -> None:
-        """Pumps whenever batches that were refused have waited long enough."""
+    async def resend_refused(self) -> None:
+        """Runs for ever: sends refused batches again when they have waited long enough."""
         while True:
-            wakes_at = self._wakes_at
-            if wakes_at is None:
-                self._rest_changed = trio.Event()
-                await self._rest_changed.wait()
+            times = (publisher.batches.resend_at for publisher in self._publishers)
+            resend_at = min((time for time in times if time is not None), default=None)
+            if resend_at is None:
+                await self.refused.wait()
             else:
-                await trio.sleep_until(wakes_at)
-                self.pump()
+                await trio.sleep_until(resend_at)
+                self.send()
 
-    def stop(self, error: UprError | None) -> None:
-        """Nothing more will be sent."""
-        self.finished = True
+    def stop(self, error: UprError) -> None:
+        """Sends nothing more. Only the first reason counts."""
+        self.is_finished = True
         if self.error is None:
             self.error = error
-        self.notify()
+        self.changed()
 
-    async def change(self, deadline: float) -> None:
+    async def wait_for_change(self, deadline: float) -> None:
         """Waits until something has changed, or the deadline."""
         with trio.move_on_at(deadline):
             await self._changed.wait()

@@ -47,7 +47,7 @@ async def consume_as_replica(
     resume: Resume = None,
     undo: UndoCallback | None = None,
     identity: str,
-    patience_s: float,
+    retry_timeout_s: float,
     save_limits: SaveLimits | None = None,
     dial: Dial,
     draw: Callable[[], float],
@@ -68,7 +68,7 @@ async def consume_as_replica(
         resume=resume,
         undo=undo,
         by_map=False,
-        patience_s=patience_s,
+        retry_timeout_s=retry_timeout_s,
         save_limits=save_limits,
         draw=draw,
     ) as consumer:

@@ -95,7 +95,7 @@ class NodeStreams:
 
     Args:
         follower: Turns messages into deliveries.
-        patience: Notified of progress.
+        retry: Notified of progress.
         queue: Where deliveries go.
         opened: Set when a connection is greeted.
         pool: Notified of what concerns other nodes.
@@ -104,12 +104,12 @@ class NodeStreams:
     def __init__(
         self,
         follower: Follower,
-        patience: RetryPolicy,
+        retry: RetryPolicy,
         queue: DeliveryQueue,
         opened: trio.Event,
         pool: ConnectionPool[NodeStreams],
     ) -> None:
-        self.patience = patience
+        self.retry = retry
         self._follower = follower
         self._queue = queue
         self._opened = opened
@@ -136,12 +136,12 @@ class NodeStreams:
         if self._connection is None:
             return
         if isinstance(message, MapReply):
-            self._pool.told(self, message)
+            self._pool.received_map(self, message)
             return
         for delivery in self._follower.take(message):
             self._queue.put(delivery)
         if isinstance(message, PROGRESS):
-            self.patience.progress()
+            self.retry.progress()
         if type(message) in SNAPSHOT_MESSAGES:
             return  # there are many, and none of them refuses or ends anything
         if isinstance(message, StreamReply) and not message.status:
@@ -153,7 +153,7 @@ class NodeStreams:
         connection, follower = self._connection, self._follower
         strays, follower.strays = follower.strays, []
         for stray in strays:
-            if self._pool.metadata.is_alone and connection is not None:
+            if self._pool.metadata.is_single_node and connection is not None:
                 connection.fail(stray.error)  # there is no other node to try meanwhile
                 return
             self._pool.refused(stray.partition, stray.error, stray.map_revision)
@@ -164,12 +164,12 @@ class NodeStreams:
         elif follower.done:
             connection.finish()
         else:
-            connection.poke()
+            connection.flush()
 
     def writable(self) -> None:
         pass
 
-    async def breathe(self) -> None:
+    async def wait_for_room(self) -> None:
         if self._queue.is_full:
             await self._queue.wait_for_room()
 
@@ -202,7 +202,7 @@ class NodeStreams:
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has processed a delivery: the server may send as many bytes again."""
         if self._follower.acknowledge(delivery) and self._connection is not None:
-            self._connection.poke()
+            self._connection.flush()
 
     def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
         """The application has rolled back to `to`.
@@ -220,7 +220,7 @@ class NodeStreams:
     def report(self, report: ReplicaAck) -> None:
         """Sends what a replica has, or drops the report if there is no connection."""
         if self._follower.report(report) and self._connection is not None:
-            self._connection.poke()
+            self._connection.flush()
 
     def send_barriers(self) -> None:
         """Sends the barriers that have yet to pass this node."""
@@ -233,7 +233,7 @@ class ConsumerStreams:
 
     Args:
         course: How far the subscription is.
-        new_patience: Gives each node's.
+        new_retry_policy: Gives each node's.
         new_pool: Gives the pool of connections whose client this is.
 
     Attributes:
@@ -246,20 +246,20 @@ class ConsumerStreams:
     def __init__(
         self,
         course: Course,
-        new_patience: Callable[[], RetryPolicy],
+        new_retry_policy: Callable[[], RetryPolicy],
         new_pool: Callable[[ConsumerStreams], ConnectionPool[NodeStreams]],
     ) -> None:
         self.queue = DeliveryQueue()
         self.opened = trio.Event()
         self.course = course
-        self._new_patience = new_patience
+        self._new_retry_policy = new_retry_policy
         self._nodes: list[NodeStreams] = []
         self.pool = new_pool(self)
 
     # The pool's side; `PoolClient` documents it.
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.course.done
 
     @property
@@ -271,7 +271,7 @@ class ConsumerStreams:
 
     def new_handler(self) -> NodeStreams:
         node = NodeStreams(
-            Follower(self.course), self._new_patience(), self.queue, self.opened, self.pool
+            Follower(self.course), self._new_retry_policy(), self.queue, self.opened, self.pool
         )
         self._nodes.append(node)
         return node

@@ -1,0 +1,253 @@
+"""Requests to a bucket from programs that block: each to the node that holds its partition."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from upr_protocol.address import Address
+from upr_protocol.client.blocking.connection import BlockingConnection
+from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
+from upr_protocol.client.core import calls
+from upr_protocol.client.core.calls import Call, HeldLease, PartitionNumbers
+from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.retry import WRONG_NODE
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire import LeaseAction, Message, Mutate, PartitionLog, Refusal
+
+T = TypeVar("T")
+
+
+class BlockingDispatcher:
+    """Sends requests and waits for their answers.
+
+    Args:
+        pool: The connections.
+        timeout_s: How long one request may take.
+        credit_timeout_s: How long a change waits for a server that grants no credit.
+        sleep: Waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        pool: BlockingConnectionPool,
+        timeout_s: float,
+        credit_timeout_s: float,
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.pool = pool
+        self._timeout_s = timeout_s
+        self._credit_timeout_s = credit_timeout_s
+        self._sleep = sleep
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Closes the connections for good."""
+        self._is_closed = True
+        self.pool.close()
+
+    def check_open(self) -> None:
+        """Raises `ClosedError` after `close`."""
+        if self._is_closed:
+            raise ClosedError("the client was closed")
+
+    def connect(self) -> BlockingConnection:
+        """A connection to any node."""
+        self.check_open()
+        return self.pool.any()
+
+    # Requests about one partition, or about none.
+
+    def ask(self, call: Call[T]) -> T:
+        """Sends a request and waits for its answer.
+
+        Raises:
+            ServerError: The server refused.
+            BrokenError: The connection was lost; the request may have been carried out or not.
+            TimeoutError: No answer arrived in time; the request may still be carried out.
+        """
+        return self.ask_all([call])[0]
+
+    def ask_all(self, requests: Sequence[Call[T]]) -> list[T]:
+        """Sends several requests at once, and gives their answers in the same order."""
+        self.connect()
+        deadline = time.monotonic() + self._timeout_s
+        answers: dict[int, Message] = {}
+        failure: UprError = BrokenError("no node takes the request")
+        while missing := [index for index in range(len(requests)) if index not in answers]:
+            for address, indices in self._by_node(requests, missing).items():
+                try:
+                    connection = self.connect() if address is None else self.pool.at(address)
+                except BrokenError as error:
+                    if self.pool.metadata.is_single_node:
+                        raise
+                    failure = error  # nothing was sent to it
+                    continue
+                batch = [requests[index] for index in indices]
+                replies = self._exchange(connection, batch, deadline)
+                answers.update(zip(indices, replies, strict=True))
+            if self.pool.metadata.is_single_node:
+                break
+            failure = self._drop_misdirected(answers) or failure
+            if len(answers) < len(requests):
+                again_at = self.pool.refresh()
+                if again_at >= deadline:
+                    raise self._no_holder_error(requests[index] for index in missing) or failure
+                self._sleep(max(0.0, again_at - time.monotonic()))
+        return [call.result(calls.checked(answers[index])) for index, call in enumerate(requests)]
+
+    def _by_node(
+        self, requests: Sequence[Call[T]], indices: Iterable[int]
+    ) -> dict[Address | None, list[int]]:
+        """Which requests go to which node; those under None go to any. A request whose partition
+        has no node is left out."""
+        by_node: dict[Address | None, list[int]] = {}
+        for index in indices:
+            partition = requests[index].partition
+            address = None if partition is None else self.pool.holder(partition)
+            if partition is None or address is not None:
+                by_node.setdefault(address, []).append(index)
+        return by_node
+
+    def _drop_misdirected(self, answers: dict[int, Message]) -> UprError | None:
+        """Drops the refusals that another node may not repeat; gives the last one."""
+        error: UprError | None = None
+        for index, answer in list(answers.items()):
+            if isinstance(answer, Refusal) and status_of(answer.status) in WRONG_NODE:
+                del answers[index]
+                error = ServerError(status_of(answer.status), answer.sentence)
+                self.pool.metadata.note_revision(answer.map_revision)
+        return error
+
+    def _no_holder_error(self, requests: Iterable[Call[T]]) -> UprError | None:
+        partitions = (call.partition for call in requests if call.partition is not None)
+        sentence = next(filter(None, map(self.pool.explain_no_holder, partitions)), None)
+        return BrokenError(sentence) if sentence else None
+
+    def _ask_on(self, connection: BlockingConnection, call: Call[T]) -> T:
+        """Asks one node, and gives what its answer means."""
+        (answer,) = self._exchange(connection, [call], time.monotonic() + self._timeout_s)
+        return call.result(calls.checked(answer))
+
+    def _exchange(
+        self, connection: BlockingConnection, requests: Sequence[Call[T]], deadline: float
+    ) -> list[Message]:
+        """Sends requests on one connection and receives their answers."""
+        replies: dict[int, Message | None] = {}
+        for call in requests:
+            opaque = connection.session.new_opaque()
+            request = call.request(opaque)
+            if isinstance(request, Mutate):
+                self._await_credit(connection)
+            connection.session.send(request)
+            replies[opaque] = None
+        missing = len(replies)
+        while missing:
+            message = connection.receive(deadline)
+            if message is None:
+                address = self.pool.metadata.address
+                raise TimeoutError(f"{address} did not answer in {self._timeout_s:g} s")
+            if replies.get(message.opaque, message) is None:
+                replies[message.opaque] = message
+                missing -= 1
+        return [message for message in replies.values() if message is not None]
+
+    def _await_credit(self, connection: BlockingConnection) -> None:
+        deadline = time.monotonic() + self._credit_timeout_s
+        while not connection.session.credit.open:
+            if connection.receive(deadline) is None:
+                raise calls.over_quota(self.pool.metadata.address, self._credit_timeout_s)
+
+    # Requests about several partitions.
+
+    def _connections_of(
+        self, partitions: Sequence[int]
+    ) -> list[tuple[BlockingConnection, list[PartitionId]]]:
+        """The nodes of partitions, each with those that it holds. Waits until each has one.
+
+        Raises:
+            BrokenError: Some had no node by the deadline.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        self.connect()
+        while True:
+            by_node: dict[Address | None, list[PartitionId]] = {}
+            for partition in map(PartitionId, partitions):
+                by_node.setdefault(self.pool.holder(partition), []).append(partition)
+            unplaced = by_node.pop(None, [])
+            sentence = self.pool.explain_no_holder(unplaced[0]) if unplaced else ""
+            error: UprError = BrokenError(sentence or f"no node takes partitions {unplaced}")
+            try:
+                groups = [(self.pool.at(a), group) for a, group in by_node.items() if a]
+                if not unplaced:
+                    return groups
+            except UprError as failure:
+                error = failure
+            again_at = self.pool.refresh()
+            if self.pool.metadata.is_single_node or again_at >= deadline:
+                raise error
+            self._sleep(max(0.0, again_at - time.monotonic()))
+
+    def logs(self) -> list[PartitionLog]:
+        """What the node of each partition told of it when it was connected to."""
+        partitions = range(self.connect().handshake.partition_count)
+        return [
+            connection.handshake.logs[partition]
+            for connection, group in self._connections_of(partitions)
+            for partition in group
+            if partition in connection.handshake.logs
+        ]
+
+    def seqnos(self, partitions: Sequence[int]) -> list[PartitionNumbers]:
+        """The sequence numbers of partitions, each from its own node; of all when none are
+        named."""
+        rows: dict[PartitionId, PartitionNumbers] = {}
+        count = calls.check_partition_count(self.connect().handshake.partition_count)
+        for connection, group in self._connections_of(partitions or range(count)):
+            told = self._ask_on(connection, calls.seqnos(group))
+            rows.update((row.partition, row) for row in told)
+        return [rows[partition] for partition in sorted(rows)]
+
+    def acquire_lease(
+        self,
+        ranges: Sequence[tuple[int, int, int]],
+        *,
+        time_to_live_s: int,
+        owner: str,
+        lease_id: int,
+    ) -> HeldLease:
+        """A lease of ranges, with the same ID at each node that has some of them."""
+        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
+        groups = self._connections_of(sorted({partition for partition, _, _ in ranges}))
+        leases = []
+        for connection, group in groups or [(self.connect(), [])]:
+            call = calls.lease(
+                LeaseAction.ACQUIRE,
+                lease_id=lease_id,
+                time_to_live_s=time_to_live_s,
+                owner=owner,
+                ranges=[one_range for one_range in ranges if one_range[0] in group],
+            )
+            leases.append(self._ask_on(connection, call))
+        return calls.merge_leases(leases)
+
+    def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
+        """Asks every node about a lease, and merges what they hold of it.
+
+        Raises:
+            ServerError: No node has the lease.
+        """
+        leases: list[HeldLease] = []
+        refusal: ServerError | None = None
+        count = calls.check_partition_count(self.connect().handshake.partition_count)
+        for connection, _ in self._connections_of(range(count)):
+            try:
+                leases.append(self._ask_on(connection, call))
+            except ServerError as error:
+                refusal = error
+        if not leases and refusal is not None:
+            raise refusal
+        return calls.merge_leases(leases)

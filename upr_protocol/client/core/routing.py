@@ -1,0 +1,135 @@
+"""Which node each partition is to be used at, and how long it has had none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+
+from upr_protocol.address import Address
+from upr_protocol.client.core.metadata import ClusterMetadata
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
+from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.ids import PartitionId, PartitionState
+
+
+class PartitionRouter:
+    """Chooses the node of each partition.
+
+    Args:
+        metadata: Says which nodes hold a partition.
+        state: The state that a node must hold a partition in.
+        timeout_s: How long a partition that something waits for may be without a node.
+        draw: Gives numbers in [0, 1), for the waits after refusals.
+
+    Attributes:
+        placements: The node of each partition, as `route` chose it last; None while it has none.
+    """
+
+    def __init__(
+        self,
+        metadata: ClusterMetadata,
+        state: PartitionState,
+        timeout_s: float,
+        draw: Callable[[], float],
+    ) -> None:
+        self.placements: dict[PartitionId, Address | None] = {}
+        self._metadata = metadata
+        self._state = state
+        self._timeout_s = timeout_s
+        self._draw = draw
+        self._unplaced_since: dict[PartitionId, float] = {}
+        self._refusals: dict[PartitionId, UprError] = {}
+        self._retry_at: dict[PartitionId, float] = {}
+        self._backoffs: dict[PartitionId, Backoff] = {}
+
+    # What nodes do.
+
+    def refused(self, partition: PartitionId, error: UprError, now: float) -> None:
+        """The node of a partition refused it. It is tried again after a wait, unless a newer map
+        names another node before that."""
+        backoff = self._backoffs.setdefault(partition, Backoff(self._draw, cap_s=MAP_WAIT_S_MAX))
+        self._retry_at[partition] = now + backoff.next_wait_s()
+        self.placements[partition] = None
+        self._unplaced_since.setdefault(partition, now)
+        self._refusals[partition] = error
+
+    def works(self, partition: PartitionId) -> None:
+        """The node of a partition did what it was asked to."""
+        self._unplaced_since.pop(partition, None)
+        if self._refusals.pop(partition, None) is not None:
+            self._backoffs.pop(partition, None)
+
+    def map_changed(self) -> None:
+        """There is a newer map: partitions that were refused are tried at once."""
+        self._retry_at.clear()
+
+    # Where partitions are.
+
+    def route(
+        self,
+        partitions: Iterable[PartitionId],
+        down: Container[Address],
+        is_waiting_for: Callable[[PartitionId], bool],
+        now: float,
+    ) -> Mapping[PartitionId, Address | None]:
+        """Chooses the node of each partition. O(partitions).
+
+        Args:
+            partitions: The partitions that need a node.
+            down: The nodes that cannot be reached.
+            is_waiting_for: Whether something waits until a partition has a node.
+            now: The time in seconds.
+        """
+        placements: dict[PartitionId, Address | None] = {}
+        for partition in partitions:
+            address = None
+            if self._retry_at.get(partition, now) <= now:
+                address = self._metadata.choose_holder(
+                    partition, self._state, down=down, current=self.placements.get(partition)
+                )
+            if address is None:
+                self._unplaced_since.setdefault(partition, now)
+            elif not is_waiting_for(partition):
+                # Perhaps nothing arrives that would show that the node works. What is waited for
+                # later has the whole timeout.
+                self._unplaced_since.pop(partition, None)
+            placements[partition] = address
+        self.placements = placements
+        return placements
+
+    @property
+    def has_unplaced(self) -> bool:
+        """Whether some partition has no node."""
+        return None in self.placements.values()
+
+    def next_retry_at(self, now: float) -> float:
+        """When the next partition that was refused is tried again."""
+        times = (
+            retry_at
+            for partition, retry_at in self._retry_at.items()
+            if retry_at > now and not self.placements.get(partition)
+        )
+        return min(times, default=float("inf"))
+
+    # Giving up.
+
+    def reason_unplaced(self, partition: PartitionId) -> UprError | None:
+        """Why a partition has no node: the map names none, or the node that it names refused. None
+        when neither is known."""
+        sentence = self._metadata.explain_no_holder(partition, self._state)
+        return BrokenError(sentence) if sentence else self._refusals.get(partition)
+
+    def timed_out(
+        self, is_waiting_for: Callable[[PartitionId], bool], now: float
+    ) -> UprError | None:
+        """The error of a partition that something has waited for too long; None while there is no
+        such partition."""
+        for partition, since in list(self._unplaced_since.items()):
+            if not is_waiting_for(partition):
+                del self._unplaced_since[partition]  # `route` starts anew while it has no node
+            elif now - since >= self._timeout_s:
+                error = self.reason_unplaced(partition)
+                if error is None:
+                    error = BrokenError(f"no node takes partition {partition}")
+                error.add_note(f"gave up after {now - since:.0f} s")
+                return error
+        return None

@@ -1,0 +1,185 @@
+"""Asking nodes for their partition map, and not too often.
+
+A failover makes every client ask, and each connection is work for the nodes that are left. So a
+node is asked on the connection that is there already, has one question at a time, and a connection
+made only for that question stays while there is a reason to ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from contextlib import suppress
+from typing import Final
+
+import attrs
+import trio
+
+from upr_protocol.address import Address
+from upr_protocol.client.core.metadata import ClusterMetadata
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
+from upr_protocol.client.trio.connection import Connection, TrioOptions, open_connection
+from upr_protocol.errors import UprError
+from upr_protocol.wire import GetMap, MapReply, Message
+
+CALM_S: Final = 2.0
+"""After so long without a round of asking, the next one is a first one."""
+
+IDLE_S: Final = 2.0
+"""How long a connection made only for the map stays open after a question: while a partition has no
+node, rounds of asking follow each other faster."""
+
+ANSWER_TIMEOUT_S: Final = 2.0
+"""How long an answer may take before the node counts as gone."""
+
+
+@attrs.define
+class MapRequest:
+    """A question for a node's map, one at a time: a node that owes an answer is not asked again.
+
+    Attributes:
+        asked_at: When the node was asked last; `-inf` for never.
+        is_open: Whether it still owes an answer.
+    """
+
+    asked_at: float = -math.inf
+    is_open: bool = False
+
+    def send(self, connection: Connection, bucket: str, timeout_s: float) -> bool:
+        """Asks, unless the node owes an answer.
+
+        Returns:
+            Whether an answer may still arrive.
+        """
+        now = trio.current_time()
+        if self.is_open:
+            return now < self.asked_at + timeout_s
+        try:
+            connection.send(GetMap(bucket, opaque=connection.session.new_opaque()))
+        except UprError:
+            return False
+        self.asked_at, self.is_open = now, True
+        return True
+
+
+class MapConnection:
+    """A connection to one node, only to ask for its map.
+
+    Args:
+        address: The node, and the bucket.
+        options: How to connect.
+        on_map: Called with each answer; what it raises ends the connection.
+
+    Attributes:
+        scope: Cancel it to close the connection.
+    """
+
+    def __init__(
+        self, address: Address, options: TrioOptions, on_map: Callable[[MapReply], None]
+    ) -> None:
+        self.scope = trio.CancelScope()
+        self._address = address
+        self._options = options
+        self._on_map = on_map
+        self._connection: Connection | None = None
+        self._request = MapRequest(trio.current_time())
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Connects, asks, and stays while it is asked again. Raises nothing: a node that does not
+        answer is asked on a new connection in the next round."""
+        nowhere = attrs.evolve(self._address, bucket="")
+        with suppress(UprError), self.scope:
+            async with open_connection(nowhere, self._options, self) as connection:
+                while connection.failure is None and trio.current_time() < self._idle_at:
+                    with trio.move_on_at(self._idle_at):
+                        await connection.ended.wait()
+        self._is_over = True
+
+    @property
+    def _idle_at(self) -> float:
+        return self._request.asked_at + IDLE_S
+
+    def ask(self) -> bool:
+        """Asks the node again, unless it owes an answer; whether an answer may still arrive."""
+        if self._is_over:
+            return False
+        if self._connection is None:
+            return trio.current_time() < self._request.asked_at + ANSWER_TIMEOUT_S
+        return self._request.send(self._connection, self._address.bucket, ANSWER_TIMEOUT_S)
+
+    def connected(self, connection: Connection) -> None:
+        self._connection = connection
+        self.ask()
+
+    def received(self, message: Message) -> None:
+        # A refusal is an answer, too: the node does not have the bucket.
+        self._request.is_open = False
+        if isinstance(message, MapReply):
+            self._on_map(message)
+
+    def writable(self) -> None:
+        """Does nothing: one request does not congest a connection."""
+
+    async def wait_for_room(self) -> None:
+        """Reads on: each question has one answer."""
+
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  the next round connects anew
+        self._is_over = True
+
+
+class MapRefresher:
+    """Asks all known nodes for the map, in rounds that follow each other less and less often.
+
+    Args:
+        metadata: Says which nodes there are.
+        options: How to connect.
+        draw: Gives numbers in [0, 1), for the waits between rounds.
+        on_map: Called with each answer.
+
+    Attributes:
+        next_round_at: When the next round may begin.
+        is_doubted: Whether something since the last round says that the map may be stale.
+    """
+
+    def __init__(
+        self,
+        metadata: ClusterMetadata,
+        options: TrioOptions,
+        draw: Callable[[], float],
+        on_map: Callable[[MapReply], None],
+    ) -> None:
+        self.next_round_at = -math.inf
+        self.is_doubted = False
+        self._metadata = metadata
+        self._options = options
+        self._on_map = on_map
+        self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
+        self._connections: dict[Address, MapConnection] = {}
+
+    def begin_round(self, now: float) -> bool:
+        """Begins a round of asking when it is time for one; whether it is."""
+        if now < self.next_round_at:
+            return False
+        if now >= self.next_round_at + CALM_S:
+            self._waits.reset()
+        self.is_doubted = False
+        self.next_round_at = now + self._waits.next_wait_s()
+        return True
+
+    def map_changed(self) -> None:
+        """There is a newer map: the next round is a first one, and may begin at once."""
+        self._waits.reset()
+        self.next_round_at = -math.inf
+
+    def ask_others(self, asked: Container[Address], nursery: trio.Nursery) -> None:
+        """Asks every known node that was not asked on a connection of its own."""
+        for address in self._metadata.known_nodes():
+            connection = self._connections.get(address)
+            if address in asked or (connection is not None and connection.ask()):
+                continue
+            if connection is not None:
+                connection.scope.cancel()
+            connection = MapConnection(address, self._options, self._on_map)
+            self._connections[address] = connection
+            nursery.start_soon(connection.run)
