@@ -1,15 +1,15 @@
-"""The partition map: which nodes hold a bucket's partitions, and what each is for them.
+"""The partition map: which nodes hold a bucket's partitions, and in which role.
 
-A map is one value with a revision. Whoever changes it makes the next revision and gives that to the
-nodes one by one; a node takes a map only in place of the one that the giver believes it has, and of
-two maps the one with the higher revision counts. So a command that was held up on its way changes
-nothing when it arrives after a later one. (docs/adr/0010-replicas.md)
+A map is one value with a revision. A change makes the next revision, which the nodes get one by
+one. A node replaces its map only if it has the one that the sender expects, and of two maps the one
+with the higher revision counts. So a command that was delayed on its way changes nothing when it
+arrives after a later one. (docs/adr/0010-replicas.md)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -24,15 +24,15 @@ _PORT: Final = re.compile(r"[0-9]{1,5}")
 
 
 class PartitionMapError(UprError, ValueError):
-    """It is no partition map, or one that cannot be."""
+    """A document is not a partition map, or a map contradicts itself."""
 
 
 class HistoryPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place in a partition's histories, up to which somebody must have everything.
+    """A sequence number in one of a partition's histories.
 
     Attributes:
-        history_id: The newest history there.
-        seq: The last number there.
+        history_id: The history.
+        seq: The sequence number.
     """
 
     history_id: HistoryId
@@ -40,25 +40,26 @@ class HistoryPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which nodes hold one partition.
+    """Which nodes hold one partition. The field names are those of the JSON document.
 
     Attributes:
         active: The node that takes writes; empty while none does.
         replicas: The nodes that follow, each with the node that it follows; empty for the active,
-            or for the one that hands over.
-        handing_over: The node that was active, takes no writes any more, and is still followed;
-            empty for none.
-        keeps: What `active` must have to become so in the history of the one before; None when it
-            begins a new one. Means nothing to a node that is active already.
-        lost: While a failover is under way, or a takeover that was interrupted is gone on with: the
-            node that was active. It is one of the replicas, to come back as one; but never was one
-            of those that acknowledged.
-        floor: Up to where the node that a failover or takeover last made active had everything
-            then; None before there was one. A replica that has less is being filled anew: what it
-            acknowledged earlier it may have given up.
-        chosen: The revision of the map in which a failover last named `active`, having compared all
-            copies; 0 for none. A node that has lost its memory since an older map does not go on
-            because a map says so that only puts back what was.
+            or for the node that is handing over.
+        handing_over: The node that was active, takes no more writes, and is still followed; empty
+            if there is none.
+        keeps: Where `active` continues the history of the node before it: it must have exactly
+            everything up to this point. None if it begins a new history. A node that is active
+            already ignores it.
+        lost: The node that was active before a failover that is under way, or before a takeover
+            that was interrupted and is being resumed. It is one of the replicas, to return as one,
+            but never counts as a replica that acknowledged.
+        floor: The point up to which `active` had everything when a failover or takeover last made
+            it active; None before the first. A replica that has less is being refilled, and may
+            have given up what it acknowledged earlier.
+        chosen: The revision of the map in which a failover last chose `active` after comparing all
+            copies; 0 if none did. A node that restarted uncleanly since then must not become active
+            because of a map that merely restores earlier assignments.
     """
 
     active: str = ""
@@ -70,7 +71,7 @@ class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     floor: HistoryPoint | None = None
 
     def state_of(self, node: str) -> PartitionState:
-        """What `node` is for the partition."""
+        """The state that `node` should have for the partition."""
         if node == self.active:
             return PartitionState.ACTIVE
         if node == self.handing_over:
@@ -78,25 +79,26 @@ class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         return PartitionState.REPLICA if node in self.replicas else PartitionState.DEAD
 
     def source_of(self, node: str) -> str:
-        """The node that the replica `node` follows; empty for none."""
+        """The node that the replica `node` follows; empty for any other node, and while none is
+        active."""
         if node not in self.replicas:
             return ""
         return self.replicas[node] or self.active or self.handing_over
 
     def holders(self) -> list[str]:
-        """Every node that holds it, the active first."""
-        found = (self.active, self.handing_over, *self.replicas)
-        return list(dict.fromkeys(name for name in found if name))
+        """Every node that holds the partition, the active first."""
+        names = (self.active, self.handing_over, *self.replicas)
+        return list(dict.fromkeys(name for name in names if name))
 
 
 class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who holds a bucket's partitions.
+    """Which nodes hold a bucket's partitions.
 
     Attributes:
         bucket: The bucket.
         revision: Rises with each change, from 1.
         nodes: Every node's address, `HOST:PORT`, by its name.
-        partitions: The owners of each partition, by its number.
+        partitions: The assignment of each partition, by its number.
     """
 
     bucket: str
@@ -104,28 +106,67 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     nodes: dict[str, str]
     partitions: tuple[Assignment, ...]
 
+    @classmethod
+    def of_one(
+        cls, bucket: str, partition_count: int, node: str, address: str, *, revision: int = 1
+    ) -> PartitionMap:
+        """The map of a bucket that one node holds alone. With revision 0 it stands for no map, and
+        is never given to a node."""
+        return cls(
+            bucket=bucket,
+            revision=revision,
+            nodes={node: address},
+            partitions=(Assignment(active=node),) * partition_count,
+        )
+
+    def with_assignments(
+        self, assignments: Mapping[PartitionId, Assignment], revision: int = 0
+    ) -> PartitionMap:
+        """The map with other assignments of some partitions, and with another revision; 0 stands
+        for the next one.
+
+        Raises:
+            PartitionMapError: The map would contradict itself.
+        """
+        partitions = list(self.partitions)
+        for partition, assignment in assignments.items():
+            partitions[partition] = assignment
+        changed = msgspec.structs.replace(
+            self, revision=revision or self.revision + 1, partitions=tuple(partitions)
+        )
+        changed.check()
+        return changed
+
+    def active_of(self, partition: PartitionId) -> str:
+        """The address of the node that takes writes of `partition`; empty while none does."""
+        return self.nodes.get(self.partitions[partition].active, "")
+
+    def replicas_of(self, partition: PartitionId) -> list[str]:
+        """The addresses of the nodes that have a replica of `partition`."""
+        return [self.nodes[name] for name in self.partitions[partition].replicas]
+
     def encode(self) -> str:
-        """The map as JSON: the same map is always the same text."""
+        """The map as JSON. Equal maps give equal texts."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, document: str | bytes) -> PartitionMap:
-        """The reverse of `encode`.
+        """The map that `encode` made `document` of.
 
         Raises:
-            PartitionMapError: It is no map, with the place of the mistake.
+            PartitionMapError: The document is not a valid map; the message says where.
         """
         try:
-            found = msgspec.json.decode(document, type=cls)
+            partition_map = msgspec.json.decode(document, type=cls)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise PartitionMapError(f"this is no partition map: {error}") from error
-        found.check()
-        return found
+            raise PartitionMapError(f"not a partition map: {error}") from error
+        partition_map.check()
+        return partition_map
 
     def check(self) -> None:
-        """Raises `PartitionMapError` when it says something that cannot be."""
+        """Raises `PartitionMapError` if the map contradicts itself or exceeds a limit."""
         if not 1 <= len(self.bucket.encode()) <= BUCKET_NAME_BYTES_MAX:
-            raise PartitionMapError(f"{self.bucket!r} is no bucket's name")
+            raise PartitionMapError(f"{self.bucket!r} is not a bucket's name")
         if not 1 <= self.revision < 1 << 63:
             raise PartitionMapError(f"a revision is 1 or more, not {self.revision}")
         if not 1 <= len(self.nodes) <= NODES_MAX:
@@ -135,120 +176,64 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {len(self.partitions)}"
             )
         for name, address in self.nodes.items():
-            if not NODE_NAME.fullmatch(name):
-                raise PartitionMapError(
-                    f"{name!r} is no node's name: 1 to 100 letters, digits, dots, underscores or "
-                    "hyphens"
-                )
-            host, _, port = address.rpartition(":")
-            if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
-                raise PartitionMapError(f"node {name}: {address!r} is not HOST:PORT")
+            _check_node(name, address)
+        for partition, assignment in enumerate(self.partitions):
             try:
-                host.strip("[]").encode("idna")
-            except UnicodeError as error:
-                raise PartitionMapError(f"node {name}: {host!r} is no host name") from error
-        for number, assignment in enumerate(self.partitions):
-            self._check_assignment(number, assignment)
+                self._check_assignment(assignment)
+            except PartitionMapError as error:
+                raise PartitionMapError(f"partition {partition}: {error}") from error
 
-    def _check_assignment(self, number: int, assignment: Assignment) -> None:
+    def _check_assignment(self, assignment: Assignment) -> None:
         for name in (*assignment.holders(), *filter(None, assignment.replicas.values())):
             if name not in self.nodes:
-                raise PartitionMapError(f"partition {number}: there is no node {name!r}")
+                raise PartitionMapError(f"the map has no node {name!r}")
         if assignment.active and assignment.handing_over:
-            raise PartitionMapError(f"partition {number}: who hands over is not active any more")
+            raise PartitionMapError("one node is active while another hands over")
         if assignment.lost and (
             assignment.active
             or assignment.handing_over
             or assignment.lost not in assignment.replicas
         ):
             raise PartitionMapError(
-                f"partition {number}: who was lost is a replica, of a partition that has no active"
+                "a node can be lost only as a replica of a partition without an active node"
             )
-        # Those from whom one comes to the active: nobody is passed twice, however long a chain is.
-        rooted: set[str] = set()
-        for name in assignment.replicas:
-            if name in (assignment.active, assignment.handing_over):
-                raise PartitionMapError(f"partition {number}: {name} cannot be its own replica")
-            seen, source = {name}, assignment.source_of(name)
-            while source in assignment.replicas and source not in rooted:
-                if source in seen:
-                    raise PartitionMapError(f"partition {number}: replicas follow each other")
-                seen.add(source)
-                source = assignment.source_of(source)
-            if source in rooted:
-                source = ""
-            rooted |= seen
-            if source not in ("", assignment.active, assignment.handing_over):
-                raise PartitionMapError(f"partition {number}: {source} is not one of its holders")
+        _check_sources(assignment)
 
-    # What clients and nodes ask.
 
-    def active_of(self, partition: PartitionId) -> str:
-        """The address of the node that takes writes of `partition`; empty while none does."""
-        return self.nodes.get(self.partitions[partition].active, "")
-
-    def replicas_of(self, partition: PartitionId) -> list[str]:
-        """The addresses of the nodes from which a replica of `partition` can be read."""
-        return [self.nodes[name] for name in self.partitions[partition].replicas]
-
-    def held_by(self, node: str) -> list[PartitionId]:
-        """The partitions that `node` holds, whatever it is for them."""
-        return [
-            PartitionId(number)
-            for number, assignment in enumerate(self.partitions)
-            if assignment.state_of(node) is not PartitionState.DEAD
-        ]
-
-    # Changes: each gives the map that comes next.
-
-    def next(self, changed: dict[PartitionId, Assignment]) -> PartitionMap:
-        """The next revision, with other owners of some partitions.
-
-        Raises:
-            PartitionMapError: It would be none.
-        """
-        partitions = list(self.partitions)
-        for number, assignment in changed.items():
-            partitions[number] = assignment
-        return self._following(nodes=self.nodes, partitions=tuple(partitions))
-
-    def with_node(self, name: str, address: str) -> PartitionMap:
-        """The next revision, with one more node, or with another address of one."""
-        return self._following(nodes={**self.nodes, name: address}, partitions=self.partitions)
-
-    def without_node(self, name: str) -> PartitionMap:
-        """The next revision, without a node that holds nothing.
-
-        Raises:
-            PartitionMapError: It holds something.
-        """
-        nodes = {one: address for one, address in self.nodes.items() if one != name}
-        return self._following(nodes=nodes, partitions=self.partitions)
-
-    def _following(
-        self, *, nodes: dict[str, str], partitions: tuple[Assignment, ...]
-    ) -> PartitionMap:
-        following = PartitionMap(
-            bucket=self.bucket, revision=self.revision + 1, nodes=nodes, partitions=partitions
+def _check_node(name: str, address: str) -> None:
+    if not NODE_NAME.fullmatch(name):
+        raise PartitionMapError(
+            f"{name!r} is not a node's name: use 1 to 100 letters, digits, dots, underscores or "
+            "hyphens"
         )
-        following.check()
-        return following
+    host, _, port = address.rpartition(":")
+    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+        raise PartitionMapError(f"node {name}: {address!r} is not HOST:PORT")
+    try:
+        host.strip("[]").encode("idna")
+    except UnicodeError as error:
+        raise PartitionMapError(f"node {name}: {host!r} is not a host name") from error
 
-    @classmethod
-    def of_one(
-        cls, bucket: str, partition_count: int, node: str, address: str, *, revision: int = 1
-    ) -> PartitionMap:
-        """The map of a bucket that one node holds alone. With revision 0 it stands for no map, and
-        is never given to a node."""
-        assignment = Assignment(active=node)
-        return cls(
-            bucket=bucket,
-            revision=revision,
-            nodes={node: address},
-            partitions=(assignment,) * partition_count,
-        )
+
+def _check_sources(assignment: Assignment) -> None:
+    """Checks that each replica's sources lead to the active node, without a circle."""
+    roots = ("", assignment.active, assignment.handing_over)
+    # Replicas whose chain is known to reach a root: each is visited once, however long chains are.
+    rooted: set[str] = set()
+    for name in assignment.replicas:
+        if name in roots:
+            raise PartitionMapError(f"{name} cannot be its own replica")
+        chain, source = {name}, assignment.source_of(name)
+        while source in assignment.replicas and source not in rooted:
+            if source in chain:
+                raise PartitionMapError("replicas follow each other in a circle")
+            chain.add(source)
+            source = assignment.source_of(source)
+        if source not in rooted and source not in roots:
+            raise PartitionMapError(f"{source} does not hold the partition, but is followed")
+        rooted |= chain
 
 
 def newest(maps: Iterable[PartitionMap]) -> PartitionMap | None:
-    """The map that counts, of several; None of none."""
-    return max(maps, key=lambda one: one.revision, default=None)
+    """The map with the highest revision; None if there are no maps."""
+    return max(maps, key=lambda partition_map: partition_map.revision, default=None)

@@ -523,7 +523,7 @@ async def _set_map(server: Server, folder: Path) -> None:
         own = f"{HOST}:{server.port}"
         await node.set_map(0, PartitionMap.of_one("b", PARTITIONS, "a", own))
     else:
-        await node.set_map(current.revision, current.next({}))
+        await node.set_map(current.revision, current.with_assignments({}))
 
 
 async def _join(server: Server, folder: Path) -> None:

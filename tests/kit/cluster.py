@@ -147,7 +147,7 @@ class TestCluster:
     async def share(self, assignments: Iterable[Assignment]) -> None:
         """Makes the next map, and gives it to all nodes that are up."""
         up = [name for name, node in self.nodes.items() if node.server is not None]
-        await self.give(self.map.next(dict(enumerate_partitions(assignments))), *up)
+        await self.give(self.map.with_assignments(dict(enumerate_partitions(assignments))), *up)
 
     async def fail_over(self, victim: str, draw: Random) -> None:
         """Fences those that are left, and lets the furthest of them be active where the victim was;
@@ -158,7 +158,7 @@ class TestCluster:
             for number, assignment in enumerate(self.map.partitions)
             if assignment.active == victim
         }
-        fenced = self.map.next(
+        fenced = self.map.with_assignments(
             {
                 number: Assignment(
                     replicas={name: "" for name in assignment.replicas if name in up}
@@ -174,7 +174,7 @@ class TestCluster:
             best = max(there, key=lambda name: self._rank(name, number))
             others = {name: "" for name in (*there, victim) if name != best}
             changes[number] = Assignment(best, others)
-        given = self.map.next(changes)
+        given = self.map.with_assignments(changes)
         first = next(iter(changes.values())).active if changes else up[0]
         await self.give(given, first, *(name for name in up if name != first))
 

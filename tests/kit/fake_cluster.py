@@ -66,7 +66,7 @@ class FakeCluster:
         self, changed: dict[int, Assignment], *, tell: Iterable[str] | None = None
     ) -> PartitionMap:
         """The next map, told to those nodes; by default to all."""
-        self.map = self.map.next(
+        self.map = self.map.with_assignments(
             {PartitionId(number): assignment for number, assignment in changed.items()}
         )
         self.tell(self.nets if tell is None else tell)

@@ -13,7 +13,6 @@ import trio
 from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.client.operator import Operator, ReplicaLag, add_replicas, wait_caught_up
-from upr_protocol.client.operator.plan import revise
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
@@ -180,7 +179,7 @@ class Fleet:
         """Gives one node a map, whatever it has."""
         assignments = {PartitionId(number): one for number, one in changed.items()}
         cluster = self.servers[name].service.cluster
-        given = revise(base, revision, assignments)
+        given = base.with_assignments(assignments, revision)
         await cluster.give(cluster.revision(BUCKET), given.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:

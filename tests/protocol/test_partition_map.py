@@ -63,59 +63,58 @@ MAPS = st.builds(
 
 
 @given(MAPS)
-def test_a_map_comes_back_as_it_was(one: PartitionMap) -> None:
-    document = one.encode()
-    assert PartitionMap.decode(document) == one
-    assert PartitionMap.decode(document.encode()) == one
+def test_decoding_reverses_encoding(partition_map: PartitionMap) -> None:
+    document = partition_map.encode()
+    assert PartitionMap.decode(document) == partition_map
+    assert PartitionMap.decode(document.encode()) == partition_map
     assert PartitionMap.decode(document).encode() == document
 
 
 @given(MAPS)
-def test_a_node_is_what_the_map_says_and_nothing_else(one: PartitionMap) -> None:
-    for number, found in enumerate(one.partitions):
+def test_a_node_has_one_state_in_each_partition(partition_map: PartitionMap) -> None:
+    for number, assignment in enumerate(partition_map.partitions):
         partition = PartitionId(number)
         for name in NODES:
-            state = found.state_of(name)
-            assert (state is ACTIVE) == (name == found.active)
-            assert (state is PENDING) == (name == found.handing_over)
-            assert (state is REPLICA) == (name in found.replicas)
-            assert (state is DEAD) == (name not in found.holders())
-            assert (partition in one.held_by(name)) == (state is not DEAD)
-        assert one.active_of(partition) == NODES.get(found.active, "")
-        assert one.replicas_of(partition) == [NODES[name] for name in found.replicas]
+            state = assignment.state_of(name)
+            assert (state is ACTIVE) == (name == assignment.active)
+            assert (state is PENDING) == (name == assignment.handing_over)
+            assert (state is REPLICA) == (name in assignment.replicas)
+            assert (state is DEAD) == (name not in assignment.holders())
+        assert partition_map.active_of(partition) == NODES.get(assignment.active, "")
+        assert partition_map.replicas_of(partition) == [NODES[name] for name in assignment.replicas]
 
 
 @given(MAPS)
-def test_whoever_follows_comes_to_the_one_that_is_followed(one: PartitionMap) -> None:
-    for found in one.partitions:
-        head = found.active or found.handing_over
-        assert found.source_of(head) == ""
-        for name in found.replicas:
+def test_sources_lead_to_the_active_node(partition_map: PartitionMap) -> None:
+    for assignment in partition_map.partitions:
+        head = assignment.active or assignment.handing_over
+        assert assignment.source_of(head) == ""
+        for name in assignment.replicas:
             seen = []
             while name:
                 assert name not in seen
                 seen.append(name)
-                name = found.source_of(name)
+                name = assignment.source_of(name)
             assert seen[-1] == head or not head
 
 
-def test_who_follows_whom() -> None:
-    found = Assignment(active="a", replicas={"b": "", "c": "b"})
-    assert [found.source_of(name) for name in "abcd"] == ["", "a", "b", ""]
-    assert found.holders() == ["a", "b", "c"]
-    found = Assignment(handing_over="a", replicas={"b": "", "c": "a"})
-    assert [found.source_of(name) for name in "abc"] == ["", "a", "a"]
-    assert [found.state_of(name) for name in "abcd"] == [PENDING, REPLICA, REPLICA, DEAD]
-    found = Assignment(replicas={"b": "", "c": "b"})
-    assert [found.source_of(name) for name in "bc"] == ["", "b"]
-    assert [found.state_of(name) for name in "ab"] == [DEAD, REPLICA]
+def test_replicas_follow_a_named_node_or_the_active_one() -> None:
+    assignment = Assignment(active="a", replicas={"b": "", "c": "b"})
+    assert [assignment.source_of(name) for name in "abcd"] == ["", "a", "b", ""]
+    assert assignment.holders() == ["a", "b", "c"]
+    assignment = Assignment(handing_over="a", replicas={"b": "", "c": "a"})
+    assert [assignment.source_of(name) for name in "abc"] == ["", "a", "a"]
+    assert [assignment.state_of(name) for name in "abcd"] == [PENDING, REPLICA, REPLICA, DEAD]
+    assignment = Assignment(replicas={"b": "", "c": "b"})
+    assert [assignment.source_of(name) for name in "bc"] == ["", "b"]
+    assert [assignment.state_of(name) for name in "ab"] == [DEAD, REPLICA]
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"bucket": ""}, "is no bucket's name"),
-        ({"bucket": "ä" * (BUCKET_NAME_BYTES_MAX // 2 + 1)}, "is no bucket's name"),
+        ({"bucket": ""}, "is not a bucket's name"),
+        ({"bucket": "ä" * (BUCKET_NAME_BYTES_MAX // 2 + 1)}, "is not a bucket's name"),
         ({"revision": 0}, "1 or more, not 0"),
         ({"revision": -1}, "1 or more, not -1"),
         ({"revision": 1 << 63}, "1 or more"),
@@ -123,9 +122,9 @@ def test_who_follows_whom() -> None:
         ({"nodes": {f"n{n}": "h:1" for n in range(NODES_MAX + 1)}}, "not 257"),
         ({"partitions": ()}, "1 to 1024 partitions, not 0"),
         ({"partitions": (Assignment(),) * (PARTITIONS_MAX + 1)}, "not 1025"),
-        ({"nodes": {"": "h:1"}}, "no node's name"),
-        ({"nodes": {"a b": "h:1"}}, "no node's name"),
-        ({"nodes": {"x" * 101: "h:1"}}, "no node's name"),
+        ({"nodes": {"": "h:1"}}, "is not a node's name"),
+        ({"nodes": {"a b": "h:1"}}, "is not a node's name"),
+        ({"nodes": {"x" * 101: "h:1"}}, "is not a node's name"),
         ({"nodes": {"a": "h"}}, "not HOST:PORT"),
         ({"nodes": {"a": ":1"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:"}}, "not HOST:PORT"),
@@ -135,38 +134,44 @@ def test_who_follows_whom() -> None:
         ({"nodes": {"a": "h:-1"}}, "not HOST:PORT"),
         # More digits than Python makes a number of.
         ({"nodes": {"a": "h:" + "9" * 5000}}, "not HOST:PORT"),
-        ({"partitions": (Assignment(active="x"),)}, "partition 0: there is no node 'x'"),
+        ({"partitions": (Assignment(active="x"),)}, "partition 0: the map has no node 'x'"),
         (
             {"partitions": (Assignment(), Assignment(handing_over="x"))},
-            "partition 1: there is no node",
+            "partition 1: the map has no node",
         ),
-        ({"partitions": (Assignment(replicas={"x": ""}),)}, "there is no node 'x'"),
-        ({"partitions": (Assignment(replicas={"a": "x"}),)}, "there is no node 'x'"),
-        ({"partitions": (Assignment(active="a", handing_over="b"),)}, "is not active any more"),
+        ({"partitions": (Assignment(replicas={"x": ""}),)}, "the map has no node 'x'"),
+        ({"partitions": (Assignment(replicas={"a": "x"}),)}, "the map has no node 'x'"),
+        (
+            {"partitions": (Assignment(active="a", handing_over="b"),)},
+            "while another hands over",
+        ),
         ({"partitions": (Assignment(active="a", replicas={"a": ""}),)}, "its own replica"),
         ({"partitions": (Assignment(handing_over="a", replicas={"a": ""}),)}, "its own replica"),
-        ({"partitions": (Assignment(active="a", replicas={"b": "b"}),)}, "follow each other"),
+        (
+            {"partitions": (Assignment(active="a", replicas={"b": "b"}),)},
+            "in a circle",
+        ),
         (
             {"partitions": (Assignment(active="a", replicas={"b": "c", "c": "b"}),)},
-            "follow each other",
+            "in a circle",
         ),
         (
             {"partitions": (Assignment(active="a", replicas={"d": "b", "b": "c", "c": "b"}),)},
-            "follow each other",
+            "in a circle",
         ),
         (
             {"partitions": (Assignment(active="a", replicas={"b": "c"}),)},
-            "c is not one of its holders",
+            "c does not hold the partition",
         ),
-        ({"partitions": (Assignment(replicas={"b": "c"}),)}, "c is not one of its holders"),
+        ({"partitions": (Assignment(replicas={"b": "c"}),)}, "c does not hold the partition"),
     ],
 )
-def test_a_map_that_cannot_be_is_refused(changed: dict[str, object], why: str) -> None:
-    one = msgspec.structs.replace(map_of(Assignment(active="a")), **changed)
+def test_a_map_that_contradicts_itself_is_refused(changed: dict[str, object], why: str) -> None:
+    partition_map = msgspec.structs.replace(map_of(Assignment(active="a")), **changed)
     with pytest.raises(PartitionMapError, match=why):
-        one.check()
+        partition_map.check()
     with pytest.raises(PartitionMapError, match=why):
-        PartitionMap.decode(one.encode())
+        PartitionMap.decode(partition_map.encode())
 
 
 @pytest.mark.parametrize(
@@ -184,8 +189,8 @@ def test_a_map_that_cannot_be_is_refused(changed: dict[str, object], why: str) -
         '{"bucket":"b","revision":1,"nodes":{"a":"h:1"},"partitions":[{"keeps":{"seq":1}}]}',
     ],
 )
-def test_what_is_no_map_is_refused(document: str | bytes) -> None:
-    with pytest.raises(PartitionMapError, match="no partition map"):
+def test_a_document_that_is_not_a_map_is_refused(document: str | bytes) -> None:
+    with pytest.raises(PartitionMapError, match="not a partition map"):
         PartitionMap.decode(document)
 
 
@@ -196,48 +201,45 @@ def test_a_chain_of_replicas_in_any_order() -> None:
         replicas = {name: chain[name] for name in names}
         map_of(Assignment(active="n0", replicas=replicas), nodes=nodes).check()
         # Its other end is nobody, or itself.
-        with pytest.raises(PartitionMapError, match="follow each other"):
+        with pytest.raises(PartitionMapError, match="in a circle"):
             map_of(Assignment(active="n0", replicas={**replicas, "n1": "n3"}), nodes=nodes).check()
         del replicas["n1"]
-        with pytest.raises(PartitionMapError, match="n1 is not one of its holders"):
+        with pytest.raises(PartitionMapError, match="n1 does not hold the partition"):
             map_of(Assignment(active="n0", replicas=replicas), nodes=nodes).check()
 
 
-def test_the_largest_map_is_one() -> None:
+def test_the_largest_map_is_valid() -> None:
     nodes = {f"node-{number}": f"10.0.0.{number}:12000" for number in range(NODES_MAX)}
-    found = Assignment(active="node-0", replicas={"node-1": "", "node-2": "node-1"})
-    one = map_of(*(found,) * PARTITIONS_MAX, nodes=nodes)
-    document = one.encode()
-    assert PartitionMap.decode(document) == one
+    assignment = Assignment(active="node-0", replicas={"node-1": "", "node-2": "node-1"})
+    largest = map_of(*(assignment,) * PARTITIONS_MAX, nodes=nodes)
+    document = largest.encode()
+    assert PartitionMap.decode(document) == largest
     assert len(document) < 1024 * 1024
 
 
-def test_an_address_may_be_of_the_sixth_version() -> None:
+def test_an_address_may_be_ipv6() -> None:
     map_of(Assignment(active="a"), nodes={"a": "[::1]:12000"}).check()
 
 
-def test_a_change_makes_the_next_map() -> None:
-    one = map_of(Assignment(active="a"), Assignment(active="b"), revision=7)
+def test_other_assignments_make_the_next_map() -> None:
+    before = map_of(Assignment(active="a"), Assignment(active="b"), revision=7)
     other = Assignment(active="c", keeps=HistoryPoint(HistoryId(5), SeqNo(3)))
-    after = one.next({PartitionId(1): other})
+    after = before.with_assignments({PartitionId(1): other})
     assert after == map_of(Assignment(active="a"), other, revision=8)
-    assert one.partitions[1] == Assignment(active="b")
-    with pytest.raises(PartitionMapError, match="there is no node"):
-        one.next({PartitionId(0): Assignment(active="x")})
+    assert before.partitions[1] == Assignment(active="b")
+    with pytest.raises(PartitionMapError, match="the map has no node"):
+        before.with_assignments({PartitionId(0): Assignment(active="x")})
 
 
-def test_a_node_is_added_and_moves() -> None:
+def test_a_bucket_on_one_node_is_a_map_of_one_node() -> None:
     one = PartitionMap.of_one("b", 3, "a", "h:1")
-    assert (one.revision, one.held_by("a")) == (1, [0, 1, 2])
-    more = one.with_node("b", "h:2").with_node("a", "h:3")
-    assert (more.revision, more.nodes) == (3, {"a": "h:3", "b": "h:2"})
-    assert more.active_of(PartitionId(0)) == "h:3"
-    assert more.held_by("b") == []
-    with pytest.raises(PartitionMapError, match="not HOST:PORT"):
-        one.with_node("b", "nowhere")
+    one.check()
+    assert (one.revision, one.nodes) == (1, {"a": "h:1"})
+    assert [one.active_of(PartitionId(number)) for number in range(3)] == ["h:1"] * 3
+    assert PartitionMap.of_one("b", 3, "a", "h:1", revision=0).revision == 0
 
 
-def test_the_newest_counts() -> None:
+def test_the_newest_map_has_the_highest_revision() -> None:
     maps = [map_of(Assignment(), revision=revision) for revision in (2, 9, 4)]
     assert newest(maps) is maps[1]
     assert newest(iter(maps)) is maps[1]

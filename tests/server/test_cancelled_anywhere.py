@@ -424,7 +424,7 @@ class _Nowhere:
 def _map(server: Server) -> PartitionMap:
     found = server.service.cluster.map_of("b")
     if found is not None:
-        return found.next({})
+        return found.with_assignments({})
     return PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
 
 

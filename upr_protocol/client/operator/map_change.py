@@ -10,7 +10,6 @@ from upr_protocol.client.operator.plan import (
     first_revision,
     last_active_of,
     partitions_text,
-    revise,
 )
 from upr_protocol.client.operator.survey import Operator, Survey
 from upr_protocol.ids import PartitionId
@@ -48,7 +47,7 @@ class MapChange:
 
     def next_map(self, assignments: Mapping[PartitionId, Assignment]) -> PartitionMap:
         """The map at first, with these assignments and the next revision."""
-        made = revise(self._base, self._revision, assignments)
+        made = self._base.with_assignments(assignments, self._revision)
         self._revision += 1
         return made
 

@@ -7,15 +7,14 @@ are higher than any that the first can have used, provided that it has seen one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import attrs
-import msgspec
 
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
+from upr_protocol.ids import SeqNo
+from upr_protocol.partition_map import Assignment, HistoryPoint
 
 COMMAND_REVISIONS: Final = 16
 """More than the maps that one command makes."""
@@ -24,22 +23,6 @@ COMMAND_REVISIONS: Final = 16
 def first_revision(newest: int) -> int:
     """The first revision of a command that finds the revision `newest`."""
     return (newest // COMMAND_REVISIONS + 1) * COMMAND_REVISIONS
-
-
-def revise(
-    base: PartitionMap, revision: int, assignments: Mapping[PartitionId, Assignment]
-) -> PartitionMap:
-    """`base` with another revision, and with other assignments of some partitions.
-
-    Raises:
-        PartitionMapError: The map would not be valid.
-    """
-    partitions = list(base.partitions)
-    for partition, assignment in assignments.items():
-        partitions[partition] = assignment
-    revised = msgspec.structs.replace(base, revision=revision, partitions=tuple(partitions))
-    revised.check()
-    return revised
 
 
 # Assignments.

@@ -16,7 +16,6 @@ from upr_protocol.client.operator.plan import (
     first_revision,
     last_active_of,
     partitions_text,
-    revise,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
 from upr_protocol.ids import PartitionId
@@ -257,7 +256,7 @@ def _revise(
     base: PartitionMap, survey: Survey, assignments: Mapping[PartitionId, Assignment]
 ) -> PartitionMap:
     try:
-        return revise(base, first_revision(survey.map.revision), assignments)
+        return base.with_assignments(assignments, first_revision(survey.map.revision))
     except PartitionMapError as error:
         raise NotDoneError(str(error)) from error
 
