@@ -16,7 +16,7 @@ from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import Service
-from upr_server.replication import Membership, Peers
+from upr_server.replication import MapExchange, Membership
 from upr_server.runtime import BoundListeners, System, run_until_signal
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
@@ -190,7 +190,7 @@ async def _accepting(
             nursery.start_soon(service.free_memory)
             nursery.start_soon(service.expire)
             nursery.start_soon(membership.run)
-            nursery.start_soon(Peers(membership).run)
+            nursery.start_soon(MapExchange(membership).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
             await nursery.start(accept, service.serve, bound.listeners)

@@ -59,7 +59,7 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap
 from upr_server.app import Server
-from upr_server.replication.peers import ASK_INTERVAL_S
+from upr_server.replication.map_exchange import ASK_INTERVAL_S
 
 KEYS: Final = [b"key-%d" % number for number in range(20)]
 OF_FIRST: Final = [key for key in KEYS if partition_of(key, PARTITIONS) == 0]

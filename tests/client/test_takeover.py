@@ -130,20 +130,20 @@ def _lose_answers(
     """The cable to `b` is pulled when it has carried out the map that it was given; or breaks, and
     is whole again. Gives the logs with which `b` was active then."""
     cluster = fleet.servers["b"].service.cluster
-    real = cluster.give
+    real = cluster.set_map
     found: list[list[FailoverLog]] = []
 
-    async def give(expected_revision: int, document: str) -> object:
+    async def set_map(expected_revision: int, document: str) -> object:
         given = await real(expected_revision, document)
         assert fleet.states("b") == ACTIVE
         found.append(logs(fleet, "b"))
         if not once:
             fleet.proxies["b"].half_open()
         fleet.proxies["b"].cut()
-        monkeypatch.setattr(cluster, "give", real)
+        monkeypatch.setattr(cluster, "set_map", real)
         return given
 
-    monkeypatch.setattr(cluster, "give", give)
+    monkeypatch.setattr(cluster, "set_map", set_map)
     return found
 
 
@@ -340,9 +340,9 @@ async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
     async with running_fleet("ab", partitions=1) as fleet:
         before = fleet.partition("a").failover_log
 
-        async def give(expected_revision: int, document: str) -> object:
+        async def set_map(expected_revision: int, document: str) -> object:
             given = await real(expected_revision, document)
-            monkeypatch.setattr(cluster, "give", real)
+            monkeypatch.setattr(cluster, "set_map", real)
             await fleet.set("b", {"acknowledged": "1"})
             fleet.proxies["b"].half_open()
             fleet.proxies["b"].cut()
@@ -350,12 +350,12 @@ async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
 
         def on_progress(sentence: str) -> None:
             if "hands over" in sentence:
-                monkeypatch.setattr(cluster, "give", give)
+                monkeypatch.setattr(cluster, "set_map", set_map)
             if "it may or may not be active now" in sentence:
                 fleet.proxies["b"].heal()
 
         cluster = fleet.servers["b"].service.cluster
-        real = cluster.give
+        real = cluster.set_map
         operator = fleet.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=5)
         await take_over(operator, to="b", all_of="a")
         assert fleet.states("b") == [PartitionState.ACTIVE]

@@ -180,19 +180,20 @@ class Fleet:
         assignments = {PartitionId(number): one for number, one in changed.items()}
         cluster = self.servers[name].service.cluster
         given = base.with_assignments(assignments, revision)
-        await cluster.give(cluster.revision(BUCKET), given.encode())
+        await cluster.set_map(cluster.revision(BUCKET), given.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:
         """Has something done once, right before this node carries out a map."""
-        cluster: Any = self.servers[name].service.cluster
-        real = cluster._log_after
+        membership: Any = self.servers[name].service.cluster
+        following = membership._buckets[BUCKET].following
+        real = following.stop_all_but
 
-        def log_after(*args: object) -> object:
-            del cluster._log_after
+        async def stop_all_but(sources: object) -> None:
+            del following.stop_all_but
+            await real(sources)
             call()
-            return real(*args)
 
-        cluster._log_after = log_after
+        following.stop_all_but = stop_all_but
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for something that takes a moment."""

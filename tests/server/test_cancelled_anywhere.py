@@ -46,9 +46,10 @@ from upr_server.net.budget import FrameBudget
 from upr_server.net.cluster import Alone
 from upr_server.net.connection import REPLIES_BYTES_MAX
 from upr_server.net.events import NoEvents
-from upr_server.replication import Membership, Peers
-from upr_server.replication.neighbours import Neighbours
-from upr_server.replication.peers import ASK_INTERVAL_S
+from upr_server.replication import MapExchange, Membership
+from upr_server.replication.following import Following
+from upr_server.replication.map_application import MappedBucket
+from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
 from upr_server.storage.api import Store
@@ -436,7 +437,7 @@ def _membership(server: Server) -> Membership:
 
 async def _give(server: Server) -> None:
     given = _map(server)
-    await _membership(server).give(given.revision - 1, given.encode())
+    await _membership(server).set_map(given.revision - 1, given.encode())
 
 
 async def _adopt(server: Server) -> None:
@@ -445,12 +446,12 @@ async def _adopt(server: Server) -> None:
 
 async def _confirm(server: Server) -> None:
     membership = _membership(server)
-    membership._held["b"].is_confirmed = False
+    membership._buckets["b"].is_confirmed = False
     await membership.confirm("b", membership.revision("b"))
 
 
 MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
-    _give: tries(Membership.give),
+    _give: tries(Membership.set_map, MappedBucket.apply),
     _adopt: tries(Membership.adopt),
     _confirm: tries(Membership.confirm),
 }
@@ -487,7 +488,7 @@ async def _name_replica(server: Server, address: str) -> None:
         partitions=(assignment,) * PARTITIONS,
     )
     await _give(server)
-    await _membership(server).give(1, given.encode())
+    await _membership(server).set_map(1, given.encode())
 
 
 JOIN: Final = tries(Membership.join)
@@ -563,11 +564,12 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
 REPLICA: Final = tries(
     Membership.run,
     Membership.stop,
-    Peers.run,
-    Neighbours.ask,
+    Following.stop_all_but,
+    MapExchange.run,
+    NodeConnections.status,
     Replicator.run,
     Replicator.stop,
-    Replicator.keep_logs,
+    Replicator.write_logs,
 )
 
 
@@ -712,13 +714,13 @@ async def test_listening() -> None:
 
 # What cannot be cancelled, or is nothing.
 
-WAITS_FOR_NOTHING: Final = tries(Alone.give, Alone.join, Alone.stop)
+WAITS_FOR_NOTHING: Final = tries(Alone.set_map, Alone.join, Alone.stop)
 
 
 def test_what_waits_for_nothing() -> None:
     alone = Alone()
     with pytest.raises(ServerError):
-        alone.give(0, "").send(None)
+        alone.set_map(0, "").send(None)
     with pytest.raises(ServerError):
         alone.join("b", "").send(None)
     with pytest.raises(StopIteration):

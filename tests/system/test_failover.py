@@ -373,7 +373,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
         for key, text in held["a"].items():
             assert int(text) <= ledger.sent[key], "nobody sent it"
         # Whether the one who died had anything that no other has is chance: what was sent arrives
-        # although its sender is dead. tests/server/test_replication.py sees to it.
+        # although its sender is dead. tests/replication/test_replication.py sees to it.
         assert ledger.acknowledged
 
 

@@ -55,7 +55,7 @@ from upr_protocol.client.rollback.record_log import RecordLogError
 from upr_protocol.client.trio.client import Client, ClientStatistics, connect
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
 from upr_protocol.client.trio.event_feed import EventFeed, LookAtEverything, follow_events
-from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
+from upr_protocol.client.trio.node_client import NodeClient, NodeConnection, NodeStatus, open_node
 from upr_protocol.client.trio.publisher import (
     Publisher,
     PublishError,
@@ -97,6 +97,7 @@ __all__ = [
     "LookAtEverything",
     "MemoryStore",
     "NodeClient",
+    "NodeConnection",
     "NodeStatus",
     "NotDurableError",
     "PartitionInfo",
@@ -127,5 +128,6 @@ __all__ = [
     "consume_with_rollback",
     "follow_events",
     "keep_local_copy",
+    "open_node",
     "publisher",
 ]

@@ -26,16 +26,16 @@ class Cluster(Protocol):
         """The map's revision; 0 for none."""
 
     def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
-        """The nodes that follow this one for a partition."""
+        """The nodes that replicate a partition from this one."""
 
     def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
-        """Whether the node `name` follows this one for a partition."""
+        """Whether the node `name` replicates a partition from this one."""
 
-    async def give(self, expected_revision: int, document: str) -> PartitionMap:
-        """Carries out a map in place of that with `expected_revision`."""
+    async def set_map(self, expected_revision: int, document: str) -> PartitionMap:
+        """Applies a map in place of the one with `expected_revision`."""
 
     async def join(self, bucket: str, address: str) -> PartitionMap:
-        """Asks another node for a bucket's map, and carries it out."""
+        """Asks another node for a bucket's map, and applies it."""
 
     def restore(
         self,
@@ -47,14 +47,14 @@ class Cluster(Protocol):
     ) -> None:
         """A bucket was found on disk, with this map."""
 
-    def forget(self, bucket: str) -> None:
+    def drop_bucket(self, bucket: str) -> None:
         """A bucket was deleted."""
 
     async def stop(self) -> None:
-        """Has what was received on disk, and receives no more."""
+        """Stops replicating; what was received is on disk then."""
 
-    def is_doubtful(self, bucket: str) -> bool:
-        """Whether a stop must not be taken for a clean one."""
+    def is_suspect(self, bucket: str) -> bool:
+        """Whether this node's stop must not count as a clean one."""
 
     def statistics(self, bucket: str) -> dict[str, object]:
         """Figures of a bucket."""
@@ -81,7 +81,7 @@ class Alone:
         """See `Cluster`."""
         return False
 
-    async def give(self, expected_revision: int, document: str) -> PartitionMap:  # noqa: ARG002
+    async def set_map(self, expected_revision: int, document: str) -> PartitionMap:  # noqa: ARG002
         """See `Cluster`."""
         raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
 
@@ -100,13 +100,13 @@ class Alone:
         """See `Cluster`."""
         raise ServerError(Status.UNSUPPORTED, "this server takes no partition maps")
 
-    def forget(self, bucket: str) -> None:
+    def drop_bucket(self, bucket: str) -> None:
         """See `Cluster`."""
 
     async def stop(self) -> None:
         """See `Cluster`."""
 
-    def is_doubtful(self, bucket: str) -> bool:  # noqa: ARG002
+    def is_suspect(self, bucket: str) -> bool:  # noqa: ARG002
         """See `Cluster`."""
         return False
 

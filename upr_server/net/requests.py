@@ -397,7 +397,7 @@ def _get_map(connection: Connection, request: GetMap) -> None:
 def _set_map(connection: Connection, request: SetMap) -> None:
     async def give() -> None:
         cluster = connection.service.cluster
-        given = await cluster.give(request.expected_revision, request.document)
+        given = await cluster.set_map(request.expected_revision, request.document)
         connection.say(
             MapReply(given.revision, given.encode(), cluster.node, opaque=request.opaque)
         )

@@ -242,7 +242,7 @@ class Service:
         for bucket, disk in self.disks.items():
             try:
                 await disk.stop()
-                if not self.cluster.is_doubtful(bucket.name):
+                if not self.cluster.is_suspect(bucket.name):
                     await self.store.ask(MarkCleanStop(bucket.name))
             except DiskFullError as error:
                 failure = failure or error
@@ -343,7 +343,7 @@ class Service:
         """
         async with self._turn:
             bucket = self.buckets.delete(name)
-            self.cluster.forget(name)
+            self.cluster.drop_bucket(name)
             self._collapsible.pop(bucket, None)
             self._short.pop(bucket, None)
             self.credit_shares.forget(bucket)

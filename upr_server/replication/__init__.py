@@ -1,13 +1,17 @@
 """Several nodes for one bucket: what each is for which partition, and how replicas follow.
 
-A node carries out the partition maps that it is given (`membership`), asks others whether there is
-a newer one (`peers`), and follows the nodes from which it replicates (`replicator`), as a consumer
-like any other, through the public client. What it receives goes to disk as it came (`incoming`).
+- `membership` has the partition maps of this node's buckets, and answers questions about them.
+- `roles` decides what a map makes of this node, without doing anything; `map_application` does it.
+- `map_exchange` asks other nodes whether they have a newer map.
+- `following` runs a `replicator` for each node that this one replicates from. It is a consumer like
+  any other, through the public client, and puts what comes on disk as it came
+  (`received_snapshots`).
+
 The decision behind it: docs/adr/0010-replicas.md.
 """
 
 from upr_server.replication.host import Host
+from upr_server.replication.map_exchange import MapExchange
 from upr_server.replication.membership import Membership
-from upr_server.replication.peers import Peers
 
-__all__ = ["Host", "Membership", "Peers"]
+__all__ = ["Host", "MapExchange", "Membership"]

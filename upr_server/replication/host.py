@@ -11,15 +11,15 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class Host(Protocol):
-    """The server."""
+    """What `Service` is to replication."""
 
     def disk_of(self, bucket: str) -> BucketDisk | None:
-        """The disk of the bucket with this name, if there is one."""
+        """The disk of a bucket; None when there is no bucket with this name."""
 
     async def create_held(self, name: str, partition_count: int) -> BucketDisk:
-        """Makes a bucket whose partitions are dead, and hold nothing."""
+        """Creates a bucket whose partitions are dead, and hold nothing."""
 
     def end_streams(
         self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
     ) -> None:
-        """Ends the streams of a partition, and says why; perhaps but those of replicas."""
+        """Ends the streams of a partition with `status`; those of replicas if `of_replicas`."""

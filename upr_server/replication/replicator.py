@@ -1,9 +1,9 @@
-"""A replica of some partitions: follows one node, and puts what comes on disk."""
+"""Replicates some partitions from one node: receives, and writes to disk."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -22,13 +22,14 @@ from upr_protocol.client import (
     StreamAccepted,
     consume_as_replica,
 )
-from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition
 from upr_server.engine.partition import unpack
 from upr_server.replication.host import Host
-from upr_server.replication.incoming import Answer, Incoming
+from upr_server.replication.received_snapshots import Answer, ReceivedSnapshots
+from upr_server.replication.roles import Source
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, Token
@@ -38,32 +39,35 @@ from upr_server.storage.online.flusher import encode_answer
 from upr_server.storage.records import PartitionRecord
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
-"""What may wait for the disk: four commits."""
+"""How much may wait for the disk: four commits."""
 
 COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further partition once it has come to this; see the flusher's."""
 
-PATIENCE_S: Final = 5.0
-"""How long a consumer tries by itself, before it is made anew from what is on disk."""
+RECONNECT_S: Final = 5.0
+"""How long a consumer tries to reconnect by itself, before another one starts from the disk."""
 
 RETRY_S: Final = 0.5
-"""How long to wait then, and on a full disk."""
+"""The wait before that, and between attempts to write to a full disk."""
 
 log = structlog.get_logger(__name__)
 
 
 class Replicator:
-    """Follows one node for some partitions of one bucket, until it is stopped.
+    """Replicates from one node some partitions of one bucket, until it is stopped.
 
     Args:
         host: The server.
         disk: The bucket.
         node: This node's name.
-        source: The name of the node that is followed.
-        address: Where that is.
-        partitions: The partitions, and the state that each is in there.
-        incoming: What is known of them; it outlives this object.
+        source_name: The name of the node to replicate from.
+        source: Where that is, and which partitions.
+        received: What was received of them; it outlives this object.
         system: How the node is reached.
+
+    Attributes:
+        source: Where it replicates from, and which partitions.
+        trouble: Why it does not replicate now; empty while it does.
     """
 
     def __init__(
@@ -71,48 +75,49 @@ class Replicator:
         host: Host,
         disk: BucketDisk,
         node: str,
-        source: str,
-        address: str,
-        partitions: Mapping[PartitionId, PartitionState],
-        incoming: dict[PartitionId, Incoming],
+        source_name: str,
+        source: Source,
+        received: dict[PartitionId, ReceivedSnapshots],
         system: System,
     ) -> None:
         self.source = source
-        self.address = address
-        self.partitions = dict(partitions)
+        self.trouble = ""
+        self._source_name = source_name
         self._host = host
         self._disk = disk
         self._node = node
-        self._incoming = incoming
+        self._received = received
         self._system = system
         self._consumer: ReplicaConsumer | None = None
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
+        # Partitions that have something to be written, in the order in which it came.
         self._dirty: dict[PartitionId, None] = {}
-        self._wakeup = trio.Event()
-        self._taken = trio.Event()
-        self._turn = trio.Lock()
+        self._dirtied = Notifier()
+        self._written = Notifier()
+        # Held by a commit, and by a rollback, which must not see half of one.
+        self._commit_lock = trio.Lock()
         self._commits = 0
-        self._on_disk = {number: incoming[number].record() for number in partitions}
+        self._on_disk = {partition: received[partition].record() for partition in source.partitions}
         self._is_gone = self._is_stopping = False
-        self._lost = ""
-        self.trouble = ""
-        """Why it does not follow now; empty while it does."""
+        self._dropped_because = ""
 
     @property
     def _url(self) -> str:
-        return f"upr://{self.address}/{self._disk.bucket.name}"
+        return f"upr://{self.source.address}/{self._disk.bucket.name}"
 
-    # Its life.
+    def _partition(self, partition_id: PartitionId) -> Partition:
+        return self._disk.bucket.partitions[partition_id]
+
+    # Start and stop.
 
     async def run(self) -> None:
-        """Follows until `stop`; what came by then is on disk when this ends."""
+        """Replicates until `stop`. What was received by then is on disk when this ends."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
-                    states = sorted(set(self.partitions.values()))
-                    for state in states:
+                    for state in sorted(set(self.source.partitions.values())):
                         nursery.start_soon(self._follow, state)
         finally:
             with trio.CancelScope(shield=True):
@@ -122,178 +127,183 @@ class Replicator:
                     self._ended.set()
 
     def cancel(self) -> None:
-        """Ends it: the bucket is gone."""
+        """Ends it at once: the bucket was deleted."""
         self._is_gone = True
         self._dirty.clear()
         self._scope.cancel()
 
     def hurry(self) -> None:
-        """It is about to be ended: a full disk is not waited for any more."""
+        """It is about to be stopped, and waits for a full disk no longer."""
         self._is_stopping = True
 
     async def stop(self) -> None:
-        """Ends it, and waits until what came is on disk.
+        """Ends it, and waits until what was received is on disk.
 
         Raises:
-            DiskFullError: There is no room for it, and it is forgotten.
+            DiskFullError: There is no room for it; it is dropped.
         """
         self._is_stopping = True
         self._scope.cancel()
         await self._ended.wait()
-        if self._lost:
-            raise DiskFullError(self._lost)
+        if self._dropped_because:
+            raise DiskFullError(self._dropped_because)
 
-    def _check_not_gone(self) -> None:
-        if self._is_gone:
-            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
-
-    # Following.
+    # Receiving.
 
     async def _follow(self, state: PartitionState) -> None:
-        """Follows the partitions that are in one state there, for ever."""
-        numbers = sorted(p for p, there in self.partitions.items() if there is state)
-        told = ""
+        """Receives, for ever, the partitions that are in `state` at the source: a consumer asks for
+        one state."""
+        partitions = sorted(p for p, there in self.source.partitions.items() if there is state)
+        logged = ""
         while True:
             try:
                 async with consume_as_replica(
                     self._url,
-                    partitions=numbers,
+                    partitions=partitions,
                     state=state,
-                    resume=_Logs(self, numbers),
-                    undo=self._undo,
+                    resume=_DiskResume(self, partitions),
+                    undo=self._roll_back,
                     identity=f"replica:{self._node}",
-                    retry_timeout_s=PATIENCE_S,
+                    retry_timeout_s=RECONNECT_S,
+                    # Only logs are saved, when the consumer has to: data itself says how far it is.
                     save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
                     dial=self._system.dial,
                     draw=self._system.draw,
                 ) as consumer:
                     async for event in consumer:
-                        self._take(consumer, event)
+                        self._receive(consumer, event)
                         await self._wait_for_room()
                 self.trouble = "every stream has ended"
             except UprError as error:
                 self.trouble = str(error)
-            tell = log.debug if self.trouble == told else log.warning
-            told = self.trouble
-            tell(
-                "replication stopped; trying again",
+            write_log = log.debug if self.trouble == logged else log.warning
+            logged = self.trouble
+            write_log(
+                "replication interrupted; retrying",
                 bucket=self._disk.bucket.name,
-                source=self.source,
+                source=self._source_name,
                 error=self.trouble,
             )
             await trio.sleep(RETRY_S)
 
-    def _take(self, consumer: ReplicaConsumer, event: Event) -> None:
+    def _receive(self, consumer: ReplicaConsumer, event: Event) -> None:
         if isinstance(event, ChunkReceived):
             # Received chunks may be views of what the connection reads into.
-            self._incoming[event.partition].add(event.chunk)
-            self._is_dirty(event.partition)
+            self._received[event.partition].add_chunk(event.chunk)
+            self._mark_dirty(event.partition)
         elif isinstance(event, SnapshotStart):
-            incoming = self._incoming[event.partition]
-            incoming.begin(event.history_id, event.end, event.purge_seq)
+            received = self._received[event.partition]
+            received.begin_snapshot(event.history_id, event.end, event.purge_seq)
         elif isinstance(event, AnswersReceived):
-            self._incoming[event.partition].add_answers(_checked(event.rows))
+            self._received[event.partition].add_answers(checked_answers(event.rows))
         elif isinstance(event, SnapshotEnd):
-            self._incoming[event.partition].finish(event.end)
-            self._is_dirty(event.partition)
+            self._received[event.partition].end_snapshot(event.end)
+            self._mark_dirty(event.partition)
             self._report(consumer, event.partition)
         elif isinstance(event, StreamAccepted):
             self.trouble = ""
             self._consumer = consumer
             self._report(consumer, event.partition)
 
-    def _report(self, consumer: ReplicaConsumer, number: PartitionId) -> None:
-        incoming, partition = self._incoming[number], self._disk.bucket.partitions[number]
-        consumer.report(number, incoming.log.current, incoming.high, partition.high_seq)
+    def _report(self, consumer: ReplicaConsumer, partition_id: PartitionId) -> None:
+        received = self._received[partition_id]
+        persisted = self._partition(partition_id).high_seq
+        consumer.report(partition_id, received.log.current, received.high, persisted)
 
-    def _is_dirty(self, number: PartitionId) -> None:
-        self._dirty[number] = None
-        self._wakeup.set()
+    def _mark_dirty(self, partition_id: PartitionId) -> None:
+        self._dirty[partition_id] = None
+        self._dirtied.notify()
 
     async def _wait_for_room(self) -> None:
-        while sum(self._incoming[number].nbytes for number in self._dirty) > BUFFER_BYTES:
-            if self._taken.is_set():
-                self._taken = trio.Event()
-            await self._taken.wait()
+        await self._written.wait_until(lambda: self._unwritten_bytes <= BUFFER_BYTES)
 
-    def positions(self, numbers: list[PartitionId]) -> ResumeState:
+    @property
+    def _unwritten_bytes(self) -> int:
+        return sum(self._received[partition].nbytes for partition in self._dirty)
+
+    # Where the streams start.
+
+    def positions(self, partitions: Sequence[PartitionId]) -> ResumeState:
         """From where the streams of these partitions go on."""
         state = ResumeState(self._disk.bucket.name)
-        for number in numbers:
-            state.positions[number] = self._incoming[number].position
+        for partition_id in partitions:
+            state.positions[partition_id] = self._received[partition_id].position
         return state
 
-    async def keep_logs(self, state: ResumeState, numbers: list[PartitionId]) -> None:
-        """Puts the logs that the master has told on disk, before any data."""
-        for number in numbers:
-            incoming = self._incoming[number]
-            position = state.positions.get(number)
-            # What it goes back to it keeps itself, in one with what it undoes.
-            if position is not None and position.log.current != ROLLBACK_PENDING:
-                incoming.accepted(position.log)
-            if incoming.has_news:
-                self._is_dirty(number)
+    async def write_logs(self, state: ResumeState, partitions: Sequence[PartitionId]) -> None:
+        """Puts the failover logs that the source has told on disk, before any data: data of a
+        history that the log does not name could not be rolled back."""
+        for partition_id in partitions:
+            received = self._received[partition_id]
+            position = state.positions.get(partition_id)
+            # A rollback writes its log itself, in one commit with the truncation.
+            if position is not None and not state.is_rollback_pending(partition_id):
+                received.set_log(position.log)
+            if received.has_unwritten:
+                self._mark_dirty(partition_id)
         await self._flush()
 
     # Writing.
 
     async def _write(self) -> None:
         while True:
-            if not self._dirty:
-                self._wakeup = trio.Event()
-                await self._wakeup.wait()
+            await self._dirtied.wait_until(lambda: bool(self._dirty))
             await self._commit()
 
     async def _flush(self) -> None:
-        """Brings what has come to disk."""
+        """Brings to disk what was received."""
         while self._dirty:
             await self._commit()
-        async with self._turn:
+        # A commit that is under way has taken its partitions out of `_dirty` already.
+        async with self._commit_lock:
             pass
 
     async def _commit(self) -> None:
-        async with self._turn:
+        async with self._commit_lock:
             writes: list[PartitionWrite] = []
             total = 0
-            for number in list(self._dirty):
-                incoming = self._incoming[number]
-                total += incoming.nbytes
-                del self._dirty[number]
-                if incoming.has_news:
-                    writes.append(self._arrived(number, incoming))
+            for partition_id in list(self._dirty):
+                received = self._received[partition_id]
+                total += received.nbytes
+                del self._dirty[partition_id]
+                if received.has_unwritten:
+                    writes.append(self._partition_write(partition_id, received))
                 if total > COMMIT_BYTES:
                     break
             if not writes:
                 await trio.lowlevel.checkpoint()
                 return
-            # Whoever stops it waits for this; what is half done would be done again in vain.
+            # Whoever stops this waits for the commit: to receive its data again would be wasted.
             with trio.CancelScope(shield=True):
-                is_there = await self._put(writes)
-            if is_there:
+                is_written = await self._put(writes)
+            if is_written:
                 self._commits += 1
                 for write in writes:
-                    self._has_come(write)
-        self._taken.set()
+                    self._committed(write)
+        self._written.notify()
         self._disk.committed()
 
-    def _arrived(self, number: PartitionId, incoming: Incoming) -> PartitionWrite:
-        partition = self._disk.bucket.partitions[number]
-        arrived = incoming.take()
-        if arrived.answers:
-            partition.take_answers(arrived.answers)
+    def _partition_write(
+        self, partition_id: PartitionId, received: ReceivedSnapshots
+    ) -> PartitionWrite:
+        partition = self._partition(partition_id)
+        write = received.take_write()
+        if write.answers:
+            partition.take_answers(write.answers)
         tokens = [
             Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.take_news(arrived.record.high).items()
+            for token, answer in partition.take_news(write.record.high).items()
         ]
         return PartitionWrite(
-            number, arrived.record, arrived.chunks, tokens, arrived.ends, arrived.purge_seq
+            partition_id, write.record, write.chunks, tokens, write.ends, write.purge_seq
         )
 
     async def _put(self, writes: list[PartitionWrite]) -> bool:
-        """Puts it on disk; gives up when that is full and it is to stop, or the bucket is gone.
+        """Puts it on disk. Waits for room on a full disk, until the replicator is to stop or the
+        bucket is deleted; then it is dropped.
 
         Returns:
-            Whether it is there.
+            Whether it is on disk.
         """
         while not self._is_gone:
             try:
@@ -301,109 +311,129 @@ class Replicator:
                 return True
             except DiskFullError as error:
                 if not self.trouble:
-                    log.error("disk full", bucket=self._disk.bucket.name, error=str(error))
+                    log.error(
+                        "disk full; retrying", bucket=self._disk.bucket.name, error=str(error)
+                    )
                 self.trouble = str(error)
             if self._is_stopping:
-                self._lost = self.trouble
-                for number, record in self._on_disk.items():
-                    self._incoming[number] = Incoming.of(record)
+                self._dropped_because = self.trouble
+                for partition_id, record in self._on_disk.items():
+                    self._received[partition_id] = ReceivedSnapshots.from_record(record)
                 self._dirty.clear()
                 return False
             await trio.sleep(RETRY_S)
         return False
 
-    def _has_come(self, write: PartitionWrite) -> None:
-        number = PartitionId(write.partition)
-        self._on_disk[number] = write.record
-        partition = self._disk.bucket.partitions[number]
-        stands_on_disk(partition, write.record)
+    def _committed(self, write: PartitionWrite) -> None:
+        partition_id = PartitionId(write.partition)
+        partition = self._partition(partition_id)
+        self._on_disk[partition_id] = write.record
+        move_to_record(partition, write.record)
         partition.has_taken(write.chunks)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
-        failover_log = self._incoming[number].log
+        failover_log = self._received[partition_id].log
         if partition.failover_log != failover_log:
             partition.become(partition.state, failover_log)
-            # Whoever follows this node has to hear of the new log before any data.
-            self._host.end_streams(self._disk.bucket, number, Status.ROLLBACK_NEEDED)
+            # A consumer of this node must hear of the new log before any data of it.
+            self._host.end_streams(self._disk.bucket, partition_id, Status.ROLLBACK_NEEDED)
         if self._consumer is not None:
-            self._report(self._consumer, number)
+            self._report(self._consumer, partition_id)
 
-    # Going back.
+    # Rolling back.
 
-    async def _undo(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
-        disk, number, incoming = self._disk, partition, self._incoming[partition]
-        bucket = disk.bucket
-        undone = bucket.partitions[number]
+    async def _roll_back(self, partition_id: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        """Undoes everything above the last snapshot end at or below `ceiling`, in memory and on
+        disk.
+
+        Returns:
+            That end; 0 when the disk knows none.
+
+        Raises:
+            ServerError: The bucket was deleted.
+        """
+        disk, received = self._disk, self._received[partition_id]
+        bucket, partition = disk.bucket, self._partition(partition_id)
         with trio.CancelScope(shield=True):
             await self._flush()
-            self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
-            async with disk.maintenance.paused(), self._turn:
-                before = incoming.received
-                found = await disk.store.ask(
-                    FindSnapshotEnd(bucket.name, number, ceiling, undone.indexed)
+            self._host.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
+            async with disk.maintenance.paused(), self._commit_lock:
+                seq_before = received.received
+                snapshot_end = await disk.store.ask(
+                    FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.indexed)
                 )
-                to = SeqNo(found or 0)
-                failover_log = incoming.log.until(to)
+                seq = SeqNo(snapshot_end or 0)
+                failover_log = received.log.until(seq)
                 pairs = tuple(failover_log.pairs())
-                record = PartitionRecord(PartitionState.REPLICA, pairs, to, undone.last_cas)
-                tokens = [Token(one.writer, one.counter, b"") for one in undone.answered_above(to)]
-                self._check_not_gone()
-                broken = await disk.truncate(number, record, tokens)
-                # Whoever has begun to read meanwhile may have been told of what is gone.
-                self._host.end_streams(bucket, number, Status.ROLLBACK_NEEDED)
-                disk.leases.mark_broken(broken)
-                undone.cut(to)
-                incoming.cut(to)
-                self._on_disk[number] = record
-                undone.become(undone.state, failover_log)
+                record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
+                tokens = [
+                    Token(token.writer, token.counter, b"")
+                    for token in partition.answered_above(seq)
+                ]
+                if self._is_gone:
+                    raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+                broken_leases = await disk.truncate(partition_id, record, tokens)
+                # A consumer that began to read meanwhile may have received what is undone now.
+                self._host.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
+                disk.leases.mark_broken(broken_leases)
+                partition.cut(seq)
+                received.truncate(seq)
+                self._on_disk[partition_id] = record
+                partition.become(partition.state, failover_log)
         log.warning(
-            "a replica went back",
+            "replica rolled back",
             bucket=bucket.name,
-            partition=number,
-            was=before,
+            partition=partition_id,
+            seq_before=seq_before,
             ceiling=ceiling,
-            to=to,
+            seq=seq,
             reason=reason,
         )
-        return to
+        return seq
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes."""
         return {
-            "source": self.source,
-            "partitions": len(self.partitions),
+            "source": self._source_name,
+            "partitions": len(self.source.partitions),
             "commits": self._commits,
-            "waiting_bytes": sum(self._incoming[number].nbytes for number in self._dirty),
+            "waiting_bytes": self._unwritten_bytes,
             "trouble": self.trouble,
         }
 
 
-class _Logs:
-    """Keeps what must be on disk before any data: the logs. Data says itself how far it goes."""
+class _DiskResume:
+    """The consumer's resume state, which is what is on disk: only logs have to be saved, because
+    each chunk on disk says itself how far it goes."""
 
-    def __init__(self, replicator: Replicator, numbers: list[PartitionId]) -> None:
+    def __init__(self, replicator: Replicator, partitions: Sequence[PartitionId]) -> None:
         self._replicator = replicator
-        self._numbers = numbers
+        self._partitions = partitions
 
     async def load(self) -> ResumeState:
         """From where the streams go on."""
         await trio.lowlevel.checkpoint()
-        return self._replicator.positions(self._numbers)
+        return self._replicator.positions(self._partitions)
 
     async def save(self, state: ResumeState) -> None:
-        """Puts the logs on disk."""
-        await self._replicator.keep_logs(state, self._numbers)
+        """Puts the failover logs on disk."""
+        await self._replicator.write_logs(state, self._partitions)
 
 
-def _checked(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Answer]:
+def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Answer]:
+    """Answers to publishers, as a source has sent them.
+
+    Raises:
+        RemoteProtocolError: One cannot be decoded.
+    """
     try:
         for _, _, _, answer in rows:
             unpack(answer)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"an answer that cannot be read: {error}") from error
+        raise RemoteProtocolError(f"malformed answer to a publisher: {error}") from error
     return [(writer, batch, SeqNo(seq), answer) for writer, batch, seq, answer in rows]
 
 
-def stands_on_disk(partition: Partition, record: PartitionRecord) -> None:
-    """The disk has this of a partition that keeps nothing in memory."""
+def move_to_record(partition: Partition, record: PartitionRecord) -> None:
+    """Has a partition that keeps nothing in memory stand where its disk stands."""
     if record.high != partition.high_seq:
         partition.stand_at(record.high, Cas(record.last_cas))

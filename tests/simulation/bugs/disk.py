@@ -11,7 +11,7 @@ from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Partition
-from upr_server.replication.incoming import Incoming
+from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.storage import chunk_log, compaction, key_index, records
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, CreateBucket, DeleteBucket
@@ -101,17 +101,20 @@ def skips_the_checksum() -> Iterator[None]:
 @contextmanager
 def records_the_log_only_at_snapshot_ends() -> Iterator[None]:
     """A replica keeps its master's log to itself until a snapshot is complete."""
-    finish: Any = Incoming.finish
+    end_snapshot: Any = ReceivedSnapshots.end_snapshot
     pending: dict[int, FailoverLog] = {}
 
-    def accepted(self: Incoming, log: FailoverLog) -> None:
+    def set_log_later(self: ReceivedSnapshots, log: FailoverLog) -> None:
         pending[id(self)] = log
 
-    def finish_with_log(self: Incoming, end: SeqNo) -> None:
-        finish(self, end)
+    def end_snapshot_with_log(self: ReceivedSnapshots, end: SeqNo) -> None:
+        end_snapshot(self, end)
         self.log = pending.get(id(self), self.log)
 
-    with replaced(Incoming, "accepted", accepted), replaced(Incoming, "finish", finish_with_log):
+    with (
+        replaced(ReceivedSnapshots, "set_log", set_log_later),
+        replaced(ReceivedSnapshots, "end_snapshot", end_snapshot_with_log),
+    ):
         yield
 
 

@@ -13,8 +13,9 @@ from upr_protocol.client.operator.plan import PartitionCopy
 from upr_protocol.client.operator.survey import NodeReport
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
-from upr_protocol.partition_map import HistoryPoint
+from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_server.engine import Partition
+from upr_server.replication import roles
 from upr_server.replication.membership import Membership
 from upr_server.runtime import System
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -24,12 +25,10 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 def forgets_the_failover_entry() -> Iterator[None]:
     """A new active goes on in the history of the old one."""
 
-    def log_after(
-        _self: Membership, _held: Any, _new: Any, partition: Partition, _state: Any
-    ) -> Any:
+    def same_log(partition: Partition, *_arguments: Any, **_options: Any) -> Any:
         return partition.failover_log
 
-    with replaced(Membership, "_log_after", log_after):
+    with replaced(roles, "failover_log_in", same_log):
         yield
 
 
@@ -68,9 +67,9 @@ def is_active_at_once_after_a_restart() -> Iterator[None]:
         self: Membership, disk: BucketDisk, document: str, *arguments: Any, **options: Any
     ) -> None:
         restore(self, disk, document, *arguments, **options)
-        held = self._held[disk.bucket.name]
-        held.is_confirmed = True
-        held.doubtful.clear()
+        mapped = self._buckets[disk.bucket.name]
+        mapped.is_confirmed = True
+        mapped.suspects.clear()
         for partition in disk.bucket.partitions:
             if partition.state is PartitionState.PENDING:
                 partition.become(PartitionState.ACTIVE, partition.failover_log)
@@ -97,11 +96,10 @@ def takes_writes_while_it_hands_over() -> Iterator[None]:
 def trusts_a_lost_memory() -> Iterator[None]:
     """A node that was killed while it was active takes what it has on disk for all that it gave."""
 
-    def state_in(self: Membership, _held: Any, _number: Any, assignment: Any) -> PartitionState:
-        found: PartitionState = assignment.state_of(self.node)
-        return found
+    def state_in(assignment: Assignment, node: str, _suspect_since: Any) -> PartitionState:
+        return assignment.state_of(node)
 
-    with replaced(Membership, "_state_in", state_in):
+    with replaced(roles, "state_in", state_in):
         yield
 
 
@@ -110,11 +108,10 @@ def is_trusted_once_it_was_fenced() -> Iterator[None]:
     """A node that has lost its memory is active again with a map that puts back what was before a
     failover that failed; found by the simulation."""
 
-    def is_doubtful(self: Membership, _since: int, assignment: Any) -> bool:
-        found: bool = assignment.active == self.node
-        return found
+    def is_still_suspect(assignment: Assignment, node: str, _suspect_since: Any) -> bool:
+        return assignment.active == node
 
-    with replaced(Membership, "_is_doubtful", is_doubtful):
+    with replaced(roles, "is_still_suspect", is_still_suspect):
         yield
 
 
@@ -122,7 +119,7 @@ def is_trusted_once_it_was_fenced() -> Iterator[None]:
 def hands_over_what_it_doubts() -> Iterator[None]:
     """A node that was killed while a takeover waited hands over as if it had all that it gave
     others; found by the simulation."""
-    with replaced(Membership, "_check_hands_over", lambda *_: None):
+    with replaced(roles, "check_hand_over", lambda *_: None):
         yield
 
 

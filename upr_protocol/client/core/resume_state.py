@@ -104,6 +104,11 @@ class ResumeState:
         """How far `partition` has come."""
         return self.positions.get(partition, NOTHING_YET)
 
+    def is_rollback_pending(self, partition: PartitionId) -> bool:
+        """Whether `partition` is about to roll back: its log then has a marker, and is not that of
+        any server."""
+        return self.position(partition).log.current == ROLLBACK_PENDING
+
     def check_bucket(self, bucket: str) -> None:
         """Checks that this is a state of `bucket`.
 

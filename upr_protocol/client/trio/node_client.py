@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 import attrs
@@ -78,7 +80,7 @@ class NodeClient:
             while True:
                 channel = RequestChannel(self.address, self.timeout_s)
                 async with open_connection(self.address, self._options, channel) as connection:
-                    status = await request_status(channel, self.address.bucket)
+                    status = await channel.ask(_status_call(self.address.bucket))
                     revision = 0 if status.map is None else status.map.revision
                     if connection.handshake.map_revision == revision:
                         infos = partition_infos(connection.handshake.logs.values())
@@ -164,20 +166,54 @@ class NodeClient:
         return BrokenError(f"{self.address} did not answer in time")
 
 
+class NodeConnection:
+    """A connection to one node that serves many requests; `open_node` makes one.
+
+    Args:
+        channel: The connection's requests.
+    """
+
+    def __init__(self, channel: RequestChannel) -> None:
+        self._channel = channel
+
+    async def status(self, bucket: str) -> NodeStatus:
+        """The node's name, and its map of `bucket`. Cancelling it drops the answer.
+
+        Raises:
+            BrokenError: The connection was lost.
+            ServerError: There is no such bucket.
+            RemoteProtocolError: The answer is not a partition map.
+        """
+        return await self._channel.ask(_status_call(bucket))
+
+    async def wait_ended(self) -> None:
+        """Waits until the connection is over."""
+        await self._channel.connection.ended.wait()
+
+
+@asynccontextmanager
+async def open_node(
+    address: Address,
+    *,
+    identity: str = IDENTITY_DEFAULT,
+    timeout_s: float = TIMEOUT_S,
+    dial: Dial = dial_tcp,
+) -> AsyncIterator[NodeConnection]:
+    """A connection to the node at `address`, for as long as the context. It opens no bucket.
+
+    Raises:
+        BrokenError: The node cannot be reached, or did not answer within `timeout_s`.
+        RemoteProtocolError: What answered does not speak the protocol.
+    """
+    address = attrs.evolve(address, bucket="")
+    channel = RequestChannel(address, timeout_s)
+    async with open_connection(address, node_options(identity, timeout_s, dial), channel):
+        yield NodeConnection(channel)
+
+
 def node_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
     """How to connect to a node for requests about partition maps."""
     return TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
-
-
-async def request_status(channel: RequestChannel, bucket: str) -> NodeStatus:
-    """`NodeClient.status`, over an existing connection. Cancelling it drops the answer.
-
-    Raises:
-        BrokenError: The connection was lost.
-        ServerError: There is no such bucket.
-        RemoteProtocolError: The answer is not a partition map.
-    """
-    return await channel.ask(_status_call(bucket))
 
 
 def _status_call(bucket: str) -> Call[NodeStatus]:

@@ -43,7 +43,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_server.engine import Partition, WriterToken
-from upr_server.replication.incoming import Incoming
+from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.calls import Commit
 from upr_server.storage.simulated import SimulatedDirectory
@@ -648,10 +648,10 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
 
 def test_a_replica_that_goes_back_lets_go_of_what_waits_for_its_end() -> None:
     """The last chunk of a snapshot has come, and its end has not."""
-    incoming = Incoming(FailoverLog.of([(7, 0)]), SeqNo(0), Cas(0))
-    incoming.begin(HistoryId(7), SeqNo(1), SeqNo(0))
-    incoming.add(Chunk.build((Mutation(Operation.SET, b"k", b"v", SeqNo(1), Cas(1)),)))
-    assert incoming.take().chunks == [], "it is written with its end"
-    assert incoming.nbytes
-    incoming.cut(SeqNo(0))
-    assert (incoming.nbytes, incoming.received, incoming.take().chunks) == (0, 0, [])
+    received = ReceivedSnapshots(FailoverLog.of([(7, 0)]), SeqNo(0), Cas(0))
+    received.begin_snapshot(HistoryId(7), SeqNo(1), SeqNo(0))
+    received.add_chunk(Chunk.build((Mutation(Operation.SET, b"k", b"v", SeqNo(1), Cas(1)),)))
+    assert received.take_write().chunks == [], "it is written with its end"
+    assert received.nbytes
+    received.truncate(SeqNo(0))
+    assert (received.nbytes, received.received, received.take_write().chunks) == (0, 0, [])

@@ -16,14 +16,14 @@ Answer = tuple[bytes, int, SeqNo, bytes]
 """An answer to a publisher: writer, batch, the partition's high number then, the answer."""
 
 
-class Arrived(msgspec.Struct, frozen=True):
-    """What is to be put on disk in one commit.
+class ReceivedWrite(msgspec.Struct, frozen=True):
+    """What goes to disk in one commit.
 
     Attributes:
         record: What is true of the partition afterwards.
-        chunks: What leads there.
+        chunks: The mutations that lead there.
         ends: Where snapshots end in them.
-        answers: Answers to publishers of the snapshots that are complete.
+        answers: Answers to publishers, of the snapshots that are complete.
         purge_seq: Tombstones at or below it may never have come.
     """
 
@@ -34,8 +34,8 @@ class Arrived(msgspec.Struct, frozen=True):
     purge_seq: SeqNo
 
 
-class Incoming:
-    """Follows one partition's stream.
+class ReceivedSnapshots:
+    """Follows one partition's stream, and gives what came of it to the disk.
 
     Args:
         log: The failover log, as it is on disk.
@@ -44,11 +44,12 @@ class Incoming:
         partial: The snapshot of which the disk has the front.
 
     Attributes:
-        log: The master's failover log, as it said last.
+        log: The source's failover log, as it told last.
         high: The last complete snapshot's end received.
         received: Everything up to here was received.
         last_cas: The highest CAS received.
         nbytes: Bytes of chunks that are to be put on disk.
+        has_unwritten: Whether anything is to be put on disk.
     """
 
     def __init__(
@@ -63,19 +64,19 @@ class Incoming:
         self.received = high if partial is None else partial.received
         self.last_cas = last_cas
         self.nbytes = 0
+        self.has_unwritten = False
         self._partial = partial
         self._history_id = HistoryId(0)
-        self._end = SeqNo(0)
-        self._purge_seq = self._purge_of_snapshot = SeqNo(0)
+        self._snapshot_end = SeqNo(0)
+        self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
         self._chunks: list[Chunk] = []
         self._ends: list[SeqNo] = []
         self._answers: list[Answer] = []
         self._answers_of_snapshot: list[Answer] = []
-        self._is_news = False
 
     @classmethod
-    def of(cls, record: PartitionRecord) -> Incoming:
-        """Of what is on disk."""
+    def from_record(cls, record: PartitionRecord) -> ReceivedSnapshots:
+        """What is on disk, and no more."""
         failover_log = FailoverLog.of(record.failover_log)
         return cls(failover_log, record.high, Cas(record.last_cas), record.partial)
 
@@ -88,28 +89,27 @@ class Incoming:
         snapshot = PartialSnapshot(partial.history_id, partial.start, partial.end)
         return Position(self.log, self.high, self.received, snapshot)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is anything that the disk does not have."""
-        return self._is_news
+    # From the stream.
 
-    # What comes.
-
-    def accepted(self, log: FailoverLog) -> None:
-        """The master has told its log."""
+    def set_log(self, log: FailoverLog) -> None:
+        """The source has told its failover log."""
         if log != self.log:
             self.log = log
-            self._is_news = True
+            self.has_unwritten = True
 
-    def begin(self, history_id: HistoryId, end: SeqNo, purge_seq: SeqNo) -> None:
+    def begin_snapshot(self, history_id: HistoryId, end: SeqNo, purge_seq: SeqNo) -> None:
         """A snapshot begins, or goes on."""
         self._history_id = history_id
-        self._end = end
-        # Who has a complete snapshot has seen every deletion up to there.
-        self._purge_of_snapshot = SeqNo(0) if self.high else purge_seq
+        self._snapshot_end = end
+        # A replica that has a complete snapshot has received every deletion since.
+        self._purge_seq_of_snapshot = SeqNo(0) if self.high else purge_seq
 
-    def add(self, chunk: Chunk) -> None:
-        """Some of it came."""
+    def add_chunk(self, chunk: Chunk) -> None:
+        """A part of the snapshot came.
+
+        Raises:
+            RemoteProtocolError: It does not follow what was received.
+        """
         if chunk.start != self.received:
             raise RemoteProtocolError(f"{chunk!r} does not follow {self.received}")
         self._chunks.append(chunk)
@@ -117,60 +117,66 @@ class Incoming:
         self.received = chunk.end
         if chunk.count:
             self.last_cas = max(self.last_cas, Cas(chunk.cas[-1]))
-        self._partial = PartialRecord(self._history_id, self.high, self._end, chunk.end)
-        self._is_news = True
+        self._partial = PartialRecord(self._history_id, self.high, self._snapshot_end, chunk.end)
+        self.has_unwritten = True
 
     def add_answers(self, rows: Sequence[Answer]) -> None:
-        """Answers to batches of the snapshot came."""
+        """Answers to batches of the snapshot came. They count once it is complete."""
         self._answers_of_snapshot += rows
 
-    def finish(self, end: SeqNo) -> None:
-        """The snapshot is complete."""
+    def end_snapshot(self, end: SeqNo) -> None:
+        """The snapshot is complete.
+
+        Raises:
+            RemoteProtocolError: What was received does not end there.
+        """
         if end != self.received:
             raise RemoteProtocolError(
-                f"a snapshot ends at {end}, where {self.received} was received"
+                f"a snapshot ends at {end}, but {self.received} was received last"
             )
         self.high = end
         self._partial = None
         self._ends.append(end)
         self._answers += self._answers_of_snapshot
         self._answers_of_snapshot = []
-        self._purge_seq = max(self._purge_seq, self._purge_of_snapshot)
-        self._is_news = True
+        self._purge_seq = max(self._purge_seq, self._purge_seq_of_snapshot)
+        self.has_unwritten = True
 
-    def cut(self, to: SeqNo) -> None:
-        """Everything above `to` is undone, here and on disk; with it what waits for its end."""
+    def truncate(self, seq: SeqNo) -> None:
+        """Everything above `seq` is undone, here and on disk, with what waits for its snapshot's
+        end."""
         self._chunks, self._ends, self._answers = [], [], []
         self.nbytes = 0
-        self.log = self.log.until(to)
-        self.high = self.received = to
+        self.log = self.log.until(seq)
+        self.high = self.received = seq
         self._partial = None
         self._answers_of_snapshot = []
-        self._purge_seq = self._purge_of_snapshot = SeqNo(0)
-        self._is_news = False
+        self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
+        self.has_unwritten = False
 
-    # Where it goes.
+    # To the disk.
 
     def record(self, state: PartitionState = PartitionState.REPLICA) -> PartitionRecord:
-        """What is known of the partition once all of it is on disk."""
+        """What is true of the partition once all of it is on disk."""
         pairs = tuple(self.log.pairs())
         return PartitionRecord(state, pairs, self.high, self.last_cas, self._partial)
 
-    def take(self) -> Arrived:
-        """What is to be put on disk. The last chunk of a snapshot waits for its end, which comes at
-        once: where a snapshot ends is noted with the chunk."""
+    def take_write(self) -> ReceivedWrite:
+        """What is to be put on disk. The caller puts it there, or starts again `from_record`."""
         record = self.record()
-        chunks, held = self._chunks, list[Chunk]()
-        if record.partial is not None and self.received == self._end and chunks:
-            held = [chunks.pop()]
-            before = held[0].start
+        chunks, kept_back = self._chunks, list[Chunk]()
+        if record.partial is not None and self.received == self._snapshot_end and chunks:
+            # The disk notes a snapshot's end with its last chunk, so that one waits for
+            # `PartitionEnd`, which comes at once. The record describes what lies before it.
+            kept_back = [chunks.pop()]
+            written = kept_back[0].start
             partial = None
-            if before > self.high:
-                partial = msgspec.structs.replace(record.partial, received=before)
+            if written > self.high:
+                partial = msgspec.structs.replace(record.partial, received=written)
             record = msgspec.structs.replace(record, partial=partial)
-        arrived = Arrived(record, chunks, self._ends, self._answers, self._purge_seq)
-        self._chunks, self._ends, self._answers = held, [], []
+        write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
+        self._chunks, self._ends, self._answers = kept_back, [], []
         self._purge_seq = SeqNo(0)
-        self.nbytes = sum(chunk.nbytes for chunk in held)
-        self._is_news = bool(held)
-        return arrived
+        self.nbytes = sum(chunk.nbytes for chunk in kept_back)
+        self.has_unwritten = bool(kept_back)
+        return write

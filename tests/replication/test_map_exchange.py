@@ -1,4 +1,4 @@
-"""Links on which nodes ask each other: kept while they are of use, never trusted to be there."""
+"""Connections on which nodes ask each other: kept while they are of use, replaced when lost."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork, node
 from upr_protocol.client import Address
-from upr_protocol.client.trio.node_client import node_options
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import connection
 from upr_server.net.requests import HANDLERS
-from upr_server.replication.neighbours import Neighbours
+from upr_server.replication.map_exchange import NodeConnections
 
 PORT = 77
 
@@ -22,7 +21,7 @@ THERE = Address(HOST, PORT, "b")
 
 
 class Dials:
-    """How often somebody connected."""
+    """Counts connections."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -43,90 +42,90 @@ def dials() -> Dials:
 
 
 @pytest.fixture
-def neighbours(network: MemoryNetwork, dials: Dials, nursery: trio.Nursery) -> Neighbours:
-    return Neighbours(nursery, node_options("node:a", 2.0, dials.dial))
+def connections(network: MemoryNetwork, dials: Dials, nursery: trio.Nursery) -> NodeConnections:
+    return NodeConnections(nursery, "node:a", dials.dial)
 
 
-async def test_a_link_serves_for_all_questions(
-    network: MemoryNetwork, neighbours: Neighbours, dials: Dials, autojump_clock: MockClock
+async def test_one_connection_serves_all_questions(
+    network: MemoryNetwork, connections: NodeConnections, dials: Dials, autojump_clock: MockClock
 ) -> None:
     async with node("z", "b", "c", port=PORT):
         for bucket in ("b", "c", "b"):
-            found = await neighbours.ask(Address(HOST, PORT, bucket))
-            assert (found.node, found.map) == ("z", None)
+            status = await connections.status(Address(HOST, PORT, bucket))
+            assert (status.node, status.map) == ("z", None)
             await trio.sleep(100.0)
         with pytest.raises(ServerError) as refused:
-            await neighbours.ask(Address(HOST, PORT, "nowhere"))
+            await connections.status(Address(HOST, PORT, "nowhere"))
         assert refused.value.status is Status.NO_BUCKET
         assert (dials.count, network.open) == (1, 1)
 
 
-async def test_who_was_stopped_and_started_is_asked_anew(
-    neighbours: Neighbours, dials: Dials, autojump_clock: MockClock
+async def test_a_node_that_was_restarted_is_asked_over_a_new_connection(
+    connections: NodeConnections, dials: Dials, autojump_clock: MockClock
 ) -> None:
     async with node("z", "b", port=PORT):
-        await neighbours.ask(THERE)
+        await connections.status(THERE)
     with pytest.raises(BrokenError, match="cannot connect"):
-        await neighbours.ask(THERE)
+        await connections.status(THERE)
     async with node("y", "b", port=PORT):
-        assert (await neighbours.ask(THERE)).node == "y"
+        assert (await connections.status(THERE)).node == "y"
         assert dials.count == 3
 
 
-async def test_a_link_that_breaks_over_a_question_is_made_anew(
-    network: MemoryNetwork, neighbours: Neighbours, dials: Dials, autojump_clock: MockClock
+async def test_a_connection_that_breaks_during_a_question_is_replaced(
+    network: MemoryNetwork, connections: NodeConnections, dials: Dials, autojump_clock: MockClock
 ) -> None:
     async with node("z", "b", port=PORT):
-        await neighbours.ask(THERE)
+        await connections.status(THERE)
         network.cut(PORT)
         # Nobody has noticed yet.
-        assert (await neighbours.ask(THERE)).node == "z"
+        assert (await connections.status(THERE)).node == "z"
         assert (dials.count, network.open) == (2, 1)
 
 
-async def test_a_link_is_given_up_with_a_question_that_nobody_answers(
+async def test_a_question_without_an_answer_closes_its_connection(
     network: MemoryNetwork,
-    neighbours: Neighbours,
+    connections: NodeConnections,
     dials: Dials,
     monkeypatch: pytest.MonkeyPatch,
     autojump_clock: MockClock,
 ) -> None:
     async with node("z", "b", port=PORT):
-        await neighbours.ask(THERE)
+        await connections.status(THERE)
         silent: dict[type[Message], object] = {**HANDLERS, GetMap: lambda *_: None}
         with monkeypatch.context() as patch:
             patch.setattr(connection, "HANDLERS", silent)
-            with trio.move_on_after(2.0) as patience:
-                await neighbours.ask(THERE)
-            assert patience.cancelled_caught
+            with trio.move_on_after(2.0) as timeout:
+                await connections.status(THERE)
+            assert timeout.cancelled_caught
         await trio.sleep(1.0)
         assert network.open == 0
-        assert (await neighbours.ask(THERE)).node == "z"
+        assert (await connections.status(THERE)).node == "z"
         assert dials.count == 2
 
 
-async def test_a_connection_that_is_given_up_leaves_nothing(
+async def test_a_cancelled_attempt_to_connect_leaves_nothing(
     network: MemoryNetwork,
-    neighbours: Neighbours,
+    connections: NodeConnections,
     autojump_clock: MockClock,
 ) -> None:
     async with node("z", "b", port=PORT):
-        with trio.CancelScope() as patience:
-            patience.cancel()
-            await neighbours.ask(THERE)
+        with trio.CancelScope() as timeout:
+            timeout.cancel()
+            await connections.status(THERE)
         await trio.sleep(5.0)
         assert network.open == 0
 
 
-async def test_links_to_those_who_are_no_neighbours_any_more_are_closed(
-    network: MemoryNetwork, neighbours: Neighbours, dials: Dials, autojump_clock: MockClock
+async def test_connections_to_nodes_that_the_map_does_not_name_any_more_are_closed(
+    network: MemoryNetwork, connections: NodeConnections, dials: Dials, autojump_clock: MockClock
 ) -> None:
     other = Address(HOST, PORT + 1, "b")
     async with node("y", "b", port=PORT + 1), node("z", "b", port=PORT):
-        await neighbours.ask(THERE)
-        await neighbours.ask(other)
-        neighbours.keep([other])
+        await connections.status(THERE)
+        await connections.status(other)
+        connections.close_others([other])
         await trio.sleep(5.0)
         assert network.open == 1
-        await neighbours.ask(other)
+        await connections.status(other)
         assert dials.count == 2

@@ -1,0 +1,100 @@
+"""The replicators of one bucket: one for each node that this node replicates from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from upr_protocol.ids import PartitionId
+from upr_server.engine import Partition
+from upr_server.replication.host import Host
+from upr_server.replication.received_snapshots import ReceivedSnapshots
+from upr_server.replication.replicator import Replicator
+from upr_server.replication.roles import Source
+from upr_server.runtime import System
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.records import PartialRecord
+
+
+class Following:
+    """Starts and stops a bucket's replicators, and keeps what they have received.
+
+    Args:
+        host: The server.
+        disk: The bucket.
+        node: This node's name.
+        system: How other nodes are reached.
+    """
+
+    def __init__(self, host: Host, disk: BucketDisk, node: str, system: System) -> None:
+        self._host = host
+        self._disk = disk
+        self._node = node
+        self._system = system
+        # What was received outlives the replicator that received it: another node may go on.
+        self._received: dict[PartitionId, ReceivedSnapshots] = {}
+        self._replicators: dict[str, Replicator] = {}
+
+    def restore(self, partition: Partition, partial: PartialRecord) -> None:
+        """The disk has the front of a snapshot of `partition`, which goes on from there."""
+        self._received[partition.id] = _received_of(partition, partial)
+
+    def discard_received(self, partition: PartitionId) -> None:
+        """This node does not replicate the partition any more."""
+        self._received.pop(partition, None)
+
+    async def stop_all_but(self, sources: Mapping[str, Source]) -> None:
+        """Stops the replicators that are not of `sources`, or replicate other partitions. What they
+        received is on disk then.
+
+        Raises:
+            DiskFullError: There was no room for all of it, and some is dropped. All the same these
+                replicators are stopped.
+        """
+        failure: DiskFullError | None = None
+        for name, replicator in list(self._replicators.items()):
+            if sources.get(name) != replicator.source:
+                del self._replicators[name]
+                try:
+                    await replicator.stop()
+                except DiskFullError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+
+    def start_missing(self, sources: Mapping[str, Source], nursery: trio.Nursery) -> None:
+        """Starts the replicators of `sources` that do not run yet."""
+        for name, source in sources.items():
+            if name in self._replicators:
+                continue
+            for partition in source.partitions:
+                if partition not in self._received:
+                    self._received[partition] = _received_of(
+                        self._disk.bucket.partitions[partition]
+                    )
+            replicator = self._replicators[name] = Replicator(
+                self._host, self._disk, self._node, name, source, self._received, self._system
+            )
+            nursery.start_soon(replicator.run)
+
+    def cancel(self) -> None:
+        """Ends all at once: the bucket was deleted."""
+        for replicator in self._replicators.values():
+            replicator.cancel()
+
+    def hurry(self) -> None:
+        """All are about to be stopped: none waits for a full disk any more."""
+        for replicator in self._replicators.values():
+            replicator.hurry()
+
+    def statistics(self) -> list[dict[str, object]]:
+        """Figures of each replicator."""
+        return [replicator.statistics() for replicator in self._replicators.values()]
+
+
+def _received_of(partition: Partition, partial: PartialRecord | None = None) -> ReceivedSnapshots:
+    return ReceivedSnapshots(
+        partition.failover_log, partition.high_seq, partition.last_cas, partial
+    )

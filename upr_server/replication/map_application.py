@@ -1,0 +1,229 @@
+"""Applies partition maps to one bucket: decides (`roles`), writes to disk, and then changes what is
+in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.errors import Status, UprError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.partition_map import PartitionMap
+from upr_server.engine import Partition
+from upr_server.replication import roles
+from upr_server.replication.following import Following
+from upr_server.replication.host import Host
+from upr_server.replication.roles import Change, Source
+from upr_server.runtime import System
+from upr_server.storage.calls import PutPartitionMap
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.records import PartitionRecord
+
+PERSIST_S: Final = 10.0
+"""How long a partition that hands over may take to be on disk; it takes no writes meanwhile."""
+
+log = structlog.get_logger(__name__)
+
+
+class MappedBucket:
+    """A bucket whose partitions a map places on nodes.
+
+    Args:
+        host: The server.
+        disk: The bucket.
+        node: This node's name.
+        system: How other nodes are reached, and where history IDs come from.
+        nursery: Tells where replicators run; None while this node replicates nothing.
+        partition_map: The map that holds now.
+
+    Attributes:
+        disk: The bucket.
+        map: The map that was applied last.
+        is_confirmed: Whether another node has said since the start that there is no newer one.
+        is_clean: Whether this node was stopped cleanly before it was started.
+        suspects: Partitions of which this node may lack what it gave to others; see `roles`.
+        following: The replicators.
+        lock: Held while a map is applied.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        disk: BucketDisk,
+        node: str,
+        system: System,
+        nursery: Callable[[], trio.Nursery | None],
+        partition_map: PartitionMap,
+        *,
+        is_confirmed: bool,
+        is_clean: bool,
+        suspects: dict[PartitionId, int],
+    ) -> None:
+        self._host = host
+        self._node = node
+        self._system = system
+        self.disk = disk
+        self.map = partition_map
+        self.is_confirmed = is_confirmed
+        self.is_clean = is_clean
+        self.suspects = suspects
+        self.following = Following(host, disk, node, system)
+        self.lock = trio.Lock()
+        self._nursery = nursery
+
+    def follow(self) -> None:
+        """Replicates from the nodes that the map names."""
+        nursery = self._nursery()
+        if nursery is not None:
+            self.following.start_missing(self._sources(self.map), nursery)
+
+    async def apply(self, new: PartitionMap) -> None:
+        """Makes this node what `new` says. Call it with `lock` held, and shielded.
+
+        Raises:
+            ServerError: `WRONG_STATE` when a partition is to continue a history of which this node
+                does not have everything. Nothing changed.
+            DiskFullError: The disk has no room. Nothing changed.
+        """
+        partitions = self.disk.bucket.partitions
+        states = {
+            partition: roles.state_in(
+                new.partitions[partition.id], self._node, self.suspects.get(partition.id)
+            )
+            for partition in partitions
+        }
+        self._warn_of_suspects(new, states)
+        # A partition that this node gives up takes no writes from here on: its last number must not
+        # move while the disk catches up with it. PENDING, because replicas still read its end.
+        demoted: dict[Partition, FailoverLog] = {
+            partition: partition.failover_log
+            for partition, state in states.items()
+            if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE
+        }
+        for partition, failover_log in demoted.items():
+            partition.become(PartitionState.PENDING, failover_log)
+        try:
+            changes = await self._prepare(new, states, demoted)
+        except UprError:
+            for partition, failover_log in demoted.items():
+                partition.become(PartitionState.ACTIVE, failover_log)
+            self.follow()
+            raise
+        # The disk has the map: from here on nothing fails.
+        self.map = new
+        self.is_confirmed = True
+        self.suspects = {
+            partition: since
+            for partition, since in self.suspects.items()
+            if roles.is_still_suspect(new.partitions[partition], self._node, since)
+        }
+        for change in changes:
+            self._carry_out(change, was_active=change.partition in demoted)
+        self.follow()
+        counts = {state.name.lower(): 0 for state in PartitionState}
+        for state in states.values():
+            counts[state.name.lower()] += 1
+        log.info("partition map applied", bucket=new.bucket, revision=new.revision, **counts)
+
+    async def _prepare(
+        self,
+        new: PartitionMap,
+        states: dict[Partition, PartitionState],
+        demoted: dict[Partition, FailoverLog],
+    ) -> list[Change]:
+        """Brings to disk what `new` relies on, and then `new` with the changes that it means."""
+        # A replicator moves numbers and failover logs: those that end are to be settled before the
+        # new logs are made of them.
+        await self.following.stop_all_but(self._sources(new))
+        # The next active is told that everything up to the last number is here: a crash after this
+        # must not take it back.
+        await self._persist(list(demoted))
+        is_confirming = not self.is_confirmed and new.revision == self.map.revision
+        changes = [
+            Change(
+                partition,
+                state,
+                roles.failover_log_in(
+                    partition,
+                    state,
+                    new.partitions[partition.id],
+                    is_confirming=is_confirming,
+                    is_clean=self.is_clean,
+                    new_history_id=self._system.new_history_id,
+                ),
+            )
+            for partition, state in states.items()
+        ]
+        # Of a demoted partition the state here is PENDING already, and the disk's is still ACTIVE.
+        changes = [
+            change for change in changes if change.ends_streams or change.partition in demoted
+        ]
+        # One commit: after a crash the disk has the map and all of its records, or none of them.
+        records = [(change.partition.id, _record_of(change)) for change in changes]
+        await self.disk.store.ask(PutPartitionMap(new.bucket, new.encode(), records))
+        return changes
+
+    async def _persist(self, partitions: list[Partition]) -> None:
+        with trio.move_on_after(PERSIST_S):
+            await trio.lowlevel.checkpoint()
+            for partition in partitions:
+                await self.disk.flusher.wait_until_persisted(partition, partition.high_seq)
+            return
+        raise DiskFullError(
+            f"the latest writes of {self.disk.bucket.name!r} are not on disk after "
+            f"{PERSIST_S:.0f} s: {self.disk.flusher.full or 'it is slow'}"
+        )
+
+    def _carry_out(self, change: Change, *, was_active: bool) -> None:
+        partition, state = change.partition, change.state
+        hands_over = was_active and state is PartitionState.PENDING
+        ends_streams = change.ends_streams
+        partition.become(state, change.failover_log)
+        if state in (PartitionState.REPLICA, PartitionState.DEAD):
+            # Such a partition keeps nothing in memory: it stands where its disk stands.
+            partition.stand_at(partition.manager.persistence.committed)
+        if ends_streams or hands_over:
+            # Replicas follow a node that hands over to the end. But a consumer's barrier would come
+            # back from here without anything that the next active has taken in by then.
+            self._host.end_streams(
+                self.disk.bucket, partition.id, Status.STATE_CHANGED, of_replicas=not hands_over
+            )
+        if state is PartitionState.ACTIVE:
+            # A replica leaves its newest mutations out of the index, so that they can be undone;
+            # until they are in it, they can neither be read by key nor expire.
+            self.disk.maintenance.wake()
+        if state is not PartitionState.REPLICA:
+            self.following.discard_received(partition.id)
+
+    def _sources(self, partition_map: PartitionMap) -> dict[str, Source]:
+        partitions = (partition.id for partition in self.disk.bucket.partitions)
+        return roles.sources_in(partition_map, self._node, partitions)
+
+    def _warn_of_suspects(self, new: PartitionMap, states: dict[Partition, PartitionState]) -> None:
+        waiting = sum(
+            state is PartitionState.PENDING
+            and new.partitions[partition.id].state_of(self._node) is PartitionState.ACTIVE
+            for partition, state in states.items()
+        )
+        if waiting:
+            log.warning(
+                "this node was killed while it was active, or has lost its disk; its replicas may "
+                "have more: name the actives with `upr failover`",
+                bucket=new.bucket,
+                partitions=waiting,
+            )
+
+
+def _record_of(change: Change) -> PartitionRecord:
+    partition = change.partition
+    return PartitionRecord(
+        change.state,
+        tuple(change.failover_log.pairs()),
+        partition.manager.persistence.committed,
+        partition.last_cas,
+    )

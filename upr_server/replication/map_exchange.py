@@ -1,0 +1,241 @@
+"""Asks other nodes for their partition maps: a node that was away learns from them what it is now,
+and tells its own map to a node that has lost it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from upr_protocol.client import Address, NodeClient, NodeConnection, NodeStatus, open_node
+from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.partition_map import PartitionMap
+from upr_protocol.transport import Dial
+from upr_server.replication.membership import Membership
+
+ASK_INTERVAL_S: Final = 2.0
+"""How often one of the other nodes is asked, each in its turn."""
+
+CONFIRM_INTERVAL_S: Final = 0.25
+"""How often all are asked, while this node does not know whether it still is what it was."""
+
+ASK_TIMEOUT_S: Final = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class MapExchange:
+    """Keeps this node's maps as new as those of the other nodes.
+
+    Args:
+        membership: What this node is.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._last_asked: dict[str, int] = defaultdict(int)
+        self._logged: set[str] = set()
+
+    async def run(self) -> None:
+        """Asks the other nodes, for ever."""
+        membership = self._membership
+        async with trio.open_nursery() as nursery:
+            connections = NodeConnections(nursery, self._identity, membership.system.dial)
+            while True:
+                unconfirmed = membership.unconfirmed()
+                for bucket in unconfirmed:
+                    await self._confirm(connections, bucket)
+                for partition_map in membership.maps():
+                    if partition_map.bucket not in unconfirmed:
+                        await self._ask_next(connections, partition_map.bucket)
+                connections.close_others(self._other_nodes())
+                await trio.sleep(CONFIRM_INTERVAL_S if membership.unconfirmed() else ASK_INTERVAL_S)
+
+    @property
+    def _identity(self) -> str:
+        return f"node:{self._membership.node}"
+
+    def _other_nodes(self) -> Iterator[Address]:
+        for partition_map in self._membership.maps():
+            for host_port in self._membership.other_nodes(partition_map.bucket).values():
+                yield _address(host_port, partition_map.bucket)
+
+    async def _ask_next(self, connections: NodeConnections, bucket: str) -> None:
+        """Asks the next of the bucket's other nodes, and adopts its map if that is newer."""
+        nodes = list(self._membership.other_nodes(bucket).items())
+        if nodes:
+            index = self._last_asked[bucket] = (self._last_asked[bucket] + 1) % len(nodes)
+            told = await self._fetch(connections, *nodes[index], bucket)
+            if told is not None:
+                await self._try(self._membership.adopt, told)
+
+    async def _confirm(self, connections: NodeConnections, bucket: str) -> None:
+        """Asks all other nodes of the bucket. The newest map counts, and one answer is enough: each
+        change of a map was applied by the nodes that it concerns."""
+        membership = self._membership
+        revision = membership.revision(bucket)
+        nodes = membership.other_nodes(bucket)
+        if not nodes:
+            await self._try(membership.confirm, bucket, revision)
+            return
+        answers: list[PartitionMap] = []
+
+        async def ask(name: str, host_port: str) -> None:
+            told = await self._fetch(connections, name, host_port, bucket)
+            if told is not None:
+                answers.append(told)
+
+        async with trio.open_nursery() as nursery:
+            for name, host_port in nodes.items():
+                nursery.start_soon(ask, name, host_port)
+        if not answers:
+            if bucket not in self._logged:
+                self._logged.add(bucket)
+                log.warning(
+                    "no other node answers; partitions that were active here wait until one "
+                    "confirms the partition map, or name the actives with `upr failover`",
+                    bucket=bucket,
+                    revision=revision,
+                )
+            return
+        newest = max(answers, key=lambda told: told.revision)
+        if newest.revision > revision:
+            await self._try(membership.adopt, newest)
+        elif newest.revision < revision or newest == membership.map_of(bucket):
+            await self._try(membership.confirm, bucket, revision)
+
+    async def _fetch(
+        self, connections: NodeConnections, name: str, host_port: str, bucket: str
+    ) -> PartitionMap | None:
+        """The map of the node `name`; None when it does not answer, has no map, or contradicts this
+        node's."""
+        try:
+            with trio.move_on_after(ASK_TIMEOUT_S):
+                status = await connections.status(_address(host_port, bucket))
+                own_map = self._membership.map_of(bucket)
+                if status.node != name:
+                    self._warn_once(
+                        f"{host_port} is node {status.node}, but the partition map says {name}"
+                    )
+                elif status.map is None:
+                    if own_map is not None:
+                        await self._tell_own_map(name, host_port, own_map)
+                elif (
+                    own_map is None
+                    or status.map == own_map
+                    or status.map.revision != own_map.revision
+                ):
+                    return status.map
+                else:
+                    self._warn_once(
+                        f"{name} has a different map of revision {own_map.revision}: two commands "
+                        "ran at the same time; repeat the one that counts"
+                    )
+        except UprError as error:
+            log.debug("cannot get a partition map", address=host_port, error=str(error))
+        return None
+
+    async def _tell_own_map(self, name: str, host_port: str, own_map: PartitionMap) -> None:
+        """Has a node take the map that it has lost with its disk. Until then the node holds the
+        bucket alone, made anew, and accepts writes that no other node will ever have."""
+        log.warning(
+            "a node has no partition map, as if its disk was lost; telling it the map",
+            bucket=own_map.bucket,
+            node=name,
+        )
+        node = NodeClient(
+            _address(host_port, own_map.bucket),
+            identity=self._identity,
+            dial=self._membership.system.dial,
+        )
+        await node.join(own_map.nodes[self._membership.node])
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._logged:
+            self._logged.add(sentence)
+            log.warning(sentence)
+
+    async def _try(self, call: Callable[..., Awaitable[object]], *args: object) -> None:
+        try:
+            await call(*args)
+        except UprError as error:
+            log.error("cannot apply the partition map", error=str(error))
+
+
+@attrs.frozen(eq=False)
+class _OpenConnection:
+    """A connection, and how to close it."""
+
+    node: NodeConnection
+    close: Callable[[], None]
+
+
+class NodeConnections:
+    """Connections to other nodes, kept from one question to the next. A node asks the others every
+    few seconds, for each bucket: to connect would be more work for both than to answer.
+
+    Args:
+        nursery: Where the connections' tasks run.
+        identity: What this node calls itself to the others.
+        dial: How to reach an address.
+    """
+
+    def __init__(self, nursery: trio.Nursery, identity: str, dial: Dial) -> None:
+        self._nursery = nursery
+        self._identity = identity
+        self._dial = dial
+        self._connections: dict[Address, _OpenConnection] = {}
+
+    async def status(self, address: Address) -> NodeStatus:
+        """What the node at `address` says of itself and of the bucket that the address names. When
+        this is cancelled it closes the connection: a node that does not answer in time may be gone.
+
+        Raises:
+            BrokenError: The node cannot be reached, or the connection was lost.
+            ServerError: There is no such bucket.
+            RemoteProtocolError: The answer is not a partition map.
+        """
+        node_address = attrs.evolve(address, bucket="")
+        connection = self._connections.get(node_address)
+        if connection is not None:
+            try:
+                return await self._ask(connection, address.bucket)
+            except BrokenError:
+                pass  # the node may have been stopped and started since it was asked last
+        connection = await self._nursery.start(self._hold, node_address)
+        return await self._ask(connection, address.bucket)
+
+    async def _ask(self, connection: _OpenConnection, bucket: str) -> NodeStatus:
+        try:
+            return await connection.node.status(bucket)
+        except trio.Cancelled:
+            connection.close()
+            raise
+
+    def close_others(self, addresses: Iterable[Address]) -> None:
+        """Closes the connections to all nodes but these."""
+        kept = {attrs.evolve(address, bucket="") for address in addresses}
+        for address in self._connections.keys() - kept:
+            self._connections[address].close()
+
+    async def _hold(self, address: Address, task_status: trio.TaskStatus[_OpenConnection]) -> None:
+        with trio.CancelScope() as scope:
+            async with open_node(
+                address, identity=self._identity, timeout_s=ASK_TIMEOUT_S, dial=self._dial
+            ) as node:
+                connection = self._connections[address] = _OpenConnection(node, scope.cancel)
+                task_status.started(connection)
+                try:
+                    await node.wait_ended()
+                finally:
+                    # It may have been replaced by then.
+                    if self._connections.get(address) is connection:
+                        del self._connections[address]
+
+
+def _address(host_port: str, bucket: str) -> Address:
+    return Address.parse(f"upr://{host_port}/{bucket}")

@@ -1,0 +1,180 @@
+"""What a partition map makes of this node, partition by partition. Pure: decides, changes nothing.
+
+A copy is *suspect* while this node may lack mutations that it gave to others, though the map has it
+active: the node was killed, or its disk was lost. `suspects` holds such partitions, each with the
+revision of the map that the node had when the doubt began. A suspect copy does not become active
+before another copy was, or a failover has compared all copies and chosen this one: a newer map that
+only restores the earlier assignment knows nothing of what was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
+from upr_server.engine import Partition
+
+Suspects = Mapping[PartitionId, int]
+"""By each suspect partition, the map's revision when the doubt began."""
+
+
+@attrs.frozen
+class Source:
+    """A node that this node replicates from.
+
+    Attributes:
+        address: Its `HOST:PORT`.
+        partitions: What is replicated from it, each with its state there.
+    """
+
+    address: str
+    partitions: Mapping[PartitionId, PartitionState]
+
+
+@attrs.frozen
+class Change:
+    """What a partition becomes.
+
+    Attributes:
+        partition: The partition, as it still is.
+        state: Its state afterwards.
+        failover_log: Its failover log afterwards.
+    """
+
+    partition: Partition
+    state: PartitionState
+    failover_log: FailoverLog
+
+    @property
+    def ends_streams(self) -> bool:
+        """Whether streams of the partition must end, and begin again."""
+        return (
+            self.failover_log != self.partition.failover_log
+            or self.state is not self.partition.state
+        )
+
+
+def state_in(assignment: Assignment, node: str, suspect_since: int | None) -> PartitionState:
+    """What `node` becomes for a partition: what the map says, but that a suspect copy does not
+    become active."""
+    state = assignment.state_of(node)
+    if (
+        state is PartitionState.ACTIVE
+        and suspect_since is not None
+        and is_still_suspect(assignment, node, suspect_since)
+    ):
+        return PartitionState.PENDING
+    return state
+
+
+def is_still_suspect(assignment: Assignment, node: str, suspect_since: int) -> bool:
+    """Whether a copy that became suspect at revision `suspect_since` is so under another map."""
+    # Once another node is active, this one follows it, and loses what only itself has.
+    return assignment.active in ("", node) and assignment.chosen <= suspect_since
+
+
+def took_writes(assignment: Assignment, node: str) -> bool:
+    """Whether `node` was the last to take writes, and others replicate them."""
+    return bool(assignment.replicas) and node in (
+        assignment.active,
+        assignment.handing_over,
+        assignment.lost,
+    )
+
+
+def suspects_in(new: PartitionMap, node: str) -> dict[PartitionId, int]:
+    """The partitions that are suspect when `node` gets `new` and has lost what it had."""
+    return {
+        PartitionId(partition): new.revision
+        for partition, assignment in enumerate(new.partitions)
+        if took_writes(assignment, node)
+    }
+
+
+def check_hand_over(
+    before: PartitionMap, after: PartitionMap, node: str, suspects: Suspects
+) -> None:
+    """Refuses a map by which `node` would hand over a suspect partition. To hand over means to have
+    all that was given to others.
+
+    Raises:
+        ServerError: `WRONG_STATE`.
+    """
+    for partition in suspects:
+        # A partition that was handed over before is on disk, whatever has happened since.
+        was_handed_over = before.partitions[partition].handing_over == node
+        if after.partitions[partition].handing_over == node and not was_handed_over:
+            raise ServerError(
+                Status.WRONG_STATE,
+                f"{node} was killed while it was active for partition {partition}, or has lost "
+                "its disk; its replicas may have more: use `upr failover`",
+            )
+
+
+def failover_log_in(
+    partition: Partition,
+    state: PartitionState,
+    assignment: Assignment,
+    *,
+    is_confirming: bool,
+    is_clean: bool,
+    new_history_id: Callable[[], HistoryId],
+) -> FailoverLog:
+    """The failover log with which `partition` enters `state`.
+
+    Args:
+        partition: The partition, as it still is.
+        state: What it becomes.
+        assignment: What the map says of it.
+        is_confirming: Whether the map only confirms what this node was before it was restarted.
+        is_clean: Whether it was stopped cleanly then.
+        new_history_id: Draws a fresh one.
+
+    Raises:
+        ServerError: `WRONG_STATE` when the map has the node continue a history that it has not to
+            the end.
+    """
+    failover_log = partition.failover_log
+    if state is not PartitionState.ACTIVE or partition.state is PartitionState.ACTIVE:
+        return failover_log
+    # A new active begins a new history, because others may have received of the old one what it
+    # does not have. It continues the old one only where it certainly has everything: it was the
+    # active itself and lost nothing, or the map names the exact end and this copy stands there.
+    if is_confirming:
+        has_everything = is_clean
+    elif assignment.keeps is not None:
+        _check_stands_at_the_end(partition, assignment.keeps)
+        has_everything = True
+    else:
+        has_everything = False
+    if has_everything and failover_log.entries:
+        return failover_log
+    return failover_log.branch(new_history_id(), partition.high_seq)
+
+
+def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
+    history_id = partition.failover_log.current
+    if (history_id, partition.high_seq) != (end.history_id, end.seq):
+        raise ServerError(
+            Status.WRONG_STATE,
+            f"partition {partition.id} is to continue history {end.history_id:x} at {end.seq}, but "
+            f"this copy is in history {history_id:x} at {partition.high_seq}",
+        )
+
+
+def sources_in(
+    partition_map: PartitionMap, node: str, partitions: Iterable[PartitionId]
+) -> dict[str, Source]:
+    """The nodes that `node` replicates from, by name. O(partitions)."""
+    by_node: dict[str, dict[PartitionId, PartitionState]] = {}
+    for partition in partitions:
+        assignment = partition_map.partitions[partition]
+        source = assignment.source_of(node)
+        if source:
+            by_node.setdefault(source, {})[partition] = assignment.state_of(source)
+    return {name: Source(partition_map.nodes[name], states) for name, states in by_node.items()}
