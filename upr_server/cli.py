@@ -23,10 +23,11 @@ from upr_server.runtime import (
     set_up_logging,
 )
 from upr_server.storage.directory import default_data_dir, lock_for_reading
-from upr_server.storage.errors import DataDirectoryError
+from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.check import Checked, Problem
 from upr_server.storage.offline.dump import DumpOptions
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
+from upr_server.storage.offline.restore import begin_new_histories
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
@@ -126,6 +127,13 @@ Exit codes:
   130  ended by Ctrl-C
 """
 
+_RESTORE_EXITS = """\b
+Exit codes:
+  0    the copy is ready to be served
+  1    the directory is in use, damaged or not writable
+  2    the command line is wrong
+"""
+
 _data_dir = click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
@@ -174,6 +182,35 @@ def dump_command(
         _say(str(problem))
     if inspected.problems:
         sys.exit(EXIT_FAILED)
+
+
+@main.command("restore", epilog=_RESTORE_EXITS)
+@_data_dir
+@click.option(
+    "--new-histories",
+    is_flag=True,
+    help="Required: begin new histories. Consumers that have more than the copy will roll back.",
+)
+def restore_command(data_dir: Path, new_histories: bool) -> None:
+    """Prepare a copy of a data directory to be served in place of its original.
+
+    Put the copy into the data directory first. Each bucket then begins new histories when the
+    server starts, so that the copy cannot give sequence numbers to other changes than those that
+    consumers already have. The server that uses the directory must be stopped.
+    """
+    if not new_histories:
+        raise click.UsageError(
+            "say --new-histories: the buckets begin new histories, and consumers that have more "
+            "than the copy roll back"
+        )
+    try:
+        buckets = begin_new_histories(data_dir)
+    except StorageError as error:
+        _say(str(error))
+        sys.exit(EXIT_FAILED)
+    for bucket in buckets:
+        click.echo(f"{bucket.name}: {bucket.partition_count} partitions begin new histories")
+    click.echo(f"{data_dir} is ready to be served")
 
 
 class _Inspected:

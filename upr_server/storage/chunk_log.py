@@ -269,6 +269,11 @@ class ChunkLog:
         with self.ordered_map.write() as transaction:
             transaction.put(CLEAN, seal(CLEAN, b""))
 
+    def remove_clean_mark(self) -> None:
+        """Has the next start begin new histories, as after a stop that was not clean."""
+        with self.ordered_map.write() as transaction:
+            transaction.delete(CLEAN)
+
     # Writing.
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:

@@ -98,10 +98,8 @@ def lock_for_reading(path: Path) -> Iterator[None]:
     Raises:
         DataDirectoryError: It is none, or a server uses it.
     """
+    _check_ours(path)
     try:
-        if not (path / "format").exists():
-            raise DataDirectoryError(f"{path} is no data directory: name one with --data-dir")
-        _check_format(path)
         try:
             descriptor = os.open(path / "lock", os.O_RDONLY)
         except FileNotFoundError:
@@ -113,9 +111,42 @@ def lock_for_reading(path: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise DataDirectoryError(f"{path} is used by a server: stop that one first") from error
+        raise _in_use(path) from error
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def lock_for_writing(path: Path) -> Iterator[None]:
+    """Keeps servers and readers from the directory while it is changed without a server.
+
+    Raises:
+        DataDirectoryError: It is not a data directory, it is in use, or it cannot be written.
+    """
+    _check_ours(path)
+    try:
+        descriptor = lock(path)
+    except OSError as error:
+        raise DataDirectoryError(f"{path} cannot be written: {error.strerror}") from error
+    if descriptor is None:
+        raise _in_use(path)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_ours(path: Path) -> None:
+    try:
+        if not (path / "format").exists():
+            raise DataDirectoryError(f"{path} is no data directory: name one with --data-dir")
+        _check_format(path)
+    except OSError as error:
+        raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _in_use(path: Path) -> DataDirectoryError:
+    return DataDirectoryError(f"{path} is used by a server: stop that one first")
 
 
 def lock(path: Path) -> int | None:
