@@ -41,7 +41,7 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.core.key_lookup import counter_delta
-from upr_protocol.client.core.results import NotDurableError, outcomes
+from upr_protocol.client.core.results import NotDurableError, results_of
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import LocalProtocolError, UprError
 from upr_protocol.failover import FailoverLog
@@ -166,7 +166,7 @@ class RecordedPublisher:
                 reply = await sink.publish_and_wait(lane.partition, chunk)
             except NotDurableError:
                 continue
-            found = outcomes(lane.partition, chunk, reply)
+            found = results_of(lane.partition, chunk, reply)
             for row, number, what in zip(rows, numbers, found, strict=True):
                 if isinstance(what, WriteResult):
                     self.acknowledged += 1

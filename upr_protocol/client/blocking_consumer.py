@@ -13,11 +13,11 @@ from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, So
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking_feeds import BlockingFeeds
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
-from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.course import Course
 from upr_protocol.client.events import Event, RolledBack
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore
 from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError

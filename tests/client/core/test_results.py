@@ -12,9 +12,9 @@ from upr_protocol.client.core.results import (
     Failure,
     WriteResult,
     failures,
-    only_outcome,
-    outcomes,
     refused,
+    results_of,
+    single_result,
     status_of,
 )
 from upr_protocol.errors import ServerError, Status
@@ -40,7 +40,7 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
     chunk = Chunk.build(rows)
     reply = partition.mutate(chunk, bytes(16), 0)
     assert isinstance(reply, MutateReply)
-    found = outcomes(_P, chunk, reply)
+    found = results_of(_P, chunk, reply)
     assert len(found) == len(rows)
     assert [one for one in found if isinstance(one, Failure)] == failures(_P, chunk, reply)
     history = iter(partition.history)
@@ -60,10 +60,10 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
 def test_one_operation() -> None:
     chunk = Chunk.build([Mutation(Operation.ADD, b"k", b"v")])
     reply = MutateReply(HistoryId(9), SeqNo(5), SeqNo(5), Cas(77))
-    assert only_outcome(_P, chunk, reply) == WriteResult(_P, HistoryId(9), SeqNo(5), Cas(77))
+    assert single_result(_P, chunk, reply) == WriteResult(_P, HistoryId(9), SeqNo(5), Cas(77))
     reply = MutateReply(HistoryId(9), SeqNo(0), SeqNo(0), Cas(0), ((0, Status.EXISTS),))
     with pytest.raises(ServerError, match="add of b'k': exists: use set or replace") as caught:
-        only_outcome(_P, chunk, reply)
+        single_result(_P, chunk, reply)
     assert caught.value.status is Status.EXISTS
 
 

@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation
@@ -36,13 +36,13 @@ from upr_protocol.client.core.key_lookup import (
     Text,
     to_bytes,
 )
-from upr_protocol.client.core.key_operations import KeyOperations
+from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
-from upr_protocol.client.core.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.core.results import Failure, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.wishes import End
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
@@ -189,25 +189,10 @@ class BlockingClient(KeyOperations[WriteResult]):
         operation: Operation,
         key: Text,
         value: Text = b"",
-        *,
-        cas: int = 0,
-        flags: int = 0,
-        expiry: int = 0,
-        durability: Durability | None,
-        copies: int | None,
+        **options: Unpack[ChangeOptions],
     ) -> WriteResult:
-        call = calls.change(
-            self.partition_count,
-            operation,
-            key,
-            value,
-            cas=cas,
-            flags=flags,
-            expiry=expiry,
-            durability=self._durability if durability is None else durability,
-            copies=self._copies if copies is None else copies,
-        )
-        return self.ask(call)
+        options = {"durability": self._durability, "copies": self._copies, **options}
+        return self.ask(calls.change(self.partition_count, operation, key, value, **options))
 
     # Buckets and partitions.
 

@@ -15,8 +15,8 @@ import attrs
 from upr_protocol.address import Address
 from upr_protocol.chunk import Buffer
 from upr_protocol.client.core.handshake import Handshake
-from upr_protocol.client.core.options import ConnectionOptions
 from upr_protocol.client.core.results import status_of
+from upr_protocol.client.options import ConnectionOptions
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,

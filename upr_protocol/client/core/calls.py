@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -10,9 +11,8 @@ import msgspec
 
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
-from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.key_lookup import KeyRequest, Text, one_operation
-from upr_protocol.client.core.results import NotDurableError, WriteResult, only_outcome, status_of
+from upr_protocol.client.core.results import NotDurableError, WriteResult, single_result, status_of
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -26,7 +26,6 @@ from upr_protocol.ids import (
 )
 from upr_protocol.wire import (
     Await,
-    AwaitReply,
     CreateBucket,
     DeleteBucket,
     EventsReply,
@@ -50,6 +49,7 @@ from upr_protocol.wire import (
 )
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Message)
 
 
 @attrs.frozen
@@ -116,13 +116,13 @@ class BucketInfo(msgspec.Struct, frozen=True):
 
 
 class PartitionInfo(msgspec.Struct, frozen=True):
-    """One partition, as the server told it when the bucket was opened.
+    """One partition, as the server described it when the bucket was opened.
 
     Attributes:
-        partition: Its number.
-        owned: Whether the server has it; what follows means nothing otherwise.
+        partition: The partition.
+        owned: Whether the server holds it; otherwise the attributes below mean nothing.
         state: Its state there.
-        high_seq: Its highest number then.
+        high_seq: Its highest sequence number then.
         persisted_seq: The last snapshot end on disk then.
         purge_seq: Deletions at or below it may be gone.
         log: Its failover log.
@@ -138,12 +138,12 @@ class PartitionInfo(msgspec.Struct, frozen=True):
 
 
 class PartitionNumbers(msgspec.Struct, frozen=True):
-    """How far one partition is.
+    """The sequence numbers of one partition.
 
     Attributes:
-        partition: Its number.
+        partition: The partition.
         history_id: The history in which the numbers hold.
-        high_seq: The highest number given.
+        high_seq: The highest one in use.
         persisted_seq: The last snapshot end on disk.
         replicated_seq: The last snapshot end that replicas have.
     """
@@ -156,7 +156,7 @@ class PartitionNumbers(msgspec.Struct, frozen=True):
 
 
 def partition_infos(logs: Iterable[PartitionLog]) -> list[PartitionInfo]:
-    """What `Open`'s answer says, by partition."""
+    """The partitions in the answer to `Open`, in order."""
     return [
         PartitionInfo(
             log.partition,
@@ -172,18 +172,22 @@ def partition_infos(logs: Iterable[PartitionLog]) -> list[PartitionInfo]:
 
 
 def _nothing(_: Message) -> None:
-    """The answer says only that it was done."""
+    """The answer says only that the request was carried out."""
+
+
+def _as_it_is(reply: R) -> R:
+    return reply
 
 
 def create_bucket(name: str, partition_count: int, quota_bytes: int) -> Call[None]:
-    """Makes a bucket; zeros leave the choice to the server."""
+    """Creates a bucket; zeros leave the choice to the server."""
     return Call(
         lambda opaque: CreateBucket(name, partition_count, quota_bytes, opaque=opaque), _nothing
     )
 
 
 def delete_bucket(name: str) -> Call[None]:
-    """Deletes a bucket and all that is in it."""
+    """Deletes a bucket with its contents."""
     return Call(lambda opaque: DeleteBucket(name, opaque=opaque), _nothing)
 
 
@@ -216,28 +220,25 @@ def next_events(
     kinds: EventKind,
     pattern: str,
 ) -> Call[EventsReply]:
-    """What became of buckets since a consumer asked last."""
-
-    def request(opaque: int) -> NextEvents:
-        return NextEvents(
-            consumer, acknowledged, timeout_s, int(wait_s * 1000), kinds, pattern, opaque=opaque
-        )
-
-    def result(reply: EventsReply) -> EventsReply:
-        return reply
-
-    return Call(request, result)
+    """Asks for the events of buckets since a consumer asked last."""
+    wait_ms = int(wait_s * 1000)
+    return Call(
+        lambda opaque: NextEvents(
+            consumer, acknowledged, timeout_s, wait_ms, kinds, pattern, opaque=opaque
+        ),
+        _as_it_is,
+    )
 
 
 class LeasedRange(msgspec.Struct, frozen=True):
-    """A range that a lease holds.
+    """A range that a lease protects.
 
     Attributes:
         partition: The partition.
         history_id: The history that the partition is in now.
         start: Where it begins, exclusive.
         end: Where it ends.
-        nbytes: What it takes on the server's disk, about.
+        nbytes: Its size on the server's disk, roughly.
     """
 
     partition: PartitionId
@@ -251,9 +252,9 @@ class HeldLease(msgspec.Struct, frozen=True):
     """A lease that the server has granted.
 
     Attributes:
-        lease_id: Its number, to renew and release it with.
+        lease_id: Its ID, to renew and release it with.
         time_to_live_s: How long it holds without renewal.
-        ranges: What it holds.
+        ranges: The ranges that it protects.
     """
 
     lease_id: int
@@ -270,7 +271,7 @@ def lease(
     ranges: Iterable[tuple[int, int, int]] = (),
 ) -> Call[HeldLease]:
     """A lease acquired, renewed or released."""
-    held = tuple(ranges)
+    to_lease = tuple(ranges)
 
     def result(reply: LeaseReply) -> HeldLease:
         return HeldLease(
@@ -285,7 +286,8 @@ def lease(
         )
 
     return Call(
-        lambda opaque: Lease(action, lease_id, time_to_live_s, owner, held, opaque=opaque), result
+        lambda opaque: Lease(action, lease_id, time_to_live_s, owner, to_lease, opaque=opaque),
+        result,
     )
 
 
@@ -299,7 +301,7 @@ def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:
 
 
 def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
-    """How far partitions are; all of them when none are named."""
+    """The sequence numbers of partitions; of all when none are named."""
 
     def result(reply: SeqnosReply) -> list[PartitionNumbers]:
         return [
@@ -324,7 +326,7 @@ def await_durable(
     copies: int,
     timeout_s: float,
 ) -> Call[SeqNo]:
-    """Waits until a number is as durable as asked for."""
+    """Waits until a sequence number is as durable as requested; gives the number reached then."""
 
     def request(opaque: int) -> Await:
         return Await(
@@ -337,54 +339,23 @@ def await_durable(
             opaque=opaque,
         )
 
-    def result(reply: AwaitReply) -> SeqNo:
-        return reply.seq
-
-    return Call(request, result, PartitionId(partition))
+    return Call(request, attrgetter("seq"), PartitionId(partition))
 
 
 def get(request: KeyRequest) -> Call[GetReply]:
     """Reads the keys of `request` that have no answer yet."""
-
-    def result(reply: GetReply) -> GetReply:
-        return reply
-
-    return Call(request.message, result, request.partition)
+    return Call(request.message, _as_it_is, request.partition)
 
 
 def get_from(
     partition: PartitionId, keys: tuple[bytes, ...], history_id: HistoryId
 ) -> Call[GetReply]:
     """Reads keys of one partition, in one history."""
-
-    def result(reply: GetReply) -> GetReply:
-        return reply
-
     return Call(
-        lambda opaque: Get(keys, history_id, partition=partition, opaque=opaque), result, partition
+        lambda opaque: Get(keys, history_id, partition=partition, opaque=opaque),
+        _as_it_is,
+        partition,
     )
-
-
-def mutate(
-    partition: PartitionId,
-    chunk: Chunk,
-    *,
-    writer: bytes = bytes(16),
-    counter: int = 0,
-    durability: Durability = Durability.MEMORY,
-    copies: int = 0,
-) -> Call[MutateReply]:
-    """Sends a batch."""
-
-    def request(opaque: int) -> Mutate:
-        return Mutate(
-            chunk, writer, counter, durability, copies, partition=partition, opaque=opaque
-        )
-
-    def result(reply: MutateReply) -> MutateReply:
-        return reply
-
-    return Call(request, result, partition)
 
 
 def change(
@@ -399,15 +370,17 @@ def change(
     durability: Durability = Durability.MEMORY,
     copies: int = 0,
 ) -> Call[WriteResult]:
-    """Does one operation."""
+    """Changes one key."""
     chunk = one_operation(operation, key, value, cas=cas, flags=flags, expiry=expiry)
     partition = partition_of(chunk.key(0), partition_count)
-    call = mutate(partition, chunk, durability=durability, copies=copies)
+
+    def request(opaque: int) -> Mutate:
+        return Mutate(chunk, bytes(16), 0, durability, copies, partition=partition, opaque=opaque)
 
     def result(reply: MutateReply) -> WriteResult:
-        written = only_outcome(partition, chunk, reply)
+        written = single_result(partition, chunk, reply)
         if reply.status == Status.NOT_DURABLE_YET:
             raise NotDurableError(written)
         return written
 
-    return Call(call.request, result, partition)
+    return Call(request, result, partition)

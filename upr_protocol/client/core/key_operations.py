@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar, Unpack
 
 from upr_protocol.client.core.key_lookup import Text, counter_delta
 from upr_protocol.ids import Durability, Operation
@@ -11,19 +11,50 @@ from upr_protocol.ids import Durability, Operation
 R_co = TypeVar("R_co", covariant=True)
 
 
+class DurabilityOptions(TypedDict, total=False):
+    """What must hold before the server answers a change.
+
+    Attributes:
+        durability: The level; by default the client's.
+        copies: How many replicas beside the active, for the replicated levels; by default the
+            client's.
+    """
+
+    durability: Durability
+    copies: int
+
+
+class CasOptions(DurabilityOptions, total=False):
+    """Options of a change to an existing item.
+
+    Attributes:
+        cas: The version that the item must have; 0 for any.
+    """
+
+    cas: int
+
+
+class ItemOptions(DurabilityOptions, total=False):
+    """Options of a change that stores an item.
+
+    Attributes:
+        flags: The application's own 32 bits.
+        expiry: When the item expires, in seconds since 1970; 0 for never.
+    """
+
+    flags: int
+    expiry: int
+
+
+class ChangeOptions(CasOptions, ItemOptions, total=False):
+    """All options of a change."""
+
+
 class KeyOperations(ABC, Generic[R_co]):
     """The changes of one key, each a request of its own.
 
-    Each method gives the `WriteResult` of its change; with a `Client`, a coroutine that does. These
-    arguments mean the same everywhere:
-
-    - `key`: 1 to 250 bytes; text stands for its UTF-8.
-    - `value`: At most 20 MiB.
-    - `cas`: The version that the item must have; 0 for any.
-    - `flags`: The application's own 32 bits.
-    - `expiry`: When the item expires, in seconds since 1970; 0 for never.
-    - `durability`: What must hold before the server answers; by default the client's setting.
-    - `copies`: How many replicas beside the active, for the replicated levels.
+    Each method gives the `WriteResult` of its change; with a `Client`, a coroutine that does. A key
+    has 1 to 250 bytes, a value at most 20 MiB; text stands for its UTF-8.
 
     Each method raises a `ServerError` when the server refuses, for instance with `CAS_MISMATCH`,
     `TOO_LARGE` or `BAD_KEY`, or when it grants no credit in time.
@@ -35,92 +66,25 @@ class KeyOperations(ABC, Generic[R_co]):
         operation: Operation,
         key: Text,
         value: Text = b"",
-        *,
-        cas: int = 0,
-        flags: int = 0,
-        expiry: int = 0,
-        durability: Durability | None,
-        copies: int | None,
+        **options: Unpack[ChangeOptions],
     ) -> R_co:
         """Makes one change."""
 
-    def set(
-        self,
-        key: Text,
-        value: Text,
-        *,
-        cas: int = 0,
-        flags: int = 0,
-        expiry: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def set(self, key: Text, value: Text, **options: Unpack[ChangeOptions]) -> R_co:
         """Stores `value`, whether or not the key exists."""
-        return self._change(
-            Operation.SET,
-            key,
-            value,
-            cas=cas,
-            flags=flags,
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        )
+        return self._change(Operation.SET, key, value, **options)
 
-    def add(
-        self,
-        key: Text,
-        value: Text,
-        *,
-        flags: int = 0,
-        expiry: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def add(self, key: Text, value: Text, **options: Unpack[ItemOptions]) -> R_co:
         """Stores `value` if the key does not exist; `ServerError` with `EXISTS` if it does."""
-        return self._change(
-            Operation.ADD,
-            key,
-            value,
-            flags=flags,
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        )
+        return self._change(Operation.ADD, key, value, **options)
 
-    def replace(
-        self,
-        key: Text,
-        value: Text,
-        *,
-        cas: int = 0,
-        flags: int = 0,
-        expiry: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def replace(self, key: Text, value: Text, **options: Unpack[ChangeOptions]) -> R_co:
         """Stores `value` if the key exists; `ServerError` with `NOT_FOUND` if it does not."""
-        return self._change(
-            Operation.REPLACE,
-            key,
-            value,
-            cas=cas,
-            flags=flags,
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        )
+        return self._change(Operation.REPLACE, key, value, **options)
 
-    def delete(
-        self,
-        key: Text,
-        *,
-        cas: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def delete(self, key: Text, **options: Unpack[CasOptions]) -> R_co:
         """Removes the key; `ServerError` with `NOT_FOUND` if it does not exist."""
-        return self._change(Operation.DELETE, key, cas=cas, durability=durability, copies=copies)
+        return self._change(Operation.DELETE, key, **options)
 
     def increment(
         self,
@@ -130,22 +94,15 @@ class KeyOperations(ABC, Generic[R_co]):
         initial: int | None = None,
         create: bool = True,
         expiry: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
+        **options: Unpack[DurabilityOptions],
     ) -> R_co:
         """Adds `delta` to a decimal counter, which wraps at 2**64; `count` is its new value.
 
         A missing counter is taken for 0, or set to `initial` as it is; without `create` it is a
         `ServerError` with `NOT_FOUND`.
         """
-        return self._change(
-            Operation.INCREMENT,
-            key,
-            counter_delta(Operation.INCREMENT, delta, initial, create),
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        )
+        value = counter_delta(Operation.INCREMENT, delta, initial, create)
+        return self._change(Operation.INCREMENT, key, value, expiry=expiry, **options)
 
     def decrement(
         self,
@@ -155,57 +112,20 @@ class KeyOperations(ABC, Generic[R_co]):
         initial: int | None = None,
         create: bool = True,
         expiry: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
+        **options: Unpack[DurabilityOptions],
     ) -> R_co:
         """Subtracts `delta` from a decimal counter, which stops at 0; else like `increment`."""
-        return self._change(
-            Operation.DECREMENT,
-            key,
-            counter_delta(Operation.DECREMENT, delta, initial, create),
-            expiry=expiry,
-            durability=durability,
-            copies=copies,
-        )
+        value = counter_delta(Operation.DECREMENT, delta, initial, create)
+        return self._change(Operation.DECREMENT, key, value, expiry=expiry, **options)
 
-    def append(
-        self,
-        key: Text,
-        value: Text,
-        *,
-        cas: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def append(self, key: Text, value: Text, **options: Unpack[CasOptions]) -> R_co:
         """Adds bytes behind the stored value; `ServerError` with `NOT_FOUND` without one."""
-        return self._change(
-            Operation.APPEND, key, value, cas=cas, durability=durability, copies=copies
-        )
+        return self._change(Operation.APPEND, key, value, **options)
 
-    def prepend(
-        self,
-        key: Text,
-        value: Text,
-        *,
-        cas: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def prepend(self, key: Text, value: Text, **options: Unpack[CasOptions]) -> R_co:
         """Adds bytes in front of the stored value; `ServerError` with `NOT_FOUND` without one."""
-        return self._change(
-            Operation.PREPEND, key, value, cas=cas, durability=durability, copies=copies
-        )
+        return self._change(Operation.PREPEND, key, value, **options)
 
-    def touch(
-        self,
-        key: Text,
-        expiry: int,
-        *,
-        cas: int = 0,
-        durability: Durability | None = None,
-        copies: int | None = None,
-    ) -> R_co:
+    def touch(self, key: Text, expiry: int, **options: Unpack[CasOptions]) -> R_co:
         """Gives the item a new expiry time, in seconds since 1970; 0 for never."""
-        return self._change(
-            Operation.TOUCH, key, cas=cas, expiry=expiry, durability=durability, copies=copies
-        )
+        return self._change(Operation.TOUCH, key, expiry=expiry, **options)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client.core.accumulator import Batch
 from upr_protocol.client.core.batcher import Batcher, BatchLimits
-from upr_protocol.client.core.results import Failure, WriteResult, outcomes
+from upr_protocol.client.core.results import Failure, WriteResult, results_of
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
 
@@ -62,7 +62,7 @@ class OperationBatches:
         if batch.reply is None:
             results = batch.failures()
         else:
-            results = outcomes(batch.partition, batch.chunk, batch.reply)
+            results = results_of(batch.partition, batch.chunk, batch.reply)
         self._results.update(zip(self._rows_of.pop(id(batch.chunk)), results, strict=True))
 
     def results(self) -> list[WriteResult | Failure]:

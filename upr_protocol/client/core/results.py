@@ -1,4 +1,4 @@
-"""What became of each operation of a batch."""
+"""The results of the operations in a batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WriteResult(msgspec.Struct, frozen=True):
 
     Attributes:
         partition: The key's partition.
-        history_id: The history in which the number holds.
-        seq: The number that the change has there.
-        cas: The item's version since.
+        history_id: The history that the sequence number belongs to.
+        seq: The sequence number of the change there.
+        cas: The item's version since then.
         count: The counter's new value, when the operation was an increment or a decrement.
     """
 
@@ -36,8 +36,8 @@ class Failure(msgspec.Struct, frozen=True):
     Attributes:
         partition: The key's partition.
         key: Its key.
-        operation: What was to be done.
-        status: Why it was not.
+        operation: The operation.
+        status: Why the server did not carry it out.
     """
 
     partition: PartitionId
@@ -55,14 +55,14 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class NotDurableError(ServerError):
-    """The change was made, and was not as durable as was asked when the server's time for that was
-    over: it stays, unless a failover comes before it is.
+    """The change was made, but did not reach the requested durability in the server's time for it.
+    It stays, unless there is a failover before it does.
 
-    To find out, wait for `written` with `await_durable`. A publisher sends the batch again under
-    its token, which has no second effect, for as long as its patience lasts.
+    To find out, wait for `written` with `await_durable`. A publisher sends the batch again with its
+    token, which has no second effect, until its retry timeout.
 
     Attributes:
-        written: The change; None when the server did not tell its number.
+        written: The change; None when the server did not tell its sequence number.
     """
 
     def __init__(self, written: WriteResult | None = None) -> None:
@@ -71,7 +71,7 @@ class NotDurableError(ServerError):
 
 
 def status_of(code: int) -> Status:
-    """The status that `code` stands for; what this side does not know is `INTERNAL`."""
+    """The status with this code; `INTERNAL` for a code that this version does not know."""
     return _STATUSES.get(code, Status.INTERNAL)
 
 
@@ -89,45 +89,45 @@ def failures(partition: PartitionId, chunk: Chunk, reply: MutateReply) -> list[F
 
 
 def refused(partition: PartitionId, chunk: Chunk, status: Status) -> list[Failure]:
-    """Every operation of `chunk`, which was refused whole. O(count)."""
+    """Every operation of `chunk`, which the server refused as a whole. O(count)."""
     return [
         Failure(partition, key, Operation(operation), status)
         for key, operation in zip(chunk.keys(), chunk.operations, strict=True)
     ]
 
 
-def outcomes(
+def results_of(
     partition: PartitionId, chunk: Chunk, reply: MutateReply
 ) -> list[WriteResult | Failure]:
-    """What became of each operation of `chunk`, in order. O(count).
+    """The result of each operation of `chunk`, in order. O(count).
 
-    Those that succeeded have consecutive numbers and CAS values, in their order in the batch.
+    Those that succeeded have consecutive sequence numbers and CAS values, in their order in the
+    batch.
     """
     failed = dict(reply.failures)
     counts = dict(reply.counters)
     operations = chunk.operations
     seq, cas = reply.first_seq, reply.first_cas
-    found: list[WriteResult | Failure] = []
+    results: list[WriteResult | Failure] = []
     for index in range(chunk.count):
         status = failed.get(index)
         if status is not None:
-            key = chunk.key(index)
-            found.append(Failure(partition, key, Operation(operations[index]), status_of(status)))
+            operation = Operation(operations[index])
+            results.append(Failure(partition, chunk.key(index), operation, status_of(status)))
             continue
-        found.append(
-            WriteResult(partition, reply.history_id, SeqNo(seq), Cas(cas), counts.get(index))
-        )
+        count = counts.get(index)
+        results.append(WriteResult(partition, reply.history_id, SeqNo(seq), Cas(cas), count))
         seq, cas = SeqNo(seq + 1), Cas(cas + 1)
-    return found
+    return results
 
 
-def only_outcome(partition: PartitionId, chunk: Chunk, reply: MutateReply) -> WriteResult:
-    """What became of the one operation of `chunk`.
+def single_result(partition: PartitionId, chunk: Chunk, reply: MutateReply) -> WriteResult:
+    """The result of the only operation of `chunk`.
 
     Raises:
         ServerError: It failed; the status says why.
     """
-    (outcome,) = outcomes(partition, chunk, reply)
-    if isinstance(outcome, Failure):
-        raise outcome.error()
-    return outcome
+    (result,) = results_of(partition, chunk, reply)
+    if isinstance(result, Failure):
+        raise result.error()
+    return result

@@ -15,7 +15,6 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
-from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.events import (
     ChunkReceived,
@@ -24,6 +23,7 @@ from upr_protocol.client.events import (
     Undone,
 )
 from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.trio.consumer import Consumer

@@ -11,9 +11,9 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import PartitionInfo
-from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.plan import PartitionCopy
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.client import Client, connect
 from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError

@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 import attrs
 import trio
@@ -22,9 +22,9 @@ from upr_protocol.client.core.key_lookup import (
     items_of,
     to_bytes,
 )
-from upr_protocol.client.core.key_operations import KeyOperations
-from upr_protocol.client.core.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
+from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
@@ -131,24 +131,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         operation: Operation,
         key: Text,
         value: Text = b"",
-        *,
-        cas: int = 0,
-        flags: int = 0,
-        expiry: int = 0,
-        durability: Durability | None,
-        copies: int | None,
+        **options: Unpack[ChangeOptions],
     ) -> WriteResult:
-        call = calls.change(
-            self.partition_count,
-            operation,
-            key,
-            value,
-            cas=cas,
-            flags=flags,
-            expiry=expiry,
-            durability=Durability.MEMORY if durability is None else durability,
-            copies=copies or 0,
-        )
+        call = calls.change(self.partition_count, operation, key, value, **options)
         return await self._dispatcher.ask(call)
 
     # Buckets.

@@ -14,8 +14,8 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.options import IDENTITY_DEFAULT
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, background

@@ -12,7 +12,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, PartitionInfo, partition_infos
 from upr_protocol.client.core.metadata import partition_map_of
-from upr_protocol.client.core.options import IDENTITY_DEFAULT
+from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import BrokenError, ServerError, Status

@@ -23,10 +23,10 @@ from upr_protocol.client.core.accumulator import (
 from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.core.calls import over_quota
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
-from upr_protocol.client.core.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.core.results import Failure
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.trio.client import Client
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool
