@@ -1,4 +1,4 @@
-"""How to connect, whichever way."""
+"""How to connect, over Trio or over plain sockets."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ConnectionOptions:
 
     Attributes:
         identity: `what:who`, for the server's logs and statistics.
-        window_bytes: How many bytes of a stream may be on their way unacknowledged.
-        idle_interval_s: The silence after which a side says that it is there still.
-        connect_timeout_s: How long the connection and its first answers may take.
+        window_bytes: How many unacknowledged bytes a server may send on streams.
+        idle_interval_s: After so much silence, each side tells the other that it is alive.
+        connect_timeout_s: How long the connection and its handshake may take.
     """
 
     identity: str = IDENTITY_DEFAULT
@@ -37,7 +37,7 @@ class ConnectionOptions:
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
 
     def session(self, now: float) -> ClientSession:
-        """A session that has its first words ready."""
+        """A new session, with its `Hello` queued."""
         return ClientSession(
             self.identity,
             window_bytes=self.window_bytes,

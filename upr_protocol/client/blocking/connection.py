@@ -5,10 +5,9 @@ from __future__ import annotations
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
 
 import attrs
 
@@ -36,13 +35,12 @@ from upr_protocol.transport import (
 )
 from upr_protocol.wire import Close, Error, Message
 
-T = TypeVar("T")
-
 BLOCKING_IDLE_INTERVAL_S: Final = 300
 """A program that blocks says nothing while it is busy with something else: the server takes it for
 dead only after twice this."""
 
-_GOODBYE_S: Final = 2.0
+_CLOSE_TIMEOUT_S: Final = 2.0
+"""How long a peer that does not read may delay closing."""
 
 
 @attrs.frozen
@@ -50,7 +48,7 @@ class SocketOptions(ConnectionOptions):
     """How to connect with plain sockets.
 
     Attributes:
-        dial: How to reach an address, where that is not plain TCP.
+        dial: Connects to an address, where plain TCP will not do.
         clock: Tells the time in seconds.
     """
 
@@ -61,25 +59,25 @@ class SocketOptions(ConnectionOptions):
 class BlockingConnection:
     """A connection on which the handshake is done.
 
-    Nothing happens by itself: `step` writes what was said, reads what came and keeps the connection
-    alive. While nobody calls it, nobody listens.
+    No task runs in the background: `step` writes what is queued, reads what has arrived and keeps
+    the connection alive. While nobody calls it, nobody reads.
 
     Args:
-        address: Where to.
-        options: How.
-        partitions: Those whose histories are of interest; none for all.
+        address: Where to connect to.
+        options: How to connect.
+        partitions: The partitions whose histories the caller needs; empty for all.
 
     Attributes:
         session: The session.
-        handshake: What was learnt in the beginning.
+        handshake: What the server told in the beginning.
         failure: Why the connection is over; None while it is not.
-        socket: The connection.
+        socket: The connection's socket.
         clock: Tells the time in seconds.
 
     Raises:
-        BrokenError: There is no connection to be had, or it broke before the handshake was done.
+        BrokenError: It could not connect, or the connection broke during the handshake.
         ServerError: The server refused the bucket.
-        RemoteProtocolError: What answered does not speak the protocol.
+        RemoteProtocolError: The peer does not speak the protocol.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class BlockingConnection:
         self._writing: Sequence[Buffer] = ()
         self._written_at = self.clock()
         self._silent_s = 0.0
-        """How long it was listened in vain since something came."""
+        """How long it was read in vain since the last bytes arrived."""
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
         self.session = options.session(self.clock())
@@ -110,84 +108,93 @@ class BlockingConnection:
             self.socket.close()
             raise
 
+    # Messages.
+
     def receive(self, deadline: float) -> Message | None:
-        """The next message; None when there was none by the deadline, or just now when that is
-        past.
+        """The next message; None when none has arrived by the deadline. With a deadline in the past
+        it reads once.
 
         Raises:
             BrokenError, ServerError, RemoteProtocolError: The connection is over.
         """
         while not self._inbox:
-            if self.failure is not None:
-                raise self.failure
-            late = self.clock() >= deadline
+            is_last = self.clock() >= deadline
             self.step(deadline)
-            if late and not self._inbox:
+            if is_last and not self._inbox:
                 return None
         return self._inbox.popleft()
 
     def take(self) -> Message | None:
-        """A message that came already; None when there is none."""
+        """The next message that was read already; None when there is none."""
         return self._inbox.popleft() if self._inbox else None
 
     @property
     def has_messages(self) -> bool:
-        """Whether there is something to `take`."""
+        """Whether `take` would give a message."""
         return bool(self._inbox)
 
     def put_back(self, messages: Sequence[Message]) -> None:
-        """These were received and are for somebody else."""
+        """Gives back messages that are for another caller."""
         self._inbox.extendleft(reversed(messages))
 
     def step(self, deadline: float) -> None:
-        """Writes what may be written and reads what there is; waits for either until the deadline,
-        which may be past.
+        """Writes and reads what is possible now. Waits for either until the deadline, which may be
+        in the past.
 
         Raises:
             BrokenError, ServerError, RemoteProtocolError: The connection is over.
         """
-        if self.failure is not None:
-            raise self.failure
-        step_any([self], deadline)
+        if self.failure is None:
+            step_any([self], deadline)
         if self.failure is not None:
             raise self.failure
 
-    # What `step_any` does with each connection; what fails is kept in `failure`.
+    # For `step_any`. An error ends the connection, and is kept in `failure`.
 
-    def resume_listening(self) -> None:
-        """Somebody is here again. While nobody was, nobody listened: only silence that was listened
-        to counts."""
+    def resume_reading(self) -> None:
+        """A caller is back. While there was none, nobody read: only silence that was read counts
+        for the idle timeout."""
         self.session.keep_alive.received(self.clock() - self._silent_s)
 
     def prepare(self, now: float) -> tuple[int, float]:
-        """Writes what goes; what to wait for, and until when at most."""
-        if not self.session.tick(now):
-            self._fail(BrokenError("idle timeout: the server was silent for too long"))
-        self._write()
-        wanted, until = select.POLLIN, max(self.session.keep_alive.next_check(), now + 0.001)
-        if self._writing:
-            wanted |= select.POLLOUT
-            until = min(until, self._written_at + SEND_TIMEOUT_S)
-        return wanted, until
+        """Writes what is queued.
 
-    def settle(self, happened: int, waited_s: float) -> bool:
-        """Sees to what was waited for; whether something came."""
-        if happened & ~select.POLLOUT:
-            self._silent_s = 0.0
+        Returns:
+            The events to poll for, and until when at most.
+        """
+        events, until = 0, now
+        with self._keep_failure():
+            if not self.session.tick(now):
+                self._fail(BrokenError("idle timeout: the server was silent for too long"))
+            self._write()
+            events, until = select.POLLIN, max(self.session.keep_alive.next_check(), now + 0.001)
+            if self._writing:
+                events |= select.POLLOUT
+                until = min(until, self._written_at + SEND_TIMEOUT_S)
+        return events, until
+
+    def handle(self, events: int, waited_s: float) -> bool:
+        """Reads if the socket is readable; whether anything was read."""
+        if not events & ~select.POLLOUT:
+            self._silent_s += waited_s
+            is_late = self._writing and self.clock() >= self._written_at + SEND_TIMEOUT_S
+            if is_late and not events:
+                with self._keep_failure():
+                    self._fail(BrokenError("send timeout: the server stopped reading"))
+            return False
+        self._silent_s = 0.0
+        with self._keep_failure():
             self._read()
             return True
-        self._silent_s += waited_s
-        if not happened and self._writing and self.clock() >= self._written_at + SEND_TIMEOUT_S:
-            self._fail(BrokenError("send timeout: the server stopped reading"))
         return False
 
-    def guarded(self, do: Callable[[], T], instead: T) -> T:
-        """What `do` gives; `instead` when the connection fails over it."""
+    @contextmanager
+    def _keep_failure(self) -> Iterator[None]:
         try:
-            return do()
+            yield
         except RemoteProtocolError as error:
             with suppress(OSError):
-                self._write()  # the last word, as far as it goes
+                self._write()  # the session has queued an `Error`: send what goes of it
             with suppress(UprError):
                 self._fail(error)
         except UprError:
@@ -195,7 +202,6 @@ class BlockingConnection:
         except OSError as error:
             with suppress(UprError):
                 self._fail(BrokenError(f"the connection was lost: {error}"))
-        return instead
 
     def _read(self) -> None:
         try:
@@ -211,13 +217,13 @@ class BlockingConnection:
                 self._inbox.append(message)
             else:
                 try:
-                    self.handshake.take(message)
+                    self.handshake.receive(message)
                 except ServerError as error:
                     self._fail(error)
         self._write()
 
     def _write(self) -> None:
-        """Writes what goes without waiting."""
+        """Writes as much as the socket takes at once."""
         now = self.clock()
         while True:
             if not self._writing:
@@ -240,11 +246,11 @@ class BlockingConnection:
         raise error
 
     def close(self) -> None:
-        """Says goodbye, within a short deadline, and closes the socket. Closing again does
+        """Sends a `Close`, within a short deadline, and closes the socket. Closing again does
         nothing."""
         if self.failure is not None:
             return
-        deadline = self.clock() + _GOODBYE_S
+        deadline = self.clock() + _CLOSE_TIMEOUT_S
         with suppress(OSError, UprError):
             if self.session.state is not SessionState.CLOSED:
                 self.session.send(Close())
@@ -261,33 +267,33 @@ class BlockingConnection:
 
 
 def step_any(connections: Sequence[BlockingConnection], deadline: float) -> None:
-    """Does for several connections what `BlockingConnection.step` does for one: waits until
-    something came on any of them, or one of them is over, or the deadline. `failure` tells which
-    are over."""
+    """Does for several connections what `BlockingConnection.step` does for one: waits until a
+    message has arrived on any of them, or one of them is over, or the deadline. Each one's
+    `failure` says whether it is over."""
     if any(connection.has_messages for connection in connections):
         deadline = 0.0
     live = [connection for connection in connections if connection.failure is None]
     for connection in live:
-        connection.resume_listening()
+        connection.resume_reading()
     while live and all(connection.failure is None for connection in live):
-        if not _attend(live, deadline):
+        if not _poll_once(live, deadline):
             return
 
 
-def _attend(connections: Sequence[BlockingConnection], deadline: float) -> bool:
-    """Waits once; whether nothing came and there is time to wait again."""
+def _poll_once(connections: Sequence[BlockingConnection], deadline: float) -> bool:
+    """Waits once; whether nothing was read and there is time to wait again."""
     now = connections[0].clock()
     poll, until = select.poll(), deadline
     for connection in connections:
-        wanted, at = connection.guarded(partial(connection.prepare, now), (0, now))
-        until = min(until, at)
+        events, connection_until = connection.prepare(now)
+        until = min(until, connection_until)
         if connection.failure is None:
-            poll.register(connection.socket, wanted)
+            poll.register(connection.socket, events)
     ready = dict(poll.poll(max(0.0, until - now) * 1000))
     after = connections[0].clock()
-    came = False
+    was_read = False
     for connection in connections:
         if connection.failure is None:
-            happened = ready.get(connection.socket.fileno(), 0)
-            came |= connection.guarded(partial(connection.settle, happened, after - now), False)
-    return not came and after < deadline
+            events = ready.get(connection.socket.fileno(), 0)
+            was_read |= connection.handle(events, after - now)
+    return not was_read and after < deadline

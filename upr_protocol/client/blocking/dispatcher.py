@@ -207,8 +207,8 @@ class BlockingDispatcher:
         rows: dict[PartitionId, PartitionNumbers] = {}
         count = calls.check_partition_count(self.connect().handshake.partition_count)
         for connection, group in self._connections_of(partitions or range(count)):
-            told = self._ask_on(connection, calls.seqnos(group))
-            rows.update((row.partition, row) for row in told)
+            group_rows = self._ask_on(connection, calls.seqnos(group))
+            rows.update((row.partition, row) for row in group_rows)
         return [rows[partition] for partition in sorted(rows)]
 
     def acquire_lease(

@@ -87,7 +87,7 @@ class PublishRun:
             else:
                 self._sleep(max(0.0, deadline - now))
                 # What was waited for is due, however long `sleep` really took.
-                self._retry_at = {n: at for n, at in self._retry_at.items() if at > deadline}
+                self._retry_at = {n: t for n, t in self._retry_at.items() if t > deadline}
             self._receive(connections)
 
     def _starved_since(self) -> float:
@@ -118,7 +118,7 @@ class PublishRun:
     def _send(self) -> dict[Address, BlockingConnection]:
         """Sends as much as may be sent now; gives the connections on which answers are due."""
         now = time.monotonic()
-        self._retry_at = {node: at for node, at in self._retry_at.items() if at > now}
+        self._retry_at = {n: t for n, t in self._retry_at.items() if t > now}
         connections: dict[Address, BlockingConnection] = {}
         for address, node in self._nodes.items():
             if not node.unanswered or node in self._retry_at:

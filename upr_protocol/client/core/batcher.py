@@ -13,14 +13,14 @@ from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import CHUNK_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 BATCH_MUTATIONS: Final = 1_000
-"""Beyond this the price of a batch is spread thin enough."""
+"""With more operations, the cost of a batch beside them hardly matters."""
 
 BATCH_BYTES: Final = 256 * 1024
-"""Long enough for large sends, short enough that other traffic does not wait behind one batch."""
+"""Long enough for large sends, short enough that other messages do not wait behind one batch."""
 
 
 BATCH_BYTES_LIMIT: Final = 8 * 1024 * 1024
-"""One more value of the largest size and the batch still fits a frame."""
+"""With one more value of the largest size, the batch still fits a frame."""
 
 
 @attrs.frozen
@@ -30,7 +30,7 @@ class BatchLimits:
     Attributes:
         mutations: At this many operations.
         nbytes: At this many encoded bytes; a single operation may be longer.
-        linger_s: After this time, full or not.
+        linger_s: After this time, whatever it holds.
     """
 
     mutations: int = attrs.field(
@@ -54,7 +54,7 @@ class Batcher:
     def __init__(self, partition_count: int, limits: BatchLimits) -> None:
         self._partition_count = partition_count
         self._limits = limits
-        # In the order in which they were begun, which is the order in which they fall due.
+        # In the order in which they were begun, and so in the order in which they are due.
         self._open: dict[PartitionId, tuple[float, ChunkBuilder]] = {}
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Batcher:
         flags: int = 0,
         expiry: int = 0,
     ) -> tuple[PartitionId, Chunk] | None:
-        """Adds an operation; gives its partition's batch when that is now full. O(1).
+        """Adds an operation; gives the batch of its partition when that is now full. O(1).
 
         Raises:
             ServerError: The key or the value is longer than any server takes; nothing was added.
@@ -91,13 +91,13 @@ class Batcher:
 
     @property
     def due_at(self) -> float | None:
-        """When the oldest batch has lingered long enough; None when there is none."""
+        """When the oldest batch is due; None without batches."""
         for begun_at, _ in self._open.values():
             return begun_at + self._limits.linger_s
         return None
 
     def due(self, now: float) -> list[tuple[PartitionId, Chunk]]:
-        """Takes out the batches that have lingered long enough."""
+        """Takes out the batches that are due."""
         linger_s = self._limits.linger_s
         partitions = []
         for partition, (begun_at, _) in self._open.items():
@@ -114,10 +114,10 @@ class Batcher:
 
 
 def check_sizes(key: bytes, value: Buffer = b"") -> None:
-    """Refuses here what every server would refuse there.
+    """Refuses what every server would refuse.
 
     Raises:
-        ServerError: `BAD_KEY` or `TOO_LARGE`, as the server would say it.
+        ServerError: `BAD_KEY` or `TOO_LARGE`, as a server would.
     """
     if not 1 <= len(key) <= KEY_BYTES_MAX:
         raise ServerError(Status.BAD_KEY, f"a key of {len(key)} bytes")

@@ -1,4 +1,4 @@
-"""The first steps of every connection: who we are, and which bucket."""
+"""The first messages of every connection: who the client is, and which bucket it wants."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from upr_protocol.wire import HelloReply, Message, Open, Opened, PartitionLog, R
 
 
 class Handshake:
-    """Leads a fresh session to the point where requests may be made.
+    """Takes a new session to the point where requests may be sent.
 
     Args:
         session: The session; it has queued its `Hello`.
         bucket: The bucket to open; empty for none.
-        partitions: Those whose histories are of interest; none for all.
+        partitions: The partitions whose histories the client needs; empty for all.
 
     Attributes:
-        done: Whether the session has come as far as wanted.
-        server: What the server said of itself, once it did.
-        logs: The server's answer to `Open`, by partition, as far as it has come.
-        opened: Its end.
+        done: Whether requests may be sent.
+        server: The server's answer to `Hello`; None before it.
+        logs: The logs in the answer to `Open` that have arrived, by partition.
+        opened: The end of that answer; None before it.
     """
 
     __slots__ = ("_bucket", "_partitions", "_session", "done", "logs", "opened", "server")
@@ -37,11 +37,11 @@ class Handshake:
         self.logs: dict[PartitionId, PartitionLog] = {}
         self.opened: Opened | None = None
 
-    def take(self, message: Message) -> None:
-        """Takes in what the server said, and says what comes next.
+    def receive(self, message: Message) -> None:
+        """Takes in a message of the server, and sends the next one.
 
         Raises:
-            ServerError: The bucket was refused.
+            ServerError: The server refused the bucket.
         """
         if isinstance(message, HelloReply):
             self.server = message
@@ -60,7 +60,7 @@ class Handshake:
 
     @property
     def partition_count(self) -> int:
-        """How many partitions the bucket has; 0 before it was opened."""
+        """How many partitions the bucket has; 0 before it is opened."""
         return self.opened.partition_count if self.opened is not None else 0
 
     @property

@@ -172,7 +172,7 @@ class Connection:
         elif self.handshake.done:
             self._handler.received(message)
         else:
-            self.handshake.take(message)
+            self.handshake.receive(message)
             if self.handshake.done:
                 self._handler.connected(self)
                 self.ready.set()

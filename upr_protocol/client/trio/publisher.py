@@ -39,14 +39,14 @@ from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import MutateReply
 
 FAILURES_MAX: Final = 10_000
-"""Failures that a publisher keeps; what comes after is only counted."""
+"""How many failures a publisher keeps; it only counts the rest."""
 
 
 class PublishError(UprError):
-    """Some operations failed, and nobody looked.
+    """Some operations failed, and nobody dealt with them.
 
     Attributes:
-        failures: Those that were kept.
+        failures: The first `FAILURES_MAX` of them.
     """
 
     def __init__(self, failures: list[Failure], count: int) -> None:
@@ -59,13 +59,13 @@ class PublisherStatistics:
     """What a publisher can tell about itself.
 
     Attributes:
-        batches: Batches answered.
-        mutations: Operations answered, failed ones among them.
-        failed: Operations that failed.
+        batches: How many batches were answered.
+        mutations: How many operations were answered, failed ones among them.
+        failed: How many operations failed.
         resent: How many times a batch was sent again.
-        unanswered: Batches that wait for their answers.
-        unanswered_bytes: What they hold.
-        connections: Connections made.
+        unanswered: How many batches have no answer yet.
+        unanswered_bytes: Their memory.
+        connections: How many connections were made.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
     """
 
@@ -140,12 +140,12 @@ class Publisher:
         flags: int = 0,
         expiry: int = 0,
     ) -> None:
-        """Hands over one operation. It is sent with others, soon.
+        """Adds one operation. It is sent with others, soon.
 
         This is a checkpoint only when a batch becomes full; then it waits for room.
 
         Args:
-            operation: What to do; the value of an increment or decrement is a `CounterDelta`.
+            operation: The operation; the value of an increment or decrement is a `CounterDelta`.
             key: 1 to 250 bytes; text stands for its UTF-8.
             value: At most 20 MiB.
             cas: The version that the item must have; 0 for any.
@@ -153,8 +153,8 @@ class Publisher:
             expiry: When the item expires, in seconds since 1970; 0 for never.
 
         Raises:
-            ServerError: `BAD_KEY` or `TOO_LARGE`, and it was not handed over; or the bucket is over
-                its quota and no credit came in time: it was, and is sent when credit comes.
+            ServerError: `BAD_KEY` or `TOO_LARGE`: it was not added. Or the bucket is over its quota
+                and no credit arrived in time: it was added, and is sent when credit arrives.
             BrokenError: The server could not be reached for too long.
         """
         batcher = self._batcher
@@ -189,14 +189,14 @@ class Publisher:
     async def increment(
         self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
     ) -> None:
-        """Adds to a decimal counter; see `Client.increment`, and `apply`."""
+        """Adds to a decimal counter, like `Client.increment`. See `apply`."""
         value = counter_delta(Operation.INCREMENT, delta, initial, create)
         await self.apply(Operation.INCREMENT, key, value)
 
     async def decrement(
         self, key: Text, delta: int = 1, *, initial: int | None = None, create: bool = True
     ) -> None:
-        """Subtracts from a decimal counter; see `Client.decrement`, and `apply`."""
+        """Subtracts from a decimal counter, like `Client.decrement`. See `apply`."""
         value = counter_delta(Operation.DECREMENT, delta, initial, create)
         await self.apply(Operation.DECREMENT, key, value)
 
@@ -206,10 +206,10 @@ class Publisher:
         chunk: Chunk,
         on_answer: Callable[[Batch], None] | None = None,
     ) -> Batch:
-        """Hands over a published chunk as it is: the fast way for bulk loads. Waits for room.
+        """Adds a published chunk as one batch: the fast way for bulk loads. Waits for room.
 
-        Do not mix it with `apply` on the same keys without a `flush` between: batches that are
-        still being filled are sent after this.
+        Between this and `apply` on the same keys, call `flush`: batches that are not full yet are
+        sent after this one.
 
         Args:
             partition: The partition of every key in it.
@@ -217,8 +217,8 @@ class Publisher:
             on_answer: Called once it is answered.
 
         Raises:
-            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`, and it was not handed over; or the bucket is
-                over its quota and no credit came in time, and it was.
+            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: it was not added. Or the bucket is over its
+                quota and no credit arrived in time: it was added.
             BrokenError: The server could not be reached for too long.
         """
         router = self._router
@@ -235,12 +235,12 @@ class Publisher:
         return batch
 
     async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> MutateReply:
-        """Hands over a published chunk and waits for its answer.
+        """Adds a published chunk and waits for its answer.
 
         Raises:
-            ServerError: The whole batch was refused; or see `publish`.
-            NotDurableError: It was done, and never became as durable as was asked.
-            BrokenError: See `publish`.
+            ServerError: The server refused the whole batch; or as for `publish`.
+            NotDurableError: The server applied it, and it never reached the requested durability.
+            BrokenError: As for `publish`.
         """
         batch = await self.publish(partition, chunk)
         await self._wait_until(lambda: batch.is_done)
@@ -250,10 +250,10 @@ class Publisher:
         return batch.reply
 
     async def flush(self) -> None:
-        """Waits until everything handed over is answered.
+        """Sends batches that are not full yet, and waits until all are answered.
 
         Raises:
-            ServerError: The bucket is over its quota and no credit came in time.
+            ServerError: The bucket is over its quota and no credit arrived in time.
             BrokenError: The server could not be reached for too long.
         """
         assert self._batcher is not None
@@ -379,8 +379,8 @@ async def publisher(
 ) -> AsyncIterator[Publisher]:
     """A publisher to one bucket, over connections of its own.
 
-    Leaving the context waits until everything is answered. Left by an exception, or cancelled, what
-    is not answered may have been done or not.
+    Leaving the context waits until everything is answered. If it is left by an exception, or
+    cancelled, operations without an answer may have been carried out or not.
 
     Args:
         target: `upr://host:port/bucket`, several nodes as `upr://host:port,host:port/bucket`; or
@@ -390,25 +390,24 @@ async def publisher(
         batch_bytes: or at this many bytes,
         linger_s: or after this time.
         in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
-        buffer_bytes: What it holds, unsent or unanswered, before those who hand it more wait.
+        buffer_bytes: How much it holds, unsent or unanswered, before its callers wait.
         durability: What must hold before a batch is answered.
-        copies: How many replicas beside the active, for the replicated levels. What does not become
-            so durable while the patience lasts fails with `NOT_DURABLE_YET`: it was done, and may
-            be lost.
-        on_failure: Told of each operation that fails, instead of `Publisher.failures`.
+        copies: How many replicas beside the active, for the replicated levels. An operation that
+            does not become so durable within the retry timeout fails with `NOT_DURABLE_YET`: it was
+            carried out, and may be lost.
+        on_failure: Called with each operation that fails, instead of `Publisher.failures`.
         credit_timeout_s: How long it waits for a server that is over its memory quota.
         retry_timeout_s: How long it goes on without any answer before it gives up.
-        by_map: Whether to go to the nodes that the partition map names, and not to stay with the
-            one at `target`.
-        idle_interval_s: The silence after which a side says that it is there still.
-        connect_timeout_s: How long a connection and its first answers may take.
-        dial: How to reach an address, where that is not plain TCP.
-        writer: Gives batches their tokens.
+        by_map: Whether to follow the partition map; otherwise everything goes to `target`.
+        idle_interval_s: After so much silence, each side tells the other that it is alive.
+        connect_timeout_s: How long a connection and its handshake may take.
+        dial: Connects to an address, where plain TCP will not do.
+        writer: Gives batches their tokens; by default a new writer.
         draw: Gives numbers in [0, 1), for the waits between attempts.
 
     Raises:
-        AddressError: The URL is none, or names no bucket.
-        BrokenError: There is no connection to be had.
+        AddressError: The URL is not valid, or names no bucket.
+        BrokenError: It could not connect.
         ServerError: The server refused, for instance with `NO_BUCKET`.
         PublishError: On leaving: operations failed, and there is no `on_failure`.
     """
@@ -423,10 +422,10 @@ async def publisher(
             dial=dial,
         )
     limits = AccumulatorLimits(in_flight, buffer_bytes, retry_timeout_s, durability, copies)
-    identity_of_writer = WriterIdentity(os.urandom(WRITER_BYTES)) if writer is None else writer
-    router = PublisherRouter(
-        Accumulator(identity_of_writer, limits, draw), lambda: RetryPolicy(retry_timeout_s, draw)
-    )
+    if writer is None:
+        writer = WriterIdentity(os.urandom(WRITER_BYTES))
+    accumulator = Accumulator(writer, limits, draw)
+    router = PublisherRouter(accumulator, lambda: RetryPolicy(retry_timeout_s, draw))
     router.pool = ConnectionPool(
         address.with_bucket(),
         options,
