@@ -24,8 +24,8 @@ from upr_server.runtime import (
 )
 from upr_server.storage.directory import default_data_dir, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError, StorageError
-from upr_server.storage.offline.check import Checked, Problem
 from upr_server.storage.offline.dump import DumpOptions
+from upr_server.storage.offline.findings import Problem, Progress
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
 from upr_server.storage.offline.restore import begin_new_histories
 
@@ -229,7 +229,7 @@ class _Inspected:
             f"{self.keys:,} keys"
         )
 
-    def take(self, checked: Checked) -> None:
+    def take(self, checked: Progress) -> None:
         """Counts, and shows the counts on a terminal."""
         self.chunks += checked.chunks
         self.chunk_bytes += checked.chunk_bytes
@@ -256,7 +256,7 @@ def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOption
             for found in inspect(data_dir, names, task, options):
                 if isinstance(found, Problem):
                     inspected.problems.append(found)
-                elif isinstance(found, Checked):
+                elif isinstance(found, Progress):
                     inspected.take(found)
         inspected.clear()
     except DataDirectoryError as error:

@@ -37,7 +37,7 @@ from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_server.storage import compaction
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, Token
-from upr_server.storage.compaction import Sweep
+from upr_server.storage.compaction import Compaction
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
@@ -144,21 +144,21 @@ def record(folder: Path) -> Recording:
     image, digest = path.read_bytes(), digest_of(ordered_map)
     recorder = WriteRecorder(path)
     events = recorder.events
-    sweeps: list[Sweep] = []
+    sweeps: list[Compaction] = []
     for number in range(COMMITS):
         if sweeps:
-            swept = sweeps[0].step(24 * 1024, (), purge_before_cas=1 << 62)
-            index.compacted(sweeps[0].partition, swept.purged, -1)
-            if swept.is_done:
+            step = sweeps[0].step(24 * 1024, (), purge_before_cas=1 << 62)
+            index.apply_compaction(sweeps[0].partition, step.purged, -1)
+            if step.is_done:
                 del sweeps[0]
         else:
             commit_some(log, random)
         if number % 15 == 14:
             for partition in range(PARTITIONS):
-                while (mark := index.step(partition, 1_000)).seq < log.high(partition):
+                while (mark := index.follow(partition, 1_000)).seq < log.high(partition):
                     pass
                 if mark.seq and not any(sweep.partition == partition for sweep in sweeps):
-                    sweeps.append(Sweep(log, index, partition, mark.seq))
+                    sweeps.append(Compaction(log, index, partition, mark.seq))
         if not events or not isinstance(events[-1], Reported):
             events.append(Reported(digest_of(ordered_map)))
     ordered_map.close()

@@ -13,7 +13,7 @@ from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.engine import Want
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
-from upr_server.storage.compaction import Sweep
+from upr_server.storage.compaction import Compaction
 from upr_server.storage.directory import DataDirectory, prepare
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 
@@ -51,14 +51,14 @@ def make(path: Path) -> None:
         storage.commit([_write(storage, number, turn, chance) for number in range(PARTITIONS)])
         if turn % 4 == 2:
             for number in range(PARTITIONS):
-                storage.index.step(number, 1 << 20)
+                storage.index.follow(number, 1 << 20)
         if turn == 15:
             _compact(storage, 0, purge_before_cas=0)
             _compact(storage, 1, purge_before_cas=400)
     lease = LeaseRecord(5, "a consumer", ((1, 0, storage.log.high(1)),), 60, EXPIRY)
     storage.log.put_lease(lease)
     for number in range(PARTITIONS):
-        storage.index.step(number, 1 << 20)
+        storage.index.follow(number, 1 << 20)
     storage.log.mark_clean_stop()
     storage.close()
 
@@ -88,12 +88,14 @@ def _write(
 
 
 def _compact(storage: BucketStorage, partition: int, purge_before_cas: int) -> None:
-    sweep = Sweep(storage.log, storage.index, partition, storage.index.watermark(partition).seq)
+    sweep = Compaction(
+        storage.log, storage.index, partition, storage.index.watermark(partition).seq
+    )
     is_done = False
     while not is_done:
-        swept = sweep.step(20_000, (), purge_before_cas)
-        storage.index.compacted(partition, swept.purged, 1 if swept.is_done else -1)
-        is_done = swept.is_done
+        step = sweep.step(20_000, (), purge_before_cas)
+        storage.index.apply_compaction(partition, step.purged, 1 if step.is_done else -1)
+        is_done = step.is_done
 
 
 Item = Mutation | None

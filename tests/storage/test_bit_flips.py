@@ -23,7 +23,9 @@ from upr_protocol.chunk import Mutation
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_map import LmdbMap
-from upr_server.storage.offline.check import Check, Problem, open_bucket
+from upr_server.storage.offline.bucket_files import open_bucket
+from upr_server.storage.offline.check import Check
+from upr_server.storage.offline.findings import Problem
 
 FLIPS: Final = effort(2_000, 10_000)
 FLIPS_OF_THE_TREE: Final = effort(500, 2_500)

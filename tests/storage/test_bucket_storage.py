@@ -251,14 +251,14 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
     bucket = new_bucket(SimulatedDisk(), SimulatedDisk())
     random, model = Random(8), Model(PARTITIONS)
 
-    compacted = bucket.index.compacted
+    compacted = bucket.index.apply_compaction
 
     def refuse(partition: int, purged: Sequence[tuple[bytes, int]], garbage_bytes: int) -> None:
         if purged:
             raise error
         compacted(partition, purged, garbage_bytes)
 
-    monkeypatch.setattr(bucket.index, "compacted", refuse)
+    monkeypatch.setattr(bucket.index, "apply_compaction", refuse)
     told = [0] * PARTITIONS
     failed = False
     for _ in range(200):

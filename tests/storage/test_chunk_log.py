@@ -258,7 +258,7 @@ def test_no_bit_of_a_record_may_flip_unnoticed() -> None:
     ],
 )
 def test_a_sealed_record_that_is_none_is_damage(packed: bytes) -> None:
-    with pytest.raises(CorruptionError, match="cannot be read"):
+    with pytest.raises(CorruptionError, match="cannot be decoded"):
         parse_record(BUCKET, seal(BUCKET, packed), BucketRecord)
 
 

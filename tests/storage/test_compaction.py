@@ -18,7 +18,7 @@ from upr_server.engine import Want
 from upr_server.storage import bucket_storage, compaction
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
-from upr_server.storage.compaction import Sweep
+from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.records import BucketRecord, LeaseRecord
@@ -163,7 +163,7 @@ class Life(RuleBasedStateMachine):
         """Begins a sweep though not much is wasted."""
         mark = self.index.watermark(number)
         if self.bucket_storage._sweep is None and mark.seq:
-            self.bucket_storage._sweep = Sweep(self.log, self.index, number, mark.seq)
+            self.bucket_storage._sweep = Compaction(self.log, self.index, number, mark.seq)
         for _ in range(steps):
             self.upkeep(urgent=False, age=age)
 
@@ -253,9 +253,9 @@ class Life(RuleBasedStateMachine):
         found_due = []
         after = b""
         while True:
-            items, after = self.index.due(now, after, limit)
+            items, after = self.index.find_expired(now, after, limit)
             assert len(items) <= limit
-            found_due += [(item.expiry, item.partition, item.number, item.key) for item in items]
+            found_due += [(item.expiry, item.partition, item.seq, item.key) for item in items]
             if not after:
                 break
         assert found_due == sorted(due)

@@ -13,7 +13,7 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.engine import Want
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
-from upr_server.storage.compaction import Sweep
+from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.lmdb_map import LmdbMap
@@ -42,12 +42,12 @@ class Both:
         self.log.commit([PartitionWrite(partition, record_of(start), chunks)])
 
     def follow(self, partition: int = 0) -> None:
-        while self.index.step(partition, 2).seq < self.log.high(partition):
+        while self.index.follow(partition, 2).seq < self.log.high(partition):
             pass
 
     def sweep(self, partition: int = 0) -> None:
         mark = self.index.watermark(partition)
-        sweep = Sweep(self.log, self.index, partition, mark.seq)
+        sweep = Compaction(self.log, self.index, partition, mark.seq)
         while not sweep.step(1, (), 0).is_done:
             pass
 
@@ -125,7 +125,7 @@ def test_an_item_expires_once_and_not_when_it_was_overwritten(both: Both) -> Non
     both.follow()
     both.commit([row(Operation.SET, b"a", 4, 4, 90), row(Operation.DELETE, b"b", 5, 5)])
     both.follow()
-    due, _ = both.index.due(100, b"", 10)
+    due, _ = both.index.find_expired(100, b"", 10)
     assert [(item.key, item.expiry) for item in due] == [(b"c", 70), (b"a", 90)]
 
 
@@ -133,7 +133,7 @@ def test_a_tombstone_does_not_expire_whatever_it_says(both: Both) -> None:
     rows = sets(b"a", expiry=70)
     both.commit([*rows, Mutation(Operation.DELETE, b"a", seq=SeqNo(2), expiry=80)])
     both.follow()
-    assert both.index.due(100, b"", 10) == ([], b"")
+    assert both.index.find_expired(100, b"", 10) == ([], b"")
     assert both.find(b"a") == [None]
 
 
@@ -188,7 +188,7 @@ def test_an_entry_that_is_damaged_is_refused(
         index.flip(index_key(0, b"a"), bit)
     index.flip(expiry_key(70, 0, 2), 3)
     with pytest.raises(CorruptionError):
-        both.index.due(100, b"", 10)
+        both.index.find_expired(100, b"", 10)
 
 
 def test_an_index_that_knows_more_than_its_log_is_refused(
@@ -199,8 +199,8 @@ def test_an_index_that_knows_more_than_its_log_is_refused(
     both.follow()
     older = ChunkLog(SimulatedDisk())
     older.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
-    with pytest.raises(CorruptionError, match="the log only 0"):
-        KeyIndex(index, older).step(0, 10)
+    with pytest.raises(CorruptionError, match="beyond the log's end at 0"):
+        KeyIndex(index, older).follow(0, 10)
 
 
 @pytest.mark.parametrize("last", [b"\x09", b"\x79"])

@@ -167,9 +167,9 @@ async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
         assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == rows
         assert await store.ask(FindExpired(BUCKET.name, 49, b"", 100)) == ([], b"")
         found, after = await store.ask(FindExpired(BUCKET.name, 50, b"", 4))
-        assert [due.number for due in found] == [1, 2, 3, 4]
+        assert [due.seq for due in found] == [1, 2, 3, 4]
         found, after = await store.ask(FindExpired(BUCKET.name, 50, after, 100))
-        assert ([due.number for due in found], after) == ([5, 6, 7, 8, 9, 10], b"")
+        assert ([due.seq for due in found], after) == ([5, 6, 7, 8, 9, 10], b"")
         assert figures["commits"] == 1
 
 

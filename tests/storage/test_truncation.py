@@ -243,10 +243,10 @@ def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
     one.open()
     one.commit([write(30, 10, 20, 30)])
     one.upkeep(urgent=True, leases=(), purge_before_cas=0)
-    one.index.forget(PARTITION, 0)
+    one.index.delete_entries(PARTITION, 0)
     again = BucketStorage(log, index)
     assert again.open().partitions[PARTITION].indexed == 0
-    assert not again.index.knows(PARTITION)
+    assert not again.index.has_entries(PARTITION)
 
 
 @given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))

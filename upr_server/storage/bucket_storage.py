@@ -16,7 +16,7 @@ from upr_server.storage.chunk_log import (
     StoredBucket,
     Token,
 )
-from upr_server.storage.compaction import Sweep
+from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
@@ -95,7 +95,7 @@ class BucketStorage:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
         self.copied = copied
-        self._sweep: Sweep | None = None
+        self._sweep: Compaction | None = None
         self._turn = 0
         self._count = 0
         self._highs: list[int] = []
@@ -123,8 +123,8 @@ class BucketStorage:
         marks = [self.index.watermark(number) for number in range(count)]
         for number, mark in enumerate(marks):
             # Whoever wanted to truncate it to 0 may have come no further than that.
-            while not mark.seq and self.index.knows(number):
-                self.index.forget(number, FORGET_KEYS)
+            while not mark.seq and self.index.has_entries(number):
+                self.index.delete_entries(number, FORGET_KEYS)
         self._highs = [partition.record.high for partition in stored.partitions]
         self._purges = [partition.purge_seq for partition in stored.partitions]
         self._marks = [mark.seq for mark in marks]
@@ -187,7 +187,7 @@ class BucketStorage:
             Whether there is more.
         """
         self._sweep = None
-        more = self.index.forget(partition, FORGET_KEYS)
+        more = self.index.delete_entries(partition, FORGET_KEYS)
         self._marks[partition] = self._items[partition] = self._garbage[partition] = 0
         return more
 
@@ -215,7 +215,7 @@ class BucketStorage:
             return msgspec.structs.replace(done, broken=broken)
         if behind is None:
             return MaintenanceStep()
-        mark = self.index.step(behind, INDEX_MUTATIONS, through=self._goal(behind))
+        mark = self.index.follow(behind, INDEX_MUTATIONS, through=self._goal(behind))
         self._marks[behind], self._items[behind] = mark.seq, mark.items
         self._garbage[behind] = mark.garbage_bytes
         return self._report(behind, compacted=False, urgent=urgent)
@@ -246,7 +246,7 @@ class BucketStorage:
         lags = self._lags()
         return SeqNo(self._highs[number] - self._keep * lags[number] // sum(lags))
 
-    def _sweep_due(self) -> Sweep | None:
+    def _sweep_due(self) -> Compaction | None:
         if self._sweep is None:
             share = GARBAGE_SHARE_FULL if self._is_full else GARBAGE_SHARE
             allowed = 0 if self._is_full else GARBAGE_BYTES // self._count
@@ -255,14 +255,14 @@ class BucketStorage:
             ):
                 if garbage > share * (nbytes - garbage) + allowed:
                     through = SeqNo(self._marks[number])
-                    self._sweep = Sweep(self.log, self.index, number, through)
+                    self._sweep = Compaction(self.log, self.index, number, through)
                     self._garbage_before = garbage
                     break
         return self._sweep
 
     def _compact(
         self,
-        sweep: Sweep,
+        sweep: Compaction,
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord],
         purge_before_cas: int,
@@ -282,7 +282,7 @@ class BucketStorage:
             # The log has been compacted, and the purge number must be known whatever becomes of
             # this: what the index keeps of a tombstone that was purged says that nothing is there.
             try:
-                self.index.compacted(number, swept.purged, self._garbage[number])
+                self.index.apply_compaction(number, swept.purged, self._garbage[number])
             except DiskFullError:
                 pass
             except CorruptionError as error:

@@ -16,7 +16,7 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine import Want
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
-from upr_server.storage.key_index import Due
+from upr_server.storage.key_index import ExpiredItem
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 from upr_server.storage.storage_server import StorageServer
 
@@ -316,8 +316,8 @@ class FindItems(BucketCall[list[Mutation | None]], frozen=True):
         return bucket.index.find(self.partition, self.wants, indexed=self.indexed)
 
 
-class FindExpired(BucketCall[tuple[list[Due], bytes]], frozen=True):
-    """Finds items that have expired; see `KeyIndex.due`."""
+class FindExpired(BucketCall[tuple[list[ExpiredItem], bytes]], frozen=True):
+    """Finds items that have expired; see `KeyIndex.find_expired`."""
 
     is_read: ClassVar[bool] = True
 
@@ -325,5 +325,5 @@ class FindExpired(BucketCall[tuple[list[Due], bytes]], frozen=True):
     after: bytes
     limit: int
 
-    def run(self, bucket: BucketStorage) -> tuple[list[Due], bytes]:
-        return bucket.index.due(self.now, self.after, self.limit)
+    def run(self, bucket: BucketStorage) -> tuple[list[ExpiredItem], bytes]:
+        return bucket.index.find_expired(self.now, self.after, self.limit)

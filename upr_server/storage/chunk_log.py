@@ -22,14 +22,14 @@ from upr_server.storage.records import (
     BUCKET,
     CHUNK,
     CHUNK_HEAD,
-    CLEAN,
+    CLEAN_STOP,
     FLOOR,
     LEASE,
-    MAP,
-    NUMBERS_END,
     PARTITION,
+    PARTITION_MAP,
     PARTITIONS_END,
     PURGE,
+    SEQS_END,
     TOKEN,
     BucketRecord,
     LeaseRecord,
@@ -37,7 +37,6 @@ from upr_server.storage.records import (
     chunk_head,
     chunk_key,
     lease_key,
-    number_in,
     pack_record,
     parse_chunk,
     parse_chunk_head,
@@ -45,6 +44,7 @@ from upr_server.storage.records import (
     parse_record,
     parse_token_key,
     partition_key,
+    read_seq,
     seal,
     token_key,
     unseal,
@@ -164,7 +164,7 @@ class ChunkLog:
                 tokens[partition].append(Token(writer, counter, unseal(key, value)))
             return StoredBucket(
                 record,
-                transaction.get(CLEAN) is not None,
+                transaction.get(CLEAN_STOP) is not None,
                 tuple(
                     StoredPartition(
                         self._record(transaction, number),
@@ -175,14 +175,14 @@ class ChunkLog:
                 ),
                 tuple(
                     parse_record(key, value, LeaseRecord)
-                    for key, value in transaction.scan(LEASE, lease_key(NUMBERS_END))
+                    for key, value in transaction.scan(LEASE, lease_key(SEQS_END))
                 ),
                 self._cluster_map(transaction),
             )
 
     def _cluster_map(self, transaction: ReadTransaction) -> str:
-        sealed = transaction.get(MAP)
-        return "" if sealed is None else parse_record(MAP, sealed, str)
+        sealed = transaction.get(PARTITION_MAP)
+        return "" if sealed is None else parse_record(PARTITION_MAP, sealed, str)
 
     def _record(self, transaction: ReadTransaction, partition: int) -> PartitionRecord:
         key = partition_key(PARTITION, partition)
@@ -192,13 +192,13 @@ class ChunkLog:
         return parse_record(key, sealed, PartitionRecord)
 
     def _purge_seq(self, transaction: ReadTransaction, partition: int) -> SeqNo:
-        return number_in(transaction, partition_key(PURGE, partition))
+        return read_seq(transaction, partition_key(PURGE, partition))
 
     def start_serving(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
         """The server begins to serve: the mark of a clean stop goes, and `records` replace those of
         their partitions, in one commit."""
         with self.ordered_map.write() as transaction:
-            transaction.delete(CLEAN)
+            transaction.delete(CLEAN_STOP)
             for number, record in records:
                 key = partition_key(PARTITION, number)
                 transaction.put(key, pack_record(key, record))
@@ -212,7 +212,7 @@ class ChunkLog:
         behind that goes.
         """
         with self.ordered_map.write() as transaction:
-            transaction.put(MAP, pack_record(MAP, document))
+            transaction.put(PARTITION_MAP, pack_record(PARTITION_MAP, document))
             for number, record in records:
                 self._truncate(transaction, number, record)
 
@@ -236,7 +236,7 @@ class ChunkLog:
             if not record.high:
                 transaction.delete(partition_key(PURGE, partition))
                 transaction.delete(partition_key(FLOOR, partition))
-            for key, sealed in list(transaction.scan(LEASE, lease_key(NUMBERS_END))):
+            for key, sealed in list(transaction.scan(LEASE, lease_key(SEQS_END))):
                 lease = parse_record(bytes(key), sealed, LeaseRecord)
                 if lease.is_whole and any(
                     number == partition and end > record.high for number, _, end in lease.ranges
@@ -258,7 +258,7 @@ class ChunkLog:
             raise ValueError(f"partition {partition} ends at {before.received}: {record.received}")
         if record.received < before.received:
             first = chunk_key(partition, record.received + 1)
-            last = chunk_key(partition, NUMBERS_END)
+            last = chunk_key(partition, SEQS_END)
             for key in [bytes(key) for key, _ in transaction.scan(first, last)]:
                 transaction.delete(key)
         key = partition_key(PARTITION, partition)
@@ -267,12 +267,12 @@ class ChunkLog:
     def mark_clean_stop(self) -> None:
         """The server stops, and everything is here."""
         with self.ordered_map.write() as transaction:
-            transaction.put(CLEAN, seal(CLEAN, b""))
+            transaction.put(CLEAN_STOP, seal(CLEAN_STOP, b""))
 
     def remove_clean_mark(self) -> None:
         """Has the next start begin new histories, as after a stop that was not clean."""
         with self.ordered_map.write() as transaction:
-            transaction.delete(CLEAN)
+            transaction.delete(CLEAN_STOP)
 
     # Writing.
 
@@ -339,7 +339,7 @@ class ChunkLog:
         by, of none, whatever has become of the index since. O(chunks above the ceiling)."""
         with self.ordered_map.read() as transaction:
             high = self._record(transaction, partition).high
-            floor = max(floor, number_in(transaction, partition_key(FLOOR, partition)))
+            floor = max(floor, read_seq(transaction, partition_key(FLOOR, partition)))
             if ceiling >= high >= floor:
                 return high
             first, at = chunk_key(partition, floor), min(ceiling, high)
@@ -386,7 +386,7 @@ class ChunkLog:
             CorruptionError: One is damaged, or missing.
         """
         chunks: list[Chunk] = []
-        first, last = chunk_key(partition, after + 1), chunk_key(partition, NUMBERS_END)
+        first, last = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
         with self.ordered_map.read() as transaction:
             for key, value in transaction.scan(first, last):
                 chunk = parse_chunk(key, value)
@@ -437,7 +437,7 @@ class ChunkLog:
         return found
 
     def _chunk_of(self, transaction: ReadTransaction, partition: int, number: int) -> Chunk:
-        last = chunk_key(partition, NUMBERS_END)
+        last = chunk_key(partition, SEQS_END)
         for key, value in transaction.scan(chunk_key(partition, number), last):
             chunk = parse_chunk(key, value)
             if chunk.start < number:
@@ -452,7 +452,7 @@ class ChunkLog:
         with self.ordered_map.read() as transaction:
             for partition, start, end in ranges:
                 nbytes, before = 0, start
-                last = chunk_key(partition, NUMBERS_END)
+                last = chunk_key(partition, SEQS_END)
                 for key, value in transaction.scan(chunk_key(partition, start + 1), last):
                     _, through = parse_chunk_key(key)
                     if through > end:
@@ -468,7 +468,7 @@ class ChunkLog:
     def sizes(self) -> dict[int, int]:
         """Bytes of chunks by partition, as they stand in the map. O(chunks)."""
         sizes: dict[int, int] = {}
-        last = chunk_key(PARTITIONS_END - 1, NUMBERS_END)
+        last = chunk_key(PARTITIONS_END - 1, SEQS_END)
         with self.ordered_map.read() as transaction:
             for key, value in transaction.scan(CHUNK, last):
                 partition, _ = parse_chunk_key(key)

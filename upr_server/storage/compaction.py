@@ -1,14 +1,15 @@
-"""Compaction: chunks rewritten without what was superseded, small ones into large ones.
+"""Compaction: rewriting chunks without superseded mutations, and small chunks into large ones.
 
-A sweep goes over one partition from its oldest chunk to where the index has come, in bounded steps.
-A mutation is kept if the index names it as its key's newest, or if it lies in a range that is
-leased: whoever reads such a range again reads the same again, every version in it. A lease that has
-lapsed keeps nothing, but while nothing of its ranges is dropped it can be renewed; so the commit
-that drops something marks it broken.
+A compaction goes over one partition from its oldest chunk to the index's watermark, in bounded
+steps. A mutation is kept if the index names it as its key's newest, or if it lies in a leased
+range: a reader of such a range gets the same versions each time. A lapsed lease protects nothing,
+but can be renewed while its ranges are whole; so the commit that drops something of them marks it
+broken.
 
-A tombstone that is old enough goes too, once nothing older of its key is left. The sweep sees to
-that by going from the oldest on and leaving nothing superseded behind; where a lease made it leave
-something, no tombstone goes. The last mutation of a partition is never dropped, whatever it is.
+A tombstone that is old enough is dropped once nothing older of its key is left. Going from the
+oldest chunk on and leaving nothing superseded behind ensures that; where a lease made it leave
+something, no tombstone is dropped. The last mutation of a partition is never dropped: the log must
+end at the partition's high number.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from upr_server.storage.records import (
     chunk_head,
     chunk_key,
     lease_key,
-    number_in,
     pack_record,
     partition_key,
+    read_seq,
 )
 
 CHUNK_BYTES: Final = 256 * 1024
-"""Chunks that result are about this long: `segment.SEGMENT_BYTES` of the engine says why."""
+"""About how long the chunks that it writes are: `segment.SEGMENT_BYTES` of the engine says why."""
 
 WHOLE_BYTES_MIN: Final = 64 * 1024
-"""A chunk this long of which nothing goes stays as it is."""
+"""A chunk of at least this size of which nothing is dropped is not rewritten."""
 
-Ranges = Sequence[tuple[int, int]]
+SeqRanges = Sequence[tuple[int, int]]
 """Leased ranges of one partition: (start, end], start exclusive."""
 
 
-class Swept(msgspec.Struct, frozen=True):
-    """What one step did.
+class CompactionStep(msgspec.Struct, frozen=True):
+    """What one step of a compaction did.
 
     Attributes:
-        seq: How far the sweep has come.
-        is_done: Whether it is at its end.
+        seq: How far the compaction has come.
+        is_done: Whether it has come to its end.
         grown_bytes: By how much the log's chunks have grown: mostly a negative number.
         purge_seq: The partition's purge number now.
-        purged: Tombstones dropped, key and number.
+        purged: Key and sequence number of each tombstone dropped.
         broken: Lapsed leases of whose ranges something was dropped.
     """
 
@@ -68,20 +69,20 @@ class Swept(msgspec.Struct, frozen=True):
     broken: Sequence[int] = ()
 
 
-class Sweep:
-    """A compaction of one partition under way.
+class Compaction:
+    """A compaction of one partition that is under way.
 
     Args:
         log: The bucket's log.
         index: The bucket's index.
         partition: The partition.
-        through: Where the sweep ends: not above the index's watermark.
+        through: Where it ends: not above the index's watermark.
     """
 
     def __init__(self, log: ChunkLog, index: KeyIndex, partition: int, through: SeqNo) -> None:
         self._log = log
         self._index = index
-        self._left_behind = False
+        self._left_superseded = False
         self.partition = partition
         self.through = through
         self.seq = SeqNo(0)
@@ -89,46 +90,49 @@ class Sweep:
     def step(
         self,
         bytes_max: int,
-        leases: Ranges,
+        leases: SeqRanges,
         purge_before_cas: int,
         lapsed: Sequence[LeaseRecord] = (),
-    ) -> Swept:
+    ) -> CompactionStep:
         """Goes over about `bytes_max` bytes of chunks, in one commit.
 
         Args:
             bytes_max: How many.
-            leases: Ranges that are held now.
-            purge_before_cas: Tombstones with a lower CAS, which tells the time, are old enough.
-            lapsed: Leases that hold nothing back.
+            leases: Ranges of this partition that are held now.
+            purge_before_cas: Tombstones with a lower CAS are old enough: a CAS tells the time.
+            lapsed: Leases that protect nothing.
+
+        Raises:
+            CorruptionError: The log or the index is damaged; nothing was changed.
         """
         partition, log = self.partition, self._log
         if leases:
-            self._left_behind = True
+            self._left_superseded = True
         high = log.high(partition)
-        # Whole chunks: what is put in their place stands where they end.
+        # Whole chunks: a rewritten one is stored under the same last number.
         read = log.read(partition, self.seq, high, bytes_max=bytes_max)
         chunks = [chunk for chunk in read if chunk.end <= self.through]
-        rewriting = _Rewriting()
-        held = _merged(leases)
+        rewrite = _Rewrite()
+        leased = _merged(leases)
         dropped: list[int] = []
         purged: list[tuple[bytes, int]] = []
         for chunk in chunks:
             entries = self._index.entries(partition, chunk.keys())
             seqs = chunk.seqs.tolist()
             keep = bytearray(
-                _keeps(seq, entry, held) for seq, entry in zip(seqs, entries, strict=True)
+                _is_kept(seq, entry, leased) for seq, entry in zip(seqs, entries, strict=True)
             )
-            if not self._left_behind:
+            if not self._left_superseded:
                 purged += _purge(chunk, keep, purge_before_cas, high)
             if lapsed:
-                dropped += [seq for seq, kept in zip(seqs, keep, strict=True) if not kept]
-            rewriting.take(chunk, keep)
-        replaced, written = rewriting.finish()
-        broken = [lease for lease in lapsed if _has_lost(lease, partition, dropped)]
+                dropped += [seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept]
+            rewrite.add(chunk, keep)
+        replaced, written = rewrite.finish()
+        broken = [lease for lease in lapsed if _covers_any(lease, partition, dropped)]
         purge_seq, grown = self._replace(replaced, written, purged, broken)
         if chunks:
             self.seq = chunks[-1].end
-        return Swept(
+        return CompactionStep(
             self.seq,
             len(chunks) < len(read) or self.seq >= self.through,
             grown,
@@ -144,40 +148,43 @@ class Sweep:
         purged: list[tuple[bytes, int]],
         broken: list[LeaseRecord],
     ) -> tuple[SeqNo, int]:
-        number, log = self.partition, self._log
+        partition, log = self.partition, self._log
         grown = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in written)
         grown -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced)
-        key = partition_key(PURGE, number)
-        floor_key = partition_key(FLOOR, number)
-        # The index says what is superseded, and by what: also by what is not swept yet.
-        floor = self._index.watermark(number).seq
+        purge_key = partition_key(PURGE, partition)
+        floor_key = partition_key(FLOOR, partition)
+        # What is dropped here may be superseded by any mutation up to the watermark, also by one
+        # that this compaction has not come to. So up to there the log shows no state any more.
+        floor = self._index.watermark(partition).seq
         with log.ordered_map.read() as transaction:
-            purge_seq = number_in(transaction, key)
-            is_known = number_in(transaction, floor_key) >= floor
-        highest = SeqNo(max((seq for _, seq in purged), default=0))
+            purge_seq = read_seq(transaction, purge_key)
+            has_floor = read_seq(transaction, floor_key) >= floor
+        highest_purged = SeqNo(max((seq for _, seq in purged), default=0))
         if not replaced:
             return purge_seq, 0
         with log.ordered_map.write() as transaction:
             for chunk in replaced:
-                if transaction.get(chunk_key(number, chunk.end)) is None:
-                    raise CorruptionError(f"{chunk!r} of partition {number} is not in the log")
-                transaction.delete(chunk_key(number, chunk.end))
+                key = chunk_key(partition, chunk.end)
+                if transaction.get(key) is None:
+                    raise CorruptionError(f"{chunk!r} of partition {partition} is not in the log")
+                transaction.delete(key)
             for chunk in written:
-                at = chunk_key(number, chunk.end)
-                transaction.put(at, chunk_head(at, chunk.crc) + bytes(chunk))
+                key = chunk_key(partition, chunk.end)
+                transaction.put(key, chunk_head(key, chunk.crc) + bytes(chunk))
             for lease in broken:
-                at = lease_key(lease.lease_id)
-                transaction.put(at, pack_record(at, msgspec.structs.replace(lease, is_whole=False)))
-            if not is_known:
+                key = lease_key(lease.lease_id)
+                record = msgspec.structs.replace(lease, is_whole=False)
+                transaction.put(key, pack_record(key, record))
+            if not has_floor:
                 transaction.put(floor_key, pack_record(floor_key, floor))
-            if highest > purge_seq:
-                purge_seq = highest
-                transaction.put(key, pack_record(key, purge_seq))
+            if highest_purged > purge_seq:
+                purge_seq = highest_purged
+                transaction.put(purge_key, pack_record(purge_key, purge_seq))
         return purge_seq, grown
 
 
-def _merged(ranges: Ranges) -> list[tuple[int, int]]:
-    """The same numbers, in ranges that rise and do not touch."""
+def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:
+    """The same numbers, in rising ranges that do not touch each other."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if merged and start <= merged[-1][1]:
@@ -187,41 +194,41 @@ def _merged(ranges: Ranges) -> list[tuple[int, int]]:
     return merged
 
 
-def _keeps(number: int, entry: IndexEntry | None, held: list[tuple[int, int]]) -> bool:
-    # A key that the index does not know had a tombstone that was purged: what is left is older.
-    if entry is not None and abs(entry.number) == number:
+def _is_kept(seq: int, entry: IndexEntry | None, leased: list[tuple[int, int]]) -> bool:
+    # Without an entry the key had a tombstone that was purged. What is left of it is older.
+    if entry is not None and entry.seq == seq:
         return True
-    at = bisect_left(held, (number,)) - 1
-    return at >= 0 and number <= held[at][1]
+    position = bisect_left(leased, (seq,)) - 1
+    return position >= 0 and seq <= leased[position][1]
 
 
-def _has_lost(lease: LeaseRecord, partition: int, dropped: list[int]) -> bool:
-    """Whether one of these numbers, which rise, lies in the lease's ranges."""
-    for number, start, end in lease.ranges:
-        if number == partition:
-            at = bisect_right(dropped, start)
-            if at < len(dropped) and dropped[at] <= end:
+def _covers_any(lease: LeaseRecord, partition: int, seqs: list[int]) -> bool:
+    """Whether one of these rising sequence numbers lies in the lease's ranges."""
+    for leased_partition, start, end in lease.ranges:
+        if leased_partition == partition:
+            position = bisect_right(seqs, start)
+            if position < len(seqs) and seqs[position] <= end:
                 return True
     return False
 
 
 def _purge(chunk: Chunk, keep: bytearray, before_cas: int, high: int) -> list[tuple[bytes, int]]:
-    """Takes out of `keep` the tombstones that are old enough; returns their keys and numbers."""
+    """Clears `keep` for the tombstones that are old enough. Returns their keys and numbers."""
     operations = chunk.operations.tobytes()
     if operations == bytes((Operation.SET,)) * chunk.count:
         return []
     purged = []
-    for at, (operation, cas, seq) in enumerate(
+    for row, (operation, cas, seq) in enumerate(
         zip(operations, chunk.cas.tolist(), chunk.seqs.tolist(), strict=True)
     ):
-        if operation != Operation.SET and keep[at] and cas < before_cas and seq != high:
-            keep[at] = 0
-            purged.append((chunk.key(at), seq))
+        if operation != Operation.SET and keep[row] and cas < before_cas and seq != high:
+            keep[row] = 0
+            purged.append((chunk.key(row), seq))
     return purged
 
 
-class _Rewriting:
-    """Puts what is kept of a run of chunks into new ones that cover the same numbers."""
+class _Rewrite:
+    """Writes what is kept of successive chunks into new chunks that cover the same numbers."""
 
     def __init__(self) -> None:
         self._replaced: list[Chunk] = []
@@ -229,25 +236,29 @@ class _Rewriting:
         self._group: list[Chunk] = []
         self._builder = ChunkBuilder()
 
-    def take(self, chunk: Chunk, keep: bytearray) -> None:
-        whole = all(keep)
-        if whole and chunk.nbytes >= WHOLE_BYTES_MIN and (len(self._builder) or not self._group):
-            self._put_together()
+    def add(self, chunk: Chunk, keep: bytearray) -> None:
+        is_whole = all(keep)
+        # A group of which everything was dropped would become an empty chunk. Then even a large
+        # chunk that could stay as it is joins the group.
+        group_is_empty = self._group and not len(self._builder)
+        if is_whole and chunk.nbytes >= WHOLE_BYTES_MIN and not group_is_empty:
+            self._close_group()
             return
         self._group.append(chunk)
-        self._builder.extend(chunk, None if whole else keep)
+        self._builder.extend(chunk, None if is_whole else keep)
         if self._builder.nbytes >= CHUNK_BYTES:
-            self._put_together()
+            self._close_group()
 
     def finish(self) -> tuple[list[Chunk], list[Chunk]]:
-        """What is to be replaced, and by what."""
-        self._put_together()
+        """The chunks to replace, and the chunks to put in their place."""
+        self._close_group()
         return self._replaced, self._written
 
-    def _put_together(self) -> None:
+    def _close_group(self) -> None:
         group, self._group = self._group, []
         builder, self._builder = self._builder, ChunkBuilder()
         if not group or (len(group) == 1 and len(builder) == group[0].count):
+            # Nothing to rewrite: one chunk of which nothing was dropped.
             return
         self._replaced += group
         self._written.append(builder.build(group[0].start, group[-1].end))

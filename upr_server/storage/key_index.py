@@ -1,8 +1,8 @@
-"""The index of one bucket: the number of each key's newest mutation, and what expires when.
+"""The index of one bucket: each key's newest mutation, and what expires when.
 
-It is derived from the log and follows behind it in large sorted batches, partition by partition
-(keys are sorted by partition first, so that a batch touches few pages). A watermark a partition
-says how far it has come; what is above it is in the hash table. Lost, it is made anew.
+The index is derived from the log and follows it in large sorted batches, partition by partition:
+keys are sorted by partition first, so that a batch touches few pages. A watermark a partition says
+how far the index has come; what is above it is in the hash table. A lost index is rebuilt.
 """
 
 from __future__ import annotations
@@ -38,29 +38,28 @@ from upr_server.storage.records import (
 )
 
 READ_BYTES_MAX: Final = 8 * 1024 * 1024
-"""What one step reads of the log at most."""
-
+"""What one step of `follow` reads of the log at most."""
 
 FIND_BYTES_MAX: Final = 32 * 1024 * 1024
-"""What one answer of `find` comes to, about."""
-
+"""About how large one answer of `find` may become."""
 
 CHUNK_BYTES: Final = 128
-"""What a chunk takes on disk beside its mutations, about: it shows where chunks are small."""
+"""About what a chunk takes on disk beside its mutations. It counts as garbage, so that partitions
+of many small chunks are compacted, too."""
 
 
-class Due(msgspec.Struct, frozen=True):
-    """An item whose time has come.
+class ExpiredItem(msgspec.Struct, frozen=True):
+    """An item that has expired, and is not deleted yet.
 
     Attributes:
-        partition: Its partition.
-        number: Its number.
-        key: Its key.
-        expiry: When it expired.
+        partition: The item's partition.
+        seq: The sequence number of its newest mutation.
+        key: The item's key.
+        expiry: When it expired, in seconds since 1970.
     """
 
     partition: PartitionId
-    number: SeqNo
+    seq: SeqNo
     key: bytes
     expiry: int
 
@@ -69,7 +68,7 @@ class KeyIndex:
     """One bucket's index.
 
     Args:
-        ordered_map: Where it is kept.
+        ordered_map: Where the index is stored.
         log: The log that it follows.
     """
 
@@ -78,32 +77,35 @@ class KeyIndex:
         self._log = log
 
     def watermark(self, partition: int) -> Watermark:
-        """How far it has come."""
+        """How far the index has followed the log of a partition."""
         with self.ordered_map.read() as transaction:
             return _watermark(transaction, partition)
 
     # Following the log.
 
-    def step(
+    def follow(
         self, partition: int, mutations_max: int, *, through: SeqNo | None = None
     ) -> Watermark:
-        """Takes in about so many mutations of the log behind the watermark.
+        """Indexes about so many mutations of the log behind the watermark.
 
         Args:
             partition: The partition.
             mutations_max: How many.
-            through: Goes no further than the chunk that ends here or before, or than one chunk; by
-                default as far as the log does. The watermark stands where a chunk ends: a
-                compaction, which goes as far as it does, takes whole chunks.
+            through: Where to stop, by default at the log's end. Only whole chunks are indexed, and
+                at least one: compaction goes as far as the watermark, and rewrites whole chunks.
 
         Returns:
             The new watermark.
+
+        Raises:
+            CorruptionError: The log or the index is damaged.
         """
         high = self._log.high(partition)
         mark = self.watermark(partition)
         if mark.seq > high:
             raise CorruptionError(
-                f"the index of partition {partition} knows number {mark.seq}, the log only {high}"
+                f"the index of partition {partition} is at {mark.seq}, beyond the log's end at "
+                f"{high}"
             )
         if mark.seq >= (high if through is None else through):
             return mark
@@ -117,58 +119,67 @@ class KeyIndex:
         with self.ordered_map.write() as transaction:
             keys = sorted(newest)
             entries = [newest[key] for key in keys]
-            known = 0
-            for key, old in transaction.get_all(keys):
-                known += 1
-                entry = IndexEntry.parse(key, old)
-                items -= entry.number > 0
-                if entry.expiry:
-                    transaction.delete(expiry_key(entry.expiry, partition, entry.number))
-            items += sum(number > 0 for number, _ in entries)
+            known_keys = 0
+            for key, old_value in transaction.get_all(keys):
+                known_keys += 1
+                old = IndexEntry.parse(key, old_value)
+                items -= not old.is_tombstone
+                if old.expiry:
+                    transaction.delete(expiry_key(old.expiry, partition, old.seq))
+            items += sum(signed_seq > 0 for signed_seq, _ in entries)
             transaction.put_all(pack_entries(keys, entries))
             transaction.put_all(_expiring(partition, keys, entries))
-            mark = Watermark(
-                chunks[-1].end, items, mark.garbage_bytes + _garbage(chunks, len(keys) - known)
-            )
+            garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(keys) - known_keys)
+            mark = Watermark(chunks[-1].end, items, garbage_bytes)
             key = partition_key(WATERMARK, partition)
             transaction.put(key, pack_record(key, mark))
         return mark
 
-    def knows(self, partition: int) -> bool:
-        """Whether anything stands in it of a partition."""
+    def has_entries(self, partition: int) -> bool:
+        """Whether the index has any key of a partition."""
         first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
         with self.ordered_map.read() as transaction:
             return transaction.last(first, last) is not None
 
-    def forget(self, partition: int, keys_max: int) -> bool:
-        """Takes so many keys of a partition out, whatever stands there, and the watermark first.
+    def delete_entries(self, partition: int, keys_max: int) -> bool:
+        """Deletes so many keys of a partition, and its watermark. The watermark goes with the first
+        of them, so that after a crash the partition is indexed anew.
 
         Returns:
-            Whether there are more.
+            Whether there may be more.
         """
         first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
         with self.ordered_map.write() as transaction:
             transaction.delete(partition_key(WATERMARK, partition))
             scanned = islice(transaction.scan(first, last), keys_max)
-            found = [(bytes(key), bytes(value)) for key, value in scanned]
-            for key, value in found:
+            # A list: the scan must not see what is deleted meanwhile.
+            items = [(bytes(key), bytes(value)) for key, value in scanned]
+            for key, value in items:
                 entry = IndexEntry.parse(key, value)
                 transaction.delete(key)
                 if entry.expiry:
-                    transaction.delete(expiry_key(entry.expiry, partition, entry.number))
-        return len(found) == keys_max
+                    transaction.delete(expiry_key(entry.expiry, partition, entry.seq))
+        return len(items) == keys_max
 
-    def compacted(
+    def apply_compaction(
         self, partition: int, purged: Iterable[tuple[bytes, int]], garbage_bytes: int
     ) -> None:
-        """A compaction has dropped these tombstones (key and number), and what is superseded now
-        takes about so many bytes."""
+        """Follows a compaction of the log.
+
+        Args:
+            partition: The partition.
+            purged: Key and sequence number of the tombstones that it dropped.
+            garbage_bytes: About how many bytes of superseded mutations are left.
+        """
         with self.ordered_map.write() as transaction:
-            for key, number in purged:
-                indexed = index_key(partition, key)
-                value = transaction.get(indexed)
-                if value is not None and IndexEntry.parse(indexed, value).number == -number:
-                    transaction.delete(indexed)
+            for key, seq in purged:
+                entry_key = index_key(partition, key)
+                value = transaction.get(entry_key)
+                if value is not None:
+                    entry = IndexEntry.parse(entry_key, value)
+                    # The key may have been set again since.
+                    if entry.is_tombstone and entry.seq == seq:
+                        transaction.delete(entry_key)
             mark = msgspec.structs.replace(
                 _watermark(transaction, partition), garbage_bytes=garbage_bytes
             )
@@ -185,48 +196,47 @@ class KeyIndex:
         indexed: int = 0,
         bytes_max: int = FIND_BYTES_MAX,
     ) -> list[Mutation | None]:
-        """The items of these keys, as of the watermark; None for what is missing or deleted.
+        """The items of these keys, as of the watermark; None for a key that is missing or deleted.
 
-        Where no value is wanted, only number and expiry are those of the item.
+        Of a key whose value is not asked for, only sequence number and expiry are filled in.
 
         Args:
             partition: The partition.
             wants: The keys.
-            indexed: A watermark that is known to have been reached.
+            indexed: A watermark that the index is known to have reached.
             bytes_max: The answer ends with the item that comes to this: ask again for the others.
 
         Raises:
-            CorruptionError: What there is of one is damaged; or the index is that of a commit of
-                the past, as a flipped bit in a meta page makes it.
+            CorruptionError: An item is damaged; or the index is that of an earlier commit, as one
+                flipped bit in a meta page of LMDB makes it.
         """
         entries = self._entries_of(partition, wants, indexed)
         while True:
             try:
                 return self._items_of(partition, wants, entries, bytes_max)
             except CorruptionError:
-                # The log is read in a transaction of its own: what the index named may have been
-                # superseded, and compacted, in between.
-                again = self._entries_of(partition, wants, indexed, is_second_look=True)
-                if again == entries:
+                # The log is read in a transaction of its own. In between, the mutation that the
+                # index named may have been superseded, and compacted away.
+                newer = self._entries_of(partition, wants, indexed, is_retry=True)
+                if newer == entries:
                     raise
-                entries = again
+                entries = newer
 
     def _entries_of(
-        self, partition: int, wants: Sequence[Want], indexed: int, *, is_second_look: bool = False
+        self, partition: int, wants: Sequence[Want], indexed: int, *, is_retry: bool = False
     ) -> list[IndexEntry | None]:
-        """What is to be read of each, None for what does not exist.
-
-        At a second look a number that was given may have been superseded, too.
-        """
+        """The entry of each key, None for one that does not exist. Where the caller names the
+        sequence number it is taken as it is, except in a retry: it may be superseded, too."""
         entries: list[IndexEntry | None] = []
         with self.ordered_map.read() as transaction:
             mark = _watermark(transaction, partition)
             if mark.seq < indexed:
                 raise CorruptionError(
-                    f"the index of partition {partition} was at {indexed}, and is at {mark.seq}"
+                    f"the index of partition {partition} is at {mark.seq}, though it was at "
+                    f"{indexed} before"
                 )
             for want in wants:
-                if want.number and not is_second_look:
+                if want.number and not is_retry:
                     entries.append(IndexEntry(want.number, 0))
                     continue
                 key = index_key(partition, want.key)
@@ -234,10 +244,10 @@ class KeyIndex:
                 if value is None:
                     _check_neighbours(transaction, key)
                 entry = None if value is None else IndexEntry.parse(key, value)
-                if want.number and (entry is None or abs(entry.number) < want.number):
+                if want.number and (entry is None or entry.seq < want.number):
                     # The index has not come so far.
                     entry = IndexEntry(want.number, 0)
-                entries.append(None if entry is None or entry.number < 0 else entry)
+                entries.append(None if entry is None or entry.is_tombstone else entry)
         return entries
 
     def _items_of(
@@ -247,72 +257,73 @@ class KeyIndex:
         entries: Sequence[IndexEntry | None],
         bytes_max: int,
     ) -> list[Mutation | None]:
-        needed = [
-            entry.number
+        seqs = [
+            entry.seq
             for want, entry in zip(wants, entries, strict=True)
             if entry is not None and want.value
         ]
-        rows = iter(self._log.find(partition, needed, bytes_max) if needed else ())
-        found: list[Mutation | None] = []
+        rows = iter(self._log.find(partition, seqs, bytes_max) if seqs else ())
+        items: list[Mutation | None] = []
         for want, entry in zip(wants, entries, strict=True):
             if entry is None:
-                found.append(None)
+                items.append(None)
             elif want.value:
                 row = next(rows, None)
                 if row is None:
                     break
                 if row.key != want.key or row.op != Operation.SET:
                     raise CorruptionError(
-                        f"number {entry.number} of partition {partition} is {row.key!r}"
+                        f"mutation {entry.seq} of partition {partition} is not of the key "
+                        f"{want.key!r} but of {row.key!r}"
                     )
-                found.append(row)
+                items.append(row)
             else:
-                found.append(
-                    Mutation(Operation.SET, want.key, seq=SeqNo(entry.number), expiry=entry.expiry)
+                items.append(
+                    Mutation(Operation.SET, want.key, seq=SeqNo(entry.seq), expiry=entry.expiry)
                 )
-        return found
+        return items
 
     def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[IndexEntry | None]:
-        """What is known of each of these keys."""
+        """The entry of each of these keys, tombstones included; None for one without an entry."""
         with self.ordered_map.read() as transaction:
             for key in keys:
-                indexed = index_key(partition, key)
-                value = transaction.get(indexed)
-                yield None if value is None else IndexEntry.parse(indexed, value)
+                entry_key = index_key(partition, key)
+                value = transaction.get(entry_key)
+                yield None if value is None else IndexEntry.parse(entry_key, value)
 
-    def due(self, now: int, after: bytes, limit: int) -> tuple[list[Due], bytes]:
+    def find_expired(self, now: int, after: bytes, limit: int) -> tuple[list[ExpiredItem], bytes]:
         """Items that expired at `now` or before, by time.
 
         Args:
             now: Seconds since 1970.
-            after: Where the last call ended; empty to begin.
-            limit: The most that is returned.
+            after: The continuation of the previous call; empty to begin.
+            limit: The most items to return.
 
         Returns:
-            The items, and where to go on; empty when that was all.
+            The items, and the continuation for the next call; empty when there are no more.
         """
-        items: list[Due] = []
+        items: list[ExpiredItem] = []
         last = expiry_key(now, 0xFFFF, (1 << 64) - 1)
         with self.ordered_map.read() as transaction:
             for key, value in transaction.scan(after + b"\0" if after else EXPIRY, last):
-                expiry, partition, number = parse_expiry_key(key)
-                indexed = unseal(key, value)
-                items.append(Due(PartitionId(partition), SeqNo(number), indexed, expiry))
+                expiry, partition, seq = parse_expiry_key(key)
+                item_key = unseal(key, value)
+                items.append(ExpiredItem(PartitionId(partition), SeqNo(seq), item_key, expiry))
                 if len(items) == limit:
                     return items, key
         return items, b""
 
 
 def _check_neighbours(transaction: ReadTransaction, key: bytes) -> None:
-    """Raises `CorruptionError` if an entry beside the place of `key`, which is not there, is
-    damaged: a flipped bit in a key hides its entry, and leaves it where the search for it ends."""
-    found = [transaction.last(KEY, key)]
-    for after in transaction.scan(key, WATERMARK):
-        found.append(after)
-        break
-    for entry in found:
-        if entry is not None:
-            IndexEntry.parse(*entry)
+    """Raises `CorruptionError` if an entry next to the place of the missing `key` is damaged.
+
+    One flipped bit in a key hides its entry, and leaves it where a search for the key ends. Without
+    this check the key would be answered as missing, which it is not.
+    """
+    neighbours = [transaction.last(KEY, key), next(iter(transaction.scan(key, WATERMARK)), None)]
+    for neighbour in neighbours:
+        if neighbour is not None:
+            IndexEntry.parse(*neighbour)
 
 
 def _watermark(transaction: ReadTransaction, partition: int) -> Watermark:
@@ -321,45 +332,47 @@ def _watermark(transaction: ReadTransaction, partition: int) -> Watermark:
     return Watermark() if value is None else parse_record(key, value, Watermark)
 
 
-def _garbage(chunks: Sequence[Chunk], new: int) -> int:
-    """What is superseded when `new` of the mutations in these chunks are of keys that the index did
-    not know, as if all were of one size; and what the chunks take beyond their mutations."""
+def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:
+    """About how many bytes become garbage when the index takes these chunks in: each of their
+    mutations supersedes one, except the first of each new key. All mutations count as if they were
+    of one size; and each chunk's own overhead is added."""
     count = sum(chunk.count for chunk in chunks)
-    superseded = sum(chunk.nbytes for chunk in chunks) * (count - new) // max(count, 1)
+    superseded = sum(chunk.nbytes for chunk in chunks) * (count - new_keys) // max(count, 1)
     return superseded + CHUNK_BYTES * len(chunks)
 
 
 def _expiring(
     partition: int, keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
 ) -> list[tuple[bytes, Buffer]]:
-    """What is to be entered of items that expire."""
-    items: list[tuple[bytes, Buffer]] = []
-    for key, (number, expiry) in zip(keys, entries, strict=True):
+    """The expiry records of these entries (keys of the index; sequence numbers and expiries)."""
+    records: list[tuple[bytes, Buffer]] = []
+    for key, (seq, expiry) in zip(keys, entries, strict=True):
         if expiry:
-            expires = expiry_key(expiry, partition, number)
-            items.append((expires, seal(expires, key[INDEX_KEY_PREFIX:])))
-    return sorted(items)
+            by_time = expiry_key(expiry, partition, seq)
+            records.append((by_time, seal(by_time, key[INDEX_KEY_PREFIX:])))
+    return sorted(records)
 
 
 def _newest(partition: int, chunks: Sequence[Chunk]) -> dict[bytes, tuple[int, int]]:
-    """The signed number and the expiry time of each key's newest mutation, by key of the index."""
+    """Sequence number, negative for a tombstone, and expiry of each key's newest mutation, by key
+    of the index. It works in columns, as millions of mutations go through it."""
     newest: dict[bytes, tuple[int, int]] = {}
     prefix = index_key(partition, b"")
     for chunk in chunks:
-        numbers = chunk.seqs.tolist()
+        signed_seqs = chunk.seqs.tolist()
         expiries = chunk.expiries.tolist()
         operations = chunk.operations.tobytes()
         if operations != bytes((Operation.SET,)) * chunk.count:
-            numbers = [
-                number if operation == Operation.SET else -number
-                for number, operation in zip(numbers, operations, strict=True)
+            signed_seqs = [
+                seq if operation == Operation.SET else -seq
+                for seq, operation in zip(signed_seqs, operations, strict=True)
             ]
-            # A tombstone does not expire, whatever another node says of it.
+            # A tombstone does not expire, even if the node that it came from says so.
             expiries = [
-                expiry if number > 0 else 0
-                for number, expiry in zip(numbers, expiries, strict=True)
+                expiry if signed_seq > 0 else 0
+                for signed_seq, expiry in zip(signed_seqs, expiries, strict=True)
             ]
-        plain = chunk.keys()
-        keys = [prefix + key for key in plain]
-        newest.update(zip(keys, zip(numbers, expiries, strict=True), strict=True))
+        item_keys = chunk.keys()
+        keys = [prefix + key for key in item_keys]
+        newest.update(zip(keys, zip(signed_seqs, expiries, strict=True), strict=True))
     return newest

@@ -1,30 +1,30 @@
-"""What stands in a store: keys, values, and the checksum that each of them carries.
+"""The format of what is stored: keys, values, and the checksum that each of them carries.
 
-A bucket has two ordered maps. The **log** holds chunks by partition and number, and beside them
-whatever must change together with them; the **index** is derived from the log and can be made anew.
-Integers in keys are big-endian, so that the order of the bytes is the order of the numbers.
+A bucket has two ordered maps. The **log** holds chunks by partition and sequence number, and the
+records that must change in one commit with them. The **index** is derived from the log and can be
+rebuilt. Integers in keys are big-endian, so that the order of the bytes is that of the numbers.
 
 =====  ===========================  ==========================================================
 map    key                          value
 =====  ===========================  ==========================================================
-both   a zero byte                  the number of the last commit (`lmdb_store` writes it)
+both   a zero byte                  the number of the last commit (`lmdb_map` writes it)
 log    ``b``                        a `BucketRecord`: name, settings
-log    ``c``                        there after a clean stop only
-log    ``f`` partition              a compaction has dropped what was superseded up to this number:
-                                    below it nothing is a state that the partition was in
+log    ``c``                        present only after a clean stop
+log    ``f`` partition              compaction has dropped superseded mutations up to this number:
+                                    no point below it is a state that the partition was in
 log    ``g`` partition              the purge number
 log    ``l`` lease                  a `LeaseRecord`
-log    ``m``                        the partition map, as JSON; missing while there is none
+log    ``m``                        the partition map, as JSON; absent without one
 log    ``p`` partition              a `PartitionRecord`: state, failover log, numbers
-log    ``s`` partition, last number a chunk as it is sent, behind its `CHUNK_HEAD`
-log    ``t`` partition, writer, n   what a publisher was answered
-index  ``e`` expiry, partition, n   the key of an item that expires then
+log    ``s`` partition, last number a chunk in its wire form, behind its `CHUNK_HEAD`
+log    ``t`` partition, writer, n   the answer to a publisher's batch
+index  ``e`` expiry, partition, n   the key of an item that expires at this time
 index  ``k`` partition, key         an `IndexEntry`: the number of the key's newest mutation
-index  ``w`` partition              a `Watermark`: up to which number the index knows the log
+index  ``w`` partition              a `Watermark`: how far the index has followed the log
 =====  ===========================  ==========================================================
 
-The store itself (LMDB) has no checksums, so every value has one of ours, and it covers the key: a
-record that is read from the wrong place is as wrong as one with a flipped bit.
+LMDB has no checksums, so every value carries one. It covers the key, too: a record read from the
+wrong place is as wrong as one with a flipped bit.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from upr_server.storage.errors import CorruptionError
 from upr_server.storage.ordered_map import ReadTransaction
 
 FORMAT_VERSION: Final = 1
-"""The version of everything that this module describes."""
+"""The version of everything that this module describes. A data directory names it."""
 
 BUCKET: Final = b"b"
-CLEAN: Final = b"c"
+CLEAN_STOP: Final = b"c"
 FLOOR: Final = b"f"
 PURGE: Final = b"g"
 LEASE: Final = b"l"
-MAP: Final = b"m"
+PARTITION_MAP: Final = b"m"
 PARTITION: Final = b"p"
 CHUNK: Final = b"s"
 TOKEN: Final = b"t"
@@ -68,21 +68,21 @@ _CRC: Final = Struct("<I")
 _ENTRY: Final = Struct("<qII")
 
 CHUNK_HEAD: Final = Struct("<IIQ")
-"""CRC32C of the chunk, CRC32C of the key and the other fields, and 1 where a snapshot ends with the
-chunk, or 0: 16 bytes, so that the chunk's columns stay aligned."""
+"""CRC32C of the chunk, CRC32C of the key and the other fields, and 1 if a snapshot ends with the
+chunk, else 0. It has 16 bytes so that the chunk's columns stay aligned."""
 
 PARTITIONS_END: Final = 1 << 16
-NUMBERS_END: Final = (1 << 64) - 1
+SEQS_END: Final = (1 << 64) - 1
 
 
 def partition_key(kind: bytes, partition: int) -> bytes:
-    """The key of what there is one of in a partition."""
+    """The key of a kind of record of which each partition has one."""
     return _PARTITION.pack(kind, partition)
 
 
 def chunk_key(partition: int, last: int) -> bytes:
-    """The key of the chunk that ends at `last`; as a lower bound, of the first that ends there or
-    later."""
+    """The key of the chunk that ends at `last`. As the lower bound of a scan, it finds the first
+    chunk that ends there or later."""
     return _NUMBER.pack(CHUNK, partition, last)
 
 
@@ -90,10 +90,10 @@ def parse_chunk_key(key: bytes) -> tuple[int, int]:
     """Partition and last number.
 
     Raises:
-        CorruptionError: It is no such key.
+        CorruptionError: The key has another length.
     """
     if len(key) != _NUMBER.size:
-        raise CorruptionError(f"no chunk stands under {key.hex()}")
+        raise CorruptionError(f"the chunk key {key.hex()} has a wrong length")
     _, partition, last = _NUMBER.unpack(key)
     return partition, last
 
@@ -112,37 +112,38 @@ def parse_token_key(key: bytes) -> tuple[int, bytes, int]:
     """Partition, writer, counter.
 
     Raises:
-        CorruptionError: It is no such key.
+        CorruptionError: The key has another length.
     """
     if len(key) != _TOKEN.size:
-        raise CorruptionError(f"no answer to a publisher stands under {key.hex()}")
+        raise CorruptionError(f"the token key {key.hex()} has a wrong length")
     _, partition, writer, counter = _TOKEN.unpack(key)
     return partition, writer, counter
 
 
-def expiry_key(expiry: int, partition: int, number: int) -> bytes:
-    """The key of an item that expires, by the time at which it does."""
-    return _EXPIRY.pack(EXPIRY, expiry, partition, number)
+def expiry_key(expiry: int, partition: int, seq: int) -> bytes:
+    """The key under which an item that expires is found by its time."""
+    return _EXPIRY.pack(EXPIRY, expiry, partition, seq)
 
 
 def parse_expiry_key(key: bytes) -> tuple[int, int, int]:
-    """Expiry time, partition, number.
+    """Expiry time, partition, sequence number.
 
     Raises:
-        CorruptionError: It is no such key.
+        CorruptionError: The key has another length.
     """
     if len(key) != _EXPIRY.size:
-        raise CorruptionError(f"nothing expires under {key.hex()}")
-    _, expiry, partition, number = _EXPIRY.unpack(key)
-    return expiry, partition, number
+        raise CorruptionError(f"the expiry key {key.hex()} has a wrong length")
+    _, expiry, partition, seq = _EXPIRY.unpack(key)
+    return expiry, partition, seq
 
 
 def index_key(partition: int, key: bytes) -> bytes:
-    """The key of a key's newest number."""
+    """The key of the index entry of an item's key."""
     return _PARTITION.pack(KEY, partition) + key
 
 
 INDEX_KEY_PREFIX: Final = _PARTITION.size
+"""How many bytes stand before the item's key in the key of its index entry."""
 
 
 # Checksums.
@@ -157,22 +158,22 @@ def unseal(key: bytes, sealed: Buffer) -> bytes:
     """The value that was sealed under `key`.
 
     Raises:
-        CorruptionError: It is not what was sealed, or not there.
+        CorruptionError: The checksum is missing or does not match.
     """
     data = bytes(sealed)
     if len(data) < _CRC.size or _CRC.unpack_from(data)[0] != crc32c(data[4:], crc32c(key)):
-        raise CorruptionError(f"the record {key!r} does not have its checksum")
+        raise CorruptionError(f"checksum mismatch in record {key!r}")
     return data[4:]
 
 
 def chunk_head(key: bytes, crc: int, *, ends_snapshot: bool = False) -> bytes:
-    """What stands before a chunk stored under `key`.
+    """The head of a chunk stored under `key`.
 
     Args:
         key: The key.
         crc: The chunk's CRC32C.
-        ends_snapshot: Whether a snapshot ends with it: what the log holds up to there is a state
-            that the partition was in. A compaction forgets it.
+        ends_snapshot: Whether a snapshot ends with the chunk: the log up to there is a state that
+            the partition was in. Compaction does not keep this mark.
     """
     return CHUNK_HEAD.pack(crc, _head_crc(key, crc, ends_snapshot), ends_snapshot)
 
@@ -185,14 +186,14 @@ def parse_chunk_head(key: bytes, value: Buffer) -> tuple[int, bool]:
     """The CRC32C of the chunk stored under `key`, and whether a snapshot ends with it.
 
     Raises:
-        CorruptionError: It is not what was stored there.
+        CorruptionError: The head is damaged.
     """
     try:
         crc, head_crc, mark = CHUNK_HEAD.unpack_from(value)
     except StructError as error:
-        raise CorruptionError(f"no chunk under {key.hex()}: {error}") from error
+        raise CorruptionError(f"the head of chunk {key.hex()} is cut short: {error}") from error
     if mark > 1 or head_crc != _head_crc(key, crc, mark):
-        raise CorruptionError(f"the head of chunk {key.hex()} does not have its checksum")
+        raise CorruptionError(f"checksum mismatch in the head of chunk {key.hex()}")
     return crc, bool(mark)
 
 
@@ -200,17 +201,17 @@ def parse_chunk(key: bytes, value: Buffer) -> Chunk:
     """The chunk stored under `key`, checked against both of its checksums. Copies nothing.
 
     Raises:
-        CorruptionError: It is not what was stored there.
+        CorruptionError: The chunk is damaged, or was stored under another key.
     """
     crc, _ = parse_chunk_head(key, value)
     try:
         chunk = Chunk(memoryview(value)[CHUNK_HEAD.size :])
         if chunk.crc != crc:
-            raise CorruptionError(f"{chunk!r} in the log does not have its checksum")
+            raise CorruptionError(f"checksum mismatch in {chunk!r}")
     except ChunkError as error:
-        raise CorruptionError(f"no chunk under {key.hex()}: {error}") from error
+        raise CorruptionError(f"the chunk {key.hex()} cannot be parsed: {error}") from error
     if chunk.end != parse_chunk_key(key)[1]:
-        raise CorruptionError(f"{chunk!r} stands under the key {key.hex()}")
+        raise CorruptionError(f"{chunk!r} is stored under the key {key.hex()} of another chunk")
     return chunk
 
 
@@ -218,15 +219,15 @@ def parse_chunk(key: bytes, value: Buffer) -> Chunk:
 
 
 class BucketRecord(msgspec.Struct, frozen=True):
-    """What a bucket is.
+    """A bucket's name and settings.
 
     Attributes:
-        name: Its name.
+        name: The bucket's name.
         partition_count: How many partitions it has.
-        quota_bytes: The memory it may take.
+        quota_bytes: The memory that it may take.
         version: The format's version.
-        incarnation: Which bucket of this name it is: a random number. 0 in records that are older
-            than the field; who does not know it passes over it.
+        incarnation: A random number that tells apart buckets of one name that were created one
+            after the other. 0 in records older than the field; older servers ignore it.
     """
 
     name: str
@@ -237,10 +238,10 @@ class BucketRecord(msgspec.Struct, frozen=True):
 
 
 class PartialRecord(msgspec.Struct, frozen=True):
-    """The snapshot of which a replica has the front only.
+    """The snapshot that a replica has received in part.
 
     Attributes:
-        history_id: The history that it is of.
+        history_id: The history that the snapshot belongs to.
         start: Where it begins, exclusive.
         end: Where it ends.
         received: The log holds everything up to here.
@@ -253,14 +254,14 @@ class PartialRecord(msgspec.Struct, frozen=True):
 
 
 class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a partition beside its chunks; changes in one commit with them.
+    """A partition's state, which changes in one commit with its chunks.
 
     Attributes:
-        state: What this node is for it.
-        failover_log: (history ID, number) pairs, newest first.
+        state: The partition's state on this node.
+        failover_log: (history ID, sequence number) pairs, newest first.
         high: The persisted snapshot end: the log holds everything up to here.
-        last_cas: No CAS up to here is given again.
-        partial: What the log holds of the snapshot behind that; None for nothing.
+        last_cas: No CAS up to here is assigned again.
+        partial: What the log holds of the snapshot behind `high`; None if nothing.
     """
 
     state: PartitionState
@@ -279,13 +280,13 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     """A lease, as it survives a restart.
 
     Attributes:
-        lease_id: Its number.
-        owner: Who holds it.
+        lease_id: The lease's ID.
+        owner: The name of the client that holds it.
         ranges: (partition, start, end), start exclusive.
         time_to_live_s: How long it lives without renewal.
-        expires_at: When that will be, in seconds since 1970. Then it holds nothing back any more,
-            but is good again when it is renewed, as long as it is whole.
-        is_whole: Whether nothing in its ranges was dropped since it was granted.
+        expires_at: When it lapses without renewal, in seconds since 1970. A lapsed lease protects
+            nothing from compaction, but while it is whole its owner can renew it.
+        is_whole: Whether compaction has dropped nothing in its ranges since it was granted.
     """
 
     lease_id: int
@@ -297,12 +298,12 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Watermark(msgspec.Struct, frozen=True):
-    """How far the index has come in one partition.
+    """How far the index has followed the log of one partition.
 
     Attributes:
-        seq: It knows the newest mutation up to here of every key.
-        items: Keys that exist, as of there.
-        garbage_bytes: What mutations up to here take in the log that others superseded, about.
+        seq: The index has the newest mutation of every key up to here.
+        items: How many keys exist at `seq`.
+        garbage_bytes: About how many bytes of the log up to here are superseded mutations.
     """
 
     seq: SeqNo = SeqNo(0)
@@ -311,29 +312,38 @@ class Watermark(msgspec.Struct, frozen=True):
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
-    """What the index knows of a key.
+    """The newest mutation of a key.
 
     Attributes:
-        number: The number of its newest mutation, negative for a tombstone.
+        seq: Its sequence number.
         expiry: When the item expires, 0 for never.
+        is_tombstone: Whether it is a deletion.
     """
 
-    number: int
+    seq: int
     expiry: int
+    is_tombstone: bool = False
 
     def pack(self, key: bytes) -> bytes:
-        """The value that stands under `key`."""
-        return bytes(pack_entries([key], [(self.number, self.expiry)])[0][1])
+        """The value stored under `key`."""
+        signed_seq = -self.seq if self.is_tombstone else self.seq
+        return bytes(pack_entries([key], [(signed_seq, self.expiry)])[0][1])
 
     @classmethod
     def parse(cls, key: bytes, value: Buffer) -> IndexEntry:
-        """The reverse of `pack`; raises `CorruptionError`."""
+        """The reverse of `pack`.
+
+        Raises:
+            CorruptionError: The value is damaged.
+        """
         if len(value) != _ENTRY.size:
-            raise CorruptionError(f"the index entry {key!r} has {len(value)} bytes")
-        number, expiry, crc = _ENTRY.unpack(value)
+            raise CorruptionError(
+                f"the index entry {key!r} has {len(value)} bytes, and should have {_ENTRY.size}"
+            )
+        signed_seq, expiry, crc = _ENTRY.unpack(value)
         if crc != crc32c(key + bytes(value[:12])):
-            raise CorruptionError(f"the index entry {key!r} does not have its checksum")
-        return cls(number, expiry)
+            raise CorruptionError(f"checksum mismatch in index entry {key!r}")
+        return cls(abs(signed_seq), expiry, signed_seq < 0)
 
 
 _UNSIGNED: Final = Struct("<qI")
@@ -342,11 +352,15 @@ _UNSIGNED: Final = Struct("<qI")
 def pack_entries(
     keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
 ) -> list[tuple[bytes, Buffer]]:
-    """Entries (number, expiry) as they stand under `keys`; the index writes millions of them."""
+    """Index entries as they are stored under `keys`.
+
+    The index writes millions of them. So they come as pairs: the sequence number, negative for a
+    tombstone, and the expiry.
+    """
     pack, pack_crc = _UNSIGNED.pack, _CRC.pack
     packed: list[tuple[bytes, Buffer]] = []
-    for key, (number, expiry) in zip(keys, entries, strict=True):
-        body = pack(number, expiry)
+    for key, (signed_seq, expiry) in zip(keys, entries, strict=True):
+        body = pack(signed_seq, expiry)
         packed.append((key, body + pack_crc(crc32c(key + body))))
     return packed
 
@@ -355,7 +369,7 @@ Record = TypeVar("Record")
 
 
 def pack_record(key: bytes, record: object) -> bytes:
-    """A record as it stands under `key`."""
+    """A record as it is stored under `key`."""
     return seal(key, msgspec.msgpack.encode(record))
 
 
@@ -363,19 +377,19 @@ def parse_record(key: bytes, value: Buffer, kind: type[Record]) -> Record:
     """The reverse of `pack_record`.
 
     Raises:
-        CorruptionError: It is not what was written.
+        CorruptionError: The record is damaged.
     """
     try:
         return msgspec.msgpack.decode(unseal(key, value), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptionError(f"the record {key!r} cannot be read: {error}") from error
+        raise CorruptionError(f"the record {key!r} cannot be decoded: {error}") from error
 
 
-def number_in(transaction: ReadTransaction, key: bytes) -> SeqNo:
-    """The number that stands under `key`; 0 when there is none.
+def read_seq(transaction: ReadTransaction, key: bytes) -> SeqNo:
+    """The sequence number stored under `key`; 0 when there is nothing.
 
     Raises:
-        CorruptionError: It is not what was stored there.
+        CorruptionError: The record is damaged.
     """
     sealed = transaction.get(key)
     return SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)

@@ -23,16 +23,18 @@ from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.directory import default_data_dir, lock, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.lmdb_map import LmdbMap
-from upr_server.storage.offline.check import Check, open_bucket, problems
+from upr_server.storage.offline.bucket_files import open_bucket
+from upr_server.storage.offline.check import Check
+from upr_server.storage.offline.findings import Problem
 from upr_server.storage.ordered_map import WriteTransaction
 from upr_server.storage.records import (
     CHUNK,
     EXPIRY,
     KEY,
     LEASE,
-    NUMBERS_END,
     PARTITION,
     PURGE,
+    SEQS_END,
     WATERMARK,
     IndexEntry,
     LeaseRecord,
@@ -91,7 +93,9 @@ def found_in(data: Path) -> list[tuple[int, str]]:
     log, index = open_bucket(data / "buckets" / BUCKET)
     try:
         return [
-            (found.partition, found.what) for found in problems(Check(BUCKET, log, index).run())
+            (finding.partition, finding.what)
+            for finding in Check(BUCKET, log, index).run()
+            if isinstance(finding, Problem)
         ]
     finally:
         log.close()
@@ -130,7 +134,7 @@ def test_what_a_crash_left_half_made_is_no_bucket(data: Path) -> None:
 def test_an_index_that_is_gone_is_well_once_it_was_opened_again(data: Path) -> None:
     # The advice that `check` gives.
     file_of(data, "index").unlink()
-    assert "is made anew" in run("check", "--data-dir", data).stdout
+    assert "the server rebuilds it" in run("check", "--data-dir", data).stdout
     ordered_map = LmdbMap(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
     ordered_map.close()
     checked = run("check", "--data-dir", data)
@@ -230,7 +234,7 @@ def test_a_file_that_was_cut_is_noticed(data: Path, part: str, share: float) -> 
     assert checked.returncode == 1, checked
     assert "Traceback" not in checked.stderr
     assert checked.stdout.startswith(f"bucket {BUCKET}")
-    assert "restore" in checked.stdout or "made anew" in checked.stdout
+    assert "restore" in checked.stdout or "rebuilds it" in checked.stdout
     assert hashes(data) == before
 
 
@@ -256,7 +260,7 @@ def test_a_chunk_that_is_missing_is_noticed(data: Path) -> None:
 
 def test_the_last_chunk_missing_is_noticed(data: Path) -> None:
     def take(transaction: WriteTransaction) -> None:
-        found = transaction.last(chunk_key(1, 0), chunk_key(1, NUMBERS_END))
+        found = transaction.last(chunk_key(1, 0), chunk_key(1, SEQS_END))
         assert found is not None
         transaction.delete(found[0])
 
@@ -270,7 +274,7 @@ def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
         transaction.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
 
     change(data, "log", spoil)
-    assert any(p == 0 and "does not have its checksum" in w for p, w in found_in(data))
+    assert any(p == 0 and "checksum mismatch" in w for p, w in found_in(data))
     dumped = run("dump", "--data-dir", data)
     assert dumped.returncode == 1
     assert "left out" in dumped.stderr
@@ -289,7 +293,7 @@ def test_a_partition_record_that_says_less_is_noticed(data: Path) -> None:
     change(data, "log", lower)
     found = found_in(data)
     assert any(p == 2 and w.startswith("the log ends at ") for p, w in found)
-    assert any(p == 2 and w.startswith("the index knows number ") for p, w in found)
+    assert any(p == 2 and w.startswith("the index is at ") for p, w in found)
 
 
 @pytest.mark.parametrize("kind", [PARTITION, b"b"])
@@ -308,14 +312,14 @@ def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> Non
 
     change(data, "log", raise_them)
     found = " ".join(what for _, what in found_in(data))
-    assert "above the last number" in found
+    assert "above the high" in found
     assert "it leases (5, " in found
 
 
 def test_a_record_of_no_kind_is_noticed(data: Path) -> None:
     for part in ("log", "index"):
         change(data, part, lambda transaction: transaction.put(b"?", b"?"))
-    assert sum("nothing of the kind" in what for _, what in found_in(data)) == 2
+    assert sum("no record has this kind of key" in what for _, what in found_in(data)) == 2
 
 
 def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
@@ -324,7 +328,7 @@ def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
         transaction.put(lease_key(77), value)
 
     change(data, "log", move)
-    assert any("does not have its checksum" in what for _, what in found_in(data))
+    assert any("checksum mismatch" in what for _, what in found_in(data))
 
 
 # The index.
@@ -342,7 +346,7 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
         transaction.put(key, IndexEntry(1, 0).pack(key))
 
     change(data, "index", older)
-    assert any(w.startswith("the newest number of the key") for _, w in found_in(data))
+    assert any(w.startswith("the newest mutation of the key") for _, w in found_in(data))
 
 
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
@@ -355,14 +359,14 @@ def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
 
 def test_an_expiry_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "index", lambda transaction: transaction.delete(first(transaction, EXPIRY)[0]))
-    assert any("nothing says when" in what for _, what in found_in(data))
+    assert any("has no expiry record" in what for _, what in found_in(data))
 
 
 def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
     key = partition_key(WATERMARK, 1)
     mark = Watermark(SeqNo(1 << 40), 0, 0)
     change(data, "index", lambda transaction: transaction.put(key, pack_record(key, mark)))
-    assert (1, "the index knows number ") in [(p, w[:23]) for p, w in found_in(data)]
+    assert (1, "the index is at ") in [(p, w[:16]) for p, w in found_in(data)]
 
 
 def test_of_very_many_problems_the_first_are_told(data: Path) -> None:

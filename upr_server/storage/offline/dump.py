@@ -1,4 +1,4 @@
-"""What a bucket's log holds, as lines of JSON: read without the index, and past what is damaged."""
+"""Dumping what a bucket's log holds as lines of JSON, without the index, past what is damaged."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from upr_protocol.errors import ChunkError
 from upr_protocol.ids import Operation
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_map import LmdbMap
-from upr_server.storage.offline.check import (
-    LOG_ADVICE,
-    Checked,
-    Finding,
-    Problem,
-    Stage,
-    partition_count,
-)
+from upr_server.storage.offline.bucket_files import partition_count
+from upr_server.storage.offline.findings import LOG_ADVICE, Finding, Problem, Progress, Stage
 from upr_server.storage.records import (
-    NUMBERS_END,
     PARTITION,
+    SEQS_END,
     PartitionRecord,
     chunk_key,
     parse_chunk,
@@ -37,13 +31,13 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class DumpOptions(msgspec.Struct, frozen=True):
-    """What is wanted.
+    """What to dump.
 
     Attributes:
-        partition: Of which partition; -1 for all.
+        partition: The partition; -1 for all.
         keys_only: Whether to leave the values out.
-        history: Whether to print every mutation that the log still has, and not only the newest
-            of each key.
+        history: Whether to print every mutation that the log still has, instead of the newest of
+            each key.
     """
 
     partition: int = -1
@@ -57,8 +51,8 @@ class Dump:
     Args:
         name: The bucket's name.
         log: Its log.
-        options: What is wanted of it.
-        output: The descriptor that it is written to.
+        options: What to dump.
+        output: The file descriptor to write to.
     """
 
     def __init__(self, name: str, log: LmdbMap, options: DumpOptions, output: int = 1) -> None:
@@ -69,45 +63,48 @@ class Dump:
 
     def run(self, first_stage: int = 0) -> Iterator[Finding]:
         """Writes partition by partition from `first_stage` on."""
-        for number in range(first_stage, partition_count(self._log)):
-            if self._options.partition in (-1, number):
-                yield Stage(number, "the chunks", number)
+        for partition in range(first_stage, partition_count(self._log)):
+            if self._options.partition in (-1, partition):
+                yield Stage(partition, "the chunks", partition)
                 try:
-                    yield from self._write(number)
+                    yield from self._dump_partition(partition)
                 except StorageError as error:
-                    yield self._left_out(number, str(error))
+                    yield self._left_out(partition, str(error))
 
-    def _write(self, number: int) -> Iterator[Finding]:
+    def _dump_partition(self, partition: int) -> Iterator[Finding]:
+        # It reads the chunks twice: only at the end of the log is known which mutations are newest.
         newest: dict[bytes, int] = {}
-        at = 0
-        for found in self._chunks(number):
-            if isinstance(found, str):
-                yield self._left_out(number, found)
+        end = 0
+        for chunk in self._chunks(partition):
+            if isinstance(chunk, str):
+                yield self._left_out(partition, chunk)
                 continue
-            if found.start != at:
-                what = f"the log has nothing from {at} to {found.start}"
-                yield self._left_out(number, what)
-            at = found.end
-            newest.update(zip(found.keys(), found.seqs.tolist(), strict=True))
-        key = partition_key(PARTITION, number)
+            if chunk.start != end:
+                what = f"the log has nothing from {end} to {chunk.start}"
+                yield self._left_out(partition, what)
+            end = chunk.end
+            newest.update(zip(chunk.keys(), chunk.seqs.tolist(), strict=True))
+        key = partition_key(PARTITION, partition)
         with self._log.read() as transaction:
             sealed = transaction.get(key)
-            high = at if sealed is None else parse_record(key, sealed, PartitionRecord).high
-        if sealed is None or at != high:
-            yield self._left_out(number, f"the log ends at {at}, and should not")
-        for found in self._chunks(number):
-            if isinstance(found, Chunk):
+            high = None if sealed is None else parse_record(key, sealed, PartitionRecord).high
+        if high is None:
+            yield self._left_out(partition, f"the log ends at {end}, and has no record of its end")
+        elif end != high:
+            yield self._left_out(partition, f"the log ends at {end}, and should end at {high}")
+        for chunk in self._chunks(partition):
+            if isinstance(chunk, Chunk):
                 lines = [
-                    _encode(self._line(number, row)) + b"\n" for row in self._rows(found, newest)
+                    _encode(self._line(partition, row)) + b"\n" for row in self._rows(chunk, newest)
                 ]
                 _write_all(self._output, b"".join(lines))
-                yield Checked(1, found.nbytes, found.count)
+                yield Progress(1, chunk.nbytes, chunk.count)
 
-    def _chunks(self, number: int) -> Iterator[Chunk | str]:
-        """The chunks that can be read, and what is wrong with the others."""
+    def _chunks(self, partition: int) -> Iterator[Chunk | str]:
+        """The chunks that can be read; for each of the others, what is wrong with it."""
         with self._log.read() as transaction:
             for key, value in transaction.scan(
-                chunk_key(number, 0), chunk_key(number, NUMBERS_END)
+                chunk_key(partition, 0), chunk_key(partition, SEQS_END)
             ):
                 try:
                     chunk = parse_chunk(key, value)
@@ -138,12 +135,12 @@ class Dump:
         return line
 
     def _left_out(self, partition: int, what: str) -> Problem:
-        advice = "left out; older versions of its keys may be printed as if they were the newest"
+        advice = "left out; the dump may show older versions of its keys as the newest"
         return Problem(self._name, partition, what, f"{advice}; {LOG_ADVICE}")
 
 
 def _text_fields(name: str, data: bytes) -> dict[str, str]:
-    # As `upr tail` writes them.
+    # The same fields as in the output of `upr tail`.
     try:
         return {name: data.decode()}
     except UnicodeDecodeError:

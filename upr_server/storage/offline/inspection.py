@@ -1,8 +1,8 @@
 """Reading a data directory that may be damaged, in processes that may die of it.
 
-A file that is shorter than it says kills its reader with SIGBUS, and a flipped bit in LMDB's pages
-may do so with SIGSEGV. So a bucket is read by a process of its own, which tells what it found
-through a pipe. If it dies, that is a finding, and another goes on behind the stage it died in.
+A truncated file kills its reader with SIGBUS, and a flipped bit in LMDB's pages may kill it with
+SIGSEGV. So each bucket is read by a process of its own, which reports what it finds through a pipe.
+If the process dies, that is a finding, and another goes on with the next stage.
 """
 
 from __future__ import annotations
@@ -19,44 +19,37 @@ from typing import Final, Literal
 import msgspec
 
 from upr_server.storage.errors import DataDirectoryError, StorageError
-from upr_server.storage.offline.check import (
-    INDEX_ADVICE,
-    LOG_ADVICE,
-    Check,
-    Finding,
-    Problem,
-    Stage,
-    open_map,
-)
+from upr_server.storage.offline.bucket_files import open_map
+from upr_server.storage.offline.check import Check
 from upr_server.storage.offline.dump import Dump, DumpOptions
+from upr_server.storage.offline.findings import INDEX_ADVICE, LOG_ADVICE, Finding, Problem, Stage
 
 Task = Literal["check", "dump"]
 
 _MAIN: Final = (
     "import sys; from upr_server.storage.offline.inspection import main; main(sys.argv[1:])"
 )
-_HOW: Final = {
-    signal.SIGBUS: "the file is damaged, or shorter than it was",
+_CAUSES: Final = {
+    signal.SIGBUS: "the file is damaged or truncated",
     signal.SIGSEGV: "the file is damaged",
     signal.SIGABRT: "the file is damaged",
 }
-
 
 EVERYTHING: Final = DumpOptions()
 
 
 class OutputClosedError(Exception):
-    """Nobody reads what is written any more."""
+    """The reader of the output has closed it."""
 
 
 def bucket_names(path: Path) -> list[str]:
-    """The buckets of a data directory, sorted; those that a crash left half made are none.
+    """The buckets of a data directory, sorted. Folders that a crash left half made are left out.
 
     Raises:
         DataDirectoryError: It cannot be read.
     """
     try:
-        names = [found.name for found in (path / "buckets").iterdir()]
+        names = [folder.name for folder in (path / "buckets").iterdir()]
     except OSError as error:
         raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
     return sorted(name for name in names if not name.startswith("."))
@@ -68,13 +61,13 @@ def inspect(
     """Checks or dumps buckets, one after the other.
 
     Args:
-        path: The data directory; nobody may use it meanwhile.
-        names: Which buckets.
+        path: The data directory; no server may use it meanwhile.
+        names: The buckets.
         task: What to do; a dump goes to standard output.
         options: What to dump.
 
     Raises:
-        OutputClosedError: Nobody reads the dump.
+        OutputClosedError: The reader of the dump has closed it.
     """
     for name in names:
         first_stage: int | None = 0
@@ -85,7 +78,7 @@ def inspect(
 def _run(
     path: Path, name: str, task: Task, options: DumpOptions, first_stage: int
 ) -> Generator[Finding, None, int | None]:
-    """One process. Returns the stage to go on with if it died in the middle."""
+    """Runs one process. Returns the stage to go on with if it died, else None."""
     reading, writing = os.pipe()
     arguments = [str(writing), str(path), name, task, str(first_stage)]
     command = [sys.executable, "-c", _MAIN, *arguments, msgspec.json.encode(options).decode()]
@@ -118,9 +111,9 @@ def _run(
 
 
 def _death(folder: Path, name: str, stage: Stage, code: int) -> Problem:
-    reason = _HOW.get(signal.Signals(-code)) if code < 0 else None
+    reason = _CAUSES.get(signal.Signals(-code)) if code < 0 else None
     if reason is None:
-        reason = f"its reader ended with code {code}"
+        reason = f"the process that read it ended with code {code}"
     sizes = ", ".join(
         f"{part}/data.mdb has {_size(folder / part / 'data.mdb')}" for part in ("log", "index")
     )
@@ -140,17 +133,15 @@ def _size(path: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Inspects one bucket, and tells what it finds."""
+    """Inspects one bucket, and writes its findings to the pipe, one JSON line each."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     descriptor, path, name, task, first_stage, options = arguments
     with open(int(descriptor), "wb", buffering=0) as pipe:
-        folder, wanted = (
-            Path(path) / "buckets" / name,
-            msgspec.json.decode(options, type=DumpOptions),
-        )
-        findings = _findings(folder, name, task, int(first_stage), wanted)
+        folder = Path(path) / "buckets" / name
+        dump_options = msgspec.json.decode(options, type=DumpOptions)
+        findings = _findings(folder, name, task, int(first_stage), dump_options)
         pipe.writelines(msgspec.json.encode(finding) + b"\n" for finding in findings)
 
 

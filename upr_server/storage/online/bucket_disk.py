@@ -190,7 +190,7 @@ class BucketDisk:
                 for item in due:
                     partition = self.bucket.partitions[item.partition]
                     if partition.can_be_asked:
-                        partition.expire_stored(item.key, item.number, now)
+                        partition.expire_stored(item.key, item.seq, now)
                 more = bool(after)
             finally:
                 for number, pin in pins.items():

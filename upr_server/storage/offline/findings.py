@@ -1,0 +1,89 @@
+"""What an inspection of a bucket finds: problems, each with what to do, and its progress."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+LOG_ADVICE: Final = (
+    "restore the bucket from a copy, or let a replica take over; the server refuses what is "
+    "damaged and never serves it"
+)
+INDEX_ADVICE: Final = (
+    "stop the server and delete the file data.mdb in the bucket's folder index; the server "
+    "rebuilds it from the log when it runs again"
+)
+
+
+class Problem(msgspec.Struct, frozen=True, tag=True):
+    """What is wrong, and what to do.
+
+    Attributes:
+        bucket: The bucket.
+        partition: The partition; -1 for the bucket as a whole.
+        what: What is wrong.
+        advice: What to do.
+    """
+
+    bucket: str
+    partition: int
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        where = f"bucket {self.bucket}"
+        if self.partition >= 0:
+            where += f", partition {self.partition}"
+        return f"{where}: {self.what}; {self.advice}"
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """What was read since the last report of progress.
+
+    Attributes:
+        chunks: Chunks.
+        chunk_bytes: Bytes of chunks.
+        keys: Keys of both maps.
+    """
+
+    chunks: int = 0
+    chunk_bytes: int = 0
+    keys: int = 0
+
+
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """A stage of the inspection begins.
+
+    Attributes:
+        number: The stage's number.
+        text: What it reads.
+        partition: The partition that it reads; -1 for the whole bucket.
+        is_index: Whether it reads the index alone.
+    """
+
+    number: int
+    text: str
+    partition: int = -1
+    is_index: bool = False
+
+
+Finding = Problem | Progress | Stage
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """A problem as a stage reports it.
+
+    Attributes:
+        what: What is wrong.
+        partition: The partition; -1 for the bucket as a whole.
+        in_index: Whether only the index is damaged, which can be rebuilt.
+    """
+
+    what: str
+    partition: int = -1
+    in_index: bool = False
+
+
+Report = Damage | Progress
+"""What a stage yields."""

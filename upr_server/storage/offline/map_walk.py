@@ -1,0 +1,59 @@
+"""Walking through an ordered map from end to end, to see that its tree is in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from upr_protocol.chunk import Buffer
+from upr_server.storage.offline.findings import Damage, Progress, Report
+from upr_server.storage.ordered_map import ReadTransaction
+
+KEYS_END: Final = b"\xff" * 512
+"""Behind every key."""
+
+_PROGRESS_KEYS: Final = 100_000
+
+
+def walk_map(
+    transaction: ReadTransaction,
+    count: int,
+    name: str,
+    check_record: Callable[[bytes, Buffer], None],
+) -> Iterator[Report]:
+    """Checks that keys rise, that each is found, how many they are, and each record.
+
+    Args:
+        transaction: What to read in.
+        count: How many keys the map says that it has.
+        name: `log` or `index`.
+        check_record: Checks one record. Whatever it raises is a problem: damage may end a parser
+            in any way.
+    """
+    in_index = name == "index"
+    previous: bytes | None = None
+    seen = 0
+    for key, value in transaction.scan(b"", KEYS_END):
+        if previous is not None and key <= previous:
+            what = f"the {name} has {_record(key)} behind {_record(previous)}"
+            yield Damage(what, in_index=in_index)
+        previous = key
+        looked_up = transaction.get(key)
+        if looked_up is None or bytes(looked_up) != bytes(value):
+            what = f"the {name} has {_record(key)}, but does not find it"
+            yield Damage(what, in_index=in_index)
+        try:
+            check_record(key, value)
+        except Exception as error:  # noqa: BLE001  # see above
+            yield Damage(f"{_record(key)} in the {name}: {error}", in_index=in_index)
+        seen += 1
+        if not seen % _PROGRESS_KEYS:
+            yield Progress(keys=_PROGRESS_KEYS)
+    yield Progress(keys=seen % _PROGRESS_KEYS)
+    if seen != count:
+        what = f"the {name} should have {count} records, and has {seen}"
+        yield Damage(what, in_index=in_index)
+
+
+def _record(key: bytes) -> str:
+    return f"the record {key[:40].hex()}"
