@@ -18,6 +18,7 @@ import attrs
 from tests.kit.history import (
     Accepted,
     Answered,
+    AskedForNow,
     Began,
     Ended,
     Event,
@@ -25,6 +26,7 @@ from tests.kit.history import (
     Fault,
     History,
     Level,
+    ReachedNow,
     Received,
     Restarted,
     Row,
@@ -64,12 +66,13 @@ def check(history: History) -> None:
     order.truth = truth
     if not any(isinstance(event, Accepted) for event in history):
         truth.learn(history)
-    durability = Durability()
+    durability, ends = Durability(), Ends()
     finals: list[FinalState] = []
     for at, event in history.events:
         truth.take(event)
         order.take(event)
         durability.take(at, event)
+        ends.take(event)
         if isinstance(event, Failed) and event.after:
             raise BrokenPromiseError(
                 "I12", f"{event.node} goes on after its disk failed: {event.after}"
@@ -296,6 +299,33 @@ class Snapshots:
         if event.to:
             items = dict(self.truth.items(event.partition, event.log, event.to))
         copy.at, copy.items, copy.inside = event.to, items, None
+
+
+class Ends:
+    """A consumer that asked for "now" has, at the end, all that was acknowledged before it asked:
+    I6. What another history has is not its node's to know."""
+
+    def __init__(self) -> None:
+        self._acknowledged: list[Answered] = []
+        self._asked: dict[str, int] = {}
+        """By consumer, how much had been acknowledged when it asked."""
+
+    def take(self, event: Event) -> None:
+        """The next event."""
+        if isinstance(event, Answered) and event.done:
+            self._acknowledged.append(event)
+        elif isinstance(event, AskedForNow):
+            self._asked[event.consumer] = len(self._acknowledged)
+        elif isinstance(event, ReachedNow):
+            for answered in self._acknowledged[: self._asked[event.consumer]]:
+                if (
+                    answered.partition == event.partition
+                    and answered.seq > event.end
+                    and event.log.branch_of(answered.seq) == answered.history_id
+                ):
+                    raise BrokenPromiseError(
+                        "I6", f"{event} leaves out {answered}, acknowledged before it asked"
+                    )
 
 
 @attrs.define

@@ -366,11 +366,15 @@ class FakeConnection:
         server.greeted += 1
         server.identities.append(self.session.client_identity)
         for number in message.partitions or range(len(server.partitions)):
-            if number >= len(server.partitions):
+            partition_id = PartitionId(number)
+            if (
+                number >= len(server.partitions)
+                or server.state_of(partition_id) is PartitionState.DEAD
+            ):
                 self.session.send(
                     PartitionLog(
                         PartitionState.DEAD, _NOTHING, _NOTHING, _NOTHING, FailoverLog(),
-                        partition=PartitionId(number), opaque=message.opaque,
+                        partition=partition_id, opaque=message.opaque,
                         status=Status.NOT_MY_PARTITION,
                     )
                 )  # fmt: skip
@@ -472,12 +476,16 @@ class FakeConnection:
         )  # fmt: skip
 
     def _on_seqnos(self, message: Seqnos) -> None:
-        rows = tuple(
-            (p.id, p.log.current, p.high, 0, 0)
+        partitions = [
+            p
             for p in self._server.partitions
             if not message.partitions or p.id in message.partitions
-            if self._server.state_of(p.id) is not PartitionState.DEAD
-        )
+        ]
+        states = {self._server.state_of(p.id) for p in partitions}
+        if not message.of_copies and states != {PartitionState.ACTIVE}:
+            self._refuse(message, Status.NOT_MY_PARTITION)
+            return
+        rows = tuple((p.id, p.log.current, p.high, 0, 0) for p in partitions)
         self.session.send(SeqnosReply(rows, opaque=message.opaque))
 
     def _on_await(self, message: Await) -> None:

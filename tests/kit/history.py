@@ -118,6 +118,22 @@ class Restarted(msgspec.Struct, frozen=True):
     kept: dict[PartitionId, tuple[SeqNo, dict[bytes, tuple[SeqNo, bytes]]]]
 
 
+class AskedForNow(msgspec.Struct, frozen=True):
+    """A consumer is about to ask for all that there is now."""
+
+    consumer: str
+
+
+class ReachedNow(msgspec.Struct, frozen=True):
+    """A consumer was told that it has all that it asked for of a partition: up to `end`, in the
+    history that this log tells of."""
+
+    consumer: str
+    partition: PartitionId
+    end: SeqNo
+    log: FailoverLog
+
+
 class Fault(msgspec.Struct, frozen=True):
     """Something went wrong on purpose.
 
@@ -172,6 +188,8 @@ Event = (
     | Ended
     | WentBack
     | Restarted
+    | AskedForNow
+    | ReachedNow
     | Fault
     | Failed
     | Final

@@ -14,10 +14,12 @@ import trio
 from tests.kit.checkers import Items, apply
 from tests.kit.history import (
     Answered,
+    AskedForNow,
     Began,
     Ended,
     History,
     Level,
+    ReachedNow,
     Received,
     Restarted,
     Row,
@@ -36,6 +38,7 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamEnded,
     WriteResult,
     consume,
     publisher,
@@ -43,7 +46,7 @@ from upr_protocol.client import (
 from upr_protocol.client.core.key_lookup import counter_delta
 from upr_protocol.client.core.results import NotDurableError, results_of
 from upr_protocol.client.core.writer_identity import WriterIdentity
-from upr_protocol.errors import LocalProtocolError, UprError
+from upr_protocol.errors import LocalProtocolError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState, SeqNo
@@ -327,9 +330,21 @@ class RecordedConsumer:
                     self._history.add(Said(self.name, f"{error}"))
             await self._sleep(self._chance.random() * 0.5)
 
+    async def read_all_again_and_again(self) -> None:
+        """From nothing to what there is now, whatever happens meanwhile."""
+        while True:
+            await self._sleep(self._chance.random())
+            try:
+                await self.catch_up_from(Kept(ResumeState(Address.parse(self._url).bucket)))
+            except UprError as error:
+                if isinstance(error, LocalProtocolError):
+                    raise
+                self._history.add(Said(self.name, f"{error}"))
+
     async def catch_up_from(self, kept: Kept) -> None:
         """Goes on from what it had at some time, to what there is now."""
         self._restart(kept)
+        self._history.add(AskedForNow(self.name))
         await self._follow(end="now")
 
     def _restart(self, kept: Kept) -> None:
@@ -394,6 +409,11 @@ class RecordedConsumer:
             versions[event.end] = Version(dict(now.items.get(event.partition, {})), log)
             if len(versions) > VERSIONS_MAX:
                 del versions[next(iter(versions))]
+        elif isinstance(event, StreamEnded):
+            # A replica has what has come to it, and nobody promises more.
+            if event.reason is Status.END_REACHED and self._state is PartitionState.ACTIVE:
+                position = now.state.position(event.partition)
+                history.add(ReachedNow(name, event.partition, position.last_complete, position.log))
         elif isinstance(event, RolledBack) and not self._undoes:
             self._go_back(event.partition, event.ceiling, SeqNo(0))
 

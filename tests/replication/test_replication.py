@@ -24,6 +24,7 @@ from upr_protocol.client import (
     SnapshotEnd,
     SnapshotStart,
     StreamAccepted,
+    StreamEnded,
     connect,
     consume,
     publisher,
@@ -41,7 +42,9 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
+from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.partition_map import Assignment, HistoryPoint
+from upr_protocol.transport import dial_tcp
 from upr_server.engine import Partition, WriterToken
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.storage.bucket_storage import BucketStorage
@@ -129,6 +132,104 @@ async def test_consumers_follow_a_replica() -> None:
                 if len(found) == 300 and not inside:
                     break
         assert found == {b"key %d" % n: b"value %d" % n for n in range(300)}
+
+
+async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_greeted() -> None:
+    """The greeting says that the partition is dead there: its numbers are nobody's end."""
+    async with cluster("ab", partitions=2) as one, trio.open_nursery() as nursery:
+        await one.share([Assignment("a"), Assignment("b", {"a": ""})])
+        await eventually(
+            lambda: states(one, "b") == [PartitionState.DEAD, PartitionState.ACTIVE], "b leads 1", 5
+        )
+        async with connect(one.nodes["a"].url) as client:
+            keys = [key for at in range(200) if partition_of(key := b"%d" % at, 2) == 0][:50]
+            for key in keys:
+                await client.set(key, b"value")
+        async with connect(one.nodes["b"].url, by_map=False) as client:
+            for number in range(500):
+                if partition_of(b"large %d" % number, 2) == 1:
+                    await client.set(b"large %d" % number, bytes(1024))
+        has_met_b, may_go_on = trio.Event(), trio.Event()
+        received: set[bytes] = set()
+        ended: set[PartitionId] = set()
+
+        async def dial(address: Address) -> trio.abc.Stream:
+            """Reaches b only."""
+            if address.port != one.nodes["b"].port:
+                raise OSError("no route to a")
+            return await dial_tcp(address)
+
+        async def read() -> None:
+            async with consume(
+                one.nodes["b"].url, end="now", dial=dial, window_bytes=WINDOW_BYTES_MIN
+            ) as consumer:
+                async for event in consumer:
+                    if isinstance(event, StreamEnded):
+                        ended.add(event.partition)
+                    elif isinstance(event, ChunkReceived):
+                        # As long as this one is not over b is connected to.
+                        has_met_b.set()
+                        await may_go_on.wait()
+                        received.update(row.key for row in event.chunk)
+
+        nursery.start_soon(read)
+        await has_met_b.wait()
+        await one.share([Assignment("a", {"b": ""}), Assignment("b", {"a": ""})])
+        await one.quiet()
+        await one.nodes["a"].kill()
+        await one.fail_over("a", Random(0))
+        await trio.sleep(1.0)  # the consumer hears of the map, and asks for the partition
+        may_go_on.set()
+        await eventually(lambda: ended == {0, 1}, "both streams have ended", 10)
+        assert received >= set(keys)
+
+
+async def test_a_node_tells_nobody_what_is_left_of_a_partition_that_it_gave_up() -> None:
+    async with cluster("ab", partitions=1) as one:
+        await write(one, "a", 20)
+        await one.quiet()
+        await one.share([Assignment("a")])
+        await eventually(lambda: states(one, "b") == [PartitionState.DEAD], "b gave it up", 5)
+        async with connect(one.nodes["b"].url, by_map=False) as client:
+            (info,) = client.partitions()
+            assert not info.owned
+            assert (info.state, info.high_seq) == (PartitionState.DEAD, 0)
+            with pytest.raises(ServerError, match="dead here, not active") as refused:
+                await client.seqnos()
+            assert refused.value.status is Status.NOT_MY_PARTITION
+
+
+@pytest.mark.parametrize(
+    ("state", "refusal"),
+    [
+        (PartitionState.DEAD, "a dead partition is not streamed"),
+        (PartitionState.PENDING, "streamed to replicas only"),
+    ],
+)
+async def test_no_client_is_streamed_a_dead_or_a_pending_partition(
+    state: PartitionState, refusal: str
+) -> None:
+    """What a node has of it may be stale, and comes to nobody as if it were whole."""
+    async with cluster("ab", partitions=1) as one:
+        await write(one, "a", 20)
+        await one.quiet()
+        await one.share([Assignment("a")])
+        await eventually(lambda: states(one, "b") == [PartitionState.DEAD], "b gave it up", 5)
+        async with consume(one.nodes["b"].url, state=state, by_map=False) as consumer:
+            with pytest.raises(ServerError, match=refusal) as refused:
+                await anext(consumer)
+        assert refused.value.status is Status.BAD_ARGUMENT
+
+
+async def test_numbers_are_those_of_the_active_though_a_replica_is_asked_first() -> None:
+    """A client that has an old map asks a replica, which lags."""
+    async with cluster("ab", partitions=1) as one, connect(one.nodes["a"].url) as client:
+        await client.set("key", "value")
+        await one.share([Assignment("b", {"a": ""})])
+        async with connect(one.nodes["b"].url) as other:
+            written = await other.set("key", "another")
+        (row,) = await client.seqnos()
+        assert row.high_seq >= written.seq
 
 
 async def test_a_replica_that_becomes_active_ends_its_streams() -> None:

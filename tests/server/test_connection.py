@@ -444,6 +444,18 @@ async def test_a_consumer_cut_inside_a_snapshot_goes_on_there() -> None:
         ]
 
 
+async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> None:
+    """The client has a higher number than its end, and is consistent nowhere above 0."""
+    async with connected(make_service()) as peer:
+        await peer.open()
+        await peer.mutate(sets(*(b"%d" % number for number in range(9))))
+        cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
+        await peer.ask(Position(FailoverLog.of([(1, 0)]), SeqNo(0), SeqNo(4), cut), SeqNo(2))
+        await peer.say(Go())
+        assert (await peer.hear(PartitionEnd)).end == 9
+        assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
+
+
 async def test_a_consumer_of_another_history_is_rolled_back() -> None:
     async with connected(make_service()) as peer:
         await peer.open()

@@ -20,6 +20,9 @@ from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 
 HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
 
+COPY_COMES_BACK: Final = "copy_comes_back"
+"""What a seed has only if it has readers."""
+
 DISKS: Final[tuple[Level, ...]] = ("persisted", "replicated", "replicated_persisted")
 """What survives the loss of one machine's memory."""
 
@@ -40,6 +43,7 @@ class Faults:
         network: Between them.
         operator: Who is to see to it.
         consumers: They crash, too.
+        readers: The hosts of those who read all that there is: they are cut off, too.
         history: Where it is written down.
         background: Where servers run, and what is to end later.
 
@@ -56,6 +60,7 @@ class Faults:
         network: Network,
         operator: SimulatedOperator,
         consumers: Sequence[RecordedConsumer],
+        readers: Sequence[str],
         history: History,
         background: trio.Nursery,
     ) -> None:
@@ -67,6 +72,8 @@ class Faults:
         self._network = network
         self._operator = operator
         self._consumers = consumers
+        self._readers = readers
+        self._hosts = (*HOSTS, *readers)
         self._history = history
         self._background = background
         # What the actives had when a node lost its memory.
@@ -154,6 +161,40 @@ class Faults:
             await trio.sleep(self._draw.random() * 0.3)
             await self._draw.choice((self._cut, self._crash, self._resets))()
 
+    async def _copy_comes_back(self) -> None:
+        """A node gives up a copy, is given it again, and takes over. Readers that it greeted in
+        between know it without, and do not reach the one that was active before."""
+        if not await self._operator.is_settled():
+            return
+        source = self._leader()
+        (number, *_) = (one.id for one in source.held if one.state is PartitionState.ACTIVE)
+        node = self._draw.choice([one for one in self._nodes.values() if one is not source])
+        self._history.add(Fault(f"{node.name} gives up a copy", (), 2))
+        self._falls_behind(node)
+        await self._operator.remove_copy(node.name, number)
+        links = [
+            link
+            for reader in self._readers
+            for link in (
+                self._network.link(reader, source.name),
+                self._network.link(source.name, reader),
+            )
+        ]
+        for link in links:
+            link.cut()
+        await trio.sleep(self._draw.uniform(2.0, 10.0))
+        for _ in range(20):
+            # Nobody takes the next machine away before this one has its copy.
+            with suppress(UprError):
+                await self._operator.add_back(node.name)
+            await trio.sleep(0.5)
+            if await self._operator.is_settled():
+                break
+        await self._operator.take_over(source.name, node.name)
+        await trio.sleep(self._draw.uniform(1.0, 10.0))
+        for link in links:
+            link.mend()
+
     async def _wrong(self) -> None:
         """Somebody believes a node to be gone that nobody but the operator has lost."""
         node = self._leader()
@@ -201,7 +242,7 @@ class Faults:
 
     async def _cut(self) -> None:
         # A replica that hears nothing for a while is what consumers of replicas meet.
-        among = list(self._nodes) if self._draw.random() < 0.5 else HOSTS
+        among = list(self._nodes) if self._draw.random() < 0.5 else self._hosts
         one, other = self._draw.sample(among, 2)
         links = [self._network.link(one, other)]
         if self._draw.random() < 0.5:
@@ -220,7 +261,7 @@ class Faults:
         node = self._node()
         links = [
             link
-            for name in HOSTS
+            for name in self._hosts
             if name != node.name
             for link in (self._network.link(name, node.name), self._network.link(node.name, name))
         ]
@@ -325,6 +366,7 @@ FAULTS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
     "take_over": Faults._take_over,
     "take_over_amid_trouble": Faults._take_over_amid_trouble,
     "wrong": Faults._wrong,
+    COPY_COMES_BACK: Faults._copy_comes_back,
     "crash": Faults._crash,
     "restart": Faults._restart,
     "cut": Faults._cut,

@@ -83,3 +83,14 @@ class Mix:
             gap_s=chance.choice((0.2, 0.5, 1.0)),
             weights=weights,
         )
+
+    def for_readers(self, fault: str) -> Mix:
+        """The same for a seed with readers, which has this fault, too: several partitions, of which
+        each is so large that its reading takes a while."""
+        return attrs.evolve(
+            self,
+            partitions=max(2, self.partitions),
+            quota_bytes=64 * 1024 * 1024,
+            value_bytes=20_000,
+            weights={**self.weights, fault: 20.0},
+        )

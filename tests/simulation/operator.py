@@ -14,11 +14,17 @@ from tests.kit.history import Fault, History, Level, Said
 from tests.simulation.network import PORT, Network
 from tests.simulation.node import BUCKET, Node
 from upr_protocol.client import Address, NodeClient
-from upr_protocol.client.operator import Operator, add_replicas, fail_over, take_over
+from upr_protocol.client.operator import (
+    Operator,
+    add_replicas,
+    fail_over,
+    remove_replicas,
+    take_over,
+)
 from upr_protocol.client.operator.errors import NotDoneError
 from upr_protocol.client.operator.takeover import TakeoverTimeouts
 from upr_protocol.errors import UprError
-from upr_protocol.ids import PartitionState
+from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 
 HOST: Final = "op"
@@ -62,12 +68,19 @@ class SimulatedOperator:
             dial=partial(self._network.dial, HOST),
         )
 
-    async def begin(self, partitions: int, *, has_replicas: bool) -> PartitionMap:
-        """Gives all nodes the first map: one is active for everything, and the others follow; or
-        each has partitions of its own, and nobody follows."""
+    async def begin(
+        self, partitions: int, *, has_replicas: bool, spread: bool = False
+    ) -> PartitionMap:
+        """Gives all nodes the first map: one is active for everything, or each for some (`spread`),
+        and the others follow; or each has partitions of its own, and nobody follows."""
         names = list(self._nodes)
         first, *others = names
         assignments = [Assignment(first, dict.fromkeys(others, ""))] * partitions
+        if spread:
+            assignments = [
+                Assignment(active, {name: "" for name in names if name != active})
+                for active in (names[number % len(names)] for number in range(partitions))
+            ]
         if not has_replicas:
             assignments = [Assignment(names[number % len(names)]) for number in range(partitions)]
         given = PartitionMap(
@@ -133,6 +146,11 @@ class SimulatedOperator:
     async def add_back(self, name: str) -> None:
         """Gives a node its copies, which has lost what it had."""
         await add_replicas(self._operator(), name)
+
+    async def remove_copy(self, name: str, partition: PartitionId) -> bool:
+        """Has a node give up the copy of one partition; whether it did."""
+        command = partial(remove_replicas, self._operator(), name, partitions=[partition])
+        return await self._do(f"removal of partition {partition} from {name}", command)
 
     async def is_settled(self) -> bool:
         """Whether all are up, and everybody has what he should."""

@@ -18,7 +18,7 @@ from tests.kit.history import Final as FinalState
 from tests.kit.history import History, Said
 from tests.kit.recorded import RecordedConsumer, RecordedPublisher, contents_of
 from tests.simulation.disk import spared
-from tests.simulation.faults import FAULTS, Faults
+from tests.simulation.faults import COPY_COMES_BACK, FAULTS, Faults
 from tests.simulation.limits import small_limits
 from tests.simulation.mix import Mix
 from tests.simulation.network import Network, taken_at_once
@@ -32,6 +32,10 @@ from upr_server.net.service import EXPIRY_INTERVAL_S
 URL: Final = f"upr://a,b,c/{BUCKET}"
 
 EXPIRES_S: Final = 2.0
+
+READERS_EVERY: Final = 5
+"""One seed in so many has readers. They would change what the others do, and so which of them finds
+which bug."""
 
 CATCH_UP_S: Final = 120.0
 """Virtual time in which everybody has caught up once all faults are over."""
@@ -74,7 +78,12 @@ class Cluster:
         self.chance = Chance(seed)
         self.history = History(trio.current_time)
         self.outcome = Outcome(seed)
-        self.mix = mix = Mix.drawn(self.chance.of("mix"), FAULTS)
+        kinds = [name for name in FAULTS if name != COPY_COMES_BACK]
+        mix = Mix.drawn(self.chance.of("mix"), kinds)
+        self._has_readers = seed % READERS_EVERY == 2 and mix.has_replicas
+        if self._has_readers:
+            mix = mix.for_readers(COPY_COMES_BACK)
+        self.mix = mix
         self.history.add(Said("seed", f"{seed}: {mix}"))
         self.network = Network(clock, self.chance.of("network"), mix.delay_s, mix.jitter_s)
         self.nodes = {
@@ -112,6 +121,7 @@ class Cluster:
             for index, level in enumerate(mix.levels)
         ]
         self.consumers = [self._consumer(index) for index in range(3)]
+        self.readers = [self._reader(index) for index in range(3 * self._has_readers)]
         self.faults: Faults | None = None
 
     def _consumer(self, index: int) -> RecordedConsumer:
@@ -131,6 +141,23 @@ class Cluster:
             sleep=self.network.clock.sleep,
         )
 
+    def _reader(self, index: int) -> RecordedConsumer:
+        chance = self.chance.of(f"reader {index}")
+        names = ",".join(chance.sample(list(self.nodes), len(self.nodes)))
+        return RecordedConsumer(
+            f"n{index}",
+            f"upr://{names}/{BUCKET}",
+            self.history,
+            chance,
+            undoes=False,
+            state=PartitionState.ACTIVE,
+            # Slow, and with a small window: it is long connected to a node.
+            pause_s=chance.choice((0.1, 0.5, 2.0)),
+            window_bytes=WINDOW_BYTES_MIN,
+            dial=partial(self.network.dial, f"n{index}"),
+            sleep=self.network.clock.sleep,
+        )
+
     async def run(self) -> None:
         """Everything: work under faults, then quiet, and then all must agree."""
         async with trio.open_nursery() as background:
@@ -141,15 +168,22 @@ class Cluster:
                 self.network,
                 self.operator,
                 self.consumers,
+                [reader.name for reader in self.readers],
                 self.history,
                 background,
             )
             for node in self.nodes.values():
                 await node.start(background)
-            await self.operator.begin(self.mix.partitions, has_replicas=self.mix.has_replicas)
+            await self.operator.begin(
+                self.mix.partitions,
+                has_replicas=self.mix.has_replicas,
+                spread=self._has_readers,
+            )
             async with trio.open_nursery() as work:
                 for consumer in self.consumers:
                     work.start_soon(consumer.run)
+                for reader in self.readers:
+                    work.start_soon(reader.read_all_again_and_again)
                 async with trio.open_nursery() as publishing:
                     for sink in self.publishers:
                         publishing.start_soon(sink.run)

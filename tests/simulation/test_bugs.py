@@ -23,7 +23,7 @@ FOUND_BY: Final = {
     "forgets_its_answers": 4,
     "forgets_answers_on_replicas": 4,
     "counts_itself_as_a_replica": 9,
-    "asks_only_the_first_node": 2,
+    "asks_only_the_first_node": 43,
     "forgets_the_failover_entry": 1,
     "reuses_a_history_id": 14,
     "is_active_at_once_after_a_restart": 0,
@@ -39,6 +39,7 @@ FOUND_BY: Final = {
     "hands_over_what_it_doubts": 9794,
     "gives_up_what_another_took_in": 7751,
     "goes_on_where_another_was_active": 13836,
+    "takes_any_copy_for_now": 62,
 }
 
 

@@ -12,6 +12,7 @@ from tests.kit.checkers import BrokenPromiseError, check
 from tests.kit.history import (
     Accepted,
     Answered,
+    AskedForNow,
     Began,
     Ended,
     Event,
@@ -19,6 +20,7 @@ from tests.kit.history import (
     Fault,
     Final,
     History,
+    ReachedNow,
     Received,
     Restarted,
     Row,
@@ -246,6 +248,20 @@ def test_what_was_numbered_before_a_fault_and_answered_behind_it() -> None:
         sent = [msgspec.structs.replace(one, level="memory") for one in SENT]
         assert broken([*sent, *numbered(ONE, TWO), heard, answered, ended(ONE)]) == promise
         assert broken([*sent, *numbered(ONE), heard, *numbered(TWO), answered, ended(ONE)]) == "I1"
+
+
+def test_what_was_acknowledged_before_a_consumer_asked_for_now_is_below_its_end() -> None:
+    asked = AskedForNow("c")
+    answered = Answered(b"l", 0, True, P, FIRST, SeqNo(2))
+    in_the_end = ended(ONE, TWO)
+    began: list[Event] = [*SENT, *numbered(ONE, TWO)]
+    too_early = ReachedNow("c", P, SeqNo(1), LOG)
+    assert broken([*began, answered, asked, too_early]) == "I6"
+    assert not broken([*began, answered, asked, ReachedNow("c", P, SeqNo(2), LOG), in_the_end])
+    # It was acknowledged later; or in a history that was left before it.
+    assert not broken([*began, asked, answered, too_early, in_the_end])
+    elsewhere = ReachedNow("c", P, SeqNo(1), LATER)
+    assert not broken([*began, answered, asked, elsewhere, in_the_end])
 
 
 def test_a_consumer_goes_on_with_what_it_had_kept() -> None:

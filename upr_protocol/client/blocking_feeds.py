@@ -150,7 +150,8 @@ class BlockingFeeds:
                 return  # there are several nodes, and it turned out just now
             self._links[follower] = link
             follower.begin(link.session, link.handshake)
-            self._look(follower)
+        # A partition that was taken on since may have met trouble, of which no message tells.
+        self._look(follower)
         links[follower] = link
 
     def _take(self, follower: Follower, link: BlockingConnection) -> None:

@@ -10,7 +10,7 @@ from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.wishes import Wishes
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
-from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 
 
 class Course:
@@ -42,7 +42,9 @@ class Course:
         self.connections = 0
         self.partition_count = 0
         self._ends: dict[PartitionId, SeqNo] = {}
-        self._settled: set[PartitionId] = set()
+        self._settled: dict[PartitionId, HistoryId | None] = {}
+        """The partitions whose end is decided. An end of "now" is a number of the history that the
+        node was in when it told; a fixed one goes for any history: None."""
 
     @property
     def done(self) -> bool:
@@ -89,26 +91,49 @@ class Course:
         """Decides once where `partition` begins and ends, by what a node told of it.
 
         Returns:
-            Whether that is decided; when it is not, the node told too early, or is the wrong one.
+            Whether that is decided. It is not while "now" has to be decided by a node that was not,
+            when it greeted, in the state that the consumer asks for: it has numbers, but they are
+            those of a copy that was left behind, or has yet to be filled.
         """
         if partition in self._settled:
             return True
         wishes = self.wishes
-        told = greeting.logs.get(partition)
-        owned = told is not None and told.status == Status.OK
-        if not owned and greeting.map_revision and (wishes.from_now or wishes.end == "now"):
+        log = greeting.logs.get(partition)
+        holds = (
+            log is not None
+            and log.status == Status.OK
+            and log.state is wishes.state
+            and bool(log.log.entries)
+        )
+        if not holds and (wishes.from_now or wishes.end == "now"):
             return False
-        high = told.high_seq if told is not None and owned else SeqNo(0)
+        history_id: HistoryId | None = None
         if wishes.end == "now":
-            self._ends[partition] = high
+            assert log is not None
+            self._ends[partition], history_id = log.high_seq, log.log.current
         elif isinstance(wishes.end, int):
             self._ends[partition] = SeqNo(wishes.end)
         elif wishes.end is not None:
             self._ends[partition] = SeqNo(wishes.end.get(partition, SEQ_MAX))
-        if wishes.from_now and told is not None and owned:
-            self.state.positions.setdefault(partition, Position(told.log, high, high, None))
-        self._settled.add(partition)
+        if wishes.from_now:
+            assert log is not None
+            here = Position(log.log, log.high_seq, log.high_seq, None)
+            self.state.positions.setdefault(partition, here)
+        self._settled[partition] = history_id
         return True
+
+    def confirm_end(self, partition: PartitionId, history_id: HistoryId) -> bool:
+        """A node accepted the stream of `partition` in this history.
+
+        Returns:
+            Whether its end counts there. An end of "now" that was read in another history does not:
+            the node that told it may have been left behind by a failover. It is forgotten then, and
+            the next greeting decides.
+        """
+        if self._settled.get(partition) in (None, history_id):
+            return True
+        del self._settled[partition], self._ends[partition]
+        return False
 
     def end_of(self, partition: PartitionId) -> SeqNo:
         """Where the stream of `partition` ends."""

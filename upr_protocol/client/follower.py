@@ -185,13 +185,19 @@ class Follower:
     def _want(self, partition: PartitionId) -> None:
         assert self._greeting is not None
         if not self._course.settle(partition, self._greeting):
-            # It is asked anew, on the next connection.
-            reason = f"partition {partition} came to this node after it was asked for its numbers"
-            self.trouble = ServerError(Status.WRONG_STATE, reason)
+            reason = (
+                f"partition {partition} was not {self._course.wishes.state.name.lower()} on this "
+                "node when it was asked for its numbers"
+            )
+            self._ask_for_numbers_again(reason)
             return
         self._asked.add(partition)
         if partition not in self._course.undoing:
             self._ask(partition)
+
+    def _ask_for_numbers_again(self, reason: str) -> None:
+        """Gives the connection up: what a node has is told when it greets, and then only."""
+        self.trouble = ServerError(Status.WRONG_STATE, reason)
 
     def _ask(self, partition: PartitionId) -> None:
         assert self._session is not None
@@ -366,6 +372,10 @@ class Follower:
                 self._ask_later(partition)
             elif self._session is not None:
                 self._session.send(CloseStream(partition=partition, opaque=message.opaque))
+            return ()
+        if status is Status.OK and not course.confirm_end(partition, message.log.current):
+            reason = f"partition {partition} has another history now than its end was read in"
+            self._ask_for_numbers_again(reason)
             return ()
         if status is Status.OK:
             self._asked.discard(partition)

@@ -161,7 +161,7 @@ class Error(Message, frozen=True):
 
 class PartitionLog(Message, frozen=True):
     """One partition's state and failover log, in answer to `Open`. A partition that the server does
-    not own has status `NOT_MY_PARTITION` and an empty log."""
+    not own (it is dead there) has status `NOT_MY_PARTITION`, an empty log and zeros."""
 
     opcode = 0x85
     sender = Role.SERVER
@@ -236,14 +236,15 @@ class Open(Message, frozen=True):
 
 class StreamReply(Message, frozen=True):
     """The answer to `Stream`, in its status: `OK` (the stream goes on behind `seq`),
-    `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or
-    `RANGE_GONE` (the lease does not hold what is asked for)."""
+    `NOT_MY_PARTITION` (it is dead here), `WRONG_STATE` (it is in another state than `Stream` asks
+    for), `BAD_ARGUMENT` (nobody is streamed a partition in that state), `ROLLBACK` (`seq` is the
+    ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not hold what is asked for)."""
 
     opcode = 0x86
     sender = Role.SERVER
     states = DATA
     about_partition = True
-    status_meaning = "`OK`, `NOT_MY_PARTITION`, `WRONG_STATE`, `ROLLBACK` or `SEQ_TOO_HIGH`"
+    status_meaning = "`OK`, or why there is no stream"
     layout = cs.Struct(
         "seq" / cs.Int64ul * "where the stream goes on (exclusive), or the rollback's ceiling",
         "reason" / text() * "why there",
@@ -280,7 +281,8 @@ class Stream(Message, frozen=True):
     """Asks for one partition's changes behind what the client has.
 
     Attributes:
-        state: The state the client expects the partition to be in.
+        state: The state the client expects the partition to be in: active or replica; or, with
+            `with_answers`, pending.
         position: What the client has.
         end_seq: Where the stream shall end, all ones for never; inside a snapshot it means that
             snapshot's end.

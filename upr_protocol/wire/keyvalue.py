@@ -75,7 +75,7 @@ class Get(Message, frozen=True):
 
 
 class SeqnosReply(Message, frozen=True):
-    """The numbers of the partitions asked for that are there."""
+    """The numbers of the partitions asked for."""
 
     opcode = 0x94
     sender = Role.SERVER
@@ -99,7 +99,9 @@ class SeqnosReply(Message, frozen=True):
 
 
 class Seqnos(Message, frozen=True):
-    """Asks for partitions' numbers; no partitions means all."""
+    """Asks for partitions' numbers; no partitions means all. Refused with `NOT_MY_PARTITION` when
+    the server is not active for one of them, unless copies will do: their numbers do not tell what
+    was acknowledged."""
 
     opcode = 0x14
     sender = Role.CLIENT
@@ -107,9 +109,11 @@ class Seqnos(Message, frozen=True):
     answers = (SeqnosReply,)
     layout = cs.Struct(
         "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
+        "of_copies" / cs.Flag * "whether the server tells of a copy, too, where it is not active",
     )
 
     partitions: tuple[int, ...] = ()
+    of_copies: bool = False
 
 
 class AwaitReply(Message, frozen=True):

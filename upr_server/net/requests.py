@@ -121,8 +121,9 @@ def _open(connection: Connection, request: Open) -> None:
     connection.open(bucket)
     send = connection.session.send
     for number in request.partitions or range(len(bucket.partitions)):
-        partition = PartitionId(number)
-        if number >= len(bucket.partitions):
+        partition = bucket.partitions[number] if number < len(bucket.partitions) else None
+        if partition is None or partition.state is PartitionState.DEAD:
+            # What is left here of a partition that was taken away is nobody's business any more.
             send(
                 PartitionLog(
                     PartitionState.DEAD,
@@ -130,21 +131,20 @@ def _open(connection: Connection, request: Open) -> None:
                     SeqNo(0),
                     SeqNo(0),
                     FailoverLog(),
-                    partition=partition,
+                    partition=PartitionId(number),
                     opaque=request.opaque,
                     status=Status.NOT_MY_PARTITION,
                 )
             )
             continue
-        found = bucket.partitions[number]
         send(
             PartitionLog(
-                found.state,
-                found.high_seq,
-                _persisted(found),
-                found.purge_seq,
-                found.failover_log,
-                partition=partition,
+                partition.state,
+                partition.high_seq,
+                _persisted(partition),
+                partition.purge_seq,
+                partition.failover_log,
+                partition=partition.id,
                 opaque=request.opaque,
             )
         )
@@ -300,9 +300,13 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
     bucket = connection.bucket
     if bucket is None:
         raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
-    found = bucket.partitions
-    if request.partitions:
-        found = tuple(_owned(connection, PartitionId(number)) for number in request.partitions)
+    # A copy that is not active may lag, or have been left behind: who asks takes these numbers for
+    # everything that was acknowledged.
+    find = _owned if request.of_copies else _active
+    partitions = [
+        find(connection, PartitionId(number))
+        for number in request.partitions or range(len(bucket.partitions))
+    ]
     connection.say(
         SeqnosReply(
             tuple(
@@ -313,7 +317,7 @@ def _seqnos(connection: Connection, request: Seqnos) -> None:
                     _persisted(partition),
                     partition.replicas.reached(len(partition.replicas)),
                 )
-                for partition in found
+                for partition in partitions
             ),
             opaque=request.opaque,
         )
@@ -426,6 +430,10 @@ def _lease(connection: Connection, request: Lease) -> None:
                 connection.say(LeaseReply(request.lease_id, 0, opaque=request.opaque))
                 return
             if request.action is LeaseAction.ACQUIRE:
+                for number, _, _ in request.ranges:
+                    # A copy may lag: what is persisted there is not all that was acknowledged.
+                    if number < len(disk.bucket.partitions):
+                        _active(connection, PartitionId(number))
                 lease = await disk.leases.acquire(
                     request.lease_id, request.owner, request.ranges, request.time_to_live_s
                 )

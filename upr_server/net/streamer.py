@@ -10,7 +10,7 @@ import attrs
 from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Retry, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo, SnapshotKind
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
@@ -61,6 +61,15 @@ class _Stream:
         return self.reader.is_reading and self.reader.seq == self.snapshot_end
 
 
+def _refusal_of_state(request: Stream) -> str:
+    """Why no partition is streamed in the state that `request` asks for; empty if it may be."""
+    if request.state is PartitionState.DEAD:
+        return "a dead partition is not streamed; ask for an active one or a replica"
+    if request.state is PartitionState.PENDING and not request.with_answers:
+        return "a pending partition is streamed to replicas only; ask for an active one"
+    return ""
+
+
 class Streamer:
     """Reads the partitions that one connection streams into its session.
 
@@ -96,10 +105,14 @@ class Streamer:
     ) -> None:
         """Answers `request` for `partition`: opens a stream, or says why not."""
         self._map_revision = map_revision
+        if refusal := _refusal_of_state(request):
+            self._answer(request, Status.BAD_ARGUMENT, SeqNo(0), refusal, partition)
+            return
         if partition.state is not request.state:
+            is_dead = partition.state is PartitionState.DEAD
             self._answer(
                 request,
-                Status.WRONG_STATE,
+                Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
                 SeqNo(0),
                 f"the partition is {partition.state.name.lower()} here",
                 partition,
@@ -135,7 +148,9 @@ class Streamer:
                 self._answer(request, error.status, decision.seq, error.sentence, partition)
                 return
         self._answer(request, Status.OK, decision.seq, reason, partition)
-        if request.end_seq <= decision.seq:
+        # A client that was cut inside a snapshot is at no end before that is over, whatever number
+        # it has: older values may be missing of keys that changed again further on in it.
+        if max(request.end_seq, decision.end_at_least) <= decision.seq:
             self._session.send(
                 StreamEnd(partition=partition.id, opaque=request.opaque, status=Status.END_REACHED)
             )

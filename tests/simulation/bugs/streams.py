@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final
+
+import msgspec
 
 from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker
+from upr_protocol.client.course import Course
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.net import streamer as streamers
 from upr_server.net.service import Service
 from upr_server.storage.online.backfill import Backfill
@@ -114,6 +118,25 @@ def takes_a_part_for_a_whole() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def takes_any_copy_for_now() -> Iterator[None]:
+    """What a node said of a partition when it greeted is "now", whatever it was for it then: a copy
+    that was left behind, or had yet to be filled."""
+    settle: Any = Course.settle
+
+    def settle_by_any(self: Course, partition: PartitionId, greeting: Any) -> bool:
+        told = greeting.logs[partition]
+        log = told.log if told.log.entries else FailoverLog.of([(1, 0)])
+        believed = msgspec.structs.replace(told, state=self.wishes.state, status=0, log=log)
+        return bool(settle(self, partition, SimpleNamespace(logs={partition: believed})))
+
+    with (
+        replaced(Course, "settle", settle_by_any),
+        replaced(Course, "confirm_end", lambda *_: True),
+    ):
+        yield
+
+
 BUGS: Final = (
     goes_on_where_the_histories_parted,
     takes_the_larger_without_its_conditions,
@@ -121,4 +144,5 @@ BUGS: Final = (
     leaves_streams_open_when_it_becomes_active,
     forgets_that_it_is_going_back,
     takes_a_part_for_a_whole,
+    takes_any_copy_for_now,
 )

@@ -202,14 +202,25 @@ class BlockingDispatcher:
         ]
 
     def seqnos(self, partitions: Sequence[int]) -> list[PartitionNumbers]:
-        """The sequence numbers of partitions, each from its own node; of all when none are
-        named."""
-        rows: dict[PartitionId, PartitionNumbers] = {}
+        """The sequence numbers of partitions, each from the node that is active for it; of all when
+        none are named."""
         count = calls.check_partition_count(self.connect().handshake.partition_count)
-        for connection, group in self._connections_of(partitions or range(count)):
-            group_rows = self._ask_on(connection, calls.seqnos(group))
-            rows.update((row.partition, row) for row in group_rows)
-        return [rows[partition] for partition in sorted(rows)]
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            rows: list[PartitionNumbers] = []
+            try:
+                for connection, group in self._connections_of(partitions or range(count)):
+                    group_rows = self._ask_on(connection, calls.seqnos(group))
+                    rows.extend(group_rows)
+                return sorted(rows, key=lambda row: row.partition)
+            except ServerError as error:
+                # The map is older than a takeover or a failover.
+                self.pool.metadata.note_revision(error.map_revision)
+                again_at = self.pool.refresh()
+                is_last = self.pool.metadata.is_single_node or again_at >= deadline
+                if error.status not in WRONG_NODE or is_last:
+                    raise
+                self._sleep(max(0.0, again_at - time.monotonic()))
 
     def acquire_lease(
         self,

@@ -300,7 +300,7 @@ def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:
     return HeldLease(leases[0].lease_id, time_to_live_s, tuple(ranges))
 
 
-def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
+def seqnos(partitions: Iterable[int], of_copies: bool = False) -> Call[list[PartitionNumbers]]:
     """The sequence numbers of partitions; of all when none are named."""
 
     def result(reply: SeqnosReply) -> list[PartitionNumbers]:
@@ -315,7 +315,7 @@ def seqnos(partitions: Iterable[int]) -> Call[list[PartitionNumbers]]:
             for partition, history_id, high, persisted, replicated in reply.rows
         ]
 
-    return Call(lambda opaque: Seqnos(tuple(partitions), opaque=opaque), result)
+    return Call(lambda opaque: Seqnos(tuple(partitions), of_copies, opaque=opaque), result)
 
 
 def await_durable(

@@ -70,7 +70,7 @@ class Handback:
         address = change.publisher.addresses[self._source]
         try:
             async with change.operator.connect(address) as client:
-                rows = await client.seqnos(change.assignments)
+                rows = await client.seqnos(change.assignments, of_copies=True)
         except UprError as error:
             raise PartlyDoneError(
                 f"{self._source} no longer answers ({error}), and may have handed over "

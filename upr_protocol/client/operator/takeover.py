@@ -265,7 +265,9 @@ class _Takeover:
                 async with self._operator.connect(
                     self._publisher.addresses[self._target]
                 ) as client:
-                    while not self._has_everything(await client.seqnos(self._change.assignments)):
+                    while not self._has_everything(
+                        await client.seqnos(self._change.assignments, of_copies=True)
+                    ):
                         if not is_told and trio.current_time() > tell_at:
                             is_told = True
                             await self._publisher.announce([self._target], handover_map)

@@ -166,9 +166,18 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         one of its own node; a partition without a node is left out."""
         return calls.partition_infos(self._dispatcher.logs)
 
-    async def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
-        """The sequence numbers of partitions; of all when none are named."""
-        return await self._dispatcher.seqnos(tuple(map(PartitionId, partitions)))
+    async def seqnos(
+        self, partitions: Iterable[int] = (), *, of_copies: bool = False
+    ) -> list[PartitionNumbers]:
+        """The sequence numbers of partitions, each from the node that is active for it; of all when
+        none are named.
+
+        Args:
+            partitions: The partitions.
+            of_copies: Whether a node that is not active tells the numbers of its copy, instead of
+                refusing. With `by_map=False` this shows how far one node is.
+        """
+        return await self._dispatcher.seqnos(tuple(map(PartitionId, partitions)), of_copies)
 
     # Leases.
 

@@ -249,23 +249,33 @@ class RequestDispatcher:
 
     # Requests about several partitions.
 
-    async def seqnos(self, partitions: tuple[PartitionId, ...]) -> list[PartitionNumbers]:
-        """The sequence numbers of partitions, each from its own node; of all when none are named.
-        A single node says itself which partitions it has."""
+    async def seqnos(
+        self, partitions: tuple[PartitionId, ...], of_copies: bool
+    ) -> list[PartitionNumbers]:
+        """The sequence numbers of partitions, each from the node that is active for it; of all when
+        none are named. A single node says itself which partitions it has."""
         if self.pool.metadata.is_single_node:
-            return await self.ask(calls.seqnos(partitions))
+            return await self.ask(calls.seqnos(partitions, of_copies))
         deadline = trio.current_time() + self._retry_timeout_s
         rows: dict[PartitionId, PartitionNumbers] = {}
         missing = set(partitions or self.partitions) & set(self.partitions)
         while missing:
             channel, asked = await self._next_group(missing, deadline)
-            rows.update((row.partition, row) for row in await channel.ask(calls.seqnos(asked)))
-            missing -= rows.keys()
-            if missing.isdisjoint(asked):
+            try:
+                told = await channel.ask(calls.seqnos(asked, of_copies))
+            except ServerError as error:
+                if error.status not in WRONG_NODE or trio.current_time() >= deadline:
+                    raise
+                # It does not say which of them it is not active for.
+                for partition in asked:
+                    if self._channel_of.get(partition) is channel:
+                        self.pool.refused(partition, error, error.map_revision)
+                        self._channel_of[partition] = None
                 continue
-            self.pool.doubt_map()
-            if not await self._wait_for_change(deadline):
-                raise BrokenError(f"no node has partition {min(missing)}")
+            for row in told:
+                self.pool.works(row.partition)
+                rows[row.partition] = row
+            missing -= rows.keys()
         return [rows[partition] for partition in sorted(rows)]
 
     async def _next_group(
