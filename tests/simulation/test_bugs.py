@@ -39,7 +39,7 @@ FOUND_BY: Final = {
     "hands_over_what_it_doubts": 9794,
     "gives_up_what_another_took_in": 7751,
     "goes_on_where_another_was_active": 13836,
-    "takes_any_copy_for_now": 62,
+    "takes_any_copy_for_now": 7,
 }
 
 
