@@ -93,9 +93,9 @@ class Upr(subprocess.Popen[bytes]):
         """The next line of `upr tail` with that event."""
         assert self.stdout is not None
         for line in self.stdout:
-            found: Line = json.loads(line)
-            if found["event"] == name:
-                return found
+            event: Line = json.loads(line)
+            if event["event"] == name:
+                return event
         raise AssertionError(f"it ended without a line of {name}")
 
     def feed(self, data: bytes) -> None:

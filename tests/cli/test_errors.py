@@ -45,7 +45,7 @@ def test_each_error_has_a_sentence_and_a_code(error: Exception, code: int, sente
         assert caught.value.format_message().startswith(sentence)
 
 
-def test_notes_are_part_of_the_sentence() -> None:
+def test_an_errors_notes_are_printed_too() -> None:
     error = BrokenError("lost")
     error.add_note("gave up after 3 attempts")
     with pytest.raises(FailedError, match="lost; gave up after 3 attempts"):
@@ -53,17 +53,17 @@ def test_notes_are_part_of_the_sentence() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), LocalProtocolError("x"), AssertionError()])
-def test_our_own_faults_keep_their_traceback(error: Exception) -> None:
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)):
         leave_with(error)
 
 
-def test_our_own_faults_are_not_hidden_by_what_came_with_them() -> None:
+def test_a_bug_in_a_group_of_errors_is_not_hidden() -> None:
     with pytest.RaisesGroup(BrokenError, ValueError):
         leave_with(ExceptionGroup("", [BrokenError("lost"), ValueError("x")]))
 
 
-def test_ctrl_c_has_a_code_of_its_own_whatever_else_went_wrong() -> None:
+def test_ctrl_c_determines_the_exit_code_whatever_else_failed() -> None:
     group = BaseExceptionGroup("", [BrokenError("lost"), KeyboardInterrupt()])
     for error in (KeyboardInterrupt(), group):
         with pytest.raises(click.exceptions.Exit) as caught:

@@ -31,7 +31,7 @@ def lines(event: Event) -> list[Any]:
     return [msgspec.json.decode(line) for line in data.splitlines()]
 
 
-def test_a_mutation_is_a_line() -> None:
+def test_each_mutation_is_one_line() -> None:
     chunk = Chunk.build(
         [
             Mutation(Operation.SET, b"k", b"v\n", SeqNo(4), Cas(2**63), 7, 1_800_000_000),
@@ -64,14 +64,14 @@ def test_a_mutation_is_a_line() -> None:
     ]
 
 
-def test_bytes_that_are_no_text_are_base64_and_say_so() -> None:
+def test_bytes_that_are_not_utf8_are_marked_as_base64() -> None:
     chunk = Chunk.build([Mutation(Operation.SET, b"\xff", b"\xfe\x00", SeqNo(1), Cas(1))])
     (line,) = lines(ChunkReceived(P, chunk))
     assert (line["key"], line["key_encoding"]) == ("/w==", "base64")
     assert (line["value"], line["value_encoding"]) == ("/gA=", "base64")
 
 
-def test_text_that_looks_like_base64_has_no_mark() -> None:
+def test_text_that_looks_like_base64_is_not_marked() -> None:
     chunk = Chunk.build([Mutation(Operation.SET, b"/w==", b"/w==", SeqNo(1), Cas(1))])
     (line,) = lines(ChunkReceived(P, chunk))
     assert (line["key"], line["value"]) == ("/w==", "/w==")
@@ -79,7 +79,7 @@ def test_text_that_looks_like_base64_has_no_mark() -> None:
     assert "value_encoding" not in line
 
 
-def test_an_empty_chunk_is_no_line() -> None:
+def test_an_empty_chunk_prints_nothing() -> None:
     assert event_lines(ChunkReceived(P, Chunk.build([]))) == b""
 
 
@@ -120,7 +120,7 @@ def test_an_empty_chunk_is_no_line() -> None:
         ),
     ],
 )
-def test_every_other_event_is_a_line(event: Event, line: dict[str, object]) -> None:
+def test_every_other_event_is_one_line(event: Event, line: dict[str, object]) -> None:
     assert lines(event) == [line]
 
 
@@ -136,7 +136,7 @@ def chunk_received(*operations: Operation) -> ChunkReceived:
     return ChunkReceived(P, Chunk.build(rows))
 
 
-def test_the_totals_and_the_rate() -> None:
+def test_the_summary_has_totals_and_a_rate() -> None:
     clock = Clock()
     summary = Summary(clock)
     summary.add(chunk_received(Operation.SET, Operation.SET))
@@ -149,7 +149,7 @@ def test_the_totals_and_the_rate() -> None:
     assert summary.total() == "3 changes in 1 snapshots of 1 partitions, 224 B, in 4.0 s (1/s)"
 
 
-def test_what_is_rare_is_told_where_it_happened() -> None:
+def test_the_summary_names_removals_and_restarts_only_if_there_are_some() -> None:
     summary = Summary(Clock())
     summary.add(chunk_received(Operation.SET, Operation.DELETE, Operation.EXPIRE))
     summary.add(RolledBack(P, SeqNo(1), SeqNo(0), "another history"))

@@ -19,10 +19,10 @@ def test_events_are_printed_until_ctrl_c(bucket: str, run: Run, start: Start) ->
     assert following.stdout is not None
     assert json.loads(following.stdout.readline()) == {"event": "everything"}
     run("set", bucket, "_design/x", "{}")
-    found = json.loads(following.stdout.readline())
-    while not found["designs"]:
-        found = json.loads(following.stdout.readline())
-    assert (found["bucket"], found["deleted"], found["designs"]) == (name, False, ["_design/x"])
+    event = json.loads(following.stdout.readline())
+    while not event["designs"]:
+        event = json.loads(following.stdout.readline())
+    assert (event["bucket"], event["deleted"], event["designs"]) == (name, False, ["_design/x"])
     run("bucket", "delete", bucket, "--yes")
     assert json.loads(following.stdout.readline())["deleted"] is True
     following.send_signal(signal.SIGINT)
@@ -31,16 +31,16 @@ def test_events_are_printed_until_ctrl_c(bucket: str, run: Run, start: Start) ->
     assert following.stderr.read() == b""
 
 
-def test_what_cannot_be(server: Server, run: Run) -> None:
+def test_bad_options_and_names_are_refused(server: Server, run: Run) -> None:
     assert (
         "no name of a consumer" in run("events", server.url, "--consumer", "no name", code=3).stderr
     )
     run("events", server.url, "--kind", "changed", code=2)
     run("events", server.url, "--timeout", "0", code=2)
-    run("events", "upr://127.0.0.1:1", "--patience", "0", code=4)
+    run("events", "upr://127.0.0.1:1", "--retry-timeout", "0", code=4)
 
 
-def test_lines() -> None:
+def test_an_event_as_text_and_as_json() -> None:
     assert text_line(LookAtEverything()) == b"everything may have changed\n"
     assert json_line(LookAtEverything()) == b'{"event":"everything"}\n'
     event = BucketEvent("b", 10, BucketFate.CREATED, 3, (b"_design/\x1b[2J", b"\xff", ANY_DESIGN))

@@ -20,8 +20,8 @@ def indexer(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def lines(text: str) -> list[tuple[list[object], str]]:
-    found = [json.loads(line) for line in text.splitlines()]
-    return [(row["key"], row["id"]) for row in found]
+    rows = [json.loads(line) for line in text.splitlines()]
+    return [(row["key"], row["id"]) for row in rows]
 
 
 def test_indexes_are_made_listed_scanned_and_dropped(
@@ -87,7 +87,9 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("scan", "d/i", "--prefix", "\udcff"), "not UTF-8"),
     ],
 )
-def test_what_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_command_line_is_a_usage_error(
+    run: Run, arguments: tuple[str, ...], sentence: str
+) -> None:
     assert sentence in run("index", *arguments, code=2).stderr
 
 
@@ -95,6 +97,8 @@ def test_what_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...], sent
 @pytest.mark.parametrize(
     "arguments", [("list",), ("drop", "\udcff"), ("scan", "d/i", "--from", "[" * 3000)]
 )
-def test_no_indexer_there(run: Run, url: str, arguments: tuple[str, ...]) -> None:
+def test_an_unreachable_indexer_is_a_lost_connection(
+    run: Run, url: str, arguments: tuple[str, ...]
+) -> None:
     refused = run("index", *arguments, "--indexer", url, code=4)
     assert f"the indexer at {url} does not answer" in refused.stderr

@@ -9,17 +9,17 @@ from tests.cli.conftest import Run
 
 
 def item(run: Run, bucket: str, key: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("get", bucket, key, "--json").stdout)
-    return found
+    fields: dict[str, Any] = json.loads(run("get", bucket, key, "--json").stdout)
+    return fields
 
 
-def test_what_was_set_is_got(bucket: str, run: Run) -> None:
+def test_get_prints_what_set_stored(bucket: str, run: Run) -> None:
     assert run("set", bucket, "k", "välue").stdout.startswith("partition ")
     assert run("get", bucket, "k").stdout == "välue\n"
     assert run("get", bucket, "k", "--raw").stdout == "välue"
 
 
-def test_several_keys_at_once(bucket: str, run: Run) -> None:
+def test_get_prints_several_values_in_order(bucket: str, run: Run) -> None:
     for key in "abc":
         run("set", bucket, key, key.upper())
     assert run("get", bucket, "c", "a", "b").stdout == "C\nA\nB\n"
@@ -27,26 +27,26 @@ def test_several_keys_at_once(bucket: str, run: Run) -> None:
 
 def test_a_missing_key_is_named_and_the_rest_is_printed(bucket: str, run: Run) -> None:
     run("set", bucket, "here", "x")
-    found = run("get", bucket, "gone", "here", code=1)
-    assert (found.stdout, found.stderr) == ("x\n", "upr: gone: no such key\n")
+    result = run("get", bucket, "gone", "here", code=1)
+    assert (result.stdout, result.stderr) == ("x\n", "upr: gone: no such key\n")
 
 
-def test_an_item_as_json(bucket: str, run: Run) -> None:
+def test_get_prints_an_item_as_json(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--flags", "7", "--expire-in", "3600")
-    found = item(run, bucket, "k")
-    assert (found["key"], found["value"], found["flags"], found["seq"]) == ("k", "v", 7, 1)
-    assert found["expiry"] > 1_700_000_000
-    assert int(found["cas"]) > 0
+    fields = item(run, bucket, "k")
+    assert (fields["key"], fields["value"], fields["flags"], fields["seq"]) == ("k", "v", 7, 1)
+    assert fields["expiry"] > 1_700_000_000
+    assert int(fields["cas"]) > 0
 
 
-def test_bytes_that_are_no_text(bucket: str, run: Run) -> None:
+def test_values_that_are_not_utf8_are_printed_unchanged_or_as_base64(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "-", input=b"\xff\x00\n")
     assert run("get", bucket, "k", "--raw").stdout_bytes == b"\xff\x00\n"
-    found = item(run, bucket, "k")
-    assert (found["value"], found["value_encoding"]) == ("/wAK", "base64")
+    fields = item(run, bucket, "k")
+    assert (fields["value"], fields["value_encoding"]) == ("/wAK", "base64")
 
 
-def test_a_change_by_cas(bucket: str, run: Run) -> None:
+def test_a_change_with_an_old_cas_is_refused(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "1")
     cas = item(run, bucket, "k")["cas"]
     run("set", bucket, "k", "2", "--cas", cas)
@@ -56,7 +56,7 @@ def test_a_change_by_cas(bucket: str, run: Run) -> None:
     assert run("get", bucket, "k").stdout == "2\n"
 
 
-def test_add_and_replace(bucket: str, run: Run) -> None:
+def test_add_needs_a_new_key_and_replace_an_existing_one(bucket: str, run: Run) -> None:
     run("replace", bucket, "k", "0", code=3)
     run("add", bucket, "k", "1")
     run("add", bucket, "k", "2", code=3)
@@ -64,7 +64,7 @@ def test_add_and_replace(bucket: str, run: Run) -> None:
     assert run("get", bucket, "k").stdout == "3\n"
 
 
-def test_append_and_prepend(bucket: str, run: Run) -> None:
+def test_append_and_prepend_extend_an_existing_value(bucket: str, run: Run) -> None:
     run("append", bucket, "k", "x", code=3)
     run("set", bucket, "k", "b")
     run("append", bucket, "k", "c")
@@ -72,14 +72,14 @@ def test_append_and_prepend(bucket: str, run: Run) -> None:
     assert run("get", bucket, "k").stdout == "abc\n"
 
 
-def test_delete(bucket: str, run: Run) -> None:
+def test_delete_removes_an_existing_key(bucket: str, run: Run) -> None:
     run("delete", bucket, "k", code=3)
     run("set", bucket, "k", "v")
     run("delete", bucket, "k")
     run("get", bucket, "k", code=1)
 
 
-def test_counters(bucket: str, run: Run) -> None:
+def test_counters_count_from_an_initial_value_and_stop_at_zero(bucket: str, run: Run) -> None:
     assert run("increment", bucket, "n").stdout == "1\n"
     assert run("increment", bucket, "n", "--by", "41").stdout == "42\n"
     assert run("decrement", bucket, "n", "--by", "50").stdout == "0\n"
@@ -89,12 +89,12 @@ def test_counters(bucket: str, run: Run) -> None:
     assert run("get", bucket, "n", "m").stdout == "0\n105\n"
 
 
-def test_a_counter_that_is_no_number(bucket: str, run: Run) -> None:
+def test_a_counter_must_be_decimal_text(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "seven")
     assert "decimal text" in run("increment", bucket, "k", code=3).stderr
 
 
-def test_touch(bucket: str, run: Run) -> None:
+def test_touch_changes_when_an_item_expires(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--expire-in", "60")
     run("touch", bucket, "k")
     assert item(run, bucket, "k")["expiry"] == 0
@@ -102,13 +102,13 @@ def test_touch(bucket: str, run: Run) -> None:
     assert item(run, bucket, "k")["expiry"] > 0
 
 
-def test_persisted_is_there_when_it_is_said(bucket: str, run: Run) -> None:
+def test_a_persisted_change_can_be_read(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--durability", "persisted")
     assert run("get", bucket, "k").stdout == "v\n"
 
 
 @pytest.mark.parametrize("level", ["replicated", "replicated-and-persisted"])
-def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, level: str) -> None:
+def test_a_durability_without_enough_replicas_is_refused(bucket: str, run: Run, level: str) -> None:
     refused = run("set", bucket, "k", "v", "--durability", level, code=3)
     assert "has 0 replicas that follow this node, not 1" in refused.stderr
     run("get", bucket, "k", code=1)

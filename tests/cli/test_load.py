@@ -25,7 +25,7 @@ def planes(tmp_path: Path) -> Path:
     return path
 
 
-def test_csv(bucket: str, run: Run, planes: Path) -> None:
+def test_the_rows_of_a_csv_file_become_items(bucket: str, run: Run, planes: Path) -> None:
     loaded = run("load", bucket, str(planes), "--key", "tailnum", "--null", "NA")
     assert loaded.stdout.startswith("loaded 3 of 4 rows, ")
     assert loaded.stderr == "upr: 1 rows skipped because they have no key: lines 4\n"
@@ -36,12 +36,12 @@ def test_csv(bucket: str, run: Run, planes: Path) -> None:
     ]
 
 
-def test_a_key_of_several_columns(bucket: str, run: Run, planes: Path) -> None:
+def test_a_key_may_have_several_columns(bucket: str, run: Run, planes: Path) -> None:
     run("load", bucket, str(planes), "--key", "maker", "--key", "seats", "--separator", "/")
     run("get", bucket, "A/10", "B/NA", "C/30", "NA/40")
 
 
-def test_json_lines_from_standard_input(bucket: str, run: Run, start: Start) -> None:
+def test_json_lines_are_read_from_standard_input(bucket: str, run: Run, start: Start) -> None:
     process = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     out, err = process.finished(data=b'{"id": 7, "x": 1.50}\n\n{"id": 8}\n')
     assert out.startswith(b"loaded 2 of 2 rows, ")
@@ -49,7 +49,7 @@ def test_json_lines_from_standard_input(bucket: str, run: Run, start: Start) -> 
     assert run("get", bucket, "7", "8").stdout == '{"id": 7, "x": 1.50}\n{"id": 8}\n'
 
 
-def test_parquet(bucket: str, run: Run, tmp_path: Path) -> None:
+def test_the_rows_of_a_parquet_file_become_items(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1, 2, None], "x": ["a", None, "c"]}), path)
     loaded = run("load", bucket, str(path), "--key", "id")
@@ -58,7 +58,7 @@ def test_parquet(bucket: str, run: Run, tmp_path: Path) -> None:
     assert run("get", bucket, "1", "2").stdout == '{"id":1,"x":"a"}\n{"id":2,"x":null}\n'
 
 
-def test_more_rows_than_fit_one_batch(bucket: str, run: Run, tmp_path: Path) -> None:
+def test_more_rows_than_one_batch_holds_are_loaded(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("id,x\n" + "".join(f"{n},{n * n}\n" for n in range(30_000)))
     assert run("load", bucket, str(path), "--key", "id").stdout.startswith(
@@ -80,9 +80,7 @@ def test_a_bad_row_stops_the_load_and_is_named(bucket: str, run: Run, tmp_path: 
     run("get", bucket, "3", code=1)
 
 
-def test_bad_rows_are_skipped_where_that_is_asked_for(
-    bucket: str, run: Run, tmp_path: Path
-) -> None:
+def test_bad_rows_are_skipped_and_counted_on_request(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     bad = ["[1]", "{", '{"id": [1]}', json.dumps({"id": "x" * 251})]
     path.write_text("\n".join(['{"id": 1}', *bad, '{"id": 2}']))
@@ -93,9 +91,7 @@ def test_bad_rows_are_skipped_where_that_is_asked_for(
     assert "5 (its key has 251 bytes; the limit is 250)" in loaded.stderr
 
 
-def test_of_many_lines_in_trouble_the_first_are_named(
-    bucket: str, run: Run, tmp_path: Path
-) -> None:
+def test_only_the_first_of_many_bad_lines_are_named(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("id,x\n1,a\n" + ",b\n" * 1000)
     loaded = run("load", bucket, str(path), "--key", "id")
@@ -109,7 +105,7 @@ def test_a_value_that_is_too_large_is_a_bad_row(bucket: str, run: Run, tmp_path:
     assert "line 1: it has 20.0 MiB; the limit is 20 MiB" in stopped.stderr
 
 
-def test_when_no_row_has_a_key_it_says_so(bucket: str, run: Run, tmp_path: Path) -> None:
+def test_a_load_without_any_key_fails(bucket: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1}\n{"id": 2}\n')
     loaded = run("load", bucket, str(path), "--key", "ID", code=1)
@@ -122,7 +118,9 @@ def test_an_empty_file_is_loaded(bucket: str, run: Run, tmp_path: Path) -> None:
     assert run("load", bucket, str(path), "--key", "id").stdout.startswith("loaded 0 of 0 rows")
 
 
-def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, planes: Path) -> None:
+def test_a_durability_without_enough_replicas_is_refused(
+    bucket: str, run: Run, planes: Path
+) -> None:
     refused = run(
         "load", bucket, str(planes), "--key", "tailnum", "--durability", "replicated", code=3
     )
@@ -131,7 +129,7 @@ def test_a_durability_that_is_not_offered_is_refused(bucket: str, run: Run, plan
     run("get", bucket, "N1", code=1)
 
 
-def test_copies_without_a_level_that_counts_them(bucket: str, run: Run, planes: Path) -> None:
+def test_copies_need_a_replicated_level(bucket: str, run: Run, planes: Path) -> None:
     asked = ("--durability", "persisted", "--copies", "2")
     refused = run("load", bucket, str(planes), "--key", "tailnum", *asked, code=2)
     assert "--copies goes with --durability replicated or replicated-and" in refused.stderr
@@ -163,7 +161,7 @@ def test_usage_errors(bucket: str, run: Run, planes: Path, args: list[str], sent
     assert sentence in run("load", bucket, *filled, code=2).stderr
 
 
-def test_rows_of_a_slow_source_do_not_wait_for_more(bucket: str, start: Start) -> None:
+def test_rows_of_a_slow_source_are_stored_at_once(bucket: str, start: Start) -> None:
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     tail = start("tail", bucket)
     loader.feed(b'{"id": 1}\n')
@@ -173,7 +171,7 @@ def test_rows_of_a_slow_source_do_not_wait_for_more(bucket: str, start: Start) -
     assert err == b""
 
 
-def test_ctrl_c_while_the_source_makes_it_wait(bucket: str, start: Start) -> None:
+def test_ctrl_c_ends_a_load_that_waits_for_its_source(bucket: str, start: Start) -> None:
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     tail = start("tail", bucket)
     loader.feed(b'{"id": 1}\n')
@@ -187,7 +185,7 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
     with start_server() as server:
         url = server.url + "b"
         run("bucket", "create", url)
-        args = ("load", url, "-", "--format", "csv", "--key", "a", "--patience", "0")
+        args = ("load", url, "-", "--format", "csv", "--key", "a", "--retry-timeout", "0")
         loader = start(*args, stdin=subprocess.PIPE)
         tail = start("tail", url)
         loader.feed(b"a\n1\n")
@@ -202,23 +200,23 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
     st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.binary(max_size=3)), max_size=50),
     st.integers(1, 5),
 )
-def test_each_item_comes_once_in_its_partition_and_in_order(
+def test_batches_hold_each_item_once_by_partition_and_in_order(
     items: list[tuple[bytes, bytes]], partition_count: int
 ) -> None:
     batches = Batches(partition_count)
     assert all(batches.add(key, value) is None for key, value in items)
-    found = batches.take_all()
-    for partition, chunk in found:
+    made = batches.take_all()
+    for partition, chunk in made:
         chunk.check_published()
         of_partition = [
             item for item in items if partition_of(item[0], partition_count) == partition
         ]
         assert list(zip(chunk.keys(), chunk.values(), strict=True)) == of_partition
-    assert sum(chunk.count for _, chunk in found) == len(items)
+    assert sum(chunk.count for _, chunk in made) == len(items)
     assert batches.take_all() == []
 
 
-def test_a_batch_is_given_when_it_has_enough_items() -> None:
+def test_a_batch_is_full_with_enough_items() -> None:
     batches = Batches(1)
     full = [batches.add(b"%d" % number, b"") for number in range(2 * BATCH_ITEMS_MAX)]
     assert [index for index, batch in enumerate(full) if batch is not None] == [
@@ -228,7 +226,7 @@ def test_a_batch_is_given_when_it_has_enough_items() -> None:
     assert batches.take_all() == []
 
 
-def test_a_batch_is_given_when_it_has_enough_bytes() -> None:
+def test_a_batch_is_full_with_enough_bytes() -> None:
     batches = Batches(1)
     assert batches.add(b"a", b"") is None
     full = batches.add(b"b", bytes(BATCH_BYTES_MAX))

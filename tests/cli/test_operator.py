@@ -18,7 +18,7 @@ from tests.cli.processes import Server, start_server
 from upr_protocol.cli.parameters import partition_numbers
 
 
-def test_partitions(bucket: str, run: Run) -> None:
+def test_partitions_of_one_node_as_json(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v")
     rows = [json.loads(line) for line in run("partitions", bucket, "--json").stdout.splitlines()]
     assert [row["partition"] for row in rows] == list(range(8))
@@ -28,7 +28,7 @@ def test_partitions(bucket: str, run: Run) -> None:
     assert {row["lag"] for row in rows} == {0}
 
 
-def test_partitions_as_a_table(bucket: str, run: Run) -> None:
+def test_partitions_as_a_table_line_by_line(bucket: str, run: Run) -> None:
     head, *lines = run("partitions", bucket, "--all").stdout.splitlines()
     assert head.split() == [
         "partition", "node", "state", "history", "high_seq", "persisted_seq", "lag",
@@ -37,7 +37,7 @@ def test_partitions_as_a_table(bucket: str, run: Run) -> None:
     assert len({len(line) for line in (head, *lines)}) == 1
 
 
-def test_partitions_that_are_held_alike(bucket: str, run: Run) -> None:
+def test_partitions_with_the_same_holders_are_one_line(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--durability", "persisted")
     head, line = run("partitions", bucket).stdout.splitlines()
     assert head.split() == ["partitions", "node", "state", "high_seq", "persisted_seq", "lag"]
@@ -46,14 +46,14 @@ def test_partitions_that_are_held_alike(bucket: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("5", (5,)), ("0-3", (0, 1, 2, 3)), ("1,3-4", (1, 3, 4))]
+    ("text", "numbers"), [("5", (5,)), ("0-3", (0, 1, 2, 3)), ("1,3-4", (1, 3, 4))]
 )
-def test_partitions_are_named(text: str, found: tuple[int, ...]) -> None:
-    assert partition_numbers(text) == found
+def test_partition_numbers_and_ranges_are_parsed(text: str, numbers: tuple[int, ...]) -> None:
+    assert partition_numbers(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1024", "1,,2"])
-def test_what_names_none(text: str) -> None:
+def test_text_that_names_no_partition_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         partition_numbers(text)
 
@@ -61,12 +61,12 @@ def test_what_names_none(text: str) -> None:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[dict[str, Server]]:
     with ExitStack() as stack:
-        found = {}
+        servers = {}
         for name in "abc":
             path = tmp_path / f"{name}.toml"
             path.write_text(f'node = "{name}"\n')
-            found[name] = stack.enter_context(start_server("127.0.0.1:0", "--config", str(path)))
-        yield found
+            servers[name] = stack.enter_context(start_server("127.0.0.1:0", "--config", str(path)))
+        yield servers
 
 
 def place(server: Server) -> str:
@@ -79,7 +79,7 @@ def table(run: Run, url: str) -> list[list[str]]:
     return [line[:3] for line in lines[1:]]
 
 
-def test_three_nodes(nodes: dict[str, Server], run: Run) -> None:
+def test_replicas_takeover_and_failover_on_three_nodes(nodes: dict[str, Server], run: Run) -> None:
     url = {name: server.url + "planes" for name, server in nodes.items()}
     run("bucket", "create", url["a"], "--partitions", "8")
     run("set", url["a"], "N102UW", "AIRBUS")
@@ -121,7 +121,7 @@ def test_three_nodes(nodes: dict[str, Server], run: Run) -> None:
     assert "bring back a node" not in run("failover", url["c"], "9", code=3).stderr
 
 
-def test_the_command_line(bucket: str, run: Run) -> None:
+def test_wrong_command_lines_are_refused(bucket: str, run: Run) -> None:
     for command in ("takeover", "failover"):
         for args in (["--to", "b"], ["1", "--all-of", "a", "--to", "b"]):
             assert "name the partitions" in run(command, bucket, *args, code=2).stderr

@@ -22,7 +22,7 @@ def pipe() -> Iterator[Pipe]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 1_000_000])
-async def test_all_of_it_arrives(tmp_path: Path, size: int) -> None:
+async def test_everything_written_arrives(tmp_path: Path, size: int) -> None:
     path = tmp_path / "out"
     data = os.urandom(size)
     with path.open("wb") as file:
@@ -31,7 +31,7 @@ async def test_all_of_it_arrives(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-async def test_a_reader_that_is_slow_stops_nobody_else(pipe: Pipe, blocking: bool) -> None:
+async def test_a_slow_reader_does_not_block_other_tasks(pipe: Pipe, blocking: bool) -> None:
     reader, writer = pipe
     os.set_blocking(writer, blocking)
     data = os.urandom(1_000_000)
@@ -44,7 +44,7 @@ async def test_a_reader_that_is_slow_stops_nobody_else(pipe: Pipe, blocking: boo
     assert received == data
 
 
-async def test_a_little_more_than_a_full_pipe_takes_waits_without_stopping_others(
+async def test_a_short_write_to_a_full_pipe_does_not_block_other_tasks(
     pipe: Pipe,
 ) -> None:
     reader, writer = pipe
@@ -64,7 +64,7 @@ async def test_a_little_more_than_a_full_pipe_takes_waits_without_stopping_other
         data = os.read(reader, 1_000_000)
 
 
-async def test_a_reader_that_left() -> None:
+async def test_a_closed_reader_is_a_broken_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with pytest.raises(BrokenPipeError):
@@ -74,7 +74,9 @@ async def test_a_reader_that_left() -> None:
     os.close(writer)
 
 
-async def test_a_reader_that_stays_is_watched(pipe: Pipe, autojump_clock: object) -> None:
+async def test_watching_goes_on_while_the_reader_is_there(
+    pipe: Pipe, autojump_clock: object
+) -> None:
     with trio.move_on_after(60) as scope:
         await Output(pipe[1]).watch()
     assert scope.cancelled_caught
@@ -84,7 +86,9 @@ async def test_a_reader_that_stays_is_watched(pipe: Pipe, autojump_clock: object
     ("before", "after"), [(b"", b""), (b"whole\n", b"whole\n"), (b"cut", b"cut\n")]
 )
 @pytest.mark.parametrize("mode", ["ab", "r+b"])
-def test_a_cut_line_is_ended(tmp_path: Path, mode: str, before: bytes, after: bytes) -> None:
+def test_half_a_line_at_the_end_of_a_file_is_ended(
+    tmp_path: Path, mode: str, before: bytes, after: bytes
+) -> None:
     path = tmp_path / "out"
     path.write_bytes(before)
     with path.open(mode) as file:
@@ -93,7 +97,7 @@ def test_a_cut_line_is_ended(tmp_path: Path, mode: str, before: bytes, after: by
     assert path.read_bytes() == after
 
 
-def test_what_is_no_file_has_no_line_to_end(pipe: Pipe) -> None:
+def test_a_pipe_gets_no_newline(pipe: Pipe) -> None:
     Output(pipe[1]).end_line()
     os.set_blocking(pipe[0], False)
     with pytest.raises(BlockingIOError):
@@ -106,7 +110,7 @@ async def shown_for(progress: Progress, seconds: float) -> None:
     progress.clear()
 
 
-async def test_where_it_is_kept_it_is_a_line_now_and_then(
+async def test_progress_in_a_log_is_a_line_now_and_then(
     autojump_clock: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = iter(["one", "two", "three"])
@@ -114,7 +118,7 @@ async def test_where_it_is_kept_it_is_a_line_now_and_then(
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
-async def test_on_a_terminal_it_stays_in_its_place_and_leaves_nothing(
+async def test_progress_on_a_terminal_overwrites_itself_and_is_cleared(
     autojump_clock: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -123,6 +127,6 @@ async def test_on_a_terminal_it_stays_in_its_place_and_leaves_nothing(
     assert capsys.readouterr().err == "\rlonger\rshort \r     \r"
 
 
-def test_rates() -> None:
+def test_rates_are_written_per_second() -> None:
     assert rate_text(120_000, 2.0) == "60,000/s"
     assert rate_text(0, 0.0) == "0/s"

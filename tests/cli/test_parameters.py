@@ -25,7 +25,7 @@ def test_sizes_are_read(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1,5G", "1 2"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="not a size"):
         size(text)
 

@@ -10,14 +10,14 @@ import trio.testing
 from upr_protocol.cli.row_reader import ITEMS_MAX, read_in_thread
 
 
-async def test_all_comes_once_and_in_order() -> None:
+async def test_every_row_comes_once_and_in_order() -> None:
     count = 10 * ITEMS_MAX + 1
-    found: list[int] = []
+    received: list[int] = []
     async with read_in_thread(iter(range(count))) as batches:
         async for batch in batches:
             assert len(batch) <= ITEMS_MAX
-            found += batch
-    assert found == list(range(count))
+            received += batch
+    assert received == list(range(count))
 
 
 async def test_an_empty_source_ends() -> None:
@@ -25,7 +25,7 @@ async def test_an_empty_source_ends() -> None:
         assert [batch async for batch in batches] == []
 
 
-async def test_what_a_slow_source_gave_comes_before_it_goes_on() -> None:
+async def test_rows_of_a_slow_source_arrive_before_it_continues() -> None:
     go_on = threading.Event()
 
     def source() -> Iterator[int]:
@@ -33,30 +33,30 @@ async def test_what_a_slow_source_gave_comes_before_it_goes_on() -> None:
         assert go_on.wait(60)
         yield 2
 
-    found = []
+    received = []
     async with read_in_thread(source()) as batches:
         async for batch in batches:
-            found.append(batch)
+            received.append(batch)
             go_on.set()
-    assert found == [[1], [2]]
+    assert received == [[1], [2]]
 
 
-async def test_the_thread_waits_while_nobody_takes() -> None:
-    given = 0
+async def test_the_thread_waits_while_no_rows_are_taken() -> None:
+    produced = 0
 
     def source() -> Iterator[int]:
-        nonlocal given
+        nonlocal produced
         for number in range(10 * ITEMS_MAX):
-            given = number
+            produced = number
             yield number
 
     async with read_in_thread(source()) as batches:
         async for batch in batches:
             await trio.testing.wait_all_tasks_blocked(0.01)
-            assert given <= batch[-1] + ITEMS_MAX + 1
+            assert produced <= batch[-1] + ITEMS_MAX + 1
 
 
-async def test_an_error_of_the_source_comes_out() -> None:
+async def test_an_error_of_the_source_is_raised() -> None:
     def source() -> Iterator[int]:
         yield 1
         raise ValueError("broken")
@@ -70,7 +70,7 @@ async def test_an_error_of_the_source_comes_out() -> None:
         await go_through()
 
 
-async def test_cancelled_it_leaves_a_source_that_waits() -> None:
+async def test_cancelling_abandons_a_source_that_blocks() -> None:
     go_on = threading.Event()
 
     def source() -> Iterator[int]:

@@ -46,11 +46,11 @@ def test_csv_lines_are_counted_through_quotes_and_blank_lines() -> None:
     ]
 
 
-def test_csv_a_byte_order_mark_is_no_part_of_the_first_name() -> None:
+def test_csv_a_byte_order_mark_is_not_part_of_the_first_column_name() -> None:
     assert read_rows(io.BytesIO(b"\xef\xbb\xbfa,b\n"), "csv")[0] == ["a", "b"]
 
 
-def test_csv_text_that_stands_for_nothing_becomes_null() -> None:
+def test_csv_null_texts_become_null() -> None:
     assert values(b"a,b\nNA,1\n-,NAN\n", "csv", ("NA", "-")) == [
         {"a": None, "b": "1"},
         {"a": None, "b": "NAN"},
@@ -66,7 +66,7 @@ def test_csv_text_that_stands_for_nothing_becomes_null() -> None:
         (b"1,\xff", "not UTF-8"),
     ],
 )
-def test_csv_a_bad_row_does_not_spoil_the_next(line: bytes, reason: str) -> None:
+def test_csv_a_bad_row_does_not_affect_the_next(line: bytes, reason: str) -> None:
     bad, good = read(b"a,b\n" + line + b"\n3,4\n", "csv")
     assert isinstance(bad, BadRow)
     assert bad.line == 2
@@ -74,7 +74,7 @@ def test_csv_a_bad_row_does_not_spoil_the_next(line: bytes, reason: str) -> None
     assert good == Row(3, {"a": "3", "b": "4"}, b'{"a":"3","b":"4"}')
 
 
-def test_csv_a_quote_that_never_closes_is_told_where_it_opened() -> None:
+def test_csv_an_unclosed_quote_is_reported_where_it_opened() -> None:
     good, bad = read(b'a\n1\n"2\n3\n', "csv")
     assert isinstance(good, Row)
     assert isinstance(bad, BadRow)
@@ -94,7 +94,7 @@ def test_csv_without_a_usable_header_is_refused(data: bytes, sentence: str) -> N
         read(data, "csv")
 
 
-def test_csv_takes_fields_longer_than_python_does_by_itself() -> None:
+def test_csv_fields_may_be_longer_than_pythons_default_limit() -> None:
     assert values(b"a\n" + b"x" * 200_000 + b"\n", "csv") == [{"a": "x" * 200_000}]
 
 
@@ -110,14 +110,14 @@ def test_json_lines_keep_their_text() -> None:
     ]
 
 
-def test_json_lines_text_that_stands_for_nothing_becomes_null() -> None:
+def test_json_lines_null_texts_become_null() -> None:
     assert values(b'{"a":"NA","b":["NA"]}', "jsonl", ("NA",)) == [{"a": None, "b": ["NA"]}]
 
 
 @pytest.mark.parametrize(
     "line", [b"{", b"[1]", b"3", b'{"a":"\xff"}', b"[" * 100_000, b"\xef\xbb\xbf{}", b"nul"]
 )
-def test_json_lines_a_bad_row_does_not_spoil_the_next(line: bytes) -> None:
+def test_json_lines_a_bad_row_does_not_affect_the_next(line: bytes) -> None:
     bad, good = read(line + b'\n{"a":1}\n', "jsonl")
     assert isinstance(bad, BadRow)
     assert bad.line == 1
@@ -125,7 +125,7 @@ def test_json_lines_a_bad_row_does_not_spoil_the_next(line: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=20)))
-def test_whatever_the_bytes_every_line_is_a_row_or_a_bad_row(lines: list[bytes]) -> None:
+def test_json_lines_of_any_bytes_are_rows_or_bad_rows(lines: list[bytes]) -> None:
     data = b"".join(line.replace(b"\n", b"") + b"\n" for line in lines)
     for row in read(data, "jsonl"):
         assert isinstance(row, BadRow) or msgspec.json.decode(row.json) == row.fields
@@ -142,7 +142,7 @@ def parquet(table: dict[str, list[object]]) -> bytes:
     return sink.getvalue()
 
 
-def test_parquet_values_take_their_form_in_json() -> None:
+def test_parquet_values_become_json() -> None:
     day = dt.date(2013, 1, 2)
     data = parquet(
         {
@@ -171,16 +171,16 @@ def test_parquet_values_take_their_form_in_json() -> None:
     assert (second.line, msgspec.json.decode(second.json)["x"]) == (2, None)
 
 
-def test_parquet_text_that_stands_for_nothing_becomes_null() -> None:
+def test_parquet_null_texts_become_null() -> None:
     assert values(parquet({"a": ["NA", "b"]}), "parquet", ("NA",)) == [{"a": None}, {"a": "b"}]
 
 
-def test_what_is_no_parquet_is_refused() -> None:
+def test_a_file_that_is_not_parquet_is_refused() -> None:
     with pytest.raises(FileError, match="not a Parquet file"):
         read(b"a,b\n1,2\n", "parquet")
 
 
-def test_parquet_damaged_inside_is_refused() -> None:
+def test_a_damaged_parquet_file_is_refused() -> None:
     data = bytearray(parquet({"a": [str(n) for n in range(10_000)]}))
     data[100:2000] = bytes(1900)
     with pytest.raises(FileError, match="damaged after row 0"):
@@ -193,7 +193,7 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
         read(b"", "parquet")
 
 
-def test_a_key_is_the_columns_in_the_order_asked_for() -> None:
+def test_a_key_has_its_columns_in_the_requested_order() -> None:
     fields = {"b": "x", "a": 7, "c": "no"}
     assert KeyMaker(["a"]).key(fields) == b"7"
     assert KeyMaker(["b", "a"]).key(fields) == b"x:7"
@@ -201,11 +201,11 @@ def test_a_key_is_the_columns_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", b""])
-def test_a_part_that_is_missing_or_empty_means_no_key(value: object) -> None:
+def test_a_row_with_a_missing_or_empty_part_has_no_key(value: object) -> None:
     assert KeyMaker(["a", "b"]).key({"a": "x", "b": value}) is None
 
 
-def test_a_column_that_the_row_does_not_have_means_no_key() -> None:
+def test_a_row_without_the_column_has_no_key() -> None:
     assert KeyMaker(["a"]).key({"b": 1}) is None
 
 
@@ -223,12 +223,12 @@ def test_a_column_that_the_row_does_not_have_means_no_key() -> None:
         (dt.datetime(2013, 1, 2, 3, tzinfo=dt.UTC), b"2013-01-02T03:00:00+00:00"),
     ],
 )
-def test_values_as_keys(value: object, key: bytes) -> None:
+def test_values_of_many_types_become_keys(value: object, key: bytes) -> None:
     assert KeyMaker(["a"]).key({"a": value}) == key
 
 
 @pytest.mark.parametrize("value", [[1], {"x": 1}])
-def test_lists_and_objects_are_no_keys(value: object) -> None:
+def test_lists_and_objects_cannot_be_keys(value: object) -> None:
     with pytest.raises(ValueError, match="a holds a"):
         KeyMaker(["a"]).key({"a": value})
 

@@ -22,7 +22,7 @@ def test_a_bucket_is_created_listed_and_deleted(server: Server, run: Run) -> Non
     assert "planes" not in run("bucket", "list", server.url).stdout
 
 
-def test_the_server_chooses_what_is_left_out(server: Server, run: Run) -> None:
+def test_the_server_chooses_defaults_for_a_new_bucket(server: Server, run: Run) -> None:
     url = server.url + "defaults"
     run("bucket", "create", url)
     rows = [json.loads(line) for line in run("bucket", "list", url, "--json").stdout.splitlines()]
@@ -31,13 +31,13 @@ def test_the_server_chooses_what_is_left_out(server: Server, run: Run) -> None:
     assert row["quota_bytes"] > 0
 
 
-def test_people_get_a_table(bucket: str, run: Run) -> None:
+def test_buckets_are_listed_as_a_table(bucket: str, run: Run) -> None:
     head, *lines = run("bucket", "list", bucket).stdout.splitlines()
     assert head.split() == ["bucket", "partitions", "quota_bytes"]
     assert any(line.split()[1] == "8" for line in lines)
 
 
-def test_deleting_asks_first(bucket: str, run: Run) -> None:
+def test_deleting_asks_for_confirmation(bucket: str, run: Run) -> None:
     refused = run("bucket", "delete", bucket, input="n\n", code=1)
     assert f"Delete {bucket} and all its items?" in refused.stderr
     run("partitions", bucket)
@@ -56,7 +56,7 @@ def test_a_bucket_that_does_not_exist_is_refused(server: Server, run: Run) -> No
     assert "create the bucket first, or correct its name" in refused.stderr
 
 
-def test_a_name_that_no_bucket_may_have_is_refused(server: Server, run: Run) -> None:
+def test_an_invalid_bucket_name_is_refused(server: Server, run: Run) -> None:
     run("bucket", "create", server.url + "two%20words", code=3)
 
 
@@ -69,7 +69,7 @@ def test_numbers_out_of_range_are_usage_errors(server: Server, run: Run) -> None
     assert "not a size" in run("bucket", "create", url, "--quota", "lots", code=2).stderr
 
 
-def test_creating_needs_a_name(server: Server, run: Run) -> None:
+def test_creating_needs_a_bucket_name(server: Server, run: Run) -> None:
     assert "the bucket is missing" in run("bucket", "create", server.url, code=2).stderr
 
 
@@ -77,22 +77,22 @@ def test_leases_are_listed_and_released(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--durability", "persisted")
     with BlockingClient(bucket) as client:
         (row,) = [row for row in client.seqnos() if row.persisted_seq]
-        held = client.acquire_lease(
+        lease = client.acquire_lease(
             [(row.partition, 0, row.persisted_seq)], time_to_live_s=60, owner="backup"
         )
-        assert held.time_to_live_s == 60
-        assert client.renew_lease(held.lease_id, time_to_live_s=90).time_to_live_s == 90
+        assert lease.time_to_live_s == 60
+        assert client.renew_lease(lease.lease_id, time_to_live_s=90).time_to_live_s == 90
     (line,) = run("leases", "list", bucket, "--json").stdout.splitlines()
-    told = json.loads(line)
-    assert (told["owner"], told["partitions"], told["numbers"]) == ("backup", 1, 1)
-    assert 60 < told["expires_in_s"] <= 90
-    assert run("leases", "release", bucket, told["id"]).stdout == f"released {told['id']}\n"
+    row = json.loads(line)
+    assert (row["owner"], row["partitions"], row["numbers"]) == ("backup", 1, 1)
+    assert 60 < row["expires_in_s"] <= 90
+    assert run("leases", "release", bucket, row["id"]).stdout == f"released {row['id']}\n"
     assert run("leases", "list", bucket, "--json").stdout == ""
-    refused = run("leases", "release", bucket, told["id"], code=3)
+    refused = run("leases", "release", bucket, row["id"], code=3)
     assert "it was released already" in refused.stderr
 
 
-def test_what_is_no_lease(bucket: str, run: Run) -> None:
+def test_unknown_leases_and_ranges_are_refused(bucket: str, run: Run) -> None:
     for lease_id in ("zebra", "", "f" * 17):
         assert "is not a lease's ID" in run("leases", "release", bucket, lease_id, code=2).stderr
     assert "is not a lease's ID" in run("leases", "release", bucket, "--", "-1", code=2).stderr
@@ -106,19 +106,19 @@ def test_what_is_no_lease(bucket: str, run: Run) -> None:
                 client.acquire_lease(ranges, time_to_live_s=60, owner="me")
 
 
-def test_of_the_server(server: Server, bucket: str, run: Run) -> None:
-    found = json.loads(run("stats", server.url).stdout)
-    assert found["server"]["connections"] >= 1
-    assert bucket.rpartition("/")[2] in str(found)
+def test_statistics_of_the_server(server: Server, bucket: str, run: Run) -> None:
+    statistics = json.loads(run("stats", server.url).stdout)
+    assert statistics["server"]["connections"] >= 1
+    assert bucket.rpartition("/")[2] in str(statistics)
 
 
-def test_of_a_bucket(bucket: str, run: Run) -> None:
+def test_statistics_of_a_bucket(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v")
-    found = json.loads(run("stats", bucket).stdout)
-    assert (found["partitions"], found["items"]) == (8, 1)
+    statistics = json.loads(run("stats", bucket).stdout)
+    assert (statistics["partitions"], statistics["items"]) == (8, 1)
 
 
-def test_of_a_bucket_that_does_not_exist(server: Server, run: Run) -> None:
+def test_statistics_of_a_missing_bucket_are_refused(server: Server, run: Run) -> None:
     assert "create the bucket first" in run("stats", server.url + "nowhere", code=3).stderr
 
 

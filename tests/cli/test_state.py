@@ -38,16 +38,16 @@ def explained(run: Run, url: str, file: str) -> list[Line]:
     return [json.loads(line) for line in run("explain", url, file, "--json").stdout.splitlines()]
 
 
-def told(start: Start, url: str, *args: str) -> list[Line]:
+def tail_lines(start: Start, url: str, *args: str) -> list[Line]:
     out, err = start("tail", url, "--until", "caught-up", *args).finished()
     assert err == b""
     return lines(out)
 
 
-def copied(found: list[Line]) -> dict[str, str]:
+def copied(lines: list[Line]) -> dict[str, str]:
     """What the server has, by the lines of a tail from the beginning."""
     items: dict[str, str] = {}
-    for line in found:
+    for line in lines:
         if line["event"] == "mutation" and line["op"] == "set":
             items[line["key"]] = line["value"]
         elif line["event"] == "mutation":
@@ -91,18 +91,18 @@ class Town:
         self.server.start()
 
 
-def test_a_local_copy_follows_and_goes_on(
+def test_a_local_copy_follows_and_resumes(
     bucket: str, run: Run, start: Start, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "local-copy")
     run("set", bucket, "a", "1")
     run("set", bucket, "b", "2")
-    told(start, bucket, "--state", folder)
+    tail_lines(start, bucket, "--state", folder)
     assert contents(tmp_path / "local-copy") == {"a": "1", "b": "2"}
     run("delete", bucket, "a")
     run("set", bucket, "c", "3")
-    found = told(start, bucket, "--state", folder)
-    assert [line["key"] for line in found if line["event"] == "mutation"] in (
+    lines = tail_lines(start, bucket, "--state", folder)
+    assert [line["key"] for line in lines if line["event"] == "mutation"] in (
         ["a", "c"],
         ["c", "a"],
     )
@@ -113,7 +113,7 @@ def test_the_copy_of_another_bucket_is_refused(
     bucket: str, start: Start, run: Run, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "local-copy")
-    told(start, bucket, "--state", folder)
+    tail_lines(start, bucket, "--state", folder)
     other = bucket + "-other"
     run("bucket", "create", other)
     _, err = start("tail", other, "--state", folder).finished(code=2)
@@ -131,9 +131,7 @@ def test_a_copy_in_use_is_refused(bucket: str, start: Start, tmp_path: Path) -> 
     process.stopped()
 
 
-def test_a_copy_whose_disk_was_full_goes_on_with_everything(
-    bucket: str, start: Start, tmp_path: Path
-) -> None:
+def test_a_copy_resumes_after_its_disk_was_full(bucket: str, start: Start, tmp_path: Path) -> None:
     rows = b"".join(b'{"id":%d}\n' % number for number in range(20_000))
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     loader.finished(data=rows)
@@ -149,7 +147,7 @@ def test_a_copy_whose_disk_was_full_goes_on_with_everything(
     assert len(contents(folder)) == 20_000
 
 
-def test_a_copy_that_is_killed_at_any_moment_ends_as_the_server(
+def test_a_copy_killed_at_any_moment_ends_equal_to_the_server(
     bucket: str, start: Start, tmp_path: Path
 ) -> None:
     folder = tmp_path / "local-copy"
@@ -160,34 +158,34 @@ def test_a_copy_that_is_killed_at_any_moment_ends_as_the_server(
         with (tmp_path / "out").open("wb") as file:
             process = start("tail", bucket, "--state", str(folder), stdout=file)
         while process.returncode is None:
-            some = islice(ids, lots.randrange(1, 50))
-            loader.feed(b"".join(b'{"id":%d}\n' % number for number in some))
+            new_ids = islice(ids, lots.randrange(1, 50))
+            loader.feed(b"".join(b'{"id":%d}\n' % number for number in new_ids))
             if (tmp_path / "out").stat().st_size and lots.random() < 0.05:
                 process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(lots.uniform(0, 0.02))
         assert process.returncode == -signal.SIGKILL
     loader.finished(data=b"")
-    told(start, bucket, "--state", str(folder))
-    assert contents(folder) == copied(told(start, bucket))
+    tail_lines(start, bucket, "--state", str(folder))
+    assert contents(folder) == copied(tail_lines(start, bucket))
     assert len(contents(folder)) == next(ids)
 
 
-def test_a_server_that_rolls_back_takes_the_copy_along_and_explain_says_so(
+def test_a_copy_rolls_back_with_its_server_as_explain_predicts(
     town: Town, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """Only what the server never had is undone; the rest of the copy stays as it is."""
     folder, file = str(tmp_path / "local-copy"), str(tmp_path / "state")
     town.write(range(40), "old")
-    told(start, town.url, "--state", folder)
+    tail_lines(start, town.url, "--state", folder)
     rows = explained(run, town.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
     def between() -> None:
         town.write(range(30, 50), "never had")
         town.delete(range(5))
-        told(start, town.url, "--state", folder)
-        told(start, town.url, "--resume", file)
+        tail_lines(start, town.url, "--state", folder)
+        tail_lines(start, town.url, "--resume", file)
 
     town.go_back(between)
     town.write(range(60, 65), "later")
@@ -201,19 +199,19 @@ def test_a_server_that_rolls_back_takes_the_copy_along_and_explain_says_so(
     assert all(row["from"] == 0 for row in files if row["outcome"] == "rolls back")
     assert "parted" in run("explain", town.url, file).stdout
     assert before == ((tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy"))
-    found = told(start, town.url, "--state", folder)
-    undone = {line["partition"]: line for line in found if line["event"] == "undone"}
+    lines = tail_lines(start, town.url, "--state", folder)
+    undone = {line["partition"]: line for line in lines if line["event"] == "undone"}
     assert {p: line["restarts_from"] for p, line in undone.items()} == {
         partition: row["from"] for partition, row in rolled.items()
     }
     keys = {document["key"] for line in undone.values() for document in line["documents"]}
     assert keys == {f"key {n}" for n in (*range(5), *range(30, 50))}
-    assert contents(tmp_path / "local-copy") == copied(told(start, town.url))
+    assert contents(tmp_path / "local-copy") == copied(tail_lines(start, town.url))
     rows = explained(run, town.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
 
-def test_explain_says_what_is_wrong_with_its_file(bucket: str, run: Run, tmp_path: Path) -> None:
+def test_explain_refuses_a_bad_file(bucket: str, run: Run, tmp_path: Path) -> None:
     missing = run("explain", bucket, str(tmp_path / "none"), code=2)
     assert "there is no file" in missing.stderr
     empty = tmp_path / "folder"
@@ -230,18 +228,18 @@ def test_explain_says_what_is_wrong_with_its_file(bucket: str, run: Run, tmp_pat
         assert "DecodeError" not in err
 
 
-def test_explain_names_the_directory_of_another_buckets_copy(
+def test_explain_refuses_the_copy_of_another_bucket(
     bucket: str, run: Run, start: Start, tmp_path: Path
 ) -> None:
     folder = tmp_path / "local-copy"
-    told(start, bucket, "--state", str(folder))
+    tail_lines(start, bucket, "--state", str(folder))
     other = bucket + "-other"
     run("bucket", "create", other)
     for args in (["explain", other, str(folder)], ["tail", other, "--state", str(folder)]):
         assert f"{folder}: the resume state is of" in run(*args, code=2).stderr
 
 
-def test_explain_of_a_partition_that_no_node_takes(
+def test_explain_of_a_partition_without_an_active_node(
     bucket: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = bucket.rsplit("/", 1)[1]

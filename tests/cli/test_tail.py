@@ -34,14 +34,14 @@ def tail(start: Start) -> Tail:
     return tail
 
 
-def mutations(found: Iterable[Line]) -> list[Line]:
-    return [line for line in found if line["event"] == "mutation"]
+def mutations(events: Iterable[Line]) -> list[Line]:
+    return [line for line in events if line["event"] == "mutation"]
 
 
-def contents(found: Iterable[Line]) -> dict[str, str]:
+def contents(events: Iterable[Line]) -> dict[str, str]:
     """What a copy holds that has followed the lines."""
     copy: dict[int, dict[str, str]] = {}
-    for line in found:
+    for line in events:
         if line["event"] == "rollback":
             assert line["restarts_from"] == 0
             copy.pop(line["partition"], None)
@@ -64,16 +64,16 @@ def filled(bucket: str, run: Run, tmp_path: Path) -> str:
 # What is told.
 
 
-def test_everything_until_caught_up(filled: str, run: Run, tail: Tail) -> None:
+def test_it_prints_everything_until_it_has_caught_up(filled: str, run: Run, tail: Tail) -> None:
     run("delete", filled, "k0")
     run("set", filled, "k1", "new")
-    found = tail(filled)
+    events = tail(filled)
     expected = {f"k{n}": json.dumps({"id": f"k{n}", "x": str(n)}, separators=(",", ":"))
                 for n in range(2, 100)}  # fmt: skip
-    assert contents(found) == {**expected, "k1": "new"}
-    assert [line["key"] for line in mutations(found) if line["op"] == "delete"] == ["k0"]
-    assert found[-1]["event"] == "barrier"
-    assert found[-1]["cookie"] == "caught-up"
+    assert contents(events) == {**expected, "k1": "new"}
+    assert [line["key"] for line in mutations(events) if line["op"] == "delete"] == ["k0"]
+    assert events[-1]["event"] == "barrier"
+    assert events[-1]["cookie"] == "caught-up"
 
 
 def test_each_partition_comes_in_snapshots(filled: str, tail: Tail) -> None:
@@ -97,13 +97,15 @@ def test_each_partition_comes_in_snapshots(filled: str, tail: Tail) -> None:
     assert len(ends) == 8
 
 
-def test_one_partition(filled: str, tail: Tail) -> None:
-    found = mutations(tail(filled, "--partition", "3"))
-    assert found
-    assert {line["partition"] for line in found} == {3}
+def test_it_follows_one_partition_on_request(filled: str, tail: Tail) -> None:
+    changes = mutations(tail(filled, "--partition", "3"))
+    assert changes
+    assert {line["partition"] for line in changes} == {3}
 
 
-def test_from_now_there_is_only_what_comes(filled: str, run: Run, tail: Tail, start: Start) -> None:
+def test_from_now_it_prints_only_new_changes(
+    filled: str, run: Run, tail: Tail, start: Start
+) -> None:
     assert mutations(tail(filled, "--from", "now")) == []
     process = start("tail", filled, "--from", "now")
     process.event("completed")
@@ -116,7 +118,7 @@ def test_an_empty_bucket_is_caught_up_at_once(bucket: str, tail: Tail) -> None:
     assert [line["event"] for line in tail(bucket)] == ["completed", "barrier"]
 
 
-def test_changes_come_as_they_happen(bucket: str, run: Run, start: Start) -> None:
+def test_it_prints_changes_as_they_happen(bucket: str, run: Run, start: Start) -> None:
     process = start("tail", bucket)
     for number in range(5):
         run("set", bucket, f"k{number}", "x")
@@ -124,7 +126,7 @@ def test_changes_come_as_they_happen(bucket: str, run: Run, start: Start) -> Non
     process.stopped()
 
 
-def test_summary(filled: str, start: Start) -> None:
+def test_the_summary_counts_changes_snapshots_and_partitions(filled: str, start: Start) -> None:
     process = start("tail", filled, "--until", "caught-up", "--format", "summary")
     out, err = process.finished()
     assert out.startswith(b"100 changes in 8 snapshots of 8 partitions, ")
@@ -135,7 +137,9 @@ def test_summary(filled: str, start: Start) -> None:
 # Going on.
 
 
-def test_what_was_told_is_not_told_again(filled: str, run: Run, tmp_path: Path, tail: Tail) -> None:
+def test_a_resumed_tail_does_not_repeat_itself(
+    filled: str, run: Run, tmp_path: Path, tail: Tail
+) -> None:
     state = str(tmp_path / "state")
     assert len(mutations(tail(filled, "--resume", state))) == 100
     assert mutations(tail(filled, "--resume", state)) == []
@@ -143,18 +147,20 @@ def test_what_was_told_is_not_told_again(filled: str, run: Run, tmp_path: Path, 
     assert [line["key"] for line in mutations(tail(filled, "--resume", state))] == ["k5"]
 
 
-def test_from_now_is_where_it_stays(filled: str, run: Run, tmp_path: Path, tail: Tail) -> None:
+def test_from_now_with_a_resume_file_resumes_there(
+    filled: str, run: Run, tmp_path: Path, tail: Tail
+) -> None:
     state = str(tmp_path / "state")
     assert mutations(tail(filled, "--from", "now", "--resume", state)) == []
     run("set", filled, "k5", "new")
-    found = mutations(tail(filled, "--from", "now", "--resume", state))
-    assert [line["key"] for line in found] == ["k5"]
+    changes = mutations(tail(filled, "--from", "now", "--resume", state))
+    assert [line["key"] for line in changes] == ["k5"]
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
 )
-def test_a_signal_ends_it_cleanly_with_progress_saved(
+def test_a_signal_ends_it_cleanly_and_saves_the_position(
     filled: str, tmp_path: Path, number: int, code: int, tail: Tail, start: Start
 ) -> None:
     state = str(tmp_path / "state")
@@ -166,7 +172,7 @@ def test_a_signal_ends_it_cleanly_with_progress_saved(
     assert mutations(tail(filled, "--resume", state)) == []
 
 
-def test_killed_at_any_moment_it_goes_on_and_nothing_is_missing(
+def test_killed_at_any_moment_it_resumes_and_nothing_is_missing(
     bucket: str, start: Start, tail: Tail, tmp_path: Path
 ) -> None:
     state, out = str(tmp_path / "state"), tmp_path / "out.jsonl"
@@ -179,8 +185,8 @@ def test_killed_at_any_moment_it_goes_on_and_nothing_is_missing(
             process = start("tail", bucket, "--resume", state, stdout=file)
         # Each key comes once only, so that whatever is left out stays missing.
         while process.returncode is None:
-            some = islice(ids, lots.randrange(1, 50))
-            loader.feed(b"".join(b'{"id":%d}\n' % number for number in some))
+            new_ids = islice(ids, lots.randrange(1, 50))
+            loader.feed(b"".join(b'{"id":%d}\n' % number for number in new_ids))
             if out.stat().st_size > size and lots.random() < 0.05:
                 process.kill()
             with suppress(subprocess.TimeoutExpired):
@@ -197,20 +203,20 @@ def test_killed_at_any_moment_it_goes_on_and_nothing_is_missing(
     assert contents(tail(bucket)).keys() == everything
 
 
-def test_killed_while_its_reader_waits_it_has_not_counted_what_was_not_read(
+def test_killed_with_a_full_pipe_it_resumes_before_what_was_not_read(
     bucket: str, run: Run, start: Start, tail: Tail, tmp_path: Path
 ) -> None:
     rows, state = tmp_path / "rows.csv", str(tmp_path / "state")
     rows.write_text("id,x\n" + "".join(f"{n},{'x' * 100}\n" for n in range(10_000)))
     run("load", bucket, str(rows), "--key", "id", "--quiet")
     killed = start("tail", bucket, "--resume", state)
-    found = [killed.event("mutation")]  # and a pipe takes but a part of its chunk
+    changes = [killed.event("mutation")]  # and a pipe takes but a part of its chunk
     killed.kill()
     out, _ = killed.finished(code=-signal.SIGKILL)
-    found += mutations(whole_lines(out))
-    assert len(found) < 10_000
-    found += mutations(tail(bucket, "--resume", state))
-    assert {line["key"] for line in found} == {str(number) for number in range(10_000)}
+    changes += mutations(whole_lines(out))
+    assert len(changes) < 10_000
+    changes += mutations(tail(bucket, "--resume", state))
+    assert {line["key"] for line in changes} == {str(number) for number in range(10_000)}
 
 
 def whole_lines(out: bytes) -> Iterator[Line]:
@@ -223,7 +229,7 @@ def whole_lines(out: bytes) -> Iterator[Line]:
 
 
 @pytest.mark.parametrize("already", [b'{"event":"mutat', b'{"event":"completed","cycle":1}\n', b""])
-def test_what_a_kill_cut_is_ended_before_anything_follows(
+def test_half_a_line_left_by_a_kill_is_ended_first(
     filled: str, tmp_path: Path, already: bytes, start: Start
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -241,7 +247,7 @@ def test_what_a_kill_cut_is_ended_before_anything_follows(
 # Where nobody reads.
 
 
-def test_a_reader_that_leaves_ends_it_silently(filled: str, start: Start) -> None:
+def test_a_reader_that_closes_its_end_stops_it_silently(filled: str, start: Start) -> None:
     process = start("tail", filled)
     assert process.stdout is not None
     process.stdout.readline()
@@ -251,7 +257,9 @@ def test_a_reader_that_leaves_ends_it_silently(filled: str, start: Start) -> Non
     assert err == b""
 
 
-def test_a_reader_that_leaves_is_noticed_while_nothing_changes(filled: str, start: Start) -> None:
+def test_a_reader_that_closes_its_end_is_noticed_while_nothing_changes(
+    filled: str, start: Start
+) -> None:
     process = start("tail", filled)
     process.event("completed")
     process.leave()
@@ -259,9 +267,7 @@ def test_a_reader_that_leaves_is_noticed_while_nothing_changes(filled: str, star
     assert err == b""
 
 
-def test_a_reader_that_waits_is_waited_for(
-    bucket: str, run: Run, tmp_path: Path, start: Start
-) -> None:
+def test_a_slow_reader_is_waited_for(bucket: str, run: Run, tmp_path: Path, start: Start) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("id,x\n" + "".join(f"k{n},{'x' * 100}\n" for n in range(20_000)))
     run("load", bucket, str(rows), "--key", "id")
@@ -273,7 +279,7 @@ def test_a_reader_that_waits_is_waited_for(
     process.finished(code=130)
 
 
-def test_a_full_disk_is_told(filled: str, start: Start) -> None:
+def test_a_full_disk_is_reported(filled: str, start: Start) -> None:
     with open("/dev/full", "wb") as full:
         _, err = start("tail", filled, "--until", "caught-up", stdout=full).finished(code=1)
     assert err == b"upr: No space left on device\n"
@@ -282,7 +288,7 @@ def test_a_full_disk_is_told(filled: str, start: Start) -> None:
 # What ends it.
 
 
-def test_a_deleted_bucket_ends_it(filled: str, run: Run, start: Start) -> None:
+def test_it_ends_when_its_bucket_is_deleted(filled: str, run: Run, start: Start) -> None:
     process = start("tail", filled)
     process.event("completed")
     run("bucket", "delete", filled, "--yes")
@@ -291,7 +297,7 @@ def test_a_deleted_bucket_ends_it(filled: str, run: Run, start: Start) -> None:
     assert b"was deleted" in err
 
 
-def test_a_server_that_lost_its_history_makes_partitions_restart(
+def test_partitions_restart_when_the_server_has_lost_their_history(
     run: Run, tmp_path: Path, tail: Tail
 ) -> None:
     state = str(tmp_path / "state")
@@ -310,7 +316,7 @@ def test_a_server_that_lost_its_history_makes_partitions_restart(
     assert contents(old + new) == {"new": "y"}
 
 
-def test_a_connection_that_is_lost_is_told_and_made_again(
+def test_a_lost_connection_is_reported_and_made_again(
     run: Run, start: Start, tmp_path: Path
 ) -> None:
     config = tmp_path / "server.toml"
@@ -336,7 +342,7 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
     with start_server() as server:
         url = server.url + "b"
         run("bucket", "create", url)
-        process = start("tail", url, "--patience", "0")
+        process = start("tail", url, "--retry-timeout", "0")
         process.event("completed")
         server.stop()
         _, err = process.finished(code=4)
@@ -344,20 +350,20 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
     assert err.count(b"\n") == 1
 
 
-def test_a_bucket_that_does_not_exist(server: Server, start: Start) -> None:
+def test_a_missing_bucket_is_refused(server: Server, start: Start) -> None:
     _, err = start("tail", server.url + "nowhere").finished(code=3)
     assert b"create the bucket first" in err
 
 
-@pytest.mark.parametrize("found", [b"", b"{}", b"\xff"])
-def test_what_is_no_resume_state_is_refused(
-    filled: str, tmp_path: Path, found: bytes, start: Start
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff"])
+def test_a_file_that_is_not_a_resume_state_is_refused(
+    filled: str, tmp_path: Path, data: bytes, start: Start
 ) -> None:
     state = tmp_path / "state"
-    state.write_bytes(found)
+    state.write_bytes(data)
     _, err = start("tail", filled, "--resume", str(state)).finished(code=2)
     assert b"resume state" in err
-    assert state.read_bytes() == found
+    assert state.read_bytes() == data
 
 
 def test_a_resume_state_of_another_bucket_is_refused(

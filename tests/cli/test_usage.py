@@ -42,7 +42,7 @@ def test_the_version(run: Run) -> None:
     assert run("--version").stdout.startswith("upr, version ")
 
 
-def test_as_a_module() -> None:
+def test_it_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "upr_protocol.cli", "--help"],
         capture_output=True,
@@ -69,11 +69,11 @@ def test_as_a_module() -> None:
         (["get", "upr://h/b?x=1", "k"], "it has only a host, a port and a bucket"),
     ],
 )
-def test_a_url_that_is_none_is_a_usage_error(run: Run, args: list[str], sentence: str) -> None:
+def test_a_bad_url_is_a_usage_error(run: Run, args: list[str], sentence: str) -> None:
     assert sentence in run(*args, code=2).stderr
 
 
-def test_the_url_may_stand_in_the_environment(
+def test_the_url_may_come_from_the_environment(
     bucket: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UPR_URL", bucket)
@@ -84,7 +84,7 @@ def test_the_url_may_stand_in_the_environment(
     run("partitions")
 
 
-def test_the_command_line_comes_before_the_environment(
+def test_a_url_on_the_command_line_overrides_the_environment(
     bucket: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UPR_URL", "upr://127.0.0.1:1/nowhere")
@@ -132,7 +132,7 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     "args", [["get", "k"], ["tail"], ["stats"], ["bucket", "list"]], ids=" ".join
 )
-def test_nobody_listens(start: Start, args: list[str]) -> None:
+def test_an_unreachable_server_is_a_lost_connection(start: Start, args: list[str]) -> None:
     group = ["bucket"] if args[0] == "bucket" else []
     name, *rest = args[len(group) :]
     out, err = start(*group, name, f"upr://127.0.0.1:{free_port()}/b", *rest).finished(code=4)
@@ -143,7 +143,9 @@ def test_nobody_listens(start: Start, args: list[str]) -> None:
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 100, b""])
 @pytest.mark.parametrize("args", [["get", "k"], ["tail"]], ids=" ".join)
-def test_somebody_else_listens(start: Start, args: list[str], says: bytes) -> None:
+def test_another_program_at_the_address_is_a_lost_connection(
+    start: Start, args: list[str], says: bytes
+) -> None:
     with stranger(says) as port:
         name, *rest = args
         _, err = start(name, f"upr://127.0.0.1:{port}/b", *rest).finished(code=4)
@@ -152,7 +154,7 @@ def test_somebody_else_listens(start: Start, args: list[str], says: bytes) -> No
 
 
 @pytest.mark.parametrize("args", [["get", "k"], ["tail"]], ids=" ".join)
-def test_ctrl_c_while_nobody_answers(start: Start, args: list[str]) -> None:
+def test_ctrl_c_ends_a_command_that_waits_for_an_answer(start: Start, args: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         name, *rest = args
         process = start(name, f"upr://127.0.0.1:{listener.getsockname()[1]}/b", *rest)

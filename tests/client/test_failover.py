@@ -23,7 +23,7 @@ async def filled(fleet: Fleet) -> None:
             )
 
 
-async def test_another_goes_on_and_the_old_one_follows() -> None:
+async def test_a_replica_becomes_active_and_the_old_active_follows() -> None:
     async with running_fleet("abc") as fleet:
         await filled(fleet)
         before = logs(fleet, "a")
@@ -43,7 +43,7 @@ async def test_another_goes_on_and_the_old_one_follows() -> None:
         assert fleet.told[1] == "b: revision 49, active for partitions 0-3"
 
 
-async def test_without_a_target_the_load_is_shared() -> None:
+async def test_without_a_target_the_partitions_are_shared_out() -> None:
     async with running_fleet("abc") as fleet:
         await filled(fleet)
         await fleet.stop("a")
@@ -53,7 +53,7 @@ async def test_without_a_target_the_load_is_shared() -> None:
         fleet.check()
 
 
-async def test_what_is_refused() -> None:
+async def test_impossible_failovers_are_refused() -> None:
     async with running_fleet("abc") as fleet:
         await filled(fleet)
         with pytest.raises(
@@ -75,7 +75,7 @@ async def test_what_is_refused() -> None:
         assert fleet.states("b") == ACTIVE
 
 
-async def test_one_that_is_behind() -> None:
+async def test_a_replica_that_is_behind_is_not_promoted() -> None:
     async with running_fleet("abc") as fleet:
         cluster = fleet.servers["b"].service.cluster
         await cluster.stop()
@@ -99,7 +99,7 @@ async def test_one_that_is_behind() -> None:
         fleet.check()
 
 
-async def test_interrupted_anywhere_the_same_command_goes_on(
+async def test_an_interrupted_failover_is_resumed_by_the_same_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gives = Gives(monkeypatch)
@@ -138,7 +138,7 @@ async def test_interrupted_anywhere_the_same_command_goes_on(
         assert all("is not active for any partition" in one for one in refused)
 
 
-async def test_a_node_that_waits_for_others_that_are_gone() -> None:
+async def test_a_restarted_node_without_its_peers_is_promoted_only_with_losses() -> None:
     async with running_fleet("ab") as fleet:
         await filled(fleet)
         await fleet.stop("b")
@@ -156,7 +156,7 @@ async def test_a_node_that_waits_for_others_that_are_gone() -> None:
         fleet.check()
 
 
-async def test_a_target_that_goes_away() -> None:
+async def test_a_failover_whose_target_disappears_says_what_to_do() -> None:
     async with running_fleet("abc") as fleet:
         await filled(fleet)
         await fleet.stop("a")
@@ -182,7 +182,7 @@ async def test_a_target_that_goes_away() -> None:
         fleet.check()
 
 
-async def test_an_old_active_that_was_only_cut_off() -> None:
+async def test_an_old_active_that_was_cut_off_becomes_a_replica() -> None:
     async with running_fleet("abc") as fleet:
         await filled(fleet)
         fleet.proxies["a"].half_open()

@@ -46,7 +46,9 @@ async def test_partitions_and_map_are_of_the_same_revision(
     assert cluster.open == 0
 
 
-async def test_a_node_that_does_not_answer(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+async def test_a_node_that_does_not_answer_in_time_is_an_error(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
     cluster.server("a").held.add(GetMap)
     with pytest.raises(BrokenError, match="upr://a:12000/b did not answer in time"):
         await NodeClient(ADDRESS, dial=cluster.dial).status_with_partitions()

@@ -34,14 +34,14 @@ async def test_a_node_tells_its_name() -> None:
             await NodeClient(Address.parse(fleet.proxies["a"].url("nowhere"))).status()
 
 
-async def test_an_operator_asks_on_where_a_node_has_lost_its_disk() -> None:
+async def test_a_survey_asks_other_nodes_if_the_first_has_lost_its_disk() -> None:
     async with running_fleet("ab") as fleet:
         await fleet.start_apart("c")
         operator = Operator(Address.parse(f"upr://{place(fleet, 'c')},{place(fleet, 'a')}/b"))
         assert (await operator.survey()).map == fleet.map("a")
 
 
-async def test_a_first_replica_and_one_that_follows_it() -> None:
+async def test_a_replica_may_follow_a_replica() -> None:
     async with running_fleet("ab") as fleet:
         await fleet.set("a", {f"key {n}": "v" for n in range(30)})
         await fleet.start_apart("c")
@@ -62,7 +62,7 @@ async def test_a_first_replica_and_one_that_follows_it() -> None:
         await fleet.until(lambda: highs(fleet, "b") == highs(fleet, "c"))
 
 
-async def test_some_partitions_added_and_removed() -> None:
+async def test_replicas_of_some_partitions_are_added_and_removed() -> None:
     async with running_fleet("ab") as fleet:
         await fleet.start_apart("c")
         operator = fleet.operator()
@@ -90,7 +90,7 @@ async def test_some_partitions_added_and_removed() -> None:
         await fleet.until(lambda: highs(fleet, "a") == highs(fleet, "c"))
 
 
-async def test_one_that_is_gone_is_removed() -> None:
+async def test_a_replica_on_a_node_that_is_gone_can_be_removed() -> None:
     async with running_fleet("abc") as fleet:
         await fleet.stop("b")
         assert await remove_replicas(fleet.operator("c"), "b") == list(range(PARTITIONS))
@@ -99,7 +99,7 @@ async def test_one_that_is_gone_is_removed() -> None:
         await fleet.until(lambda: fleet.states("b") == [PartitionState.DEAD] * PARTITIONS)
 
 
-async def test_what_is_refused() -> None:
+async def test_impossible_changes_of_replicas_are_refused() -> None:
     async with running_fleet("ab") as fleet:
         operator = fleet.operator()
         for node, address, said in (
@@ -134,7 +134,7 @@ async def test_what_is_refused() -> None:
             await remove_replicas(operator, "b")
 
 
-async def test_interrupted_before_the_new_one_knows() -> None:
+async def test_an_interrupted_addition_is_resumed() -> None:
     async with running_fleet("a") as fleet:
         await fleet.set("a", {"k": "v"})
         await fleet.start_apart("b")
@@ -150,7 +150,7 @@ async def test_interrupted_before_the_new_one_knows() -> None:
         fleet.check()
 
 
-async def test_an_active_that_does_not_answer() -> None:
+async def test_a_replica_is_not_added_if_the_active_does_not_answer() -> None:
     async with running_fleet("ab") as fleet:
         await fleet.start_apart("c")
         fleet.proxies["a"].half_open()

@@ -32,7 +32,7 @@ def highs(fleet: Fleet, name: str) -> list[SeqNo]:
     return [fleet.partition(name, number).high_seq for number in range(PARTITIONS)]
 
 
-async def test_the_history_goes_on() -> None:
+async def test_a_takeover_continues_the_history() -> None:
     async with running_fleet("abc") as fleet:
         await fleet.set("a", {f"key {n}": "before" for n in range(50)})
         before = logs(fleet, "a")
@@ -51,7 +51,7 @@ async def test_the_history_goes_on() -> None:
         ]
 
 
-async def test_some_partitions_and_then_those_of_two_nodes() -> None:
+async def test_a_takeover_of_some_partitions_and_then_from_two_nodes() -> None:
     async with running_fleet("abc") as fleet:
         await take_over(fleet.operator(), to="b", partitions=[1, 2])
         assert [p.active for p in fleet.map("c").partitions] == ["a", "b", "b", "a"]
@@ -62,7 +62,7 @@ async def test_some_partitions_and_then_those_of_two_nodes() -> None:
         fleet.check()
 
 
-async def test_what_is_refused() -> None:
+async def test_impossible_takeovers_are_refused() -> None:
     async with running_fleet("ab") as fleet:
         operator = fleet.operator()
         with pytest.raises(NotDoneError, match="x has no copy of partition 1: make it a replica"):
@@ -82,7 +82,7 @@ async def test_what_is_refused() -> None:
             await take_over(fleet.operator("b"), to="b", all_of="a")
 
 
-async def test_interrupted_anywhere_the_same_command_goes_on(
+async def test_an_interrupted_takeover_is_resumed_by_the_same_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gives = Gives(monkeypatch)
@@ -147,7 +147,7 @@ def _lose_answers(
     return found
 
 
-async def test_the_answer_to_the_activation_is_lost_but_not_the_next(
+async def test_a_lost_answer_to_the_activation_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_fleet("ab") as fleet:
@@ -163,7 +163,9 @@ async def test_the_answer_to_the_activation_is_lost_but_not_the_next(
         fleet.check()
 
 
-async def test_the_answer_to_the_activation_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_partitions_are_handed_back_if_the_target_stops_answering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running_fleet("ab") as fleet:
         before = logs(fleet, "a")
         activated: list[list[list[FailoverLog]]] = []
@@ -190,7 +192,7 @@ async def test_the_answer_to_the_activation_is_lost(monkeypatch: pytest.MonkeyPa
         fleet.check()
 
 
-async def test_a_target_that_refuses() -> None:
+async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
     async with running_fleet("abc") as fleet:
         before = logs(fleet, "a")
         mine = fleet.partition("b").failover_log
@@ -212,7 +214,7 @@ async def test_a_target_that_refuses() -> None:
         assert fleet.map("b") == fleet.map("a")
 
 
-async def test_a_target_that_does_not_catch_up() -> None:
+async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> None:
     async with running_fleet("ab") as fleet:
         before = logs(fleet, "a")
         cluster: Any = fleet.servers["b"].service.cluster
@@ -230,7 +232,7 @@ async def test_a_target_that_does_not_catch_up() -> None:
         fleet.check()
 
 
-async def test_after_an_interruption_it_may_go_back_or_elsewhere(
+async def test_an_interrupted_takeover_may_be_undone_or_redirected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gives = Gives(monkeypatch)
@@ -250,7 +252,7 @@ async def test_after_an_interruption_it_may_go_back_or_elsewhere(
             fleet.check()
 
 
-async def test_who_may_have_been_made_active_and_does_not_answer(
+async def test_a_resumed_takeover_begins_new_histories_if_a_suspect_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gives = Gives(monkeypatch)
@@ -283,7 +285,7 @@ async def test_who_may_have_been_made_active_and_does_not_answer(
 
 
 @pytest.mark.parametrize("to", ["b", "c", "a"])
-async def test_who_became_active_while_the_command_was_repeated(
+async def test_a_resumed_takeover_keeps_a_node_that_became_active_meanwhile(
     monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     gives = Gives(monkeypatch)
@@ -334,7 +336,7 @@ async def test_who_became_active_while_the_command_was_repeated(
         fleet.check()
 
 
-async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
+async def test_a_target_that_accepted_changes_stays_active_though_its_answer_was_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_fleet("ab", partitions=1) as fleet:
@@ -365,7 +367,7 @@ async def test_the_answer_to_the_activation_is_lost_and_it_took_something_in(
         fleet.check()
 
 
-async def test_an_active_that_does_not_answer_any_more() -> None:
+async def test_a_takeover_from_a_node_that_stops_answering_says_what_to_do() -> None:
     async with running_fleet("ab") as fleet:
 
         def on_progress(sentence: str) -> None:

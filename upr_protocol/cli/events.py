@@ -18,7 +18,7 @@ from upr_protocol.cli.parameters import (
     TargetCommand,
     json_option,
     number,
-    patience_option,
+    retry_timeout_option,
     server_argument,
 )
 from upr_protocol.client import Address, EventFeed, LookAtEverything, follow_events
@@ -59,7 +59,7 @@ _encode: Final = msgspec.json.Encoder().encode
     help="How long the server keeps events for a consumer that is away.",
 )
 @json_option
-@patience_option
+@retry_timeout_option
 def events(
     target: Address,
     kinds: tuple[str, ...],
@@ -67,7 +67,7 @@ def events(
     consumer: str | None,
     timeout_s: int,
     as_json: bool,
-    patience: int,
+    retry_timeout: int,
 ) -> None:
     r"""Follow which buckets change, without the changes themselves.
 
@@ -89,7 +89,7 @@ def events(
         pattern or target.bucket or "*",
         consumer or f"upr-events-{secrets.token_hex(8)}",
         timeout_s,
-        patience,
+        retry_timeout,
         as_json,
     )
     run_until_signal(job.follow)

@@ -22,7 +22,7 @@ from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
     durability_options,
-    patience_option,
+    retry_timeout_option,
 )
 from upr_protocol.cli.row_reader import read_in_thread
 from upr_protocol.cli.rows import FORMATS, BadRow, FileError, KeyMaker, Row, Rows, read_rows
@@ -86,7 +86,7 @@ BATCH_BYTES_MAX: Final = 256 * 1024
     help="Skip and count rows that cannot be read, instead of stopping.",
 )
 @durability_options
-@patience_option
+@retry_timeout_option
 @click.option("--quiet", is_flag=True, help="Do not show progress.")
 def load(
     target: Address,
@@ -98,7 +98,7 @@ def load(
     skip_bad_rows: bool,
     durability: Durability,
     copies: int,
-    patience: int,
+    retry_timeout: int,
     quiet: bool,
 ) -> None:
     r"""Store the rows of a file, each under its key.
@@ -127,7 +127,7 @@ def load(
             skip_bad_rows=skip_bad_rows,
             durability=durability,
             copies=copies,
-            retry_timeout_s=patience,
+            retry_timeout_s=retry_timeout,
             unit="row" if form == "parquet" else "line",
         )
         job.run(rows, show_progress=not quiet)

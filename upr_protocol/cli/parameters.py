@@ -128,8 +128,8 @@ json_option: Final = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object per line."
 )
 
-patience_option: Final = click.option(
-    "--patience",
+retry_timeout_option: Final = click.option(
+    "--retry-timeout",
     type=number(0, 10**9),
     default=300,
     show_default=True,

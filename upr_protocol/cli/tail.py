@@ -16,7 +16,7 @@ from upr_protocol.cli.connection import identity, report_connection, run_until_s
 from upr_protocol.cli.errors import RefusedError, say
 from upr_protocol.cli.event_lines import Summary, event_lines
 from upr_protocol.cli.output import Output, Progress
-from upr_protocol.cli.parameters import TargetCommand, bucket_argument, number, patience_option
+from upr_protocol.cli.parameters import TargetCommand, bucket_argument, number, retry_timeout_option
 from upr_protocol.client import (
     Address,
     BarrierReached,
@@ -80,7 +80,7 @@ _SUMMARY_S: Final = 1.0
     metavar="NUMBER",
     help="Follow only this partition. Repeat it for several.",
 )
-@patience_option
+@retry_timeout_option
 def tail(
     target: Address,
     start: Literal["beginning", "now"],
@@ -89,7 +89,7 @@ def tail(
     until: str | None,
     form: str,
     partitions: Sequence[int],
-    patience: int,
+    retry_timeout: int,
 ) -> None:
     r"""Follow the changes of a bucket.
 
@@ -123,7 +123,7 @@ def tail(
         resume,
         directory,
         partitions,
-        patience,
+        retry_timeout,
         until_caught_up=until is not None,
         as_lines=form == "jsonl",
     )
