@@ -14,11 +14,11 @@ import trio
 
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
-from upr_server.allocator import return_freed_memory
 from upr_server.app import Server, serve
 from upr_server.config import Config, load_config
 from upr_server.runtime import (
     ConfigError,
+    keep_heap_small,
     rare_collections,
     set_up_logging,
 )
@@ -88,7 +88,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     config = _config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
 
-    return_freed_memory()
+    keep_heap_small()
     rare_collections()
 
     def on_listening(server: Server) -> None:

@@ -16,7 +16,6 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.transport import new_scratch
-from upr_server.allocator import Tide
 from upr_server.engine import (
     Bucket,
     Buckets,
@@ -32,6 +31,7 @@ from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.events import Events, NoEvents
 from upr_server.net.line import Line
+from upr_server.runtime import HeapTrimmer
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     CreateBucket,
@@ -132,7 +132,7 @@ class Service:
         self._short: dict[Bucket, None] = {}
         # A bucket was deleted.
         self._has_garbage = False
-        self._tide = Tide()
+        self._heap_trimmer = HeapTrimmer()
         self._relief_wanted = trio.Event()
         self._started_at = trio.current_time()
 
@@ -443,7 +443,7 @@ class Service:
             # might not look for it for hours.
             self._has_garbage = False
             gc.collect()
-        self._tide.reached(sum([bucket.memory.total for bucket in self.buckets]))
+        self._heap_trimmer.note_use(sum([bucket.memory.total for bucket in self.buckets]))
 
     async def _expire(self, now: float) -> None:
         for bucket in self.buckets:

@@ -1,6 +1,5 @@
 """What both processes need, the server and the indexer: settings, logs, listeners, signals."""
 
-from upr_server.runtime.collector import rare_collections
 from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
@@ -9,6 +8,7 @@ from upr_server.runtime.listeners import (
     parse_listen,
 )
 from upr_server.runtime.logging import set_up_logging
+from upr_server.runtime.memory_return import HeapTrimmer, keep_heap_small, rare_collections
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
 from upr_server.runtime.system import System
@@ -16,9 +16,11 @@ from upr_server.runtime.system import System
 __all__ = [
     "BoundListeners",
     "ConfigError",
+    "HeapTrimmer",
     "ListenError",
     "System",
     "bind_tcp",
+    "keep_heap_small",
     "load_settings",
     "open_listeners",
     "parse_listen",

@@ -1,4 +1,4 @@
-"""What is freed is given back."""
+"""Freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_server.allocator import FALL_BYTES, Tide
+from upr_server.runtime.memory_return import FALL_BYTES, HeapTrimmer
 
 MIB: Final = 1024 * 1024
 
 HOLES: Final = """
 import ctypes
 from tests.kit.process import status_of
-from upr_server.allocator import return_freed_memory, trim
+from upr_server.runtime.memory_return import keep_heap_small, trim
 import os
 
 def resident():
     return status_of(os.getpid(), "RssAnon")
 
-return_freed_memory()
+keep_heap_small()
 library = ctypes.CDLL(None)
 large, small = [], []
 for number in range(2000):
@@ -37,7 +37,7 @@ print(before - resident())
 """
 
 
-def test_holes_between_what_lives_are_given_back() -> None:
+def test_trimming_returns_holes_between_live_objects() -> None:
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("glibc's allocator is what this is about")
     done = subprocess.run(
@@ -47,16 +47,16 @@ def test_holes_between_what_lives_are_given_back() -> None:
 
 
 @given(st.lists(st.integers(0, 8 * FALL_BYTES), max_size=50))
-def test_it_is_time_when_half_of_the_most_since_the_last_time_is_gone(counts: list[int]) -> None:
+def test_the_heap_is_trimmed_when_half_of_the_peak_is_free(counts: list[int]) -> None:
     times: list[int] = []
     at = 0
-    tide = Tide(lambda: times.append(at))
+    trimmer = HeapTrimmer(lambda: times.append(at))
     since = 0
     for at, counted in enumerate(counts):
         most = max(counts[since : at + 1])
         is_time = most - counted >= FALL_BYTES and counted <= most / 2
         before = len(times)
-        tide.reached(counted)
+        trimmer.note_use(counted)
         assert len(times) - before == is_time
         if is_time:
             assert times[-1] == at

@@ -1,8 +1,9 @@
-"""The C library's allocator: what is freed is to be given back."""
+"""Memory that is freed goes back to the system: the C library's heap and Python's collector."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from typing import Final
 
@@ -16,11 +17,18 @@ tenth of what ingest costs. (At a quota of 256 MiB chunks of 145 kB took 259 MiB
 FALL_BYTES: Final = 64 * 1024 * 1024
 """What must have been freed for it to be worth to look for whole pages among the holes."""
 
+YOUNG_OBJECTS: Final = 50_000
+"""How many objects more must be made than freed before the youngest generation is collected. By
+default it is 700, which is the work of one batch."""
+
+YOUNG_ROUNDS: Final = 20
+"""Collections of one generation before one of the next older."""
+
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
 
-def return_freed_memory() -> None:
+def keep_heap_small() -> None:
     """Has glibc keep to `MMAP_THRESHOLD_BYTES`. With another C library nothing happens."""
     library = ctypes.CDLL(None)
     mallopt = getattr(library, "mallopt", None)
@@ -38,23 +46,35 @@ def trim() -> None:
         malloc_trim(0)
 
 
-class Tide:
-    """Says when memory has fallen so far that it is time to `trim`.
+def rare_collections() -> None:
+    """Excludes the objects that exist now from collection, and collects the others more rarely.
 
-    What consumers that are behind have not read lies between what lives longer. When they have
+    Almost nothing here is in a cycle, and reference counts free it; what remains of a bucket is
+    collected when the bucket is deleted.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_ROUNDS, YOUNG_ROUNDS)
+
+
+class HeapTrimmer:
+    """Trims the heap when the memory in use has fallen far enough for that to pay.
+
+    What slow consumers have not read yet lies between objects that live longer. Once they have
     caught up the heap is mostly holes: a server that counted 37 MiB kept 1.4 GiB.
 
     Args:
-        ebbed: Called then.
+        trim: Trims the heap.
     """
 
-    def __init__(self, ebbed: Callable[[], None] = trim) -> None:
-        self._ebbed = ebbed
-        self._most = 0
+    def __init__(self, trim: Callable[[], None] = trim) -> None:
+        self._trim = trim
+        self._peak_bytes = 0
 
-    def reached(self, counted: int) -> None:
-        """So many bytes are in use now, as far as they are counted."""
-        self._most = max(self._most, counted)
-        if self._most - counted >= max(FALL_BYTES, self._most // 2):
-            self._most = counted
-            self._ebbed()
+    def note_use(self, nbytes: int) -> None:
+        """So many bytes are in use now, as far as they are counted. Trims the heap when that is
+        half of the peak since the last time, or less."""
+        self._peak_bytes = max(self._peak_bytes, nbytes)
+        if self._peak_bytes - nbytes >= max(FALL_BYTES, self._peak_bytes // 2):
+            self._peak_bytes = nbytes
+            self._trim()
