@@ -17,7 +17,7 @@ from tests.kit import patience
 from tests.kit.scheduler import seeded_scheduler
 
 # What a comparison outside of test files compared is told, too.
-for _package in ("engine", "events", "indexer", "spark", "storage", "kit.fleet", "kit.mirror"):
+for _package in ("engine", "events", "indexer", "spark", "storage", "kit.group", "kit.mirror"):
     pytest.register_assert_rewrite(f"tests.{_package}")
 
 # How long an example takes says more about the machine and what else runs on it than about us.

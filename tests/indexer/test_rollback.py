@@ -9,8 +9,8 @@ import structlog
 
 from tests.indexer.kit import an_indexer, by_brute_force, define, scan, until_ready
 from tests.indexer.test_oracle import World
-from tests.kit.fleet import running_fleet
 from tests.kit.process import eventually
+from tests.kit.server_group import running_servers
 from upr_protocol.client import WriteResult
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import Durability
@@ -114,19 +114,19 @@ async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> N
 
 
 async def test_a_failover_between_servers(tmp_path: Path) -> None:
-    async with running_fleet("ab") as fleet:
-        url = f"{fleet.proxies['a'].url('').rstrip('/')},127.0.0.1:{fleet.proxies['b'].port}/b"
+    async with running_servers("ab") as group:
+        url = f"{group.proxies['a'].url('').rstrip('/')},127.0.0.1:{group.proxies['b'].port}/b"
         async with an_indexer(url, tmp_path) as indexer:
-            await fleet.set("a", {"_design/x": '{"indexes": {"i": {"key": ["a"]}}}'})
+            await group.set("a", {"_design/x": '{"indexes": {"i": {"key": ["a"]}}}'})
             await until_ready(indexer, "x/i")
-            await fleet.set("a", {f"k{n}": f'{{"a": {n}}}' for n in range(40)})
+            await group.set("a", {f"k{n}": f'{{"a": {n}}}' for n in range(40)})
             assert len(await scan(indexer, "x/i")) == 40
-            await fleet.stop("a")
-            await fail_over(fleet.operator("b"), all_of="a", to="b", lose_acknowledged=True)
-            await fleet.set("b", {"k1": '{"a": "after"}'})
+            await group.stop("a")
+            await fail_over(group.operator("b"), all_of="a", to="b", lose_acknowledged=True)
+            await group.set("b", {"k1": '{"a": "after"}'})
             contents = {}
             for number in range(40):
-                value = await fleet.get("b", f"k{number}")
+                value = await group.get("b", f"k{number}")
                 if value is not None:
                     contents[b"k%d" % number] = value.encode()
             found = await scan(indexer, "x/i", timeout_s=20)

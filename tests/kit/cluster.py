@@ -127,7 +127,7 @@ class TestCluster:
         """Starts a node."""
         await self.nodes[name].start(self._nursery)
 
-    async def give(self, given: PartitionMap, *names: str) -> None:
+    async def give(self, new_map: PartitionMap, *names: str) -> None:
         """Gives a map to nodes, one after the other."""
         for name in names:
             node = NodeClient(Address.parse(self.nodes[name].url))
@@ -136,13 +136,13 @@ class TestCluster:
                 assert server is not None
                 revision = server.service.cluster.revision(BUCKET)
                 try:
-                    await node.set_map(revision, given)
+                    await node.set_map(revision, new_map)
                     break
                 except ServerError as error:
                     # A peer may have told it of an earlier one in between.
                     if error.status is not Status.REVISION_CONFLICT:
                         raise
-        self.map = given
+        self.map = new_map
 
     async def share(self, assignments: Iterable[Assignment]) -> None:
         """Makes the next map, and gives it to all nodes that are up."""
@@ -174,9 +174,9 @@ class TestCluster:
             best = max(there, key=lambda name: self._rank(name, number))
             others = {name: "" for name in (*there, victim) if name != best}
             changes[number] = Assignment(best, others)
-        given = self.map.with_assignments(changes)
+        new_map = self.map.with_assignments(changes)
         first = next(iter(changes.values())).active if changes else up[0]
-        await self.give(given, first, *(name for name in up if name != first))
+        await self.give(new_map, first, *(name for name in up if name != first))
 
     def _rank(self, name: str, number: PartitionId) -> tuple[int, SeqNo]:
         partition = self.nodes[name].held[number]
@@ -206,12 +206,12 @@ class TestCluster:
     async def contents(self, name: str) -> dict[int, dict[bytes, Mutation]]:
         """Each partition's items, as a consumer of that node alone sees them."""
         node = self.nodes[name]
-        found: dict[int, dict[bytes, Mutation]] = {}
+        items_of: dict[int, dict[bytes, Mutation]] = {}
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
-            numbers = [one.id for one in node.held if one.state is state]
+            numbers = [partition.id for partition in node.held if partition.state is state]
             if not numbers:
                 continue
-            found |= {number: {} for number in numbers}
+            items_of |= {number: {} for number in numbers}
             async with consume(
                 node.url,
                 partitions=numbers,
@@ -223,11 +223,11 @@ class TestCluster:
                 async for event in consumer:
                     if isinstance(event, ChunkReceived):
                         for row in event.chunk:
-                            items = found[event.partition]
+                            items = items_of[event.partition]
                             items.pop(row.key, None)
                             if row.op is Operation.SET:
                                 items[row.key] = row
-        return found
+        return items_of
 
     async def map_of(self, name: str) -> PartitionMap | None:
         """The map that a node has."""
@@ -238,7 +238,7 @@ def enumerate_partitions(
     assignments: Iterable[Assignment],
 ) -> Iterable[tuple[PartitionId, Assignment]]:
     """Assignment by partition."""
-    return ((PartitionId(number), one) for number, one in enumerate(assignments))
+    return ((PartitionId(number), assignment) for number, assignment in enumerate(assignments))
 
 
 @asynccontextmanager

@@ -136,7 +136,10 @@ class Cluster:
     async def map(self) -> PartitionMap:
         """The newest map."""
         maps = [(await NodeClient(node.address).status()).map for node in self.up]
-        return max((one for one in maps if one is not None), key=lambda one: one.revision)
+        return max(
+            (partition_map for partition_map in maps if partition_map is not None),
+            key=lambda partition_map: partition_map.revision,
+        )
 
     async def quiet(self) -> None:
         """Waits until every node has what the actives have."""
@@ -146,12 +149,12 @@ class Cluster:
             await trio.sleep(0.05)
 
     async def _is_quiet(self) -> bool:
-        found = await self.map()
+        newest = await self.map()
         rows: dict[int, set[tuple[object, ...]]] = {}
         for node in self.up:
             async with connect(node.address, by_map=False) as client:
                 for info in client.partitions():
-                    state = found.partitions[info.partition].state_of(node.name)
+                    state = newest.partitions[info.partition].state_of(node.name)
                     if info.state is not state:
                         return False
                     rows.setdefault(info.partition, set()).add((info.high_seq, info.log))
@@ -172,14 +175,14 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
         for number in range(PARTITIONS):
             active = NAMES[number % len(NAMES)]
             assignments.append(Assignment(active, {name: "" for name in NAMES if name != active}))
-        given = PartitionMap(
+        first_map = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: f"127.0.0.1:{node.port}" for name, node in made.nodes.items()},
             partitions=tuple(assignments),
         )
         for node in made.nodes.values():
-            await NodeClient(node.address).set_map(0, given)
+            await NodeClient(node.address).set_map(0, first_map)
         yield made
         for node in made.up:
             await node.stop()
@@ -291,17 +294,17 @@ class Undoer:
         ends, sent = self._ends.get(event.partition, []), self._sent.get(event.partition, [])
         common = [end for end, branch in ends if event.log.holds(branch, end)]
         assert to == max(common, default=0), (to, common[-3:], ends[-3:], event)
-        ends[:] = [one for one in ends if one[0] <= to]
+        ends[:] = [end for end in ends if end[0] <= to]
         sent[:] = [mutation for mutation in sent if mutation.seq <= to]
 
     @property
     def contents(self) -> dict[bytes, bytes]:
         """What it has."""
-        found: dict[bytes, tuple[int, bytes]] = {}
+        items: dict[bytes, tuple[int, bytes]] = {}
         for sent in self._sent.values():
             for mutation in sent:
-                apply_mutation(found, mutation)
-        return {key: value for key, (_, value) in found.items()}
+                apply_mutation(items, mutation)
+        return {key: value for key, (_, value) in items.items()}
 
     async def barrier(self) -> None:
         """Waits until it has all that there was."""
@@ -316,7 +319,7 @@ async def contents(node: Node) -> dict[bytes, bytes]:
     async with connect(node.address, by_map=False) as client:
         states = {info.partition: info.state for info in client.partitions()}
     for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
-        numbers = [number for number, one in states.items() if one is state]
+        numbers = [number for number, its_state in states.items() if its_state is state]
         if numbers:
             async with consume(
                 node.address, partitions=numbers, state=state, end="now", by_map=False
@@ -329,10 +332,10 @@ async def contents(node: Node) -> dict[bytes, bytes]:
 @pytest.mark.timeout(max(300, ROUNDS * 30))
 async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
     draw, ledger, stopped = Random(1), Ledger(), trio.Event()
-    async with cluster(tmp_path) as one:
-        followers = [Follower(one.url, PartitionState.ACTIVE) for _ in range(3)]
-        followers.append(Follower(one.url, PartitionState.REPLICA))
-        undoer = Undoer(one.url)
+    async with cluster(tmp_path) as running:
+        followers = [Follower(running.url, PartitionState.ACTIVE) for _ in range(3)]
+        followers.append(Follower(running.url, PartitionState.REPLICA))
+        undoer = Undoer(running.url)
         async with trio.open_nursery() as consumers:
             consumers.start_soon(undoer.run)
             for follower in followers:
@@ -340,54 +343,54 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
             async with trio.open_nursery() as publishers:
                 for who, level in enumerate(LEVELS):
                     publishers.start_soon(
-                        publish_all_the_while, one.url, who, level, ledger, stopped
+                        publish_all_the_while, running.url, who, level, ledger, stopped
                     )
                 for _ in range(ROUNDS):
                     await trio.sleep(draw.uniform(0, 0.3))
                     before = ledger.acknowledgements
-                    victim = one.nodes[draw.choice(NAMES)]
+                    victim = running.nodes[draw.choice(NAMES)]
                     await victim.kill()
-                    found = await one.map()
-                    if any(assignment.active == victim.name for assignment in found.partitions):
-                        await fail_over(one.operator(), all_of=victim.name)
+                    newest = await running.map()
+                    if any(assignment.active == victim.name for assignment in newest.partitions):
+                        await fail_over(running.operator(), all_of=victim.name)
                     await trio.sleep(draw.uniform(0, 0.2))
-                    await victim.start(one.nursery)
+                    await victim.start(running.nursery)
                     await eventually(partial(ledger.is_past, before + 8), "publishers go on")
                     # Else a replica that is still being filled may be all that is left.
-                    await caught_up(one)
+                    await caught_up(running)
                     await undoer.barrier()
                 stopped.set()
-            await one.quiet()
-            held = {name: await contents(node) for name, node in one.nodes.items()}
+            await running.quiet()
+            items_of = {name: await contents(node) for name, node in running.nodes.items()}
             for name in NAMES[1:]:
-                assert_same(held[name], held["a"], PARTITIONS)
+                assert_same(items_of[name], items_of["a"], PARTITIONS)
             for follower in followers:
                 await follower.barrier()
             await undoer.barrier()
             consumers.cancel_scope.cancel()
         for follower in followers:
-            assert_same(follower.mirror.contents, held["a"], PARTITIONS)
-        assert_same(undoer.contents, held["a"], PARTITIONS)
+            assert_same(follower.mirror.contents, items_of["a"], PARTITIONS)
+        assert_same(undoer.contents, items_of["a"], PARTITIONS)
         for key, value in ledger.acknowledged.items():
-            assert int(held["a"].get(key, b"0")) >= value, (key, value, held["a"].get(key))
-        for key, text in held["a"].items():
+            assert int(items_of["a"].get(key, b"0")) >= value, (key, value, items_of["a"].get(key))
+        for key, text in items_of["a"].items():
             assert int(text) <= ledger.sent[key], "nobody sent it"
         # Whether the one who died had anything that no other has is chance: what was sent arrives
         # although its sender is dead. tests/replication/test_replication.py sees to it.
         assert ledger.acknowledged
 
 
-async def caught_up(one: Cluster) -> None:
+async def caught_up(running: Cluster) -> None:
     """Waits until every replica follows again: what is acknowledged from here on has two copies
     among any two nodes."""
-    found = await one.map()
+    newest = await running.map()
     deadline = trio.current_time() + 60
     while True:
         behind = 0
-        for node in one.up:
+        for node in running.up:
             async with connect(node.address, by_map=False) as client:
                 for info in client.partitions():
-                    assignment = found.partitions[info.partition]
+                    assignment = newest.partitions[info.partition]
                     if assignment.active == node.name:
                         rows = await client.seqnos([info.partition])
                         behind += rows[0].high_seq - rows[0].replicated_seq > 2000
@@ -403,82 +406,86 @@ async def caught_up(one: Cluster) -> None:
 async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
     """No history is added, and nobody who publishes waits for long."""
     ledger, stopped = Ledger(), trio.Event()
-    async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
-        follower = Follower(one.url, PartitionState.ACTIVE)
+    async with cluster(tmp_path) as running, trio.open_nursery() as consumers:
+        follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
         async with trio.open_nursery() as publishers:
             for who, level in enumerate(LEVELS):
-                publishers.start_soon(publish_all_the_while, one.url, who, level, ledger, stopped)
+                publishers.start_soon(
+                    publish_all_the_while, running.url, who, level, ledger, stopped
+                )
             await eventually(lambda: ledger.acknowledgements > 20, "there is load")
             logs = {}
-            for node in one.up:
+            for node in running.up:
                 async with connect(node.address, by_map=False) as client:
                     for info in client.partitions():
                         if info.state is PartitionState.ACTIVE:
                             logs[info.partition] = info.log
             for name in ("b", "c", "a"):
                 all_of_it = range(PARTITIONS)
-                await take_over(one.operator(), to=name, partitions=all_of_it)
+                await take_over(running.operator(), to=name, partitions=all_of_it)
                 before = ledger.acknowledgements
                 await eventually(partial(ledger.is_past, before + 8), "they go on")
-                found = await one.map()
-                assert all(assignment.active == name for assignment in found.partitions)
+                newest = await running.map()
+                assert all(assignment.active == name for assignment in newest.partitions)
             stopped.set()
-        await one.quiet()
-        async with connect(one.nodes["a"].address, by_map=False) as client:
+        await running.quiet()
+        async with connect(running.nodes["a"].address, by_map=False) as client:
             for info in client.partitions():
                 assert info.log == logs[info.partition], "no history was added"
-        held = await contents(one.nodes["a"])
+        items = await contents(running.nodes["a"])
         await follower.barrier()
         consumers.cancel_scope.cancel()
-    assert_same(follower.mirror.contents, held, PARTITIONS)
+    assert_same(follower.mirror.contents, items, PARTITIONS)
     for key, value in ledger.acknowledged.items():
-        assert int(held[key]) >= value
+        assert int(items[key]) >= value
 
 
 async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) -> None:
     """The source is active again, in its history, and publishers go on, without anybody's help."""
     ledger, stopped = Ledger(), trio.Event()
-    async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
-        follower = Follower(one.url, PartitionState.ACTIVE)
+    async with cluster(tmp_path) as running, trio.open_nursery() as consumers:
+        follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
-        target, operator = one.nodes["c"], one.operator()
+        target, operator = running.nodes["c"], running.operator()
         mine = [number for number in range(PARTITIONS) if NAMES[number % len(NAMES)] == "a"]
-        logs = await active_logs(one, mine)
+        logs = await active_logs(running, mine)
         async with trio.open_nursery() as publishers:
             for who, level in enumerate(LEVELS):
-                publishers.start_soon(publish_all_the_while, one.url, who, level, ledger, stopped)
+                publishers.start_soon(
+                    publish_all_the_while, running.url, who, level, ledger, stopped
+                )
             await eventually(lambda: ledger.acknowledgements > 20, "there is load")
 
-            def told(line: str) -> None:
+            def record(line: str) -> None:
                 if "hands over" in line:
                     target.pause()
                     publishers.start_soon(target.kill)
 
-            operator = attrs.evolve(operator, on_progress=told)
+            operator = attrs.evolve(operator, on_progress=record)
             with pytest.raises(NotDoneError, match="a is active again"):
                 await take_over(
                     operator, to="c", partitions=mine, timeouts=TakeoverTimeouts(handover_s=1.0)
                 )
-            assert await active_logs(one, mine) == logs, "no history was added"
-            await fail_over(one.operator(), all_of="c")
+            assert await active_logs(running, mine) == logs, "no history was added"
+            await fail_over(running.operator(), all_of="c")
             before = ledger.acknowledgements
             await eventually(partial(ledger.is_past, before + 8), "publishers go on")
-            await target.start(one.nursery)
-            await caught_up(one)
+            await target.start(running.nursery)
+            await caught_up(running)
             stopped.set()
-        await one.quiet()
-        held = await contents(one.nodes["c"])
-        assert_same(held, await contents(one.nodes["a"]), PARTITIONS)
+        await running.quiet()
+        items = await contents(running.nodes["c"])
+        assert_same(items, await contents(running.nodes["a"]), PARTITIONS)
         await follower.barrier()
         consumers.cancel_scope.cancel()
-    assert_same(follower.mirror.contents, held, PARTITIONS)
+    assert_same(follower.mirror.contents, items, PARTITIONS)
     for key, value in ledger.acknowledged.items():
-        assert int(held[key]) >= value
+        assert int(items[key]) >= value
 
 
-async def active_logs(one: Cluster, partitions: list[int]) -> dict[int, FailoverLog]:
+async def active_logs(running: Cluster, partitions: list[int]) -> dict[int, FailoverLog]:
     """The logs of those partitions for which "a" is active."""
-    async with connect(one.nodes["a"].address, by_map=False) as client:
+    async with connect(running.nodes["a"].address, by_map=False) as client:
         infos = [info for info in client.partitions() if info.partition in partitions]
     return {info.partition: info.log for info in infos if info.state is PartitionState.ACTIVE}

@@ -1,4 +1,4 @@
-"""Several servers in this process, with a bucket that they share."""
+"""Several servers in this process that share a bucket."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ BUCKET = "b"
 PARTITIONS = 4
 
 
-class Gives:
-    """Interrupts an operator's command before or after one of the maps that it gives.
+class MapInterrupter:
+    """Interrupts an operator's command before or after it gives a node a map.
 
     Attributes:
-        scope: What the command is to run in.
-        stop_at: Where: twice the number of maps given before, and one more for after it; -1 for
-            nowhere.
+        scope: The scope in which the command must run; it is cancelled at the interruption.
+        stop_at: Where to interrupt: 0 before the first map, 1 after it, 2 before the second, and so
+            on; -1 for nowhere.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
+        self._steps = 0
         self.stop_at = -1
         self.scope = trio.CancelScope()
         set_map = NodeClient.set_map
 
-        async def interrupted(node: NodeClient, revision: int, given: PartitionMap) -> None:
+        async def interrupted(node: NodeClient, revision: int, new_map: PartitionMap) -> None:
             self._step()
             await trio.lowlevel.checkpoint()
-            await set_map(node, revision, given)
+            await set_map(node, revision, new_map)
             self._step()
 
         monkeypatch.setattr(NodeClient, "set_map", interrupted)
 
     def reset(self, stop_at: int) -> None:
-        """For the next command."""
-        self.count, self.stop_at, self.scope = 0, stop_at, trio.CancelScope()
+        """Prepares for the next command."""
+        self._steps, self.stop_at, self.scope = 0, stop_at, trio.CancelScope()
 
     def _step(self) -> None:
-        if self.count == self.stop_at:
+        if self._steps == self.stop_at:
             self.scope.cancel()
-        self.count += 1
+        self._steps += 1
 
 
-class Fleet:
+class ServerGroup:
     """Servers `a`, `b` and so on; the first has the bucket from the start.
 
     Attributes:
-        servers: Those that run, by name.
-        proxies: The way to each, which is what maps name.
-        told: What operators said.
+        servers: The running servers, by name.
+        proxies: A proxy to each server. Maps have the proxies' addresses.
+        progress: What operators reported.
     """
 
     def __init__(self, nursery: trio.Nursery, directory: Path | None, partitions: int) -> None:
         self._nursery = nursery
         self.servers: dict[str, Server] = {}
         self.proxies: dict[str, Proxy] = {}
-        self.told: list[str] = []
+        self.progress: list[str] = []
         self.stack = AsyncExitStack()
         self._directory = directory
         self._partitions = partitions
@@ -79,7 +79,7 @@ class Fleet:
         self._stopped: dict[str, trio.Event] = {}
 
     async def start(self, name: str, *, has_bucket: bool = False) -> None:
-        """Starts a server; one that ran before finds what it left."""
+        """Starts a server, with the data that it had when it stopped."""
         config = Config(
             listen="127.0.0.1:0",
             node=name,
@@ -110,38 +110,38 @@ class Fleet:
         stopped.set()
 
     async def start_apart(self, name: str, *, has_bucket: bool = False) -> None:
-        """Starts a server that nobody knows of yet."""
+        """Starts a server that no map names yet."""
         await self.start(name, has_bucket=has_bucket)
-        there = proxy_to("127.0.0.1", self.servers[name].port)
-        self.proxies[name] = await self.stack.enter_async_context(there)
+        proxy = proxy_to("127.0.0.1", self.servers[name].port)
+        self.proxies[name] = await self.stack.enter_async_context(proxy)
 
     async def stop(self, name: str) -> None:
-        """Stops a server in order; nothing is behind its proxy then."""
+        """Stops a server cleanly. Its proxy then leads nowhere."""
         del self.servers[name]
         self._stop[name].set()
         await self._stopped[name].wait()
 
     def address(self, name: str) -> Address:
-        """The bucket at a node, through its proxy."""
+        """The address of the bucket at a node, through its proxy."""
         return Address.parse(self.proxies[name].url(BUCKET))
 
     def operator(
         self, name: str = "a", on_progress: Callable[[str], None] | None = None, **options: Any
     ) -> Operator:
-        """An operator that asks this node first."""
+        """An operator that asks this node first, and records its progress."""
 
-        def told(sentence: str) -> None:
-            self.told.append(sentence)
+        def record(sentence: str) -> None:
+            self.progress.append(sentence)
             if on_progress is not None:
                 on_progress(sentence)
 
-        return Operator(self.address(name), on_progress=told, **options)
+        return Operator(self.address(name), on_progress=record, **options)
 
-    async def add(self, name: str, **options: Any) -> None:
-        """Makes a server a replica of everything, and waits until it is one."""
+    async def add_replica(self, name: str, **options: Any) -> None:
+        """Makes a server a replica of all partitions, and waits until it has caught up."""
         operator = self.operator()
-        there = f"127.0.0.1:{self.proxies[name].port}"
-        added = await add_replicas(operator, name, there, **options)
+        address = f"127.0.0.1:{self.proxies[name].port}"
+        added = await add_replicas(operator, name, address, **options)
         with trio.fail_after(20):
             await wait_caught_up(operator, name, added, ReplicaLag())
 
@@ -152,17 +152,17 @@ class Fleet:
         return bucket.partitions[PartitionId(number)]
 
     def states(self, name: str) -> list[PartitionState]:
-        """What a server is."""
+        """The states of a server's partitions."""
         return [self.partition(name, number).state for number in range(self._partitions)]
 
     def map(self, name: str) -> PartitionMap:
         """The map that a server has."""
-        found = self.servers[name].service.cluster.map_of(BUCKET)
-        assert found is not None
-        return found
+        partition_map = self.servers[name].service.cluster.map_of(BUCKET)
+        assert partition_map is not None
+        return partition_map
 
     async def set(self, name: str, items: Mapping[str, str]) -> None:
-        """Writes at one node, which must be active for all of it."""
+        """Writes at one node, which must be active for all the keys."""
         async with connect(self.servers[name].url(BUCKET), by_map=False) as client:
             for key, value in items.items():
                 await client.set(key, value)
@@ -170,20 +170,20 @@ class Fleet:
     async def get(self, name: str, key: str) -> str | None:
         """Reads at one node."""
         async with connect(self.servers[name].url(BUCKET), by_map=False) as client:
-            found = await client.get(key)
-        return None if found is None else bytes(found.value).decode()
+            item = await client.get(key)
+        return None if item is None else bytes(item.value).decode()
 
-    async def give(
+    async def set_map(
         self, name: str, revision: int, changed: Mapping[int, Assignment], base: PartitionMap
     ) -> None:
-        """Gives one node a map, whatever it has."""
-        assignments = {PartitionId(number): one for number, one in changed.items()}
+        """Gives one node a map, whichever map it has."""
+        assignments = {PartitionId(number): assignment for number, assignment in changed.items()}
         cluster = self.servers[name].service.cluster
-        given = base.with_assignments(assignments, revision)
-        await cluster.set_map(cluster.revision(BUCKET), given.encode())
+        new_map = base.with_assignments(assignments, revision)
+        await cluster.set_map(cluster.revision(BUCKET), new_map.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:
-        """Has something done once, right before this node carries out a map."""
+        """Calls `call` once, right before this node applies a map."""
         membership: Any = self.servers[name].service.cluster
         following = membership._buckets[BUCKET].following
         real = following.stop_all_but
@@ -196,14 +196,14 @@ class Fleet:
         following.stop_all_but = stop_all_but
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for something that takes a moment."""
+        """Waits for a condition that becomes true within seconds."""
         with trio.fail_after(20):
             await trio.lowlevel.checkpoint()
             while not condition():  # noqa: ASYNC110  a server tells nobody
                 await trio.sleep(0.01)
 
     def check(self) -> None:
-        """Nobody is active in the history of another, and every structure is whole."""
+        """Checks that no two nodes are active in one history, and every server's invariants."""
         for number in range(self._partitions):
             active = [
                 self.partition(name, number).failover_log.current
@@ -218,19 +218,19 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(
+async def running_servers(
     names: str = "ab", *, partitions: int = PARTITIONS, directory: Path | None = None
-) -> AsyncIterator[Fleet]:
-    """Servers, one for each letter, of which the first is active and all others follow it."""
+) -> AsyncIterator[ServerGroup]:
+    """A server for each letter of `names`; the first is active, and the others follow it."""
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
-        fleet = Fleet(nursery, directory, partitions)
-        fleet.stack = stack
+        group = ServerGroup(nursery, directory, partitions)
+        group.stack = stack
         for name in names:
-            await fleet.start_apart(name, has_bucket=name == names[0])
+            await group.start_apart(name, has_bucket=name == names[0])
         for name in names[1:]:
-            await fleet.add(name)
-        fleet.told.clear()
-        yield fleet
-        for name in list(fleet.servers):
-            await fleet.stop(name)
+            await group.add_replica(name)
+        group.progress.clear()
+        yield group
+        for name in list(group.servers):
+            await group.stop(name)
