@@ -150,8 +150,8 @@ def prose(documented: type) -> str:
 def attributes(documented: type) -> dict[str, str]:
     """What the docstring says about each attribute."""
     _, _, section = (inspect.getdoc(documented) or "").partition("Attributes:\n")
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: one_line(text) for name, text in found}
+    texts = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: one_line(text) for name, text in texts}
 
 
 def string_below(source: str) -> dict[str, str]:
@@ -160,7 +160,7 @@ def string_below(source: str) -> dict[str, str]:
     body = module.body
     if len(body) == 1 and isinstance(body[0], ast.ClassDef):
         body = body[0].body
-    found = {}
+    texts = {}
     for node, following in zip(body, [*body[1:], None], strict=True):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(node, ast.AnnAssign):
@@ -170,8 +170,8 @@ def string_below(source: str) -> dict[str, str]:
         text = ""
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             text = one_line(str(following.value.value))
-        found[target.id] = text
-    return found
+        texts[target.id] = text
+    return texts
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -285,8 +285,8 @@ def stream_diagram() -> str:
     lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {StreamState.ABSENT.name}"]
     for state, inputs in STREAM.items():
         edges: dict[StreamState, list[str]] = {}
-        for given, target in inputs.items():
-            edges.setdefault(target, []).append(given.value.replace("`", ""))
+        for happened, target in inputs.items():
+            edges.setdefault(target, []).append(happened.value.replace("`", ""))
         lines += [f"    {state.name} --> {to.name}: {', '.join(on)}" for to, on in edges.items()]
     return fenced("\n".join(lines), "mermaid")
 
@@ -314,8 +314,8 @@ def stream_rows() -> list[list[str]]:
             f"`{state.name}`",
             state.value,
             ", ".join(
-                given.value + (f" → `{to.name}`" if to is not state else "")
-                for given, to in inputs.items()
+                happened.value + (f" → `{to.name}`" if to is not state else "")
+                for happened, to in inputs.items()
             ),
         ]
         for state, inputs in STREAM.items()
@@ -454,7 +454,7 @@ def example_conversation() -> list[tuple[str, Message, bytes]]:
     said: list[tuple[str, Message, bytes]] = []
 
     def deliver(name: str, sender: Session, receiver: Session) -> None:
-        data = b"".join(map(bytes, sender.take(0.0)))
+        data = b"".join(map(bytes, sender.take_outgoing(0.0)))
         receiver.receive(data, 0.0)
         for message in receiver.events():
             length = int.from_bytes(data[12:16], "little") + HEADER_BYTES
@@ -562,7 +562,7 @@ def dump_frame(message: Message, frame: bytes, in_full: bool) -> str:
     return "\n".join(lines)
 
 
-def dump_layout(layout: Any, data: bytes, at: int) -> Iterator[str]:
+def dump_layout(layout: Any, data: bytes, offset: int) -> Iterator[str]:
     """The bytes of each field of a layout, with its value."""
     parsed = layout.parse(data)
     begin = 0
@@ -570,11 +570,11 @@ def dump_layout(layout: Any, data: bytes, at: int) -> Iterator[str]:
         end = len(cs.Struct(*subcons(layout)[: index + 1]).build(parsed))
         field, inner = data[begin:end], bare(sub)
         if inner is POSITION:
-            yield from dump_layout(POSITION.subcon, field, at + begin)
+            yield from dump_layout(POSITION.subcon, field, offset + begin)
         elif inner is CHUNK:
-            yield from dump_chunk(field, at + begin).split("\n")
+            yield from dump_chunk(field, offset + begin).split("\n")
         else:
-            yield from dump_bytes(at + begin, field, described(sub.name, parsed.get(sub.name)))
+            yield from dump_bytes(offset + begin, field, described(sub.name, parsed.get(sub.name)))
         begin = end
 
 
@@ -610,12 +610,12 @@ CHUNK_COLUMNS: Final = (
 )
 
 
-def dump_chunk(data: bytes, at: int = 0) -> str:
+def dump_chunk(data: bytes, offset: int = 0) -> str:
     """A chunk's bytes, column by column."""
     chunk = Chunk(data)
     lengths = f"count {chunk.count}, key bytes {chunk.key_length}, value bytes {chunk.value_length}"
-    lines = dump_bytes(at, data[:16], f"chunk: {lengths}, reserved")
-    lines += dump_bytes(at + 16, data[16:32], f"start {chunk.start}, end {chunk.end}")
+    lines = dump_bytes(offset, data[:16], f"chunk: {lengths}, reserved")
+    lines += dump_bytes(offset + 16, data[16:32], f"start {chunk.start}, end {chunk.end}")
     columns = [(name, size * (chunk.count + more)) for name, size, more in CHUNK_COLUMNS]
     columns += [("keys", chunk.key_length), ("values", chunk.value_length)]
     begin = 32
@@ -623,17 +623,17 @@ def dump_chunk(data: bytes, at: int = 0) -> str:
         end = begin + length + -length % 8
         if end > begin:
             pad = ", padded" if length % 8 else ""
-            lines += dump_bytes(at + begin, data[begin:end], name + pad)
+            lines += dump_bytes(offset + begin, data[begin:end], name + pad)
         begin = end
     assert begin == len(data), "the columns are not those of the chunk"
     return "\n".join(lines)
 
 
-def dump_bytes(at: int, data: bytes, meaning: str) -> list[str]:
+def dump_bytes(offset: int, data: bytes, meaning: str) -> list[str]:
     """Lines of 16 bytes; beside the first ones stand the lines of what they mean."""
     rows = [data[begin : begin + 16].hex(" ") for begin in range(0, len(data), 16)]
     return [
-        f"{at + 16 * index:4}  {row:47}  {words}".rstrip()
+        f"{offset + 16 * index:4}  {row:47}  {words}".rstrip()
         for index, (row, words) in enumerate(zip_longest(rows, meaning.split("\n"), fillvalue=""))
     ]
 
@@ -644,7 +644,7 @@ def dump_bytes(at: int, data: bytes, meaning: str) -> list[str]:
 def blocks() -> dict[str, str]:
     """What the prose may call for, by name. Every limit is there by its own."""
     delta = CounterDelta(5, 100, create=True)
-    found = {
+    texts = {
         name: size(value) if "BYTES" in name else number(value)
         for name, value in vars(limits).items()
         if name.isupper()
@@ -652,7 +652,7 @@ def blocks() -> dict[str, str]:
     reasons = [(f"`{reason.name}`", reason.value) for reason in Reason]
     message_head = ("opcode", "message", "said by", "answered by")
     state_head = ("state", "what it means", "the client may say", "the server may say")
-    return found | {
+    return texts | {
         "checksum_of_123456789": f"{crc32c(b'123456789'):#010x}",
         "partition_of_N14228": str(partition_of(b"N14228", 64)),
         "header_bytes": str(HEADER_BYTES),
@@ -687,8 +687,8 @@ def document() -> str:
     Raises:
         KeyError: The prose calls for a block that there is not.
     """
-    found = blocks()
-    return re.sub(r"\{\{(\w+)\}\}", lambda call: found[call[1]], PROSE.read_text())
+    texts = blocks()
+    return re.sub(r"\{\{(\w+)\}\}", lambda call: texts[call[1]], PROSE.read_text())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

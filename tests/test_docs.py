@@ -89,7 +89,7 @@ def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
         lines = [line for line in dump.split("\n") if line]
         assert [int(line[:4]) for line in lines] == offsets([line[6:53] for line in lines])
         buffer.receive(b"".join(bytes.fromhex(line[6:53]) for line in lines))
-        frame = buffer.next()
+        frame = buffer.next_frame()
         assert frame is not None
         assert not buffer.mid_frame
         message = decode(*frame)

@@ -63,7 +63,7 @@ class RawConnection:
 
     def flush(self) -> None:
         """Sends what the session holds."""
-        buffers = self.session.take(time.monotonic())
+        buffers = self.session.take_outgoing(time.monotonic())
         if buffers:
             self.socket.sendall(b"".join(buffers))
 

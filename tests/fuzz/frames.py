@@ -37,11 +37,11 @@ def _cut(data: Iterator[bytes], *, in_place: bool) -> tuple[list[tuple[Header, b
     buffer, found = FrameBuffer(_admit, FrameMemory().allocate), []
     try:
         for piece in data:
-            room = buffer.room() if in_place else memoryview(bytearray())
+            room = buffer.receive_buffer() if in_place else memoryview(bytearray())
             filled = min(len(room), len(piece))
             room[:filled] = piece[:filled]
             buffer.receive(piece[filled:], filled)
-            while (frame := buffer.next()) is not None:
+            while (frame := buffer.next_frame()) is not None:
                 found.append((frame[0], bytes(frame[1])))
             assert buffer.mid_frame or not buffer.buffered
     except RemoteProtocolError as error:

@@ -229,7 +229,7 @@ class FakeConnection:
         try:
             while True:
                 self._step()
-                if outgoing := self.session.take(trio.current_time()):
+                if outgoing := self.session.take_outgoing(trio.current_time()):
                     await self._stream.send_all(b"".join(outgoing))
                 elif self.session.state is SessionState.CLOSED:
                     break

@@ -73,7 +73,7 @@ class Peer:
         """The next message, or None when the server closed the connection."""
         with trio.move_on_after(ANSWER_TIMEOUT_S):
             while True:
-                frame = self._frames.next()
+                frame = self._frames.next_frame()
                 if frame is not None:
                     return decode(*frame)
                 data = await self.stream.receive_some()

@@ -104,7 +104,7 @@ class Peer:
     async def say(self, *messages: Message) -> None:
         for message in messages:
             self.session.send(message)
-        await self.stream.send_all(b"".join(self.session.take(trio.current_time())))
+        await self.stream.send_all(b"".join(self.session.take_outgoing(trio.current_time())))
 
     async def hear(self, kind: type[M]) -> M:
         """The next message of `kind`; those before it are dropped."""
@@ -339,7 +339,7 @@ async def test_who_says_everything_at_once_has_greeted_too(
 ) -> None:
     """The bucket is open before the greeting was answered: no `Hello` is missed later."""
     async with connected(make_service(), idle_interval_s=3600) as peer:
-        hello = b"".join(peer.session.take(trio.current_time()))
+        hello = b"".join(peer.session.take_outgoing(trio.current_time()))
         opens = b"".join(Open("b", (), opaque=1).frame())
         await peer.stream.send_all(hello + opens)
         await trio.sleep(2 * HANDSHAKE_TIMEOUT_S)
@@ -350,7 +350,7 @@ async def test_who_says_everything_at_once_has_greeted_too(
             data = await peer.stream.receive_some(65536)
             assert data, f"the server hung up after {seen}"
             frames.receive(bytes(data))
-            while (frame := frames.next()) is not None:
+            while (frame := frames.next_frame()) is not None:
                 seen.append(type(decode(*frame)).__name__)
         assert "Opened" in seen
 

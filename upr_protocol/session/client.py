@@ -21,12 +21,12 @@ from upr_protocol.wire import (
 )
 
 _ACK_FRACTION = 4
-"""Acknowledge once a quarter of the window was dealt with: the server then never runs dry, and one
+"""Acknowledge once a quarter of the window was handled: the server then never runs dry, and one
 acknowledgement serves for many chunks."""
 
 
 class ClientSession(Session):
-    """A session as the one who connects sees it.
+    """The side that connects.
 
     Args:
         identity: `what:who`, at most 200 bytes.
@@ -63,18 +63,19 @@ class ClientSession(Session):
         return opaque
 
     def acknowledge(self, count: int) -> None:
-        """`count` bytes of chunk frames, headers counted, were dealt with; tells the server when it
-        is worth a frame. Nothing happens when the session is over.
+        """`count` bytes of chunk frames, headers counted, were handled; tells the server when it is
+        worth a frame. Does nothing when the session is over.
 
         Raises:
-            LocalProtocolError: So many were not received.
+            LocalProtocolError: More than was received.
         """
         if self.state is SessionState.CLOSED:
             return
         total = self._unacknowledged + count
         if not 0 <= count <= total <= self.window.used:
             raise LocalProtocolError(
-                f"{count} bytes to acknowledge; {self.window.used - self._unacknowledged} came",
+                f"cannot acknowledge {count} bytes of the "
+                f"{self.window.used - self._unacknowledged} received",
                 Status.FLOW_CONTROL,
             )
         self._unacknowledged = total

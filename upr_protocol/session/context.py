@@ -10,7 +10,7 @@ from upr_protocol.limits import (
     OPEN_BARRIERS_MAX,
     REQUESTS_OPEN_MAX,
 )
-from upr_protocol.session.flow import Allowance
+from upr_protocol.session.flow_control import Allowance
 from upr_protocol.session.keepalive import KeepAlive
 from upr_protocol.wire import VERSION, Hello, HelloReply
 

@@ -9,7 +9,8 @@ import attrs
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
-from upr_protocol.session.cycle import BarrierQueue, CycleCompleted, PartitionCycle
+from upr_protocol.session.barrier_queue import BarrierQueue
+from upr_protocol.session.partition_cycle import CycleCompleted, PartitionCycle
 from upr_protocol.session.session import Session
 from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.wire import (
@@ -51,7 +52,7 @@ class Statistics:
 
 
 class ServerSession(Session):
-    """A session as the one who listens sees it. It answers `Hello` by itself, and brings barriers
+    """The side that listens. It answers `Hello` by itself, and brings barriers
     back by itself while `next_partition` is called.
 
     Args:
@@ -70,19 +71,19 @@ class ServerSession(Session):
 
     @property
     def client_identity(self) -> str:
-        """Who the client says it is; empty before it said so."""
+        """What the client calls itself; empty before its `Hello`."""
         return self.hello.identity if self.hello else ""
 
     def send(self, message: Message) -> None:
         """Queues `message` for `take`. A snapshot is sent only of the partition whose turn it is.
 
         Raises:
-            LocalProtocolError: It must not be said by this side, or not now. Nothing was queued.
+            LocalProtocolError: This side must not say it, or not now. Nothing was queued.
         """
         if type(message) in SNAPSHOT_MESSAGES and message.partition != self._cycle.current:
             raise LocalProtocolError(
-                f"{type(message).__name__} for partition {message.partition}, while the turn is "
-                f"{self._cycle.current}'s",
+                f"{type(message).__name__} for partition {message.partition} out of its turn; "
+                f"current turn: {self._cycle.current}",
                 Status.OUT_OF_TURN,
             )
         super().send(message)
@@ -97,11 +98,11 @@ class ServerSession(Session):
         """`partition` has something to send. Ignored when it is not streamed. O(log ready)."""
         record = self.streams.get(partition)
         if record is not None and record.state in (StreamState.BETWEEN, StreamState.INSIDE):
-            self._cycle.ready(partition)
+            self._cycle.mark_ready(partition)
 
     def next_partition(self) -> PartitionId | None:
-        """Whose turn it is to have its changes sent, after queueing the `Completed` and the
-        barriers that come before it. None when there is nothing to stream: then every barrier came
+        """The partition whose changes are to be sent now, after queueing the `Completed` and the
+        barriers that come before it. None when nothing is to be streamed: then every barrier came
         back.
 
         The turn lasts until `end_turn`, or until the partition's `StreamEnd` is sent or its
@@ -115,7 +116,7 @@ class ServerSession(Session):
         while True:
             turn = self._cycle.advance()
             if turn is None:
-                self._return_barriers(self._barrier_queue.all())
+                self._return_barriers(self._barrier_queue.take_all())
                 return None
             self._return_due()
             if not isinstance(turn, CycleCompleted):
@@ -134,7 +135,7 @@ class ServerSession(Session):
             return
         if self.streams[partition].state is StreamState.INSIDE:
             raise LocalProtocolError(
-                f"the turn of partition {partition} lasts until its snapshot ends",
+                f"partition {partition} keeps its turn until its snapshot ends",
                 Status.OUT_OF_TURN,
             )
         self._cycle.finish()
@@ -152,7 +153,7 @@ class ServerSession(Session):
 
     def _return_due(self) -> None:
         if self._barrier_queue:
-            self._return_barriers(self._barrier_queue.due(self._cycle.reached))
+            self._return_barriers(self._barrier_queue.take_due(self._cycle.reached))
 
     def _return_barriers(self, cookies: list[bytes]) -> None:
         if cookies:
@@ -172,7 +173,7 @@ class ServerSession(Session):
         if isinstance(message, Hello):
             self._greet(message)
         elif isinstance(message, Barrier):
-            self._barrier_queue.add(message.cookie, self._cycle.here)
+            self._barrier_queue.add_barrier(message.cookie, self._cycle.here)
         elif isinstance(message, CloseStream):
             self._leave(message.partition)
 

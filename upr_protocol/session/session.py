@@ -48,14 +48,14 @@ _SENTENCE_MAX: Final = 900
 class Session(SessionContext):
     """One end of a conversation. `ClientSession` and `ServerSession` are the two there are.
 
-    Feed it with `receive` and go through `events`, dealing with each before taking the next; say
-    things with `send`; write what `take` returns to the peer. Time comes in as `now`, seconds of
-    any monotonic clock.
+    Feed it with `receive` and go through `events`, handling each before taking the next; queue
+    messages with `send`; write what `take_outgoing` returns to the peer. Time comes in as `now`,
+    seconds of any monotonic clock.
 
     Attributes:
         state: How far the conversation has come.
         streams: The streams that are requested, open or closing, by partition.
-        outgoing_bytes: What `take` would return, in bytes.
+        outgoing_bytes: What `take_outgoing` would return, in bytes.
     """
 
     role: ClassVar[Role]
@@ -73,17 +73,17 @@ class Session(SessionContext):
     # Outwards.
 
     def send(self, message: Message) -> None:
-        """Queues `message` for `take`.
+        """Queues `message` for `take_outgoing`.
 
         Raises:
-            LocalProtocolError: It must not be said by this side, or not now, or a value does not
-                fit the message's layout. Nothing was queued, and nothing changed.
+            LocalProtocolError: This side must not say it, or not now, or a value does not fit the
+                message's layout. Nothing was queued, and nothing changed.
         """
         kind = type(message)
         try:
             if not kind.sender & self.role:
-                raise ProtocolError(f"{kind.__name__} is the other side's to say", _OUT_OF_TURN)
-            frame = _written(message)
+                raise ProtocolError(f"{kind.__name__} must come from the other side", _OUT_OF_TURN)
+            frame = _frame_of(message)
             length = len(frame[0]) if len(frame) == 1 else sum(map(len, frame))
             self._check_length(kind, length - HEADER_BYTES, self.role)
             self._process(message, length)
@@ -93,7 +93,7 @@ class Session(SessionContext):
         self.outgoing_bytes += length
         self._sent(message)
 
-    def take(self, now: float) -> list[Buffer]:
+    def take_outgoing(self, now: float) -> list[Buffer]:
         """What is to be written to the peer, as buffers one behind the other."""
         outgoing, self._outgoing = self._outgoing, []
         self.outgoing_bytes = 0
@@ -103,13 +103,13 @@ class Session(SessionContext):
 
     # Inwards.
 
-    def room(self) -> memoryview:
-        """Where the next bytes from the peer may be put: where they will stay. Often empty."""
-        return self._frames.room()
+    def receive_buffer(self) -> memoryview:
+        """Where the next bytes from the peer may be put, to stay there. Often empty."""
+        return self._frames.receive_buffer()
 
     def receive(self, data: bytes, now: float, filled: int = 0) -> None:
-        """Takes in bytes from the peer: `filled` that were put into `room`, and `data` behind them.
-        Go through all of `events` before calling it again."""
+        """Takes in bytes from the peer: `filled` that were put into `receive_buffer`, and `data`
+        behind them. Go through all of `events` before calling it again."""
         self.now = now
         if self.state is not SessionState.CLOSED:
             self.keep_alive.received(now)
@@ -125,7 +125,7 @@ class Session(SessionContext):
         """
         while self.state is not SessionState.CLOSED:
             try:
-                frame = self._frames.next()
+                frame = self._frames.next_frame()
                 if frame is None:
                     return
                 header, body = frame
@@ -144,7 +144,7 @@ class Session(SessionContext):
                 yield message
 
     def fail(self, status: Status, sentence: str) -> None:
-        """Queues an `Error` and ends the session. Nothing happens when it is over already."""
+        """Queues an `Error` and ends the session. Does nothing when it is over already."""
         if self.state is not SessionState.CLOSED:
             self.send(Error(sentence[:_SENTENCE_MAX], ADVICE.get(status, ""), status=status))
 
@@ -154,15 +154,15 @@ class Session(SessionContext):
         return self._frames.buffered
 
     @property
-    def under_way(self) -> int:
-        """The length of the frame body that has begun and not ended; 0 when there is none."""
-        return self._frames.under_way
+    def unfinished_body_bytes(self) -> int:
+        """The length of the frame body that has begun and not ended; 0 between bodies."""
+        return self._frames.unfinished_body_bytes
 
     # Time.
 
     def tick(self, now: float) -> bool:
         """Says `Noop` when this side was silent for the idle interval; at most once an interval,
-        and not while something else waits for `take`. Call it at `keep_alive.next_check()`.
+        and not while something else waits to be sent. Call it at `keep_alive.next_check()`.
 
         Returns:
             Whether the peer may still be alive.
@@ -186,7 +186,7 @@ class Session(SessionContext):
                 f"no message has opcode {header.opcode:#04x}", Status.UNKNOWN_MESSAGE
             )
         if not kind.sender & self.peer:
-            raise ProtocolError(f"{kind.__name__} is this side's to say", _OUT_OF_TURN)
+            raise ProtocolError(f"{kind.__name__} must come from this side", _OUT_OF_TURN)
         self._next_state(kind)
         self._check_length(kind, header.length, self.peer)
 
@@ -244,7 +244,7 @@ class Session(SessionContext):
         refused = isinstance(message, Refusal) and request is not Stream
         if request is None or not (refused or type(message) in request.answers):
             raise ProtocolError(
-                f"{type(message).__name__} with opaque {message.opaque} answers nothing"
+                f"{type(message).__name__} with opaque {message.opaque} answers no open request"
             )
 
     def _follow(self, message: Message) -> None:
@@ -264,7 +264,7 @@ class Session(SessionContext):
         return isinstance(message, CloseStream) and message.partition not in self.streams
 
     def _dropped(self, message: Message) -> bool:
-        """Whether `message` is part of a stream that was closed, of no interest any more."""
+        """Whether `message` is part of a stream that this side has closed."""
         if type(message) not in SNAPSHOT_MESSAGES:
             return False
         record = self.streams.get(message.partition)
@@ -282,7 +282,7 @@ class Session(SessionContext):
         """Called instead of yielding a frame of a closed stream."""
 
 
-def _written(message: Message) -> list[Buffer]:
+def _frame_of(message: Message) -> list[Buffer]:
     try:
         return message.frame()
     except (ConstructError, StructError, ValueError, OverflowError) as error:

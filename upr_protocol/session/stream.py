@@ -20,7 +20,7 @@ from upr_protocol.wire import (
 
 
 class StreamRecord:
-    """The state of a stream, and the number it has come to.
+    """The state of a stream, and the sequence number that it has reached.
 
     It holds the stream to its promise that nothing is omitted: it goes on where the client stands
     or before, a snapshot begins at the number where the stream stands, each chunk begins where the
@@ -58,11 +58,11 @@ class StreamRecord:
         """Takes in a message about this stream. O(1).
 
         Raises:
-            ProtocolError: It is out of turn, or leaves out or repeats numbers. Nothing changed.
+            ProtocolError: It is out of turn, or skips or repeats sequence numbers. Nothing changed.
         """
-        given = stream_input(message)
-        assert given is not None
-        state = STREAM[self.state].get(given)
+        happened = stream_input(message)
+        assert happened is not None
+        state = STREAM[self.state].get(happened)
         if state is None:
             raise out_of_turn(message, self.state)
         if message.opaque != self.opaque:
@@ -70,16 +70,16 @@ class StreamRecord:
                 f"{type(message).__name__} for partition {self.partition} has opaque "
                 f"{message.opaque}, its stream {self.opaque}"
             )
-        take = self._TAKES.get(given)
-        if take is not None:
-            take(self, message)
+        handle = self._HANDLERS.get(happened)
+        if handle is not None:
+            handle(self, message)
         self.state = state
 
     def _accept(self, message: StreamReply) -> None:
         if message.seq > self.seq:
             raise ProtocolError(
-                f"the stream of partition {self.partition} goes on behind {message.seq}, where the "
-                f"client has only what is up to {self.seq}"
+                f"the stream of partition {self.partition} continues at {message.seq}, but the "
+                f"client has received only up to {self.seq}"
             )
         if self.seq >= self.end:
             # Cut between the last chunk and the end: nothing of that snapshot is missing.
@@ -92,8 +92,8 @@ class StreamRecord:
     def _start(self, message: PartitionStart) -> None:
         if message.start != self.seq or message.end < self.end:
             raise ProtocolError(
-                f"a snapshot of ({message.start}, {message.end}] in partition {self.partition}, "
-                f"which stands at {self.seq} and must come to {self.end}"
+                f"snapshot ({message.start}, {message.end}] of partition {self.partition} must "
+                f"start at {self.seq} and end at {self.end} or above"
             )
         self.end = message.end
         self.history_id = message.history_id
@@ -102,8 +102,8 @@ class StreamRecord:
         chunk = message.chunk
         if chunk.start != self.seq or chunk.end > self.end:
             raise ProtocolError(
-                f"a chunk of ({chunk.start}, {chunk.end}] in partition {self.partition}, "
-                f"which stands at {self.seq} in a snapshot that ends at {self.end}"
+                f"chunk ({chunk.start}, {chunk.end}] of partition {self.partition} must start at "
+                f"{self.seq} and end at {self.end} or below"
             )
         self.seq = chunk.end
 
@@ -111,24 +111,25 @@ class StreamRecord:
         chunk = message.chunk
         if not self.history_id:
             raise ProtocolError(
-                f"a whole snapshot in partition {self.partition} before one that names its history"
+                f"PartitionSnapshot of partition {self.partition} before any PartitionStart, which "
+                "names the history"
             )
         if chunk.start != self.seq or chunk.end < self.end:
             raise ProtocolError(
-                f"a whole snapshot of ({chunk.start}, {chunk.end}] in partition {self.partition}, "
-                f"which stands at {self.seq} and must come to {self.end}"
+                f"snapshot ({chunk.start}, {chunk.end}] of partition {self.partition} must start "
+                f"at {self.seq} and end at {self.end} or above"
             )
         self.seq = self.end = self.complete = chunk.end
 
     def _finish(self, message: PartitionEnd) -> None:
         if not message.end == self.end == self.seq:
             raise ProtocolError(
-                f"the snapshot of partition {self.partition} ends at {message.end}, it was to "
-                f"end at {self.end}, and what came ends at {self.seq}"
+                f"PartitionEnd of partition {self.partition} names {message.end}; the snapshot was "
+                f"to end at {self.end}, and its chunks end at {self.seq}"
             )
         self.complete = message.end
 
-    _TAKES: ClassVar[Mapping[StreamInput, Callable[[StreamRecord, Any], None]]] = {
+    _HANDLERS: ClassVar[Mapping[StreamInput, Callable[[StreamRecord, Any], None]]] = {
         StreamInput.ACCEPT: _accept,
         StreamInput.START: _start,
         StreamInput.CHUNK: _chunk,
@@ -138,8 +139,8 @@ class StreamRecord:
 
 
 def out_of_turn(message: Message, state: StreamState) -> ProtocolError:
-    """What is said about a message that a stream in `state` does not allow."""
+    """The error for a message that a stream in `state` does not allow."""
     return ProtocolError(
-        f"{type(message).__name__} for partition {message.partition}, where {state.value}",
+        f"{type(message).__name__} for partition {message.partition} is out of turn: {state.value}",
         Status.OUT_OF_TURN,
     )

@@ -52,7 +52,7 @@ def read_available(descriptor: int, session: Session, scratch: memoryview, now: 
         BlockingIOError: Nothing has come.
         OSError: The connection is gone.
     """
-    room = session.room()
+    room = session.receive_buffer()
     if len(room) >= len(scratch):
         # What follows the body would have to be copied; the next read puts it where it will stay.
         scratch = scratch[:_BEHIND_BYTES]

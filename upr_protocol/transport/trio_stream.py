@@ -67,7 +67,7 @@ def read_rest(stream: trio.abc.ReceiveStream, session: Session, scratch: memoryv
     Returns:
         How many bytes came; 0 when nothing can be read just now, for whatever reason.
     """
-    if not (session.under_way and isinstance(stream, trio.SocketStream)):
+    if not (session.unfinished_body_bytes and isinstance(stream, trio.SocketStream)):
         return 0
     try:
         return read_available(stream.socket.fileno(), session, scratch, trio.current_time())

@@ -1,4 +1,4 @@
-"""Buckets and statistics, and the answer to anything that is refused."""
+"""Buckets and statistics, and the refusal of any request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from upr_protocol.wire.message import CONTROL, Message, Role, SessionState, said
 
 
 class Refusal(Message, frozen=True):
-    """The answer to any request that is refused: the code in the status field, the opaque the
-    request's. The connection goes on.
+    """Refuses a request: the status field says why. The connection goes on.
 
     Attributes:
-        map_revision: The revision of the partition map that the server has, 0 for none: who is
-            told `NOT_MY_PARTITION` needs one that is no older.
+        map_revision: The revision of the partition map that the server has, 0 for none. After
+            `NOT_MY_PARTITION` the client needs a map at least as new.
     """
 
     opcode = 0xFF
@@ -40,7 +39,7 @@ class BucketDone(Message, frozen=True):
 
 
 class CreateBucket(Message, frozen=True):
-    """Makes a bucket."""
+    """Creates a bucket."""
 
     opcode = 0x18
     sender = Role.CLIENT

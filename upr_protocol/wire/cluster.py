@@ -29,9 +29,9 @@ class MapReply(Message, frozen=True):
     states = CONTROL
     body_bytes_max = 1024 * 1024
     layout = cs.Struct(
-        "revision" / cs.Int64ul * "the map's revision; 0: the node holds the bucket alone",
+        "revision" / cs.Int64ul * "the map's revision; 0: the node has no map of the bucket",
         "document" / text(cs.Int32ul) * "the map, as JSON; empty for revision 0",
-        "node" / text() * "what maps call the node that answers",
+        "node" / text() * "the answering node's name in maps",
     )
 
     revision: int
@@ -50,9 +50,9 @@ class MapReply(Message, frozen=True):
         data = bytes(body)
         try:
             revision, length = _MAP.unpack_from(data)
-            at = _MAP.size + length
-            document = data[_MAP.size : at].decode()
-            node, end = unpack_text(data, at)
+            offset = _MAP.size + length
+            document = data[_MAP.size : offset].decode()
+            node, end = unpack_text(data, offset)
             check_end(data, end)
         except (StructError, ValueError) as error:
             raise RemoteProtocolError(f"MapReply cannot be read: {error}") from error
@@ -67,7 +67,7 @@ class GetMap(Message, frozen=True):
     states = CONTROL
     answers = (MapReply,)
     layout = cs.Struct(
-        "bucket" / text() * "the bucket's name; empty: only the node's name is asked for"
+        "bucket" / text() * "the bucket's name; empty to ask for the node's name only"
     )
 
     bucket: str
@@ -87,8 +87,8 @@ class GetMap(Message, frozen=True):
 
 
 class SetMap(Message, frozen=True):
-    """Gives a node another partition map, which is carried out when the answer comes. Refused with
-    `REVISION_CONFLICT` when the node does not have the map that the giver believes it has."""
+    """Replaces a node's partition map; the node has applied it when it answers. Refused with
+    `REVISION_CONFLICT` when the node has another map than expected."""
 
     opcode = 0x21
     sender = Role.CLIENT
@@ -105,9 +105,8 @@ class SetMap(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Asks a node that does not hold a bucket yet to take its part in it: it asks the node at
-    `address` for the partition map, and carries that out. Whoever holds the bucket is given maps
-    with `SetMap`."""
+    """Has a node that does not have a bucket yet ask the node at `address` for the partition map,
+    and apply it. A node that has the bucket gets maps with `SetMap`."""
 
     opcode = 0x22
     sender = Role.CLIENT
@@ -123,8 +122,8 @@ class Join(Message, frozen=True):
 
 
 class PartitionAnswers(Message, frozen=True):
-    """What publishers were answered to batches that are in the snapshot under way. Sent only on
-    streams that ask for it, before `PartitionEnd`."""
+    """Answers to publishers, for batches in the snapshot under way. Sent before `PartitionEnd`, and
+    only on streams that ask for them."""
 
     opcode = 0xA2
     sender = Role.SERVER
@@ -137,8 +136,8 @@ class PartitionAnswers(Message, frozen=True):
             row(writer=cs.Bytes(16), counter=cs.Int64ul, seq=cs.Int64ul, answer=octets(cs.Int32ul)),
             cs.Int32ul,
         )
-        * "writer, batch, the partition's highest number then, and the answer as the server keeps "
-        "it, oldest first",
+        * "writer, batch, the partition's highest sequence number then, and the answer as the "
+        "server keeps it, oldest first",
     )
 
     rows: tuple[tuple[bytes, int, int, bytes], ...]
@@ -160,15 +159,15 @@ class PartitionAnswers(Message, frozen=True):
             (count,) = _U32.unpack_from(body)
             if count * _ANSWER.size > len(body):
                 raise ValueError(f"{count} rows in {len(body)} bytes")
-            at = _U32.size
+            offset = _U32.size
             for _ in range(count):
-                writer, counter, seq, length = _ANSWER.unpack_from(body, at)
-                at += _ANSWER.size
-                answer = bytes(body[at : at + length])
-                at += length
+                writer, counter, seq, length = _ANSWER.unpack_from(body, offset)
+                offset += _ANSWER.size
+                answer = bytes(body[offset : offset + length])
+                offset += length
                 rows.append((writer, counter, seq, answer))
             # An answer that was cut is the last one, and ends behind the body.
-            check_end(body, at)
+            check_end(body, offset)
         except (StructError, ValueError) as error:
             raise RemoteProtocolError(f"PartitionAnswers cannot be read: {error}") from error
         return cls(tuple(rows), partition=partition, opaque=opaque, status=status)

@@ -65,8 +65,8 @@ LOG: Final = cs.ExprAdapter(
 
 _POSITION: Final = cs.Struct(
     "last_complete" / cs.Int64ul * "the end of the last snapshot received whole",
-    "highest_received" / cs.Int64ul * "the highest number received",
-    "partial_history" / cs.Int64ul * "the history of the snapshot it was cut in, or 0 for none",
+    "highest_received" / cs.Int64ul * "the highest sequence number received",
+    "partial_history" / cs.Int64ul * "the history of the snapshot that was interrupted, or 0",
     "partial_start" / cs.Int64ul * "that snapshot's start, exclusive",
     "partial_end" / cs.Int64ul * "that snapshot's end, inclusive",
     "log" / LOG * "the client's failover log, newest entry first",
@@ -87,11 +87,13 @@ def _position_of(
             HistoryId(partial_history), SeqNo(partial_start), SeqNo(partial_end)
         )
         if not partial_start <= highest_received <= partial_end:
-            raise ValueError("the highest number received is outside the partial snapshot")
+            raise ValueError("highest_received is outside the partial snapshot")
     elif highest_received != last_complete:
-        raise ValueError("more was received than is complete, yet no partial snapshot is named")
+        raise ValueError(
+            "highest_received is above last_complete, but no partial snapshot is named"
+        )
     if highest_received < last_complete:
-        raise ValueError("less was received than is complete")
+        raise ValueError("highest_received is below last_complete")
     return Position(log, SeqNo(last_complete), SeqNo(highest_received), partial)
 
 
@@ -134,13 +136,13 @@ def pack_text(data: str) -> bytes:
     return _COUNT.pack(len(encoded)) + encoded
 
 
-def unpack_text(body: bytes, at: int) -> tuple[str, int]:
-    """The text at `at`, and where it ends; raises `struct.error` or `ValueError`."""
-    (length,) = _COUNT.unpack_from(body, at)
-    end = at + 2 + length
+def unpack_text(body: bytes, offset: int) -> tuple[str, int]:
+    """The text at `offset`, and where it ends; raises `struct.error` or `ValueError`."""
+    (length,) = _COUNT.unpack_from(body, offset)
+    end = offset + 2 + length
     if len(body) < end:
         raise ValueError(f"{end - len(body)} bytes are missing")
-    return body[at + 2 : end].decode(), end
+    return body[offset + 2 : end].decode(), end
 
 
 def pack_log(log: FailoverLog) -> bytes:
@@ -149,12 +151,12 @@ def pack_log(log: FailoverLog) -> bytes:
     return Struct("<H" + "QQ" * len(pairs)).pack(len(pairs), *chain.from_iterable(pairs))
 
 
-def unpack_log(body: bytes, at: int) -> tuple[FailoverLog, int]:
-    """The failover log at `at`, and where it ends; raises `struct.error` or `ValueError`."""
-    (count,) = _COUNT.unpack_from(body, at)
-    numbers = Struct("<" + "QQ" * min(count, FAILOVER_ENTRIES_MAX + 1)).unpack_from(body, at + 2)
-    pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
-    return _decode_log(pairs, None), at + 2 + 16 * count
+def unpack_log(body: bytes, offset: int) -> tuple[FailoverLog, int]:
+    """The failover log at `offset`, and where it ends; raises `struct.error` or `ValueError`."""
+    (count,) = _COUNT.unpack_from(body, offset)
+    values = Struct("<" + "QQ" * min(count, FAILOVER_ENTRIES_MAX + 1)).unpack_from(body, offset + 2)
+    pairs = tuple(zip(values[::2], values[1::2], strict=True))
+    return _decode_log(pairs, None), offset + 2 + 16 * count
 
 
 def pack_position(position: Position) -> bytes:
@@ -164,8 +166,8 @@ def pack_position(position: Position) -> bytes:
     )
 
 
-def unpack_position(body: bytes, at: int) -> tuple[Position, int]:
-    """The position at `at`, and where it ends; raises `struct.error` or `ValueError`."""
-    complete, received, history_id, start, finish = _POSITION_HEAD.unpack_from(body, at)
-    log, end = unpack_log(body, at + _POSITION_HEAD.size)
+def unpack_position(body: bytes, offset: int) -> tuple[Position, int]:
+    """The position at `offset`, and where it ends; raises `struct.error` or `ValueError`."""
+    complete, received, history_id, start, finish = _POSITION_HEAD.unpack_from(body, offset)
+    log, end = unpack_log(body, offset + _POSITION_HEAD.size)
     return _position_of(complete, received, history_id, start, finish, log), end

@@ -1,4 +1,4 @@
-"""The event bus: a consumer asks what became of buckets since it asked last."""
+"""The event bus: a consumer asks for events of buckets since it asked last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upr_protocol.wire.message import CONTROL, Message, Role
 
 def _decode_kinds(value: int, _: Any) -> EventKind:
     if not 0 < value <= ALL_KINDS:
-        raise ValueError(f"{value} is no set of kinds of events")
+        raise ValueError(f"{value} is not a set of kinds of events")
     return EventKind(value)
 
 
@@ -39,13 +39,13 @@ _EVENT = cs.ExprAdapter(
 
 
 class EventsReply(Message, frozen=True):
-    """What became of buckets since the consumer asked last; empty when it has waited in vain.
+    """Events of buckets since the consumer asked last; empty when none came in time.
 
     Attributes:
-        batch: What to acknowledge it by; 0 when there is nothing to tell.
-        everything: Whether the consumer is new, or was away for too long, or the server was
-            killed: it must look at everything, once. What comes after this is told as events.
-        events: What became of buckets, by name.
+        batch: The number to acknowledge it by; 0 for an empty one.
+        everything: Whether the consumer must look at all buckets once, because it is new, was away
+            for too long, or the server was killed. Later changes come as events.
+        events: The events, by name of the bucket.
     """
 
     opcode = 0xA3
@@ -53,8 +53,8 @@ class EventsReply(Message, frozen=True):
     states = CONTROL
     body_bytes_max = 2 * 1024 * 1024
     layout = cs.Struct(
-        "batch" / cs.Int64ul * "what to acknowledge it by, or 0",
-        "everything" / cs.Flag * "1 when the consumer must look at everything",
+        "batch" / cs.Int64ul * "the number to acknowledge it by, or 0",
+        "everything" / cs.Flag * "1 when the consumer must look at all buckets",
         "events"
         / tuple_of(_EVENT)
         * "per bucket: which one of that name, its fate (1 deleted, 2 neither, 3 created), how "
@@ -67,18 +67,17 @@ class EventsReply(Message, frozen=True):
 
 
 class NextEvents(Message, frozen=True):
-    """Asks what became of buckets, and waits for something to tell.
+    """Asks for events of buckets, and waits for some.
 
     Attributes:
         consumer: The consumer's name, under which it comes back after a lost connection.
-        acknowledged: The batch that it has dealt with; 0 for none. One that is not acknowledged is
-            told again.
-        timeout_s: When it has not asked for so long, 1 to 3,600 seconds, it is taken for dead, and
-            what is kept for it goes.
-        wait_ms: How long to wait for something to tell.
-        kinds: What it wants to be told of: 1 created, 2 deleted, 4 updated, 8 design documents,
-            added up.
-        pattern: Of which buckets.
+        acknowledged: The batch that it has handled; 0 for none. The server sends a batch again that
+            is not acknowledged.
+        timeout_s: A consumer that does not ask for so long, 1 to 3,600 seconds, counts as dead, and
+            its queue is dropped.
+        wait_ms: How long to wait for an event.
+        kinds: The kinds of events: 1 created, 2 deleted, 4 updated, 8 design documents, added up.
+        pattern: The buckets whose events to send.
     """
 
     opcode = 0x23
@@ -86,9 +85,9 @@ class NextEvents(Message, frozen=True):
     states = CONTROL
     answers = (EventsReply,)
     layout = cs.Struct(
-        "acknowledged" / cs.Int64ul * "the batch that was dealt with, or 0",
-        "timeout_s" / cs.Int32ul * "1 to 3,600: for how long to be kept without asking",
-        "wait_ms" / cs.Int32ul * "how long to wait for something to tell",
+        "acknowledged" / cs.Int64ul * "the batch that was handled, or 0",
+        "timeout_s" / cs.Int32ul * "1 to 3,600: how long the queue is kept without a question",
+        "wait_ms" / cs.Int32ul * "how long to wait for an event",
         "kinds" / _KINDS * "any of 1 created, 2 deleted, 4 updated, 8 design documents, added up",
         "pattern" / text() * "names of buckets, in which `*`, `?` and `[...]` stand for others",
         "consumer" / text() * "1 to 100 of letters, digits, `.`, `_`, `-`",

@@ -44,7 +44,7 @@ _PADDING: Final = tuple(bytes(n) for n in range(8))
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a frame's header says, once it was found whole and unharmed."""
+    """A frame's header, after its checksum was verified."""
 
     opcode: int
     status: int
@@ -72,15 +72,15 @@ def unpack_header(data: Buffer) -> Header:
         _HEADER.unpack_from(data)
     )
     if magic != MAGIC:
-        raise RemoteProtocolError("these bytes are no UPR frame", Status.BAD_MAGIC)
+        raise RemoteProtocolError("not a UPR frame: bad magic", Status.BAD_MAGIC)
     if crc32c(data[:_CHECKED_BYTES]) != header_crc:
-        raise RemoteProtocolError("a frame header's CRC32C is wrong", Status.BAD_CHECKSUM)
+        raise RemoteProtocolError("checksum mismatch in a frame header", Status.BAD_CHECKSUM)
     if version != VERSION:
         raise RemoteProtocolError(
-            f"frame version {version}; this side speaks {VERSION}", Status.BAD_VERSION
+            f"frame of protocol version {version}; this side speaks {VERSION}", Status.BAD_VERSION
         )
     if length & 7:
-        raise RemoteProtocolError(f"a body of {length} bytes is not padded to 8")
+        raise RemoteProtocolError(f"frame body of {length} bytes; must be a multiple of 8")
     return Header(opcode, status, partition, opaque, length, body_crc)
 
 
@@ -89,14 +89,14 @@ def padding(length: int) -> bytes:
     return _PADDING[-length & 7]
 
 
-ROOM_BYTES: Final = 64 * 1024
-"""A body that is under way has this much room, or twice what has come of it, or as much as the
-largest body that has come whole: a header that lies about its length costs next to no memory."""
+BODY_BUFFER_BYTES: Final = 64 * 1024
+"""An unfinished body gets this much memory, or twice what has come of it, or as much as the largest
+body that has come whole: a header that lies about its length costs next to no memory."""
 
 TRUSTED_BYTES_MAX: Final = 1024 * 1024
-"""As large a body as that, and no larger, is trusted to come whole because another one has."""
+"""A body up to this size is trusted to come whole because another one of its size has."""
 
-_NO_ROOM: Final = memoryview(bytearray())
+_NO_BUFFER: Final = memoryview(bytearray())
 
 
 class FrameBuffer:
@@ -106,14 +106,24 @@ class FrameBuffer:
     body is kept, and raises to refuse it. Time is linear in the bytes received, however they are
     split; memory is at most one body and what `receive` was given last.
 
-    A body that does not arrive in one piece may be received right where it will stay: see `room`.
+    A body that does not arrive in one piece may be received right where it will stay: see
+    `receive_buffer`.
 
     Args:
         admit: Called with each header; raises `RemoteProtocolError` to refuse the frame.
         allocate: Gives so many writable bytes for a body, of any content.
     """
 
-    __slots__ = ("_admit", "_allocate", "_at", "_body", "_data", "_have", "_header", "_largest")
+    __slots__ = (
+        "_admit",
+        "_allocate",
+        "_body",
+        "_body_filled",
+        "_data",
+        "_header",
+        "_largest",
+        "_offset",
+    )
 
     def __init__(
         self, admit: Callable[[Header], None], allocate: Callable[[int], Buffer] = bytearray
@@ -121,22 +131,22 @@ class FrameBuffer:
         self._admit = admit
         self._allocate = allocate
         self._data = b""
-        self._at = 0
+        self._offset = 0
         self._header: Header | None = None
         # A body that did not arrive in one piece, of which so many bytes are there. It becomes the
         # frame's body itself.
         self._body: Buffer | None = None
-        self._have = 0
-        self._largest = ROOM_BYTES
+        self._body_filled = 0
+        self._largest = BODY_BUFFER_BYTES
 
     @property
     def buffered(self) -> int:
-        """Bytes held."""
-        return len(self._data) - self._at + self._have
+        """Bytes received that are not yet a frame."""
+        return len(self._data) - self._offset + self._body_filled
 
     @property
-    def under_way(self) -> int:
-        """The length of the body that has begun and not ended; 0 when there is none."""
+    def unfinished_body_bytes(self) -> int:
+        """The length of the body that has begun and not ended; 0 between bodies."""
         return self._header.length if self._header is not None else 0
 
     @property
@@ -144,45 +154,47 @@ class FrameBuffer:
         """Whether a frame has begun and not ended."""
         return self._header is not None or self.buffered > 0
 
-    def room(self) -> memoryview:
-        """Where the next bytes may be put: in the body that is under way. Empty when there is none.
+    def receive_buffer(self) -> memoryview:
+        """Where the next bytes may be put: in the unfinished body. Empty between bodies.
 
-        Say to `receive` how many were put there.
+        Tell `receive` how many were put there.
         """
-        header, body, have = self._header, self._body, self._have
+        header, body, filled = self._header, self._body, self._body_filled
         if header is None:
-            return _NO_ROOM
-        if body is None or have == len(body):
-            rest: Buffer = memoryview(self._data)[self._at :] if body is None else body
-            self._have = have = len(rest)
-            size = min(header.length, max(self._largest, 2 * have))
+            return _NO_BUFFER
+        if body is None or filled == len(body):
+            rest: Buffer = memoryview(self._data)[self._offset :] if body is None else body
+            self._body_filled = filled = len(rest)
+            size = min(header.length, max(self._largest, 2 * filled))
             # Not made longer in its place: somebody may still hold a view upon it.
             self._body = body = self._allocate(size)
             # Put into a bytearray itself it would be copied twice.
-            memoryview(body)[:have] = rest
-            self._data, self._at = b"", 0
-        return memoryview(body)[have:]
+            memoryview(body)[:filled] = rest
+            self._data, self._offset = b"", 0
+        return memoryview(body)[filled:]
 
     def receive(self, data: bytes, filled: int = 0) -> None:
-        """Takes in what arrived: `filled` bytes that were put into `room`, and `data` behind them.
-        Call `next` until it returns None before calling this again."""
+        """Takes in what arrived: `filled` bytes that were put into `receive_buffer`, and `data`
+        behind them. Call `next_frame` until it returns None before calling this again."""
         header = self._header
         if header is None:
-            self._data = self._data[self._at :] + data if self._at < len(self._data) else data
-            self._at = 0
+            self._data = (
+                self._data[self._offset :] + data if self._offset < len(self._data) else data
+            )
+            self._offset = 0
             return
-        self._have += filled
-        at, length = 0, header.length
-        while at < len(data) and (self._body is None or self._have < length):
-            room = self.room()
-            count = min(len(room), len(data) - at)
-            room[:count] = data[at : at + count]
-            self._have += count
-            at += count
+        self._body_filled += filled
+        offset, length = 0, header.length
+        while offset < len(data) and (self._body is None or self._body_filled < length):
+            free = self.receive_buffer()
+            count = min(len(free), len(data) - offset)
+            free[:count] = data[offset : offset + count]
+            self._body_filled += count
+            offset += count
         if self._body is not None:
-            self._data, self._at = data, at
+            self._data, self._offset = data, offset
 
-    def next(self) -> tuple[Header, Buffer] | None:
+    def next_frame(self) -> tuple[Header, Buffer] | None:
         """The next frame, or None when more bytes are needed.
 
         Raises:
@@ -190,25 +202,25 @@ class FrameBuffer:
         """
         header = self._header
         if header is None:
-            if len(self._data) - self._at < HEADER_BYTES:
+            if len(self._data) - self._offset < HEADER_BYTES:
                 return None
-            header = unpack_header(self._data[self._at : self._at + HEADER_BYTES])
+            header = unpack_header(self._data[self._offset : self._offset + HEADER_BYTES])
             self._admit(header)
             self._header = header
-            self._at += HEADER_BYTES
+            self._offset += HEADER_BYTES
         length = header.length
         body: Buffer
         if self._body is not None:
-            if self._have < length:
+            if self._body_filled < length:
                 return None
-            body, self._body, self._have = self._body, None, 0
-        elif len(self._data) - self._at >= length:
-            body = self._data[self._at : self._at + length]
-            self._at += length
+            body, self._body, self._body_filled = self._body, None, 0
+        elif len(self._data) - self._offset >= length:
+            body = self._data[self._offset : self._offset + length]
+            self._offset += length
         else:
             return None
         if crc32c(body) != header.body_crc:
-            raise RemoteProtocolError("a frame body's CRC32C is wrong", Status.BAD_CHECKSUM)
+            raise RemoteProtocolError("checksum mismatch in a frame body", Status.BAD_CHECKSUM)
         self._header = None
         if length > self._largest:
             self._largest = min(length, TRUSTED_BYTES_MAX)

@@ -1,4 +1,4 @@
-"""The handshake: who we are, which bucket, what its partitions' histories are."""
+"""The handshake: versions and limits, the bucket, and its partitions' histories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from upr_protocol.wire.message import DATA, LIVE, Message, Role, SessionState, c
 _U64: Final = Struct("<Q")
 _STREAM: Final = Struct("<BQQ?")
 _PARTITION: Final = Struct("<BQQQ")
-_WISHES: Final = Struct("<IIH")
+_TERMS: Final = Struct("<IIH")
 _AGREED: Final = Struct("<BIHIHH")
 
 
@@ -62,25 +62,25 @@ class Hello(Message, frozen=True):
     window_bytes: int
     idle_interval_s: int
 
-    # Who looks for a node that answers connects again and again.
+    # A client that looks for a node that answers connects again and again.
 
     def body(self) -> tuple[Buffer, ...]:
         versions = bytes((len(self.versions), *self.versions))
-        wishes = _WISHES.pack(self.features, self.window_bytes, self.idle_interval_s)
-        return (versions + wishes + pack_text(self.identity),)
+        terms = _TERMS.pack(self.features, self.window_bytes, self.idle_interval_s)
+        return (versions + terms + pack_text(self.identity),)
 
     @classmethod
     def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
         data = bytes(body)
         try:
-            at = 1 + data[0]
-            features, window_bytes, idle_interval_s = _WISHES.unpack_from(data, at)
-            identity, end = unpack_text(data, at + _WISHES.size)
+            offset = 1 + data[0]
+            features, window_bytes, idle_interval_s = _TERMS.unpack_from(data, offset)
+            identity, end = unpack_text(data, offset + _TERMS.size)
             check_end(data, end)
         except (StructError, IndexError, ValueError) as error:
             raise RemoteProtocolError(f"Hello cannot be read: {error}") from error
         return cls(
-            identity, tuple(data[1:at]), features, window_bytes, idle_interval_s,
+            identity, tuple(data[1:offset]), features, window_bytes, idle_interval_s,
             partition=partition, opaque=opaque, status=status,
         )  # fmt: skip
 
@@ -128,12 +128,12 @@ class HelloReply(Message, frozen=True):
             version, features, idle_interval_s, body_max, barriers, requests = _AGREED.unpack_from(
                 data
             )
-            identity, at = unpack_text(data, _AGREED.size)
-            count, at = data[at], at + 1
+            identity, offset = unpack_text(data, _AGREED.size)
+            count, offset = data[offset], offset + 1
             for _ in range(count):
-                mechanism, at = unpack_text(data, at)
+                mechanism, offset = unpack_text(data, offset)
                 mechanisms.append(mechanism)
-            check_end(data, at)
+            check_end(data, offset)
         except (StructError, IndexError, ValueError) as error:
             raise RemoteProtocolError(f"HelloReply cannot be read: {error}") from error
         return cls(
@@ -160,8 +160,9 @@ class Error(Message, frozen=True):
 
 
 class PartitionLog(Message, frozen=True):
-    """One partition's state and failover log, in answer to `Open`. A partition that the server does
-    not own (it is dead there) has status `NOT_MY_PARTITION`, an empty log and zeros."""
+    """One partition's state and failover log, in answer to `Open`. For a partition that the server
+    does not own (it is dead there), the status is `NOT_MY_PARTITION`, the log empty, and all
+    numbers are 0."""
 
     opcode = 0x85
     sender = Role.SERVER
@@ -170,7 +171,7 @@ class PartitionLog(Message, frozen=True):
     status_meaning = "`OK`, or `NOT_MY_PARTITION`"
     layout = cs.Struct(
         "state" / member(PartitionState) * "1 active, 2 replica, 3 pending, 4 dead",
-        "high_seq" / cs.Int64ul * "the highest number",
+        "high_seq" / cs.Int64ul * "the highest sequence number",
         "persisted_seq" / cs.Int64ul * "the last snapshot end on disk",
         "purge_seq" / cs.Int64ul * "tombstones at or below it may be gone",
         "log" / LOG * "the failover log, newest entry first",
@@ -182,7 +183,7 @@ class PartitionLog(Message, frozen=True):
     purge_seq: SeqNo
     log: FailoverLog
 
-    # Whoever opens a bucket is sent one for each of its partitions.
+    # `Open` is answered with one for each partition.
 
     def body(self) -> tuple[Buffer, ...]:
         head = _PARTITION.pack(self.state, self.high_seq, self.persisted_seq, self.purge_seq)
@@ -211,7 +212,7 @@ class Opened(Message, frozen=True):
     states = said_in(SessionState.OPENING, leads_to=SessionState.OPEN)
     layout = cs.Struct(
         "partition_count" / cs.Int16ul * "how many partitions the bucket has",
-        "map_revision" / cs.Int64ul * "that of the partition map; 0: the node is alone",
+        "map_revision" / cs.Int64ul * "the revision of the partition map; 0: the node has none",
     )
 
     partition_count: int
@@ -227,7 +228,7 @@ class Open(Message, frozen=True):
     answers = (PartitionLog, Opened)
     layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
-        "partitions" / tuple_of(cs.Int16ul) * "the partitions wanted; none for all",
+        "partitions" / tuple_of(cs.Int16ul) * "the partitions to tell about; an empty list for all",
     )
 
     bucket: str
@@ -235,10 +236,10 @@ class Open(Message, frozen=True):
 
 
 class StreamReply(Message, frozen=True):
-    """The answer to `Stream`, in its status: `OK` (the stream goes on behind `seq`),
+    """The answer to `Stream`, in its status: `OK` (the stream continues after `seq`),
     `NOT_MY_PARTITION` (it is dead here), `WRONG_STATE` (it is in another state than `Stream` asks
-    for), `BAD_ARGUMENT` (nobody is streamed a partition in that state), `ROLLBACK` (`seq` is the
-    ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not hold what is asked for)."""
+    for), `BAD_ARGUMENT` (a partition in that state is not streamed), `ROLLBACK` (`seq` is the
+    ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not hold the range)."""
 
     opcode = 0x86
     sender = Role.SERVER
@@ -246,7 +247,7 @@ class StreamReply(Message, frozen=True):
     about_partition = True
     status_meaning = "`OK`, or why there is no stream"
     layout = cs.Struct(
-        "seq" / cs.Int64ul * "where the stream goes on (exclusive), or the rollback's ceiling",
+        "seq" / cs.Int64ul * "after which number the stream continues, or the rollback's ceiling",
         "reason" / text() * "why there",
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
         "log" / LOG * "the server's failover log; record it before any data",
@@ -266,9 +267,9 @@ class StreamReply(Message, frozen=True):
         data = bytes(body)
         try:
             (seq,) = _U64.unpack_from(data)
-            reason, at = unpack_text(data, _U64.size)
-            (map_revision,) = _U64.unpack_from(data, at)
-            log, end = unpack_log(data, at + _U64.size)
+            reason, offset = unpack_text(data, _U64.size)
+            (map_revision,) = _U64.unpack_from(data, offset)
+            log, end = unpack_log(data, offset + _U64.size)
             check_end(data, end)
         except (StructError, ValueError) as error:
             raise RemoteProtocolError(f"StreamReply cannot be read: {error}") from error
@@ -278,18 +279,18 @@ class StreamReply(Message, frozen=True):
 
 
 class Stream(Message, frozen=True):
-    """Asks for one partition's changes behind what the client has.
+    """Asks for one partition's changes after those that the client has.
 
     Attributes:
         state: The state the client expects the partition to be in: active or replica; or, with
             `with_answers`, pending.
         position: What the client has.
-        end_seq: Where the stream shall end, all ones for never; inside a snapshot it means that
+        end_seq: Where the stream ends; all ones for never. Inside a snapshot it means that
             snapshot's end.
         lease_id: The lease that holds the range from the position to `end_seq`: then just that
             range is read from disk, with every version in it, and then the stream ends. 0 for none.
-        with_answers: Whether answers to publishers are to come, too: for a replica, which may have
-            to give them again one day.
+        with_answers: Whether to send answers to publishers, too: a replica needs them, to give them
+            again should it become active.
     """
 
     opcode = 0x06
@@ -299,9 +300,9 @@ class Stream(Message, frozen=True):
     answers = (StreamReply,)
     layout = cs.Struct(
         "state" / member(PartitionState) * "the state the client expects",
-        "end_seq" / cs.Int64ul * "where the stream shall end; all ones for never",
-        "lease_id" / cs.Int64ul * "the lease whose range is to be read; 0 for none",
-        "with_answers" / cs.Flag * "whether answers to publishers are to come, too",
+        "end_seq" / cs.Int64ul * "where the stream ends; all ones for never",
+        "lease_id" / cs.Int64ul * "the lease whose range to read; 0 for none",
+        "with_answers" / cs.Flag * "whether to send answers to publishers, too",
         "position" / POSITION * "what the client has",
     )
 
@@ -338,7 +339,7 @@ class Stream(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """Every stream that the client wants to begin with is open: start the cycle."""
+    """The client has opened the streams that it begins with: start the cycle."""
 
     opcode = 0x07
     sender = Role.CLIENT

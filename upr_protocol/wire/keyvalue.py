@@ -1,4 +1,4 @@
-"""Reading keys and numbers, waiting for durability, and holding ranges."""
+"""Reading keys and sequence numbers, waiting for durability, and leasing ranges."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _GET_REPLY: Final = Struct("<QI4x")
 
 
 class GetReply(Message, frozen=True):
-    """The items asked for, in order: one that is there as a `SET` with its number and CAS, one that
-    is missing as a `DELETE` with number 0. When not all fit one frame, `next_index` is the first
-    key that was not answered; ask again from there."""
+    """The items asked for, in order: an existing one as a `SET` with its sequence number and CAS, a
+    missing one as a `DELETE` with sequence number 0. When not all fit one frame, `next_index` is
+    the first key without an answer; ask again from there."""
 
     opcode = 0x93
     sender = Role.SERVER
@@ -30,7 +30,7 @@ class GetReply(Message, frozen=True):
     about_partition = True
     body_bytes_max = FRAME_BODY_BYTES_MAX
     layout = cs.Struct(
-        "history_id" / cs.Int64ul * "the history that the numbers belong to",
+        "history_id" / cs.Int64ul * "the history that the sequence numbers belong to",
         "next_index" / cs.Int32ul * "the first key not answered; the count of keys when all are",
         "padding" / cs.Padding(4),
         "chunk" / CHUNK * "the items, in the order of the keys",
@@ -56,8 +56,8 @@ class GetReply(Message, frozen=True):
 
 
 class Get(Message, frozen=True):
-    """Asks for items of one partition; `history_id` other than 0 is the history expected, and
-    another is answered `HISTORY_CHANGED`."""
+    """Asks for items of one partition. Unless `history_id` is 0, the request is refused with
+    `HISTORY_CHANGED` in another history."""
 
     opcode = 0x13
     sender = Role.CLIENT
@@ -75,7 +75,7 @@ class Get(Message, frozen=True):
 
 
 class SeqnosReply(Message, frozen=True):
-    """The numbers of the partitions asked for."""
+    """The sequence numbers of the partitions asked for."""
 
     opcode = 0x94
     sender = Role.SERVER
@@ -92,16 +92,16 @@ class SeqnosReply(Message, frozen=True):
                 replicated_seq=cs.Int64ul,
             )
         )
-        * "per partition: history, highest number, snapshot ends persisted and replicated",
+        * "per partition: history, highest sequence number, snapshot ends persisted and replicated",
     )
 
     rows: tuple[tuple[int, int, int, int, int], ...]
 
 
 class Seqnos(Message, frozen=True):
-    """Asks for partitions' numbers; no partitions means all. Refused with `NOT_MY_PARTITION` when
-    the server is not active for one of them, unless copies will do: their numbers do not tell what
-    was acknowledged."""
+    """Asks for partitions' sequence numbers; an empty list for all. Refused with `NOT_MY_PARTITION`
+    when the server is not active for one of them, unless copies will do: a copy's numbers do not
+    tell what was acknowledged."""
 
     opcode = 0x14
     sender = Role.CLIENT
@@ -117,20 +117,20 @@ class Seqnos(Message, frozen=True):
 
 
 class AwaitReply(Message, frozen=True):
-    """The number was reached at the level asked for; the refusals are `HISTORY_CHANGED` and
+    """The sequence number is as durable as asked for. The refusals are `HISTORY_CHANGED` and
     `TIMED_OUT`."""
 
     opcode = 0x95
     sender = Role.SERVER
     states = DATA
     about_partition = True
-    layout = cs.Struct("seq" / cs.Int64ul * "the number now reached")
+    layout = cs.Struct("seq" / cs.Int64ul * "the sequence number now reached")
 
     seq: SeqNo
 
 
 class Await(Message, frozen=True):
-    """Waits until a number is as durable as asked for."""
+    """Waits until a sequence number is as durable as asked for."""
 
     opcode = 0x15
     sender = Role.CLIENT
@@ -138,8 +138,8 @@ class Await(Message, frozen=True):
     about_partition = True
     answers = (AwaitReply,)
     layout = cs.Struct(
-        "history_id" / cs.Int64ul * "the history the number belongs to",
-        "seq" / cs.Int64ul * "the number",
+        "history_id" / cs.Int64ul * "the history that the sequence number belongs to",
+        "seq" / cs.Int64ul * "the sequence number to wait for",
         "deadline_ms" / cs.Int32ul * "how long to wait",
         "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
         "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
@@ -159,13 +159,13 @@ class LeaseAction(IntEnum):
     ACQUIRE = 1
     """A new lease."""
     RENEW = 2
-    """A lease that is held, for longer."""
+    """More time for a lease."""
     RELEASE = 3
     """The end of a lease."""
 
 
 class LeaseReply(Message, frozen=True):
-    """The lease is as asked for; released, its time to live is 0 and it holds nothing.
+    """The lease as it is now. A released one has a time to live of 0 and holds nothing.
 
     Attributes:
         lease_id: The lease.
@@ -203,9 +203,8 @@ class Lease(Message, frozen=True):
 
     Attributes:
         action: What is asked for.
-        lease_id: The lease. To acquire one, a random number of the client's own, so that a request
-            that is sent again makes no second lease: that it is there already is as good. Or 0, and
-            the server draws one.
+        lease_id: The lease. To acquire one, a random number that the client draws, so that a
+            request that is sent again does not make a second lease; or 0, and the server draws one.
         time_to_live_s: Seconds to hold without renewal.
         owner: Who holds it, for statistics.
         ranges: (partition, start, end), start exclusive; all ones for an end mean the snapshot end

@@ -23,15 +23,15 @@ _U32: Final = Struct("<I")
 
 
 class MutateReply(Message, frozen=True):
-    """What became of a batch.
+    """The result of a batch.
 
-    The mutations that succeeded have consecutive numbers and consecutive CAS values, in their
-    order in the batch; those that failed have none.
+    The mutations that succeeded have consecutive sequence numbers and CAS values, in the order of
+    the batch; those that failed have none.
 
     Attributes:
-        history_id: The history in which the numbers hold.
-        first_seq: The first number given; 0 when every mutation failed.
-        last_seq: The last number given; 0 when every mutation failed.
+        history_id: The history that the sequence numbers belong to.
+        first_seq: The first sequence number given; 0 when every mutation failed.
+        last_seq: The last sequence number given; 0 when every mutation failed.
         first_cas: The first CAS value given.
         failures: (index in the batch, status) of each mutation that failed, by index.
         counters: (index in the batch, new value) of each increment and decrement that succeeded.
@@ -43,9 +43,9 @@ class MutateReply(Message, frozen=True):
     about_partition = True
     body_bytes_max = FRAME_BODY_BYTES_MAX
     layout = cs.Struct(
-        "history_id" / cs.Int64ul * "the history in which the numbers hold",
-        "first_seq" / cs.Int64ul * "the first number given, or 0",
-        "last_seq" / cs.Int64ul * "the last number given, or 0",
+        "history_id" / cs.Int64ul * "the history that the sequence numbers belong to",
+        "first_seq" / cs.Int64ul * "the first sequence number given, or 0",
+        "last_seq" / cs.Int64ul * "the last sequence number given, or 0",
         "first_cas" / cs.Int64ul * "the first CAS value given, or 0",
         "failures"
         / tuple_of(row(index=cs.Int32ul, status=cs.Int32ul), cs.Int32ul)
@@ -81,13 +81,13 @@ class MutateReply(Message, frozen=True):
     @classmethod
     def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
         try:
-            history_id, first_seq, last_seq, first_cas, failed = _REPLY.unpack_from(body)
-            at = _REPLY.size + 8 * failed
-            (counted,) = _U32.unpack_from(body, at)
+            history_id, first_seq, last_seq, first_cas, failure_count = _REPLY.unpack_from(body)
+            offset = _REPLY.size + 8 * failure_count
+            (counter_count,) = _U32.unpack_from(body, offset)
             # Before anything is made of them: the counts may promise what never came.
-            check_end(body, at + 4 + 12 * counted)
-            failures = array("I", bytes(body[_REPLY.size : at]))
-            counters = Struct("<" + "IQ" * counted).unpack_from(body, at + 4)
+            check_end(body, offset + 4 + 12 * counter_count)
+            failures = array("I", bytes(body[_REPLY.size : offset]))
+            counters = Struct("<" + "IQ" * counter_count).unpack_from(body, offset + 4)
         except (StructError, ValueError) as error:
             raise RemoteProtocolError(f"MutateReply cannot be read: {error}") from error
         return cls(
@@ -110,13 +110,12 @@ class Mutate(Message, frozen=True):
         durability: What must hold before the answer.
         copies: How many replicas beside the active, for the replicated levels.
         writer: The publisher's 16-byte ID; zeros: the batch has no token.
-        counter: Rises with each new batch of this writer to this partition, from 1; the same
-            again is the same batch again.
-        attempt: Which run of its task the writer is, where tasks are run again: a batch of an
-            earlier attempt than one that was heard of is refused. 0: there are none.
+        counter: Rises with each new batch of this writer to this partition, from 1. The same
+            counter means the same batch again.
+        attempt: Which run of its task the writer is, for engines that rerun tasks. Once a batch of
+            a later attempt has come, those of earlier ones are refused. 0 for no attempts.
         chain: CRC32C over the CRCs of all batches of this writer to this partition, up to and with
-            this one (`Chunk.chained`): what is sent again under the same counter must have the
-            same. 0: not given.
+            this one (`Chunk.chained`). A batch that is sent again must have the same. 0 for none.
         chunk: The operations, as a published chunk.
     """
 

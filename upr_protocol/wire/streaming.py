@@ -34,8 +34,8 @@ class PartitionStart(Message, frozen=True):
     """A snapshot of one partition begins. A second one without an end between replaces the first.
 
     Attributes:
-        start: The number that the snapshot begins behind.
-        end: The last number it covers; the client is consistent once it has all up to there.
+        start: The sequence number after which the snapshot begins.
+        end: The last sequence number it covers; the client is consistent once it has all of it.
         may_repeat: Older versions of a key may appear before its newest.
     """
 
@@ -45,8 +45,8 @@ class PartitionStart(Message, frozen=True):
     about_partition = True
     layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history it belongs to",
-        "start" / cs.Int64ul * "the number it begins behind",
-        "end" / cs.Int64ul * "the last number it covers",
+        "start" / cs.Int64ul * "the sequence number after which it begins",
+        "end" / cs.Int64ul * "the last sequence number it covers",
         "purge_seq" / cs.Int64ul * "tombstones at or below it may be gone",
         "kind" / member(SnapshotKind) * "1 memory, 2 disk",
         "may_repeat" / cs.Flag * "whether older versions of a key may appear",
@@ -123,8 +123,8 @@ class PartitionChunk(Message, frozen=True):
 
 class PartitionSnapshot(PartitionChunk, frozen=True):
     """A whole snapshot in one frame, from memory and without repeats: the chunk covers all of it.
-    The history it belongs to and the purge number are those that the stream's last `PartitionStart`
-    named; there was one."""
+    The stream's last `PartitionStart` has named its history and the purge sequence number; there
+    was one."""
 
     opcode = 0x8D
 
@@ -136,7 +136,7 @@ class PartitionEnd(OneNumber, frozen=True):
     sender = Role.SERVER
     states = STREAMING
     about_partition = True
-    layout = cs.Struct("end" / cs.Int64ul * "the snapshot's last number")
+    layout = cs.Struct("end" / cs.Int64ul * "the snapshot's last sequence number")
 
     end: SeqNo
 
@@ -171,7 +171,7 @@ class BarrierReply(Message, frozen=True):
     ends: tuple[tuple[PartitionId, SeqNo], ...]
 
     def body(self) -> tuple[Buffer, ...]:
-        flat = [number for pair in self.ends for number in pair]
+        flat = [value for pair in self.ends for value in pair]
         return (
             b"".join(
                 (
@@ -202,7 +202,8 @@ class BarrierReply(Message, frozen=True):
 
 
 class Barrier(Message, frozen=True):
-    """Asks to hear when everything up to now was streamed. The cookie must not be open already."""
+    """Asks for an answer once everything up to now was streamed. No open barrier may have the same
+    cookie."""
 
     opcode = 0x0C
     sender = Role.CLIENT
@@ -213,7 +214,7 @@ class Barrier(Message, frozen=True):
 
 
 class Ack(OneNumber, frozen=True):
-    """So many more bytes of `PartitionChunk` frames, headers counted, were dealt with."""
+    """So many more bytes of `PartitionChunk` frames, headers counted, were handled."""
 
     opcode = 0x0D
     sender = Role.CLIENT
@@ -224,7 +225,7 @@ class Ack(OneNumber, frozen=True):
 
 
 class Noop(Message, frozen=True):
-    """Says only that its sender is alive."""
+    """Shows only that its sender is alive."""
 
     opcode = 0x0E
     sender = Role.EITHER
@@ -244,8 +245,8 @@ class StreamEnd(Message, frozen=True):
 
 
 class CloseStream(Message, frozen=True):
-    """Ends one partition's stream. What is on its way still comes, and is dropped, but counts for
-    flow control; the last of it is `StreamEnd`."""
+    """Ends one partition's stream. Frames on their way still come: the client drops them, but they
+    count for flow control. The last of them is `StreamEnd`."""
 
     opcode = 0x0F
     sender = Role.CLIENT
@@ -255,7 +256,7 @@ class CloseStream(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """The client says goodbye."""
+    """The client ends the session."""
 
     opcode = 0x10
     sender = Role.CLIENT

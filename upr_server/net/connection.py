@@ -182,7 +182,10 @@ class Connection:
         while True:
             count = await self._read_some()
             if count is None:
-                session.fail(Status.TOO_SLOW, f"{session.under_way} bytes take too long to arrive")
+                session.fail(
+                    Status.TOO_SLOW,
+                    f"{session.unfinished_body_bytes} bytes take too long to arrive",
+                )
                 self.wake()
                 return
             if not count:
@@ -213,8 +216,8 @@ class Connection:
             self._answer()
             if session.state is SessionState.CLOSED:
                 return
-            if session.under_way > LARGE_FRAME_BYTES and not self._held:
-                await self._hold(session.under_way)
+            if session.unfinished_body_bytes > LARGE_FRAME_BYTES and not self._held:
+                await self._hold(session.unfinished_body_bytes)
 
     async def _read_some(self) -> int | None:
         """How many bytes came; None when a large frame takes too long."""
@@ -416,7 +419,7 @@ class Connection:
         except Exception:
             log.exception("a stream failed", peer=self.peer)
             session.fail(Status.INTERNAL, "the stream met a fault")
-        outgoing = session.take(trio.current_time())
+        outgoing = session.take_outgoing(trio.current_time())
         if not outgoing:
             return 0
         length = sum(map(len, outgoing))

@@ -146,7 +146,7 @@ def test_a_peer_that_speaks_something_else() -> None:
     with theirs:
         theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         kv = BlockingClient(URL, dial=lambda *_: ours)
-        with pytest.raises(RemoteProtocolError, match="no UPR frame"):
+        with pytest.raises(RemoteProtocolError, match="not a UPR frame"):
             kv.get("k")
     assert ours.fileno() == -1
 

@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
         client = self.client
         assert client is not None
         while client.outgoing_bytes or self.server.outgoing_bytes:
-            self.server.receive(b"".join(client.take(0.0)), 0.0)
+            self.server.receive(b"".join(client.take_outgoing(0.0)), 0.0)
             for message in self.server.events():
                 if isinstance(message, Mutate):
                     self.check_chain(message)
@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
                     self.server.send(Opened(PARTITIONS, 1, opaque=message.opaque))
                 else:
                     assert isinstance(message, Hello)
-            client.receive(b"".join(self.server.take(0.0)), 0.0)
+            client.receive(b"".join(self.server.take_outgoing(0.0)), 0.0)
             for answer in client.events():
                 done = self.node.receive(answer, self.now)
                 if done is not None:

@@ -181,7 +181,7 @@ async def test_a_peer_that_speaks_something_else(net: FakeNet, autojump_clock: M
         await theirs.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         return ours
 
-    with pytest.raises(UprError, match="no UPR frame"):
+    with pytest.raises(UprError, match="not a UPR frame"):
         async with connect(URL, dial=dial):
             pass
 

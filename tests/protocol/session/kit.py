@@ -270,7 +270,7 @@ def frames(data: bytes) -> list[Message]:
     buffer = FrameBuffer(lambda header: None)
     buffer.receive(data)
     messages = []
-    while (frame := buffer.next()) is not None:
+    while (frame := buffer.next_frame()) is not None:
         messages.append(decode(*frame))
     assert not buffer.mid_frame
     return messages
@@ -278,7 +278,7 @@ def frames(data: bytes) -> list[Message]:
 
 def taken(session: Session, now: float = 0.0) -> bytes:
     """What `session` wants written, in one piece."""
-    return b"".join(map(bytes, session.take(now)))
+    return b"".join(map(bytes, session.take_outgoing(now)))
 
 
 class Pair:

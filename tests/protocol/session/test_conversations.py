@@ -315,7 +315,7 @@ def _brief(message: Message) -> str:
 def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
     pair = Pair.at(SessionState.OPEN)
     pair.client.send(Noop())
-    data = b"".join(map(bytes, pair.client.take(0.0)))
+    data = b"".join(map(bytes, pair.client.take_outgoing(0.0)))
     bad = b"".join(map(bytes, SAMPLES[HelloReply].frame()))
     pair.server.receive(data + bad + data, 0.0)
     events = pair.server.events()

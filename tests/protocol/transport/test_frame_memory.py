@@ -52,7 +52,7 @@ def test_bodies_that_are_kept_do_not_change(kept_count: int) -> None:
         frame = frame_of(body)
         for start in range(0, len(frame), 50_000):
             buffer.receive(frame[start : start + 50_000])
-            if (received := buffer.next()) is not None:
+            if (received := buffer.next_frame()) is not None:
                 bodies.append((body, received[1]))
         assert all(bytes(received) == sent for sent, received in bodies)
         del bodies[: max(0, len(bodies) - kept_count)]

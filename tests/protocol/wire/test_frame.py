@@ -19,10 +19,10 @@ from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire import FrameBuffer, Header, Message, Noop, decode
 from upr_protocol.wire.frame import (
+    BODY_BUFFER_BYTES,
     HEADER,
     HEADER_BYTES,
     MAGIC,
-    ROOM_BYTES,
     TRUSTED_BYTES_MAX,
     VERSION,
     pack_header,
@@ -42,7 +42,7 @@ def frame_of(body: bytes, opcode: int = 0x0E) -> bytes:
 
 def drain(buffer: FrameBuffer) -> list[tuple[Header, bytes]]:
     frames = []
-    while (frame := buffer.next()) is not None:
+    while (frame := buffer.next_frame()) is not None:
         frames.append((frame[0], bytes(frame[1])))
     return frames
 
@@ -184,10 +184,10 @@ def test_a_damaged_body_is_noticed(bodies: list[bytes], data: st.DataObject) -> 
         nonlocal whole
         for piece in split(bytes(stream), cuts):
             buffer.receive(piece)
-            while buffer.next() is not None:
+            while buffer.next_frame() is not None:
                 whole += 1
 
-    with pytest.raises(RemoteProtocolError, match="CRC32C") as caught:
+    with pytest.raises(RemoteProtocolError, match="checksum mismatch in a frame body") as caught:
         receive_all()
     assert caught.value.status is Status.BAD_CHECKSUM
     assert whole == len(bodies) - 1
@@ -228,7 +228,7 @@ def test_a_frame_is_refused_before_its_body_is_kept(arrives: str) -> None:
         for piece in pieces:
             buffer.receive(piece)
             taken += len(piece)
-            buffer.next()
+            buffer.next_frame()
 
     with pytest.raises(RemoteProtocolError, match="too long") as caught:
         receive_all()
@@ -253,7 +253,7 @@ def test_it_knows_whether_a_frame_has_begun() -> None:
     assert not buffer.mid_frame
     for count, byte in enumerate(frame, 1):
         buffer.receive(bytes([byte]))
-        got = buffer.next()
+        got = buffer.next_frame()
         assert (got is None) == (count < len(frame)) == buffer.mid_frame
         # The header's 24 bytes are read and done with.
         held = count if count < HEADER_BYTES else count - HEADER_BYTES
@@ -263,8 +263,8 @@ def test_it_knows_whether_a_frame_has_begun() -> None:
 def test_a_frame_without_a_body_needs_no_byte_more() -> None:
     buffer = FrameBuffer(admit)
     buffer.receive(b"".join(map(bytes, Noop().frame())))
-    assert buffer.next() is not None
-    assert buffer.next() is None
+    assert buffer.next_frame() is not None
+    assert buffer.next_frame() is None
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -277,14 +277,14 @@ def test_a_body_that_trickles_in_holds_twice_what_came() -> None:
     tracemalloc.start()
     try:
         buffer.receive(pack_header(0x11, 0, 0, 0, FRAME_BODY_BYTES_MAX, 0))
-        assert buffer.next() is None
+        assert buffer.next_frame() is None
         for received in range(100, 400_001, 100):
             buffer.receive(bytes(100))
-            assert buffer.next() is None
+            assert buffer.next_frame() is None
             bodies.add(id(buffer._body))
             if received % 20_000 == 0:
                 held, _ = tracemalloc.get_traced_memory()
-                assert received <= held <= max(ROOM_BYTES, 2 * received) + 4_096
+                assert received <= held <= max(BODY_BUFFER_BYTES, 2 * received) + 4_096
                 assert buffer.buffered == received
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -311,7 +311,7 @@ def test_what_is_put_in_the_room_is_as_good_as_what_is_given(
     for filled, more in cycle(steps):
         if at == len(stream):
             break
-        room = buffer.room()
+        room = buffer.receive_buffer()
         filled = min(filled, len(room), len(stream) - at)
         room[:filled] = stream[at : at + filled]
         # What lies behind is only there when the room was filled, as with a scattering read.
@@ -328,7 +328,8 @@ def test_there_is_no_room_between_frames() -> None:
     buffer = FrameBuffer(admit)
     frame = frame_of(bytes(100))
     for at in range(0, len(frame) + 1, 4):
-        assert len(buffer.room()) == (len(frame) - at if HEADER_BYTES <= at < len(frame) else 0)
+        in_body = HEADER_BYTES <= at < len(frame)
+        assert len(buffer.receive_buffer()) == (len(frame) - at if in_body else 0)
         buffer.receive(frame[at : at + 4])
         drain(buffer)
 
@@ -340,9 +341,9 @@ def test_who_has_sent_a_large_body_is_trusted_with_as_much_room_and_no_more() ->
     def room() -> int:
         buffer.receive(begun)
         drain(buffer)
-        return len(buffer.room())
+        return len(buffer.receive_buffer())
 
-    assert room() == ROOM_BYTES
+    assert room() == BODY_BUFFER_BYTES
     for length in (300_000, 100_000, 3 * TRUSTED_BYTES_MAX):
         buffer = FrameBuffer(admit)
         buffer.receive(frame_of(bytes(length)))
@@ -354,7 +355,7 @@ def test_a_small_body_does_not_hold_the_bytes_it_came_with() -> None:
     small, rest = frame_of(bytes(64)), frame_of(bytes(1 << 20))
     buffer = FrameBuffer(admit)
     buffer.receive(small + rest)
-    frame = buffer.next()
+    frame = buffer.next_frame()
     assert frame is not None
     assert isinstance(frame[1], bytes)
     assert sys.getsizeof(frame[1]) < 200
@@ -390,7 +391,7 @@ def test_time_is_linear_however_the_bytes_are_split(piece: int, body: int) -> No
         buffer.receive(Counted(data[at : at + piece]))
         while True:
             calls += 1
-            if buffer.next() is None:
+            if buffer.next_frame() is None:
                 break
             count += 1
     assert count == frames

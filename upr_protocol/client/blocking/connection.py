@@ -227,7 +227,7 @@ class BlockingConnection:
         now = self.clock()
         while True:
             if not self._writing:
-                self._writing = self.session.take(now)
+                self._writing = self.session.take_outgoing(now)
                 self._written_at = now
                 if not self._writing:
                     return

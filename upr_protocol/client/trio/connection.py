@@ -181,7 +181,7 @@ class Connection:
         """Writes until the connection is over, and then the rest of the queue."""
         session = self.session
         try:
-            while (buffers := session.take(trio.current_time())) or self.failure is None:
+            while (buffers := session.take_outgoing(trio.current_time())) or self.failure is None:
                 if buffers:
                     self._handler.writable()
                     if rest := write_now(self._stream, buffers):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.protocol.session.kit import Pair, chunk, end, start, stream, stream_reply, taken
 from upr_protocol.ids import PartitionId
 from upr_protocol.session import CycleCompleted, PartitionCycle, SessionState
-from upr_protocol.session.cycle import BarrierQueue
+from upr_protocol.session.barrier_queue import BarrierQueue
 from upr_protocol.wire import Barrier, BarrierReply, Completed, Go, PartitionStart
 
 PARTITIONS: Final = 5
@@ -102,18 +102,18 @@ class Quick:
         return self.cycle.current
 
     def mutate(self, partition: int) -> None:
-        self.cycle.ready(PartitionId(partition))
+        self.cycle.mark_ready(PartitionId(partition))
 
     def barrier(self, cookie: str) -> None:
-        self.queue.add(cookie.encode(), self.cycle.here)
+        self.queue.add_barrier(cookie.encode(), self.cycle.here)
 
     def go_on(self) -> None:
         while True:
             turn = self.cycle.advance()
             if turn is None:
-                self._tell(self.queue.all())
+                self._tell(self.queue.take_all())
                 return
-            self._tell(self.queue.due(self.cycle.reached))
+            self._tell(self.queue.take_due(self.cycle.reached))
             if not isinstance(turn, CycleCompleted):
                 self.told.append(("turn", turn))
                 return
@@ -124,7 +124,7 @@ class Quick:
 
     def finish(self) -> None:
         self.cycle.finish()
-        self._tell(self.queue.due(self.cycle.reached))
+        self._tell(self.queue.take_due(self.cycle.reached))
 
     def _tell(self, cookies: list[bytes]) -> None:
         self.told += [("barrier", cookie.decode()) for cookie in cookies]
@@ -246,9 +246,9 @@ def test_with_nothing_left_to_stream_a_barrier_comes_back_at_once() -> None:
 def test_a_partition_that_leaves_gives_up_its_turn() -> None:
     cycle = PartitionCycle()
     for partition in (1, 2, 3):
-        cycle.ready(PartitionId(partition))
+        cycle.mark_ready(PartitionId(partition))
     assert cycle.advance() == 1
-    cycle.ready(PartitionId(1))
+    cycle.mark_ready(PartitionId(1))
     cycle.remove(PartitionId(2))
     cycle.remove(PartitionId(1))
     assert cycle.current is None
@@ -264,7 +264,7 @@ def test_each_turn_is_finished_before_the_next() -> None:
         cycle.finish()
     with pytest.raises(AssertionError):
         cycle.begin()
-    cycle.ready(PartitionId(1))
+    cycle.mark_ready(PartitionId(1))
     cycle.advance()
     with pytest.raises(AssertionError):
         cycle.advance()
@@ -281,7 +281,7 @@ def test_a_cycle_in_which_nothing_was_sent_is_not_announced() -> None:
 # In a whole session.
 
 
-def test_the_session_cycles_as_the_seed_says() -> None:
+def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
     pair = Pair.at(SessionState.OPEN)
     heard: list[Any] = []
     for partition in (7, 2, 5):

@@ -14,7 +14,7 @@ class Allowance:
 
     Attributes:
         left: Bytes left; below 0 by at most the last frame.
-        used: Bytes used and not given back.
+        used: Bytes used that the peer has not given back.
     """
 
     __slots__ = ("left", "used")
@@ -39,7 +39,7 @@ class Allowance:
         self.left += count
 
     def give_back(self, count: int) -> None:
-        """The peer dealt with `count` of the bytes that were used."""
+        """The peer has handled `count` of the bytes that were used."""
         assert 0 <= count <= self.used
         self.used -= count
         self.left += count

@@ -1,4 +1,4 @@
-"""The cycle over partitions, and the barriers that measure it (seed 002).
+"""The cycle over partitions: whose turn it is to be streamed.
 
 The server streams one snapshot of each registered partition that has something, in partition
 order, again and again. Partitions with something to send are kept apart from the rest, so that a
@@ -6,9 +6,6 @@ turn costs O(log ready) however many partitions are registered and idle.
 """
 
 from __future__ import annotations
-
-from collections import deque
-from typing import Final
 
 import attrs
 from sortedcontainers import SortedSet
@@ -18,25 +15,31 @@ from upr_protocol.ids import PARTITIONS_END, PartitionId
 
 @attrs.frozen
 class CycleCompleted:
-    """The cycle came round.
+    """A cycle is complete.
 
     Attributes:
-        cycle: How many cycles are now complete.
+        cycle: How many cycles are complete now.
     """
 
     cycle: int
 
 
-Position = tuple[int, int]
+CyclePosition = tuple[int, int]
 """(cycles completed, partition): how far the cycle has come. Positions compare as tuples."""
 
 
 class PartitionCycle:
     """Whose turn it is.
 
-    `advance` tells the next partition to stream a snapshot of, `begin` says that it has begun, and
-    `finish` that it was streamed, or that there was none after all. Between the first and the last
-    the partition is `current`.
+    `advance` tells the next partition to stream a snapshot of, `begin` says that the snapshot has
+    begun, and `finish` that it was streamed, or that there was none after all. Between the first
+    and the last the partition is `current`.
+
+    Attributes:
+        completed: Cycles completed.
+        current: The partition being streamed; None between turns.
+        next_partition: The partition being streamed, or the next to be looked at: everything below
+            was streamed or skipped in this cycle.
     """
 
     __slots__ = ("_ready", "_sent", "completed", "current", "next_partition")
@@ -46,50 +49,46 @@ class PartitionCycle:
         self._sent = False
         """Whether this cycle sent anything."""
         self.completed = 0
-        """Cycles completed."""
         self.current: PartitionId | None = None
-        """The partition being streamed."""
         self.next_partition = 0
-        """The partition being streamed, or the next to be looked at: everything below was streamed
-        or skipped in this cycle."""
 
     @property
-    def here(self) -> Position:
+    def here(self) -> CyclePosition:
         """Where a barrier that arrives now is noted: at the partition being streamed, else at the
         next."""
         return self.completed, self.next_partition
 
     @property
-    def reached(self) -> Position:
+    def reached(self) -> CyclePosition:
         """The last partition that was streamed or skipped."""
         return self.completed, self.next_partition - 1
 
-    def ready(self, partition: PartitionId) -> None:
+    def mark_ready(self, partition: PartitionId) -> None:
         """`partition` has something to send. O(log ready)."""
         self._ready.add(partition)
 
     def remove(self, partition: PartitionId) -> None:
-        """`partition` is streamed no more; its turn, if it has it, is over."""
+        """`partition` is not streamed any more; its turn, if it has it, is over."""
         self._ready.discard(partition)
         if self.current == partition:
             self.finish()
 
     def advance(self) -> PartitionId | CycleCompleted | None:
         """The next turn: a partition, the end of a cycle that sent anything or was the first, or
-        None when there is nothing to do. O(log ready)."""
+        None when nothing is ready. O(log ready)."""
         assert self.current is None, "the turn before this one is not finished"
-        at = self._ready.bisect_left(self.next_partition)
-        if at == len(self._ready):
+        index = self._ready.bisect_left(self.next_partition)
+        if index == len(self._ready):
             if self._sent or self.completed == 0:
                 self._come_round()
                 return CycleCompleted(self.completed)
             if not self._ready:
                 return None
-            # All that is ready lies behind, and nothing was sent since the cycle began: it comes
-            # round without a word.
+            # Everything that is ready lies behind, and nothing was sent since the cycle began: it
+            # completes unannounced.
             self._come_round()
-            at = 0
-        partition: PartitionId = self._ready.pop(at)
+            index = 0
+        partition: PartitionId = self._ready.pop(index)
         self.current = partition
         self.next_partition = partition
         return partition
@@ -114,37 +113,3 @@ class PartitionCycle:
         """Asserts what always holds. O(1)."""
         assert 0 <= self.next_partition <= PARTITIONS_END
         assert self.current is None or self.current == self.next_partition
-
-
-class BarrierQueue:
-    """Barriers on their way, oldest first.
-
-    A barrier that arrives in cycle c while partition p is being streamed is due at (c + 1, p): only
-    then was every partition streamed or skipped since it arrived.
-    """
-
-    __slots__ = ("_queue",)
-
-    def __init__(self) -> None:
-        self._queue: Final[deque[tuple[Position, bytes]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def add(self, cookie: bytes, here: Position) -> None:
-        """Notes a barrier that arrived `here`."""
-        cycle, partition = here
-        self._queue.append(((cycle + 1, partition), cookie))
-
-    def due(self, reached: Position) -> list[bytes]:
-        """Takes out the barriers that are due once `reached` was streamed or skipped."""
-        cookies = []
-        while self._queue and self._queue[0][0] <= reached:
-            cookies.append(self._queue.popleft()[1])
-        return cookies
-
-    def all(self) -> list[bytes]:
-        """Takes out every barrier: there is nothing left to stream."""
-        cookies = [cookie for _, cookie in self._queue]
-        self._queue.clear()
-        return cookies
