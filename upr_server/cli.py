@@ -40,18 +40,24 @@ _options = (
         "config_path",
         type=click.Path(path_type=Path),
         envvar="UPR_SERVER_CONFIG",
-        help="A TOML file with settings; `upr-server config` prints one.",
+        help="A TOML file with settings. `upr-server config` prints one.",
     ),
-    click.option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 takes a free one."),
+    click.option(
+        "--listen", metavar="HOST:PORT", help="Where to listen. Port 0 stands for any free port."
+    ),
     click.option(
         "--data-dir",
         metavar="DIR",
-        help="Where buckets are kept; made when missing.  [default: the platform's data directory]",
+        help="Where buckets are stored.  [default: the platform's data directory]",
     ),
-    click.option("--node", help="What partition maps call this server; else its identity."),
-    click.option("--quota-bytes", type=int, help="Memory of a bucket that is created without one."),
-    click.option("--log-level", help="debug, info, warning or error."),
-    click.option("--log-format", help="console for people, json for machines."),
+    click.option("--node", help="The server's name in partition maps.  [default: its identity]"),
+    click.option(
+        "--quota-bytes", type=int, help="The memory quota of a bucket that is created without one."
+    ),
+    click.option("--log-level", help="The lowest level to log: debug, info, warning or error."),
+    click.option(
+        "--log-format", help="The form of the log: console for people, json for programs."
+    ),
 )
 
 
@@ -68,22 +74,23 @@ def _config(config_path: Path | None, **options: Any) -> Config:
         raise click.UsageError(str(error)) from error
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="upr", prog_name="upr-server")
 def main() -> None:
-    """A server that takes mutations and streams them, consistent, to all who follow.
+    """A server that stores changes and streams them to consumers in consistent snapshots.
 
-    Settings come from a TOML file (--config), then from environment variables (UPR_SERVER_LISTEN
-    and so on), then from options; each overrides the one before.
+    Settings come from a TOML file (--config), from environment variables (UPR_SERVER_LISTEN and so
+    on) and from options. Options override environment variables, which override the file.
     """
 
 
 @main.command("serve")
 @_with_options
 def serve_command(config_path: Path | None, **options: Any) -> None:
-    """Run the server until Ctrl-C or SIGTERM; a second one drops its peers at once.
+    """Run the server until Ctrl-C or SIGTERM.
 
-    The first line on standard output is `listening on HOST:PORT`; the log goes to standard error.
+    A second signal closes all connections at once. The first line on standard output is `listening
+    on HOST:PORT`; the log goes to standard error.
     """
     config = _config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
@@ -105,7 +112,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
 @main.command("config")
 @_with_options
 def config_command(config_path: Path | None, **options: Any) -> None:
-    """Print the settings that `serve` would run with, as a TOML file."""
+    """Print the settings that `serve` would use, as a TOML file."""
     click.echo(_config(config_path, **options).to_toml(), nl=False)
 
 
@@ -113,25 +120,25 @@ _PROGRESS_S = 0.2
 
 _CHECK_EXITS = """\b
 Exit codes:
-  0    all is well
-  1    there are problems, a line each on standard output
-  2    the command line is wrong
-  130  ended by Ctrl-C
+  0    no problems
+  1    problems, one per line on standard output
+  2    wrong usage: check the command line
+  130  interrupted by Ctrl-C
 """
 
 _DUMP_EXITS = """\b
 Exit codes:
-  0    all was printed
-  1    something was left out
-  2    the command line is wrong
-  130  ended by Ctrl-C
+  0    everything was printed
+  1    damaged records were left out
+  2    wrong usage: check the command line
+  130  interrupted by Ctrl-C
 """
 
 _RESTORE_EXITS = """\b
 Exit codes:
   0    the copy is ready to be served
   1    the directory is in use, damaged or not writable
-  2    the command line is wrong
+  2    wrong usage: check the command line
 """
 
 _data_dir = click.option(
@@ -139,42 +146,46 @@ _data_dir = click.option(
     type=click.Path(path_type=Path),
     envvar="UPR_SERVER_DATA_DIR",
     default=default_data_dir,
-    help="The data directory; by default, where `serve` keeps a user's data.",
+    help="The data directory.  [default: where `serve` stores a user's data]",
 )
 
 
 @main.command("check", epilog=_CHECK_EXITS)
 @_data_dir
 def check_command(data_dir: Path) -> None:
-    """Check that a data directory holds what was put there; change nothing.
+    """Check a data directory for damage.
 
-    Every record, chunk and index entry is read and compared with its checksum and with each other.
-    The server that uses the directory must be stopped.
+    The command reads every record, chunk and index entry, and compares them with their checksums
+    and with each other. It changes nothing. Stop the server that uses the directory first.
     """
     inspected = _inspect(data_dir, None, "check", DumpOptions())
     for problem in inspected.problems:
         click.echo(str(problem))
     if inspected.problems:
-        _say(f"{data_dir} has problems: {len(inspected.problems)}")
+        _say(f"{data_dir} has {len(inspected.problems)} problems")
         sys.exit(EXIT_FAILED)
-    click.echo(f"{data_dir} is well: {inspected.summary()}")
+    click.echo(f"{data_dir} has no problems: {inspected.summary()}")
 
 
 @main.command("dump", epilog=_DUMP_EXITS)
 @_data_dir
-@click.option("--bucket", help="Only this bucket; by default all of them.")
-@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
-@click.option("--keys-only", is_flag=True, help="Leave the values out.")
-@click.option("--history", is_flag=True, help="Every mutation that is still there, oldest first.")
+@click.option("--bucket", help="Print only this bucket.  [default: all]")
+@click.option(
+    "--partition", type=click.IntRange(0), help="Print only this partition.  [default: all]"
+)
+@click.option("--keys-only", is_flag=True, help="Leave out the values.")
+@click.option(
+    "--history", is_flag=True, help="Print every mutation that is still stored, oldest first."
+)
 def dump_command(
     data_dir: Path, bucket: str | None, partition: int | None, keys_only: bool, history: bool
 ) -> None:
-    """Print what a data directory holds, a JSON object a line; change nothing.
+    """Print the contents of a data directory, one JSON object per line.
 
-    That is the newest mutation of each key, deletions too, in the order in which they were made.
-    Keys and values are text where they are UTF-8; otherwise they are base64, and a field beside
-    them (key_encoding, value_encoding) says so. What is damaged is left out, and standard error
-    says what that was. The server that uses the directory must be stopped.
+    By default that is the newest mutation of each key, deletions too, in the order in which they
+    were made. Keys and values are text where they are UTF-8; otherwise they are base64, and a
+    second field (key_encoding, value_encoding) says so. Damaged records are left out, and reported
+    on standard error. The command changes nothing. Stop the server that uses the directory first.
     """
     options = DumpOptions(-1 if partition is None else partition, keys_only, history)
     inspected = _inspect(data_dir, bucket, "dump", options)
@@ -192,11 +203,11 @@ def dump_command(
     help="Required: begin new histories. Consumers that have more than the copy will roll back.",
 )
 def restore_command(data_dir: Path, new_histories: bool) -> None:
-    """Prepare a copy of a data directory to be served in place of its original.
+    """Prepare a restored data directory for its first start.
 
-    Put the copy into the data directory first. Each bucket then begins new histories when the
-    server starts, so that the copy cannot give sequence numbers to other changes than those that
-    consumers already have. The server that uses the directory must be stopped.
+    A copy continues the histories of its original, and would give sequence numbers that consumers
+    already have to other changes. After this command, every bucket begins new histories when the
+    server starts. Stop the server that uses the directory first.
     """
     if not new_histories:
         raise click.UsageError(

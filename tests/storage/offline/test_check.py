@@ -115,7 +115,7 @@ def test_what_is_well_is_said_in_one_sentence(data: Path) -> None:
     checked = run("check", "--data-dir", data)
     assert checked.returncode == 0, checked
     assert checked.stdout.count("\n") == 1
-    assert " is well: 1 buckets, " in checked.stdout
+    assert " has no problems: 1 buckets, " in checked.stdout
     assert not checked.stderr
     assert hashes(data) == before
 
