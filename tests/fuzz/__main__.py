@@ -62,16 +62,16 @@ def _fuzz(name: str, seconds: int) -> None:
     with atheris.instrument_imports(include=["upr_protocol", "upr_server", "construct"]):
         from tests.fuzz.targets import TARGETS
     target = TARGETS[name]
-    learned, found = WORK / "corpus" / name, WORK / "found"
+    learned, findings = WORK / "corpus" / name, WORK / "found"
     learned.mkdir(parents=True, exist_ok=True)
-    found.mkdir(parents=True, exist_ok=True)
+    findings.mkdir(parents=True, exist_ok=True)
 
     def run(data: bytes) -> None:
         try:
             target(data)
         except Exception:
             # libFuzzer's own name for it.
-            path = found / f"{name}-crash-{sha1(data, usedforsecurity=False).hexdigest()}"
+            path = findings / f"{name}-crash-{sha1(data, usedforsecurity=False).hexdigest()}"
             sys.stderr.write(f"\nto repeat: python -m tests.fuzz {name} --file {path}\n")
             raise
 
@@ -80,7 +80,7 @@ def _fuzz(name: str, seconds: int) -> None:
         "max_len": INPUT_BYTES_MAX,
         "timeout": INPUT_TIMEOUT_S,
         "rss_limit_mb": MEMORY_MIB_MAX,
-        "artifact_prefix": f"{found}/{name}-",
+        "artifact_prefix": f"{findings}/{name}-",
         "print_final_stats": 1,
     }
     flags = [f"-{option}={value}" for option, value in options.items()]

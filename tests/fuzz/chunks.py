@@ -44,28 +44,28 @@ def chunk(data: bytes) -> None:
     """
     first, data = data[0] if data else 0, data[1:]
     try:
-        found = Chunk(mended_chunk(data) if first & MENDED else data)
+        chunk = Chunk(mended_chunk(data) if first & MENDED else data)
     except ChunkError:
         return
-    assert _passes_as_published(found) == _is_published(found)
-    passes = _passes_as_stored(found)
-    assert passes == _is_stored(found)
+    assert _passes_as_published(chunk) == _is_published(chunk)
+    passes = _passes_as_stored(chunk)
+    assert passes == _is_stored(chunk)
     if passes:
-        _use(found)
+        _use(chunk)
 
 
-def _passes_as_published(found: Chunk) -> bool:
+def _passes_as_published(chunk: Chunk) -> bool:
     try:
-        keys = found.check_published()
+        keys = chunk.check_published()
     except ChunkError:
         return False
-    assert keys == [row.key for row in found]
+    assert keys == [row.key for row in chunk]
     return True
 
 
-def _passes_as_stored(found: Chunk) -> bool:
+def _passes_as_stored(chunk: Chunk) -> bool:
     try:
-        found.check()
+        chunk.check()
     except ChunkError:
         return False
     return True
@@ -79,48 +79,48 @@ def _spans(offsets: list[int], length: int, lengths: range) -> bool:
     )
 
 
-def _is_sound(found: Chunk, operations: bytes) -> bool:
+def _is_sound(chunk: Chunk, operations: bytes) -> bool:
     return (
-        _spans(found.key_offsets.tolist(), found.key_length, range(1, KEY_BYTES_MAX + 1))
-        and _spans(found.value_offsets.tolist(), found.value_length, range(VALUE_BYTES_MAX + 1))
-        and all(operation in operations for operation in found.operations)
+        _spans(chunk.key_offsets.tolist(), chunk.key_length, range(1, KEY_BYTES_MAX + 1))
+        and _spans(chunk.value_offsets.tolist(), chunk.value_length, range(VALUE_BYTES_MAX + 1))
+        and all(operation in operations for operation in chunk.operations)
     )
 
 
-def _is_published(found: Chunk) -> bool:
+def _is_published(chunk: Chunk) -> bool:
     return (
-        _is_sound(found, PUBLISHED_OPERATIONS)
-        and not any(found.seqs)
-        and not (found.start or found.end)
+        _is_sound(chunk, PUBLISHED_OPERATIONS)
+        and not any(chunk.seqs)
+        and not (chunk.start or chunk.end)
     )
 
 
-def _is_stored(found: Chunk) -> bool:
-    numbers = [found.start, *found.seqs]
+def _is_stored(chunk: Chunk) -> bool:
+    numbers = [chunk.start, *chunk.seqs]
     return (
-        _is_sound(found, STORED_OPERATIONS)
+        _is_sound(chunk, STORED_OPERATIONS)
         and all(a < b for a, b in pairwise(numbers))
-        and numbers[-1] <= found.end
+        and numbers[-1] <= chunk.end
     )
 
 
-def _use(found: Chunk) -> None:
+def _use(chunk: Chunk) -> None:
     """Does all that is done with a stored chunk, and compares with a list of rows."""
-    rows = list(found)
-    start, end = found.start, found.end
-    assert [found.mutation(index) for index in range(len(rows))] == rows
+    rows = list(chunk)
+    start, end = chunk.start, chunk.end
+    assert [chunk.mutation(index) for index in range(len(rows))] == rows
     assert list(Chunk.build(rows, start, end)) == rows
     builder = ChunkBuilder()
-    builder.extend(found)
-    builder.extend(found, bytes(index % 3 == 0 for index in range(len(rows))))
+    builder.extend(chunk)
+    builder.extend(chunk, bytes(index % 3 == 0 for index in range(len(rows))))
     assert list(builder.build()) == rows + rows[::3]
     middle = SeqNo((start + end) // 2)
-    older, newer = found.slice(start, middle), found.slice(middle, end)
+    older, newer = chunk.slice(start, middle), chunk.slice(middle, end)
     assert list(older) == [row for row in rows if row.seq <= middle]
     assert list(newer) == [row for row in rows if row.seq > middle]
-    numbered = found.numbered(SeqNo(1), Cas(1), SeqNo(0), SeqNo(len(rows)))
-    assert numbered.keys() == found.keys()
-    assert numbered.values() == found.values()
+    numbered = chunk.numbered(SeqNo(1), Cas(1), SeqNo(0), SeqNo(len(rows)))
+    assert numbered.keys() == chunk.keys()
+    assert numbered.values() == chunk.values()
     numbered.check()
 
 
@@ -133,12 +133,12 @@ def stored(data: bytes) -> None:
         head = chunk_head(key, crc32c(inside), ends_snapshot=bool(value[8:9] > b"\x7f"))
         value = head + inside
     try:
-        found = parse_chunk(key, value)
+        chunk = parse_chunk(key, value)
     except CorruptionError:
         return
-    assert found.crc == crc32c(value[CHUNK_HEAD.size :])
-    if _passes_as_stored(found):
-        _read(key, value, list(found), found.start, found.end)
+    assert chunk.crc == crc32c(value[CHUNK_HEAD.size :])
+    if _passes_as_stored(chunk):
+        _read(key, value, list(chunk), chunk.start, chunk.end)
 
 
 def _read(key: bytes, value: bytes, rows: list[Mutation], start: SeqNo, end: SeqNo) -> None:

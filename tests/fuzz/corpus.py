@@ -196,38 +196,40 @@ def _chunk() -> Iterator[tuple[str, bytes]]:
 
 
 def _stored() -> Iterator[tuple[str, bytes]]:
-    for name, first, found in (
+    for name, first, stored_chunk in (
         ("one", _MENDED, stored(0, 1)),
         ("several", _MENDED, _several(stored=True)),
         ("empty", _MENDED, Chunk.build([], SeqNo(3), SeqNo(9))),
         ("as-it-is", _WHOLE, stored(5, 7)),
     ):
-        key = chunk_key(3, found.end)
-        head = chunk_head(key, found.crc, ends_snapshot=True)
-        yield name, first + key[1:] + head + bytes(found)
+        key = chunk_key(3, stored_chunk.end)
+        head = chunk_head(key, stored_chunk.crc, ends_snapshot=True)
+        yield name, first + key[1:] + head + bytes(stored_chunk)
 
 
 def _record() -> Iterator[tuple[str, bytes]]:
     key = partition_key(PARTITION, 3)
     partial = PartialRecord(HistoryId(7), SeqNo(10), SeqNo(20), SeqNo(15))
     active = PartitionState.ACTIVE
-    for name, found in (
+    for name, record in (
         ("bucket", BucketRecord("bucket", 64, 1 << 30)),
         ("partition", PartitionRecord(active, ((9, 5), (7, 0)), SeqNo(10), 11, partial)),
         ("lease", LeaseRecord(1, "owner", ((3, 0, 10),), 60, 1e9)),
         ("watermark", Watermark(SeqNo(10), 5, 100)),
         ("number", 10),
     ):
-        packed = pack_record(key, found)
+        packed = pack_record(key, record)
         yield name, _MENDED + key + packed[4:]
     nodes = {"a": "host:1", "b": "[::1]:12000", "c": "h:1"}
     assignment = Assignment(active="a", replicas={"b": "", "c": "b"})
-    told = PartitionMap(bucket="b", revision=3, nodes=nodes, partitions=(assignment, Assignment()))
-    yield "map", _MENDED + key + told.encode().encode()
+    partition_map = PartitionMap(
+        bucket="b", revision=3, nodes=nodes, partitions=(assignment, Assignment())
+    )
+    yield "map", _MENDED + key + partition_map.encode().encode()
     result = MutateResult(
         HistoryId(7), SeqNo(1), SeqNo(2), Cas(1), [(1, Status.EXISTS)], [(0, 5)], chain=1
     )
-    yield "map-without-host", _MENDED + key + told.encode().replace("host", ".").encode()
+    yield "map-without-host", _MENDED + key + partition_map.encode().replace("host", ".").encode()
     yield "answer", _MENDED + key + pack(result)
     yield "as-it-is", _WHOLE + key + pack_record(key, Watermark())
     yield "index-entry", _WHOLE + b"key" + IndexEntry(7, 1000).pack(b"key")

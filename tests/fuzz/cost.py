@@ -26,21 +26,21 @@ class Cost:
 
 def cost_of(action: Callable[[], object]) -> Cost:
     """Runs `action` and counts."""
-    lines = nbytes = held = 0
+    lines = nbytes = bytes_before = 0
 
     def count(_frame: FrameType, event: str, _argument: Any) -> Any:
-        nonlocal lines, nbytes, held
+        nonlocal lines, nbytes, bytes_before
         lines += event == "line"
         # The most that was held since the line before, not only what is left of it.
         now, most = tracemalloc.get_traced_memory()
-        nbytes += most - held
+        nbytes += most - bytes_before
         tracemalloc.reset_peak()
-        held = now
+        bytes_before = now
         return count
 
     before = sys.gettrace()
     tracemalloc.start()
-    held, _ = tracemalloc.get_traced_memory()
+    bytes_before, _ = tracemalloc.get_traced_memory()
     sys.settrace(count)
     try:
         action()

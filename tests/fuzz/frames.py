@@ -24,7 +24,7 @@ def pieces(data: bytes, first: int) -> Iterator[bytes]:
     """`data` as it may arrive: at most 1, 4, 16, 64, 256 or 1,024 bytes at a time, or whole; the
     low bits of `first` say which."""
     length = (1, 4, 16, 64, 256, 1024, len(data), len(data))[first & 7] or 1
-    return (data[at : at + length] for at in range(0, len(data), length))
+    return (data[offset : offset + length] for offset in range(0, len(data), length))
 
 
 def _admit(header: Header) -> None:
@@ -34,7 +34,7 @@ def _admit(header: Header) -> None:
 
 def _cut(data: Iterator[bytes], *, in_place: bool) -> tuple[list[tuple[Header, bytes]], str]:
     """The frames in `data`, and why there are no more of them."""
-    buffer, found = FrameBuffer(_admit, FrameMemory().allocate), []
+    buffer, parsed_frames = FrameBuffer(_admit, FrameMemory().allocate), []
     try:
         for piece in data:
             room = buffer.receive_buffer() if in_place else memoryview(bytearray())
@@ -42,11 +42,11 @@ def _cut(data: Iterator[bytes], *, in_place: bool) -> tuple[list[tuple[Header, b
             room[:filled] = piece[:filled]
             buffer.receive(piece[filled:], filled)
             while (frame := buffer.next_frame()) is not None:
-                found.append((frame[0], bytes(frame[1])))
+                parsed_frames.append((frame[0], bytes(frame[1])))
             assert buffer.mid_frame or not buffer.buffered
     except RemoteProtocolError as error:
-        return found, str(error)
-    return found, "more is needed" if buffer.mid_frame else ""
+        return parsed_frames, str(error)
+    return parsed_frames, "more is needed" if buffer.mid_frame else ""
 
 
 def _written(header: Header, body: bytes) -> bytes:
@@ -63,10 +63,10 @@ def frames(data: bytes) -> None:
     first, data = data[0] if data else 0, data[1:]
     if first & MENDED:
         data = mended_frames(data)
-    found, why = _cut(iter([data]), in_place=False)
-    assert data.startswith(b"".join(_written(header, body) for header, body in found))
-    assert _cut(pieces(data, first), in_place=False) == (found, why)
-    assert _cut(pieces(data, first), in_place=True) == (found, why)
+    parsed_frames, why = _cut(iter([data]), in_place=False)
+    assert data.startswith(b"".join(_written(header, body) for header, body in parsed_frames))
+    assert _cut(pieces(data, first), in_place=False) == (parsed_frames, why)
+    assert _cut(pieces(data, first), in_place=True) == (parsed_frames, why)
 
 
 def messages(data: bytes) -> None:

@@ -22,12 +22,12 @@ _CHUNK_HEAD: Final = Struct("<IIIIQQ")
 def framed(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
     """The frames in `data`: opcode, status, partition, opaque, body. A length that is too long
     ends with the data; what is too short for a header is left over."""
-    at = 0
-    while len(data) - at >= HEADER_BYTES:
-        opcode, status, partition, opaque, length = _SAID.unpack_from(data, at)
-        at += HEADER_BYTES
-        body = data[at : at + (min(length, len(data) - at) & ~7)]
-        at += len(body)
+    offset = 0
+    while len(data) - offset >= HEADER_BYTES:
+        opcode, status, partition, opaque, length = _SAID.unpack_from(data, offset)
+        offset += HEADER_BYTES
+        body = data[offset : offset + (min(length, len(data) - offset) & ~7)]
+        offset += len(body)
         yield opcode, status, partition, opaque, body
 
 

@@ -35,11 +35,11 @@ def _overwrite(random: Random, data: bytearray, _other: bytes) -> None:
 def _number(random: Random, data: bytearray, _other: bytes) -> None:
     """A length, a count, an offset or a sequence number."""
     length = random.choice((1, 2, 4, 4, 4, 8))
-    at = _place(random, data)
-    at -= at % random.choice((1, 2, 4, 8))
-    number = random.choice((*NUMBERS, len(data), random.randrange(2 * len(data))))
-    number = (number + random.choice((0, 0, 1, -1))) % (1 << 8 * length)
-    data[at : at + length] = number.to_bytes(length, "little")
+    offset = _place(random, data)
+    offset -= offset % random.choice((1, 2, 4, 8))
+    value = random.choice((*NUMBERS, len(data), random.randrange(2 * len(data))))
+    value = (value + random.choice((0, 0, 1, -1))) % (1 << 8 * length)
+    data[offset : offset + length] = value.to_bytes(length, "little")
 
 
 def _cut(random: Random, data: bytearray, _other: bytes) -> None:
@@ -47,18 +47,20 @@ def _cut(random: Random, data: bytearray, _other: bytes) -> None:
 
 
 def _remove(random: Random, data: bytearray, _other: bytes) -> None:
-    at = random.randrange(len(data))
-    del data[at : at + random.choice((1, 4, 8, 24, 100))]
+    offset = random.randrange(len(data))
+    del data[offset : offset + random.choice((1, 4, 8, 24, 100))]
 
 
 def _insert(random: Random, data: bytearray, _other: bytes) -> None:
-    at = random.randrange(len(data) + 1)
-    data[at:at] = random.choice((bytes(8), b"\xff" * 8, random.randbytes(random.randrange(1, 40))))
+    offset = random.randrange(len(data) + 1)
+    data[offset:offset] = random.choice(
+        (bytes(8), b"\xff" * 8, random.randbytes(random.randrange(1, 40)))
+    )
 
 
 def _repeat(random: Random, data: bytearray, _other: bytes) -> None:
-    at = random.randrange(len(data))
-    data[at:at] = data[at : at + random.choice((1, 8, 24, 100, 1000))]
+    offset = random.randrange(len(data))
+    data[offset:offset] = data[offset : offset + random.choice((1, 8, 24, 100, 1000))]
 
 
 def _splice(random: Random, data: bytearray, other: bytes) -> None:
@@ -69,7 +71,7 @@ def _splice(random: Random, data: bytearray, other: bytes) -> None:
 
 def _again(random: Random, data: bytearray, _other: bytes) -> None:
     """A frame is said again, somewhere."""
-    starts = [found.start() for found in finditer(_FRAME, data)] or [0]
+    starts = [match.start() for match in finditer(_FRAME, data)] or [0]
     bounds = [*starts, len(data)]
     which, to = random.randrange(len(starts)), random.choice(bounds)
     data[to:to] = data[bounds[which] : bounds[which + 1]]

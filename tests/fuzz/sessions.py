@@ -135,9 +135,9 @@ def _hear(session: Session, piece: bytes, react: Callable[[Session, Message], No
     except RemoteProtocolError as error:
         status = error.status
     if status is not None:
-        (told,) = frames(bytes(session._outgoing[-1]))
-        assert isinstance(told, Error)
-        assert told.status == status
+        (error_said,) = frames(bytes(session._outgoing[-1]))
+        assert isinstance(error_said, Error)
+        assert error_said.status == status
         assert session.state is SessionState.CLOSED
     elif isinstance(session, ServerSession) and not was_over:
         longest = HANDSHAKE_BODY_BYTES_MAX if stranger else FRAME_BODY_BYTES_MAX

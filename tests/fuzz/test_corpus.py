@@ -40,8 +40,8 @@ def test_the_corpus_and_its_mutations(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_is_small_and_what_the_messages_make(name: str) -> None:
     inputs = corpus(name)
-    kept = {file: data for file, data in inputs.items() if not file.startswith("found-")}
-    assert kept == made(name), "python -m tests.fuzz.corpus writes it anew"
+    recorded = {file: data for file, data in inputs.items() if not file.startswith("found-")}
+    assert recorded == made(name), "python -m tests.fuzz.corpus writes it anew"
     assert max(map(len, inputs.values())) <= 4096
 
 

@@ -51,17 +51,19 @@ def test_what_is_counted() -> None:
             joined = joined + bytes(100)
         return joined
 
-    one, two = cost_of(lambda: work(100)), cost_of(lambda: work(200))
-    assert one.lines >= 100
-    assert one.nbytes >= 100 * 1000
-    assert _is_linear(one, two)
+    single, double = cost_of(lambda: work(100)), cost_of(lambda: work(200))
+    assert single.lines >= 100
+    assert single.nbytes >= 100 * 1000
+    assert _is_linear(single, double)
     assert not _is_linear(cost_of(lambda: square(100)), cost_of(lambda: square(200)))
     assert not _is_linear(Cost(1000, 1000), Cost(4000, 2000))
 
 
-def _is_linear(one: Cost, two: Cost) -> bool:
-    """Whether `two`, of twice the input, is at most about twice `one`."""
-    return two.lines <= 2.2 * one.lines + 100 and two.nbytes <= 2.2 * one.nbytes + 10_000
+def _is_linear(single: Cost, double: Cost) -> bool:
+    """Whether twice the input costs at most about twice as much."""
+    return (
+        double.lines <= 2.2 * single.lines + 100 and double.nbytes <= 2.2 * single.nbytes + 10_000
+    )
 
 
 # Bytes of a target that grow with a number.
@@ -116,8 +118,8 @@ def _misplaced(shape: str, *, of_keys: bool) -> Callable[[int], bytes]:
         bad = _offsets(count, 8 * count, shape)
         keys, values = (bad, places) if of_keys else (places, bad)
         operations = bytes([Operation.SET]) * count
-        found = published_chunk(keys.tobytes(), data, values.tobytes(), data, operations)
-        return _WHOLE + bytes(found)
+        chunk = published_chunk(keys.tobytes(), data, values.tobytes(), data, operations)
+        return _WHOLE + bytes(chunk)
 
     return make
 
@@ -128,8 +130,8 @@ def _map(count: int) -> bytes:
     replicas = dict(zip(names[1:], names, strict=False))
     assignment = Assignment(active=names[0], replicas=dict(reversed(replicas.items())))
     nodes = dict.fromkeys(names, "h:1")
-    found = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=(assignment,))
-    return found.encode().encode()
+    partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=(assignment,))
+    return partition_map.encode().encode()
 
 
 GROWING: Final[dict[tuple[str, str], Callable[[int], bytes]]] = {
@@ -161,8 +163,8 @@ def test_cost_is_linear(name: str, kind: str) -> None:
     target, make = TARGETS[name], GROWING[name, kind]
     target(make(64))  # what is made once is not counted
     count = COUNTS.get(name, 400)
-    one, two = (cost_of(partial(target, make(times * count))) for times in (1, 2))
-    assert _is_linear(one, two), (one, two)
+    single, double = (cost_of(partial(target, make(times * count))) for times in (1, 2))
+    assert _is_linear(single, double), (single, double)
 
 
 @pytest.mark.parametrize("name", ["server", "client"])
@@ -171,5 +173,5 @@ def test_a_conversation_costs_by_its_length(name: str) -> None:
     target = TARGETS[name]
     for file, data in corpus(name).items():
         target(data)
-        one, two = (cost_of(partial(target, data[:2] + data[2:] * times)) for times in (4, 8))
-        assert _is_linear(one, two), (file, one, two)
+        single, double = (cost_of(partial(target, data[:2] + data[2:] * times)) for times in (4, 8))
+        assert _is_linear(single, double), (file, single, double)

@@ -100,8 +100,8 @@ def test_a_branch_stands_in_front_of_what_led_to_it(
     branched = value.branch(history_id, seq)
     assert branched.entries[0] == FailoverEntry(history_id, seq)
     assert branched.current == history_id
-    kept = [entry for entry in value if entry.seq <= seq]
-    assert list(branched)[1:] == kept[: FAILOVER_ENTRIES_MAX - 1]
+    older_entries = [entry for entry in value if entry.seq <= seq]
+    assert list(branched)[1:] == older_entries[: FAILOVER_ENTRIES_MAX - 1]
     assert len(branched) <= FAILOVER_ENTRIES_MAX
     assert all(newer.seq >= older.seq for newer, older in pairwise(branched))
 
@@ -116,8 +116,8 @@ def test_until_drops_what_lies_above_and_nothing_else(value: FailoverLog, seq: S
 
 def test_the_oldest_entry_is_dropped_first() -> None:
     value = FailoverLog()
-    for number in range(1, FAILOVER_ENTRIES_MAX + 3):
-        value = value.branch(HistoryId(number), SeqNo(number))
+    for history in range(1, FAILOVER_ENTRIES_MAX + 3):
+        value = value.branch(HistoryId(history), SeqNo(history))
     assert len(value) == FAILOVER_ENTRIES_MAX
     assert value.pairs()[-1] == (3, 3)
 

@@ -232,10 +232,10 @@ def test_other_assignments_make_the_next_map() -> None:
 
 
 def test_a_bucket_on_one_node_is_a_map_of_one_node() -> None:
-    one = PartitionMap.of_one("b", 3, "a", "h:1")
-    one.check()
-    assert (one.revision, one.nodes) == (1, {"a": "h:1"})
-    assert [one.active_of(PartitionId(number)) for number in range(3)] == ["h:1"] * 3
+    partition_map = PartitionMap.of_one("b", 3, "a", "h:1")
+    partition_map.check()
+    assert (partition_map.revision, partition_map.nodes) == (1, {"a": "h:1"})
+    assert [partition_map.active_of(PartitionId(number)) for number in range(3)] == ["h:1"] * 3
     assert PartitionMap.of_one("b", 3, "a", "h:1", revision=0).revision == 0
 
 

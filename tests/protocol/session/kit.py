@@ -94,7 +94,7 @@ def whole(data: bytes) -> Iterable[bytes]:
 
 def bytewise(data: bytes) -> Iterable[bytes]:
     """After every byte."""
-    return (data[at : at + 1] for at in range(len(data)))
+    return (data[index : index + 1] for index in range(len(data)))
 
 
 # Messages that take many words.
@@ -151,8 +151,8 @@ def snapshot(
     )
 
 
-def end(partition: int, opaque: int, at: int) -> PartitionEnd:
-    return PartitionEnd(SeqNo(at), partition=PartitionId(partition), opaque=opaque)
+def end(partition: int, opaque: int, seq: int) -> PartitionEnd:
+    return PartitionEnd(SeqNo(seq), partition=PartitionId(partition), opaque=opaque)
 
 
 def close_stream(partition: int, opaque: int) -> CloseStream:
@@ -350,7 +350,7 @@ class Pair:
     # Conversations up to a point.
 
     @classmethod
-    def at(cls, state: SessionState, **options: Any) -> Pair:
+    def in_state(cls, state: SessionState, **options: Any) -> Pair:
         """A pair of which both sides are in `state`. Of the handshake, only one side ever is: the
         client begins in GREETED, and the server leaves it as soon as it enters."""
         pair = cls(**options)
@@ -427,7 +427,7 @@ REQUESTS: Final[dict[type[Message], type[Message]]] = {
 
 def portrait(session: Session) -> dict[str, Any]:
     """Everything there is to a session, but the bytes that it is just receiving."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "state": session.state,
         "hello": session.hello,
         "agreed": session.agreed,
@@ -444,11 +444,11 @@ def portrait(session: Session) -> dict[str, Any]:
     }
     if isinstance(session, ServerSession):
         cycle = session._cycle
-        found["cycle"] = (list(cycle._ready), cycle.current, cycle.here, cycle._sent)
-        found["queue"] = list(session._barrier_queue._queue)
+        attributes["cycle"] = (list(cycle._ready), cycle.current, cycle.here, cycle._sent)
+        attributes["queue"] = list(session._barrier_queue._queue)
     if isinstance(session, ClientSession):
-        found["unacknowledged"] = session._unacknowledged
-    return found
+        attributes["unacknowledged"] = session._unacknowledged
+    return attributes
 
 
 def assert_refused(session: Session, status: Status) -> str:

@@ -313,7 +313,7 @@ def _brief(message: Message) -> str:
 
 
 def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client.send(Noop())
     data = b"".join(map(bytes, pair.client.take_outgoing(0.0)))
     bad = b"".join(map(bytes, SAMPLES[HelloReply].frame()))
@@ -326,7 +326,7 @@ def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
 
 
 def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
-    pair = Pair.at(SessionState.STREAMING, window_bytes=WINDOW_BYTES_MIN)
+    pair = Pair.in_state(SessionState.STREAMING, window_bytes=WINDOW_BYTES_MIN)
     pair.accept(3, 9)
     pair.turn(3)
     pair.server.send(start(3, 9, 0, 1000))

@@ -83,7 +83,7 @@ def refused_by_both(said: Session, heard: Session, message: Message, status: Sta
 
 
 def _inside(window_bytes: int = WINDOW_BYTES_MIN) -> Pair:
-    pair = Pair.at(SessionState.STREAMING, window_bytes=window_bytes)
+    pair = Pair.in_state(SessionState.STREAMING, window_bytes=window_bytes)
     pair.accept(3, 9)
     pair.turn(3)
     pair.server_says(start(3, 9, 0, 100))
@@ -93,9 +93,9 @@ def _inside(window_bytes: int = WINDOW_BYTES_MIN) -> Pair:
 def test_the_window_is_overshot_by_one_frame_at_most() -> None:
     pair = _inside()
     sent = 0
-    for at in range(3):
+    for seq in range(3):
         assert pair.server.window.open
-        message = chunk(3, 9, at, at + 1, b"x" * 30_000)
+        message = chunk(3, 9, seq, seq + 1, b"x" * 30_000)
         pair.server_says(message)
         sent += HEADER_BYTES + message.chunk.nbytes
         assert pair.client.window.used == pair.server.window.used == sent
@@ -143,7 +143,7 @@ def test_no_more_is_acknowledged_than_was_sent() -> None:
 
 def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
     pair = _inside()
-    pair.server_says(*(chunk(3, 9, at, at + 1, b"x" * 10_000) for at in range(6)))
+    pair.server_says(*(chunk(3, 9, seq, seq + 1, b"x" * 10_000) for seq in range(6)))
     used = pair.client.window.used
     quarter = WINDOW_BYTES_MIN // 4
     pair.client.acknowledge(quarter - 1)
@@ -183,9 +183,11 @@ def test_a_client_whose_session_is_over_need_not_acknowledge() -> None:
 
 
 def test_credit_is_overshot_by_one_frame_at_most() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     first = Mutate(published(b"x" * 1000), partition=PartitionId(3), opaque=1)
-    refused_by_both(pair.client, Pair.at(SessionState.OPEN).server, first, Status.FLOW_CONTROL)
+    refused_by_both(
+        pair.client, Pair.in_state(SessionState.OPEN).server, first, Status.FLOW_CONTROL
+    )
     pair.server_says(Credit(10), Credit(1))
     assert pair.client_says(first) == [first]
     assert pair.client.credit.left == pair.server.credit.left == 11 - len(encoded(first))
@@ -194,7 +196,7 @@ def test_credit_is_overshot_by_one_frame_at_most() -> None:
 
 
 def test_credit_pays_for_the_overshoot_first() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.server_says(Credit(1))
     first = Mutate(published(), partition=PartitionId(3), opaque=1)
     pair.client_says(first)
@@ -210,14 +212,14 @@ def test_credit_pays_for_the_overshoot_first() -> None:
 
 
 def test_only_so_many_barriers_are_open() -> None:
-    pair = Pair.at(SessionState.STREAMING)
-    for number in range(OPEN_BARRIERS_MAX):
-        pair.client_says(Barrier(b"%d" % number))
+    pair = Pair.in_state(SessionState.STREAMING)
+    for index in range(OPEN_BARRIERS_MAX):
+        pair.client_says(Barrier(b"%d" % index))
     refused_by_both(pair.client, pair.server, Barrier(b"more"), Status.TOO_MANY)
 
 
 def test_a_cookie_may_be_used_again_once_it_came_back() -> None:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(Barrier(b"cookie"))
     assert pair.server.next_partition() is None
     pair.to_client()
@@ -228,14 +230,14 @@ def test_a_cookie_may_be_used_again_once_it_came_back() -> None:
 
 @pytest.mark.parametrize("cookie", [b"", b"x" * (COOKIE_BYTES_MAX + 1)])
 def test_a_cookie_is_short_but_not_empty(cookie: bytes) -> None:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(Barrier(b"x" * COOKIE_BYTES_MAX), Barrier(b"\0"))
     refused_by_both(pair.client, pair.server, Barrier(cookie), Status.MALFORMED)
 
 
 @pytest.mark.parametrize("cookie", [b"second", b"third"])
 def test_only_the_oldest_barrier_comes_back(cookie: bytes) -> None:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(Barrier(b"first"), Barrier(b"second"))
     refused_by_both(pair.server, pair.client, BarrierReply(cookie, ()), Status.MALFORMED)
 
@@ -245,13 +247,13 @@ def test_only_the_oldest_barrier_comes_back(cookie: bytes) -> None:
 
 def test_an_opaque_in_use_is_refused() -> None:
     for first, second in ((SAMPLES[Get], SAMPLES[Stats]), (stream(3, 9), SAMPLES[Get])):
-        pair = Pair.at(SessionState.OPEN)
+        pair = Pair.in_state(SessionState.OPEN)
         pair.client_says(first)
         refused_by_both(pair.client, pair.server, second, Status.OPAQUE_IN_USE)
 
 
 def test_a_streams_opaque_is_in_use_until_it_ends() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.accept(3, 9)
     with pytest.raises(LocalProtocolError):
         pair.client.send(SAMPLES[Get])
@@ -261,7 +263,7 @@ def test_a_streams_opaque_is_in_use_until_it_ends() -> None:
 
 
 def test_an_opaque_is_free_once_its_request_was_answered_or_refused() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     for answer in (SAMPLES[GetReply], SAMPLES[Refusal]):
         pair.client_says(SAMPLES[Get])
         assert pair.server_says(answer) == [answer]
@@ -280,13 +282,13 @@ def test_an_opaque_is_free_once_its_request_was_answered_or_refused() -> None:
     ],
 )
 def test_an_answer_answers_a_request(answer: Message) -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(SAMPLES[Get])
     refused_by_both(pair.server, pair.client, answer, Status.MALFORMED)
 
 
 def test_only_so_many_requests_are_open() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     for opaque in range(REQUESTS_OPEN_MAX):
         pair.client.send(Stats(opaque=opaque))
     pair.to_server()
@@ -294,7 +296,7 @@ def test_only_so_many_requests_are_open() -> None:
 
 
 def test_new_opaques_come_round_and_are_free() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client._next_opaque = 0xFFFF_FFFE
     seen = []
     pair.client_says(Stats(opaque=0xFFFF_FFFF), Stats(opaque=2))
@@ -305,13 +307,13 @@ def test_new_opaques_come_round_and_are_free() -> None:
 
 
 def test_nothing_else_is_open_when_a_bucket_is_opened() -> None:
-    pair = Pair.at(SessionState.READY)
+    pair = Pair.in_state(SessionState.READY)
     pair.client_says(Stats(opaque=1))
     refused_by_both(pair.client, pair.server, Open("bucket", opaque=2), Status.OUT_OF_TURN)
 
 
 def test_a_bucket_may_be_opened_after_another_was_refused() -> None:
-    pair = Pair.at(SessionState.OPENING)
+    pair = Pair.in_state(SessionState.OPENING)
     refusal = Refusal("no such bucket", opaque=9, status=Status.NO_BUCKET)
     assert pair.server_says(refusal) == [refusal]
     pair.client_says(Open("other", opaque=9))
@@ -329,7 +331,7 @@ def test_a_bucket_may_be_opened_after_another_was_refused() -> None:
     ],
 )
 def test_keys_that_are_asked_for_keep_to_the_limits(message: Get, status: Status) -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(Get((b"k" * KEY_BYTES_MAX,) * GET_KEYS_MAX, opaque=2))
     refused_by_both(pair.client, pair.server, message, status)
 
@@ -350,7 +352,7 @@ def test_keys_that_are_asked_for_keep_to_the_limits(message: Get, status: Status
     ],
 )
 def test_a_hello_that_is_refused(changes: dict[str, Any], status: Status) -> None:
-    pair = Pair.at(SessionState.GREETING)
+    pair = Pair.in_state(SessionState.GREETING)
     refused_by_both(pair.client, pair.server, hello(**changes), status)
     assert pair.server.client_identity == ""
 
@@ -393,12 +395,12 @@ def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_hellos_answer_that_is_refused(changes: dict[str, Any], status: Status) -> None:
-    pair = Pair.at(SessionState.GREETED)
+    pair = Pair.in_state(SessionState.GREETED)
     refused_by_both(pair.server, pair.client, hello_reply(**changes), status)
 
 
 def test_the_client_keeps_to_the_limits_that_it_was_told() -> None:
-    pair = Pair.at(SessionState.GREETED)
+    pair = Pair.in_state(SessionState.GREETED)
     pair.server_says(
         hello_reply(frame_body_bytes_max=5000, open_barriers_max=1, requests_open_max=2)
     )
@@ -422,7 +424,7 @@ def test_the_client_keeps_to_the_limits_that_it_was_told() -> None:
 
 
 def test_the_clients_limit_does_not_bind_the_server() -> None:
-    pair = Pair.at(SessionState.GREETED)
+    pair = Pair.in_state(SessionState.GREETED)
     pair.server_says(hello_reply(frame_body_bytes_max=5000))
     pair.client_says(Stats(opaque=1))
     reply = StatsReply("x" * 100_000, opaque=1)
@@ -446,7 +448,7 @@ def _sides() -> Iterator[tuple[Session, type[Message]]]:
     """Every session that there is, with every message it may hear."""
     for state in (SessionState.OPEN, SessionState.STREAMING):
         for kind in MESSAGES.values():
-            pair = Pair.at(state)
+            pair = Pair.in_state(state)
             if kind.sender & 1 and kind not in (Hello, Open):
                 yield pair.server, kind
             if kind.sender & 2 and kind not in (HelloReply, Opened):
@@ -466,7 +468,7 @@ def _sides() -> Iterator[tuple[Session, type[Message]]]:
 def test_a_stranger_is_refused_a_long_frame_from_its_header(
     state: SessionState, kind: type[Message], length: int
 ) -> None:
-    pair = Pair.at(state)
+    pair = Pair.in_state(state)
     pair.server.receive(pack_header(kind.opcode, 0, 0xFFFF, 9, length, 0), 0.0)
     assert_refused(pair.server, Status.FRAME_TOO_LONG)
 
@@ -486,7 +488,7 @@ def test_every_message_has_its_limit_and_its_header_is_enough_to_see_it() -> Non
 
 
 def test_a_frame_of_the_longest_kind_is_taken_in_and_not_refused() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     header = pack_header(Mutate.opcode, 0, 3, 9, FRAME_BODY_BYTES_MAX, 0)
     pair.server.receive(header, 0.0)
     assert list(pair.server.events()) == []
@@ -497,7 +499,7 @@ def test_a_frame_of_the_longest_kind_is_taken_in_and_not_refused() -> None:
 
 
 def test_what_is_too_long_is_not_said() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     before = portrait(pair.client)
     with pytest.raises(LocalProtocolError) as caught:
         pair.client.send(Stats(bucket="x" * HANDSHAKE_BODY_BYTES_MAX, opaque=1))
@@ -512,7 +514,7 @@ INTERVAL: Final = 20
 
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_a_side_that_is_silent_says_noop(side: str) -> None:
-    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    pair = Pair.in_state(SessionState.OPEN, interval_s=INTERVAL)
     session: Session = pair.client if side == "client" else pair.server
     assert session.keep_alive.next_check() == INTERVAL
     session.receive(encoded(Noop()), 15.0)
@@ -532,7 +534,7 @@ def test_a_side_that_is_silent_says_noop(side: str) -> None:
 
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_a_side_that_speaks_says_no_noop(side: str) -> None:
-    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    pair = Pair.in_state(SessionState.OPEN, interval_s=INTERVAL)
     session: Session = pair.client if side == "client" else pair.server
     session.send(Credit(1) if side == "server" else Stats(opaque=1))
     taken(session, 15.0)
@@ -543,7 +545,7 @@ def test_a_side_that_speaks_says_no_noop(side: str) -> None:
 
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_a_peer_that_is_silent_for_two_intervals_is_dead(side: str) -> None:
-    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    pair = Pair.in_state(SessionState.OPEN, interval_s=INTERVAL)
     session: Session = pair.client if side == "client" else pair.server
     for now in (20.0, 39.0):
         assert session.tick(now)
@@ -559,12 +561,12 @@ def test_a_peer_that_is_silent_for_two_intervals_is_dead(side: str) -> None:
 
 
 def test_the_interval_is_the_clients_choice() -> None:
-    pair = Pair.at(SessionState.READY, interval_s=3)
+    pair = Pair.in_state(SessionState.READY, interval_s=3)
     assert pair.client.keep_alive.next_check() == pair.server.keep_alive.next_check() == 3
 
 
 def test_a_blocked_writer_does_not_gather_noops() -> None:
-    pair = Pair.at(SessionState.OPEN, interval_s=INTERVAL)
+    pair = Pair.in_state(SessionState.OPEN, interval_s=INTERVAL)
     for now in range(0, 400, 10):
         pair.server.receive(encoded(Noop()), now)
         list(pair.server.events())
@@ -590,7 +592,12 @@ def test_statistics() -> None:
     pair = _inside()
     pair.server_says(Credit(50), chunk(3, 9, 0, 1))
     pair.client_says(Barrier(b"b"))
-    found = pair.server.statistics()
-    assert found.state is SessionState.STREAMING
-    assert (found.streams, found.barriers, found.cycles, found.credit_left) == (1, 1, 1, 50)
-    assert found.window_used == HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes
+    statistics = pair.server.statistics()
+    assert statistics.state is SessionState.STREAMING
+    assert (statistics.streams, statistics.barriers, statistics.cycles, statistics.credit_left) == (
+        1,
+        1,
+        1,
+        50,
+    )
+    assert statistics.window_used == HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes

@@ -177,10 +177,10 @@ class Conversation(RuleBasedStateMachine):
             record = self.client.streams.get(partition)
             if record is not None and record.opaque == opaque and record.state in LIVE:
                 assert record.complete >= high
-        for partition, at in ends.items():
+        for partition, snapshot_end in ends.items():
             record = self.client.streams[partition]
             if record.state in LIVE:
-                assert record.complete == at == self.has[partition][0]
+                assert record.complete == snapshot_end == self.has[partition][0]
 
     # The client acts.
 
@@ -239,8 +239,8 @@ class Conversation(RuleBasedStateMachine):
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
         if self.asked:
-            at = data.draw(st.integers(0, len(self.asked) - 1))
-            self.answer_one(self.asked.pop(at), refuse=data.draw(st.booleans()))
+            index = data.draw(st.integers(0, len(self.asked) - 1))
+            self.answer_one(self.asked.pop(index), refuse=data.draw(st.booleans()))
 
     def answer_one(self, request: Message, *, refuse: bool) -> None:
         partition, opaque = request.partition, request.opaque

@@ -159,9 +159,9 @@ def _do(doing: int | str, loop: Loop | Quick, cookie: str = "") -> None:
 @given(DOINGS)
 def test_the_cycle_does_what_the_loop_does(doings: list[int | str]) -> None:
     loop, quick = Loop(), Quick()
-    for number, doing in enumerate([*doings, *["send", "go on"] * 2 * PARTITIONS]):
-        _do(doing, loop, f"barrier {number}")
-        _do(doing, quick, f"barrier {number}")
+    for index, doing in enumerate([*doings, *["send", "go on"] * 2 * PARTITIONS]):
+        _do(doing, loop, f"barrier {index}")
+        _do(doing, quick, f"barrier {index}")
         quick.cycle.check_invariants()
         assert quick.current == loop.current
     assert quick.told == loop.told
@@ -184,14 +184,14 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
     before: dict[str, set[int]] = {}
     back: list[str] = []
     doings = [*doings, *["go on", "send"] * (2 * PARTITIONS + len(doings)), "go on"]
-    for number, doing in enumerate(doings):
-        told = len(quick.told)
+    for index, doing in enumerate(doings):
+        heard = len(quick.told)
         if isinstance(doing, int):
             quick.mutate(doing)
-            waiting[doing].append(number)
-            unstreamed.add(number)
+            waiting[doing].append(index)
+            unstreamed.add(index)
         elif doing == "barrier":
-            cookie = f"barrier {number}"
+            cookie = f"barrier {index}"
             quick.barrier(cookie)
             sent.append(cookie)
             before[cookie] = set(unstreamed)
@@ -204,7 +204,7 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
             unstreamed.difference_update(taken_along)
             quick.begin()
             quick.finish()
-        for what, cookie_back in quick.told[told:]:
+        for what, cookie_back in quick.told[heard:]:
             if what == "barrier":
                 back.append(str(cookie_back))
                 assert not before[str(cookie_back)] & unstreamed
@@ -215,7 +215,7 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
 
 def test_a_barrier_waits_for_the_partition_it_arrived_at_and_no_longer() -> None:
     """Arriving in cycle c at partition p, it is due at (c + 1, p), however busy the rest is."""
-    for at in range(PARTITIONS):
+    for arrival in range(PARTITIONS):
         quick = Quick()
         for partition in range(PARTITIONS):
             quick.mutate(partition)
@@ -224,14 +224,14 @@ def test_a_barrier_waits_for_the_partition_it_arrived_at_and_no_longer() -> None
             quick.go_on()
             assert quick.current is not None
             quick.mutate(quick.current)
-            if turns == at:
+            if turns == arrival:
                 quick.barrier("here")
             quick.begin()
             quick.finish()
             if ("barrier", "here") in quick.told:
                 break
             turns += 1
-        assert turns == at + PARTITIONS
+        assert turns == arrival + PARTITIONS
 
 
 def test_with_nothing_left_to_stream_a_barrier_comes_back_at_once() -> None:
@@ -282,7 +282,7 @@ def test_a_cycle_in_which_nothing_was_sent_is_not_announced() -> None:
 
 
 def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     heard: list[Any] = []
     for partition in (7, 2, 5):
         pair.accept(partition, 100 + partition)
@@ -294,10 +294,10 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
     rounds = 0
     while (turn := pair.server.next_partition()) is not None:
         opaque = pair.server.opaque_of(turn)
-        at = standing[turn]
-        pair.server.send(start(turn, opaque, at, at + 1))
-        pair.server.send(chunk(turn, opaque, at, at + 1))
-        pair.server.send(end(turn, opaque, at + 1))
+        start_seq = standing[turn]
+        pair.server.send(start(turn, opaque, start_seq, start_seq + 1))
+        pair.server.send(chunk(turn, opaque, start_seq, start_seq + 1))
+        pair.server.send(end(turn, opaque, start_seq + 1))
         pair.server.end_turn()
         standing[turn] += 1
         if turn == 5 and rounds < 1:
@@ -344,7 +344,7 @@ def _calls(action: Callable[[], object]) -> int:
 
 
 def _busy_pair(registered: int, ready: int) -> Pair:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     for partition in range(registered):
         pair.client_says(stream(partition, partition + 1))
         pair.server_says(stream_reply(partition, partition + 1))
@@ -355,7 +355,7 @@ def _busy_pair(registered: int, ready: int) -> Pair:
 
 def _some_turns(pair: Pair) -> Callable[[], None]:
     def run() -> None:
-        for at in range(3):
+        for turn_count in range(3):
             partition = pair.server.next_partition()
             assert partition is not None
             opaque = pair.server.opaque_of(partition)
@@ -363,7 +363,7 @@ def _some_turns(pair: Pair) -> Callable[[], None]:
             pair.server.send(chunk(partition, opaque, 0, 1))
             pair.server.send(end(partition, opaque, 1))
             pair.server.end_turn()
-            if at == 0:
+            if turn_count == 0:
                 pair.server.ready(partition)
 
     return run
@@ -383,7 +383,7 @@ def test_a_turn_costs_little_more_however_many_partitions_are_ready() -> None:
 
 
 def test_nobody_has_a_turn_before_the_client_says_go() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.accept(3, 9)
     pair.server.ready(PartitionId(3))
     assert pair.server.next_partition() is None
@@ -393,7 +393,7 @@ def test_nobody_has_a_turn_before_the_client_says_go() -> None:
 
 
 def test_the_first_cycle_is_announced_even_if_it_was_empty() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(Go())
     assert pair.server.next_partition() is None
     assert pair.to_client() == [Completed(1)]

@@ -81,7 +81,7 @@ def _leads_to(side: str, kind: type[Message], state: SessionState) -> SessionSta
 
 def _pair(side: str, kind: type[Message], state: SessionState) -> Pair:
     """A pair in `state`, ready for `side` to say the sample of `kind` if it may be said at all."""
-    pair = Pair.at(state)
+    pair = Pair.in_state(state)
     if _leads_to(side, kind, state) is not None:
         pair.prepare(kind)
     taken(pair.client)
@@ -177,7 +177,7 @@ def test_a_side_is_heard_with_what_the_state_allows_and_nothing_else(
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_when_it_is_over_nothing_is_said_and_everything_ignored(side: str) -> None:
     for sample in SAMPLES.values():
-        pair = Pair.at(SessionState.CLOSED)
+        pair = Pair.in_state(SessionState.CLOSED)
         session: Session = pair.client if side == "client" else pair.server
         before = portrait(session)
         with pytest.raises(LocalProtocolError):
@@ -202,7 +202,7 @@ def test_a_stranger_can_send_no_long_frame() -> None:
 def test_a_length_costs_no_memory(length: int) -> None:
     for message in SAMPLES.values():
         for state in (SessionState.READY, SessionState.STREAMING):
-            pair = Pair.at(state)
+            pair = Pair.in_state(state)
             for session in (pair.client, pair.server):
                 session.receive(pack_header(message.opcode, 0, 3, 9, length, 0) + bytes(100), 0.0)
                 with suppress(RemoteProtocolError):
@@ -218,7 +218,7 @@ def test_an_answer_to_hello_is_all_that_a_server_says_by_itself() -> None:
 
 def test_an_unknown_opcode_is_refused_in_every_state() -> None:
     for state in STATES:
-        pair = Pair.at(state)
+        pair = Pair.in_state(state)
         taken(pair.client)
         taken(pair.server)
         for session in (pair.client, pair.server):
@@ -232,7 +232,7 @@ def _with_opcode(opcode: int) -> bytes:
 
 def test_an_error_ends_the_session_without_an_error_in_return() -> None:
     for state in STATES:
-        pair = Pair.at(state)
+        pair = Pair.in_state(state)
         taken(pair.client)
         taken(pair.server)
         for session in (pair.client, pair.server):
@@ -245,7 +245,7 @@ def test_an_error_ends_the_session_without_an_error_in_return() -> None:
 
 def test_failing_says_so_once_however_long_the_story() -> None:
     for state in STATES:
-        pair = Pair.at(state)
+        pair = Pair.in_state(state)
         taken(pair.client)
         taken(pair.server)
         for session in (pair.client, pair.server):
@@ -258,7 +258,7 @@ def test_failing_says_so_once_however_long_the_story() -> None:
 
 
 def test_what_does_not_fit_its_layout_is_not_said() -> None:
-    pair = Pair.at(SessionState.READY)
+    pair = Pair.in_state(SessionState.READY)
     before = portrait(pair.client)
     for message in (
         Stats(bucket="x" * 70_000),

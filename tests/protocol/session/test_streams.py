@@ -80,8 +80,8 @@ INPUTS: Final[dict[str, Message]] = {
 def _read_table() -> list[tuple[str, str, str, str]]:
     head, *rows = [line.split() for line in TABLE.splitlines() if line.strip()]
     return [
-        (who, given, state, cell)
-        for who, given, *cells in rows
+        (who, happened, state, cell)
+        for who, happened, *cells in rows
         for state, cell in zip(head, cells, strict=True)
     ]
 
@@ -94,7 +94,7 @@ def _pair(state: str, *, crossing: bool) -> Pair:
 
     CLOSING, `crossing` says whether the server has not heard of it yet.
     """
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     if state == "ABSENT":
         return pair
     pair.client_says(stream(3, 9))
@@ -124,31 +124,31 @@ def test_the_table_covers_every_state_and_input() -> None:
     assert len(EVERY) == 5 * 10
 
 
-@pytest.mark.parametrize(("who", "given", "state", "cell"), EVERY)
-def test_said(who: str, given: str, state: str, cell: str) -> None:
+@pytest.mark.parametrize(("who", "happened", "state", "cell"), EVERY)
+def test_said(who: str, happened: str, state: str, cell: str) -> None:
     pair = _pair(state, crossing=False)
     session: Session = pair.client if who == "client" else pair.server
     assert _state_of(session) == state
     before = portrait(session)
     if cell.isalpha():
-        session.send(INPUTS[given])
+        session.send(INPUTS[happened])
         assert _state_of(session) == cell
         return
     with pytest.raises(LocalProtocolError):
-        session.send(INPUTS[given])
+        session.send(INPUTS[happened])
     assert portrait(session) == before
 
 
-@pytest.mark.parametrize(("who", "given", "state", "cell"), EVERY)
-def test_heard(who: str, given: str, state: str, cell: str) -> None:
+@pytest.mark.parametrize(("who", "happened", "state", "cell"), EVERY)
+def test_heard(who: str, happened: str, state: str, cell: str) -> None:
     pair = _pair(state, crossing=True)
     session: Session = pair.server if who == "client" else pair.client
     if state == "CLOSING" and session is pair.server:
         pair = _pair(state, crossing=False)
         session = pair.server
-    message = INPUTS[given]
+    message = INPUTS[happened]
     session.receive(encoded(message), 0.0)
-    if (state, given) == ("ABSENT", "CloseStream"):
+    if (state, happened) == ("ABSENT", "CloseStream"):
         # It may have been said before our StreamEnd was heard.
         before = portrait(session)
         assert list(session.events()) == []
@@ -161,8 +161,8 @@ def test_heard(who: str, given: str, state: str, cell: str) -> None:
         assert _state_of(session) == cell
     else:
         # An answer to a request that is not open is no answer; the rest is out of turn.
-        malformed = given in ("accepts", "refuses") and state == "ABSENT"
-        if given == "Stream":
+        malformed = happened in ("accepts", "refuses") and state == "ABSENT"
+        if happened == "Stream":
             # Its opaque is the stream's.
             status = Status.OPAQUE_IN_USE
         else:
@@ -252,7 +252,7 @@ def _refused_on_both_sides(pair: Pair, message: Message) -> None:
 
 
 def test_a_whole_snapshot_needs_one_before_it_that_names_its_history() -> None:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.accept(3, 9)
     pair.turn(3)
     _refused_on_both_sides(pair, snapshot(3, 9, 0, 10))
@@ -304,7 +304,7 @@ def _position(complete: int, received: int, *, begin: int = 0, until: int = 0) -
 
 
 def _resume(position: Position, seq: int) -> Pair:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(stream(3, 9, position))
     pair.server_says(stream_reply(3, 9, seq))
     pair.turn(3)
@@ -313,7 +313,7 @@ def _resume(position: Position, seq: int) -> Pair:
 
 @pytest.mark.parametrize("received", [15, 12])
 def test_a_stream_does_not_go_on_behind_what_its_client_has(received: int) -> None:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(stream(3, 9, _position(10, received, begin=10, until=20)))
     message = stream_reply(3, 9, received + 1)
     before = portrait(pair.server)
@@ -362,7 +362,7 @@ def test_a_stream_may_go_on_before_what_its_client_has() -> None:
 
 
 def test_only_positions_that_a_client_can_have_are_said() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     before = portrait(pair.client)
     for position in (
         _position(10, 11),
@@ -380,7 +380,7 @@ def test_only_positions_that_a_client_can_have_are_said() -> None:
 
 
 def test_what_is_on_its_way_when_a_stream_is_closed_is_dropped_and_acknowledged() -> None:
-    pair = Pair.at(SessionState.STREAMING, window_bytes=64 * 1024)
+    pair = Pair.in_state(SessionState.STREAMING, window_bytes=64 * 1024)
     pair.accept(3, 9)
     pair.turn(3)
     first, second = chunk(3, 9, 0, 5, b"x" * 1000), chunk(3, 9, 5, 10, b"x" * 10_000)
@@ -434,7 +434,7 @@ def test_closing_does_not_cross_into_the_next_stream() -> None:
 
 
 def test_a_refused_stream_leaves_no_trace() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     before = portrait(pair.client), portrait(pair.server)
     for status in (Status.NOT_MY_PARTITION, Status.ROLLBACK, Status.SEQ_TOO_HIGH):
         pair.client_says(stream(3, 9))
@@ -443,7 +443,7 @@ def test_a_refused_stream_leaves_no_trace() -> None:
 
 
 def test_what_refuses_a_stream_is_not_a_refusal() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(stream(3, 9))
     refusal = Refusal("no", partition=PartitionId(3), opaque=9, status=Status.TEMPORARY_FAILURE)
     with pytest.raises(LocalProtocolError):
@@ -463,7 +463,7 @@ def test_every_stream_that_ends_says_why(status: int) -> None:
 
 
 def test_the_answer_to_a_stream_is_about_its_partition() -> None:
-    pair = Pair.at(SessionState.OPEN)
+    pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(stream(3, 9), stream(4, 10))
     for message, status in (
         (stream_reply(4, 9), Status.MALFORMED),
@@ -485,7 +485,7 @@ def test_a_record_begins_with_what_the_client_has() -> None:
 
 
 def test_a_snapshot_is_sent_only_of_the_partition_whose_turn_it_is() -> None:
-    pair = Pair.at(SessionState.STREAMING)
+    pair = Pair.in_state(SessionState.STREAMING)
     pair.accept(3, 9)
     pair.accept(4, 10)
     with pytest.raises(LocalProtocolError, match="turn"):
@@ -538,12 +538,12 @@ def test_a_turn_of_several_snapshots_holds_barriers_until_it_ends() -> None:
     pair.client_says(Barrier(b"now"))
     pair.server.end_turn()
     assert pair.server.next_partition() == 3
-    at = pair.server.streams[PartitionId(3)].seq
-    for number in (at, at + 1):
-        pair.server.send(start(3, 9, number, number + 1))
-        pair.server.send(chunk(3, 9, number, number + 1))
-        pair.server.send(end(3, 9, number + 1))
+    seq = pair.server.streams[PartitionId(3)].seq
+    for after in (seq, seq + 1):
+        pair.server.send(start(3, 9, after, after + 1))
+        pair.server.send(chunk(3, 9, after, after + 1))
+        pair.server.send(end(3, 9, after + 1))
         assert not [m for m in pair.to_client() if isinstance(m, BarrierReply)]
     pair.server.end_turn()
     (reply,) = [m for m in pair.to_client() if isinstance(m, BarrierReply)]
-    assert reply.ends == ((3, at + 2),)
+    assert reply.ends == ((3, seq + 2),)

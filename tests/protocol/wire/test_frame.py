@@ -174,8 +174,8 @@ def test_a_damaged_body_is_noticed(bodies: list[bytes], data: st.DataObject) -> 
     stream = bytearray(
         b"".join(frame_of(body) for body in bodies[:-1]) + frame_of(bodies[-1] + b"!")
     )
-    at = data.draw(st.integers(1, 8))
-    stream[-at] ^= data.draw(st.integers(1, 255))
+    offset = data.draw(st.integers(1, 8))
+    stream[-offset] ^= data.draw(st.integers(1, 255))
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=5))
     buffer = FrameBuffer(admit)
     whole = 0
@@ -256,8 +256,8 @@ def test_it_knows_whether_a_frame_has_begun() -> None:
         got = buffer.next_frame()
         assert (got is None) == (count < len(frame)) == buffer.mid_frame
         # The header's 24 bytes are read and done with.
-        held = count if count < HEADER_BYTES else count - HEADER_BYTES
-        assert buffer.buffered == (held if got is None else 0)
+        buffered_bytes = count if count < HEADER_BYTES else count - HEADER_BYTES
+        assert buffer.buffered == (buffered_bytes if got is None else 0)
 
 
 def test_a_frame_without_a_body_needs_no_byte_more() -> None:
@@ -283,8 +283,8 @@ def test_a_body_that_trickles_in_holds_twice_what_came() -> None:
             assert buffer.next_frame() is None
             bodies.add(id(buffer._body))
             if received % 20_000 == 0:
-                held, _ = tracemalloc.get_traced_memory()
-                assert received <= held <= max(BODY_BUFFER_BYTES, 2 * received) + 4_096
+                buffered_bytes, _ = tracemalloc.get_traced_memory()
+                assert received <= buffered_bytes <= max(BODY_BUFFER_BYTES, 2 * received) + 4_096
                 assert buffer.buffered == received
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -307,19 +307,19 @@ def test_what_is_put_in_the_room_is_as_good_as_what_is_given(
 ) -> None:
     bodies = [bytes([index]) * length for index, length in enumerate(lengths, 1)]
     stream = memoryview(b"".join(frame_of(body) for body in bodies))
-    buffer, got, at = FrameBuffer(admit), [], 0
+    buffer, got, offset = FrameBuffer(admit), [], 0
     for filled, more in cycle(steps):
-        if at == len(stream):
+        if offset == len(stream):
             break
         room = buffer.receive_buffer()
-        filled = min(filled, len(room), len(stream) - at)
-        room[:filled] = stream[at : at + filled]
+        filled = min(filled, len(room), len(stream) - offset)
+        room[:filled] = stream[offset : offset + filled]
         # What lies behind is only there when the room was filled, as with a scattering read.
         behind = more if filled == len(room) else 0
-        buffer.receive(bytes(stream[at + filled : at + filled + behind]), filled)
-        at += filled + min(behind, len(stream) - at - filled)
+        buffer.receive(bytes(stream[offset + filled : offset + filled + behind]), filled)
+        offset += filled + min(behind, len(stream) - offset - filled)
         got += drain(buffer)
-        assert buffer.buffered <= at
+        assert buffer.buffered <= offset
     assert [body for _, body in got] == [body + padding(len(body)) for body in bodies]
     assert not buffer.mid_frame
 
@@ -327,10 +327,10 @@ def test_what_is_put_in_the_room_is_as_good_as_what_is_given(
 def test_there_is_no_room_between_frames() -> None:
     buffer = FrameBuffer(admit)
     frame = frame_of(bytes(100))
-    for at in range(0, len(frame) + 1, 4):
-        in_body = HEADER_BYTES <= at < len(frame)
-        assert len(buffer.receive_buffer()) == (len(frame) - at if in_body else 0)
-        buffer.receive(frame[at : at + 4])
+    for offset in range(0, len(frame) + 1, 4):
+        in_body = HEADER_BYTES <= offset < len(frame)
+        assert len(buffer.receive_buffer()) == (len(frame) - offset if in_body else 0)
+        buffer.receive(frame[offset : offset + 4])
         drain(buffer)
 
 
@@ -387,8 +387,8 @@ def test_time_is_linear_however_the_bytes_are_split(piece: int, body: int) -> No
     Counted.copied = 0
     buffer = FrameBuffer(admit)
     calls = count = 0
-    for at in range(0, len(data), piece):
-        buffer.receive(Counted(data[at : at + piece]))
+    for offset in range(0, len(data), piece):
+        buffer.receive(Counted(data[offset : offset + piece]))
         while True:
             calls += 1
             if buffer.next_frame() is None:

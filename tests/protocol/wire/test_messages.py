@@ -121,10 +121,10 @@ def test_every_declared_message_is_in_the_table() -> None:
 
 
 def descendants(kind: type[Message]) -> list[type[Message]]:
-    found = []
+    kinds_below = []
     for child in kind.__subclasses__():
-        found += [child, *descendants(child)]
-    return found
+        kinds_below += [child, *descendants(child)]
+    return kinds_below
 
 
 @kinds
@@ -226,9 +226,9 @@ def test_garbled_bodies_are_read_or_refused_as_declared(
     kind: type[Message], data: st.DataObject
 ) -> None:
     body = bytearray(padded_body_of(data.draw(messages_of(kind))))
-    for at in data.draw(st.lists(st.integers(0, max(len(body) - 1, 0)), max_size=3)):
+    for offset in data.draw(st.lists(st.integers(0, max(len(body) - 1, 0)), max_size=3)):
         if body:
-            body[at] = data.draw(st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]))
+            body[offset] = data.draw(st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]))
     assert parse(kind, bytes(body)) == parse_as_declared(kind, bytes(body))
 
 
@@ -347,7 +347,7 @@ def test_a_log_that_is_none_is_refused(log: bytes) -> None:
 
 KEY = b"k" * KEY_BYTES_MAX
 LARGEST_CHUNK = plain_chunk([KEY], [bytes(VALUE_BYTES_MAX)])
-ALL_PARTITIONS = [PartitionId(number) for number in range(PARTITIONS_MAX)]
+ALL_PARTITIONS = [PartitionId(partition) for partition in range(PARTITIONS_MAX)]
 
 
 @pytest.mark.parametrize(
@@ -382,10 +382,10 @@ def test_a_message_about_no_partition_says_so() -> None:
 
 def test_a_chunk_keeps_its_checksum_for_the_next_consumer() -> None:
     chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", SeqNo(1))])
-    one = PartitionChunk(chunk, partition=PartitionId(1), opaque=1).frame()
-    two = PartitionChunk(chunk, partition=PartitionId(1), opaque=2).frame()
-    assert one[1] is two[1]
-    assert one[0] != two[0]
+    first_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=1).frame()
+    second_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=2).frame()
+    assert first_frame[1] is second_frame[1]
+    assert first_frame[0] != second_frame[0]
 
 
 @pytest.mark.parametrize("flag", [2, 0x80, 0xFF])
