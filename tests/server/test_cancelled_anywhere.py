@@ -56,11 +56,11 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Commit,
     DeleteBucket,
+    DeleteIndexEntries,
     DeleteLeases,
     FindExpired,
     FindItems,
     FindSnapshotEnd,
-    ForgetIndexed,
     LoadBuckets,
     Maintain,
     MarkCleanStop,
@@ -302,7 +302,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         await store.ask(FindItems(name, 0, [Want(b"key 1", 0, value=True)]))
         await store.ask(FindExpired(name, 100, b"", 10))
         await store.ask(FindSnapshotEnd(name, 1, SeqNo(3), SeqNo(0)))
-        await store.ask(ForgetIndexed(name, 1))
+        await store.ask(DeleteIndexEntries(name, 1))
         await store.ask(Truncate(name, 1, record_of(0), []))
         await store.ask(DeleteLeases(name, [5]))
         await store.ask(MarkCleanStop(name))

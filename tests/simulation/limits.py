@@ -13,7 +13,7 @@ from upr_server.storage.online import backfill
 
 SMALL: Final = (
     (bucket_storage, "GARBAGE_BYTES", 4096),
-    (bucket_storage, "SWEEP_BYTES", 1024),
+    (bucket_storage, "COMPACTION_BYTES", 1024),
     (compaction, "CHUNK_BYTES", 1024),
     (closed_snapshot, "SEGMENT_BYTES", 256),
     (segment, "SEGMENT_BYTES", 256),

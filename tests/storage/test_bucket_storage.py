@@ -30,7 +30,7 @@ PARTITIONS: Final = 2
 KEYS: Final = 200
 VALUE_BYTES: Final = 500
 GARBAGE_BYTES: Final = 100_000
-SWEEP_BYTES: Final = 40_000
+COMPACTION_BYTES: Final = 40_000
 NEVER: Final = 0
 
 
@@ -38,7 +38,7 @@ NEVER: Final = 0
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_storage, "INDEX_MUTATIONS", 300)
     monkeypatch.setattr(bucket_storage, "INDEX_LAG_MUTATIONS", 600)
-    monkeypatch.setattr(bucket_storage, "SWEEP_BYTES", SWEEP_BYTES)
+    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", COMPACTION_BYTES)
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", GARBAGE_BYTES)
     monkeypatch.setattr(compaction, "CHUNK_BYTES", 16_000)
     monkeypatch.setattr(compaction, "WHOLE_BYTES_MIN", 8_000)
@@ -85,8 +85,8 @@ def tidy(
 ) -> list[MaintenanceStep]:
     """Upkeep until there is nothing more to do at once."""
     done: list[MaintenanceStep] = []
-    while not done or done[-1].more:
-        done.append(bucket.upkeep(urgent=urgent, leases=(), purge_before_cas=before_cas))
+    while not done or done[-1].has_more:
+        done.append(bucket.maintain(urgent=urgent, leases=(), purge_before_cas=before_cas))
     return done
 
 
@@ -121,13 +121,13 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     bucket: BucketStorage,
 ) -> None:
-    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    assert bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
     random, model = Random(2), Model(PARTITIONS)
     overwrite(bucket, model, random)
-    assert bucket.upkeep(urgent=False, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    assert bucket.maintain(urgent=False, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
     done = tidy(bucket, urgent=True)
-    assert [step.compacted for step in done] == [False]
-    assert bucket.upkeep(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    assert [step.is_compaction for step in done] == [False]
+    assert bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
 
 
 def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
@@ -139,7 +139,7 @@ def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
     tidy(bucket, urgent=True)
     for _ in range(100):
         overwrite(bucket, model, random)
-    kinds = [step.compacted for step in tidy(bucket, urgent=True)]
+    kinds = [step.is_compaction for step in tidy(bucket, urgent=True)]
     # Until one of the two has nothing left.
     last = min(max(at for at, kind in enumerate(kinds) if kind is which) for which in (True, False))
     both = kinds[: last + 1]
@@ -170,22 +170,21 @@ def test_a_step_is_bounded(bucket: BucketStorage) -> None:
         overwrite(bucket, model, random)
     marks = [0] * PARTITIONS
     for step in tidy(bucket, urgent=True):
-        if not step.compacted:
+        if not step.is_compaction:
             assert 0 < step.indexed - marks[step.partition] <= 300 + 20
             marks[step.partition] = step.indexed
     assert marks == model.highs
 
 
-def test_what_a_shelf_knows_it_finds_again(bucket: BucketStorage) -> None:
+def test_an_opened_bucket_knows_how_its_disk_is_used(bucket: BucketStorage) -> None:
     random, model = Random(5), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
         tidy(bucket, before_cas=max(model.highs) - 500)
     again = BucketStorage(bucket.log.ordered_map, bucket.index.ordered_map)
     again.open()
-    for name in ("_highs", "_marks", "_items", "_purges", "_bytes", "_garbage"):
-        assert getattr(again, name) == getattr(bucket, name), name
-    assert any(bucket._purges)
+    assert again._partitions == bucket._partitions
+    assert any(usage.purge_seq for usage in bucket._partitions)
 
 
 def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
@@ -205,10 +204,10 @@ def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
     log.fault = index.fault = refuse
     for _ in range(1_000):
         try:
-            done = bucket.upkeep(urgent=True, leases=(), purge_before_cas=1 << 40)
+            done = bucket.maintain(urgent=True, leases=(), purge_before_cas=1 << 40)
         except DiskFullError:
             continue
-        if not done.more:
+        if not done.has_more:
             break
     log.fault = index.fault = None
     tidy(bucket, urgent=True)
@@ -216,7 +215,7 @@ def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
         model.check_read(bucket.log, number, 0, high)
         mark = bucket.index.watermark(number)
         assert (mark.seq, mark.items) == (high, len(model.contents(number, high)))
-        assert bucket.log.sizes()[number] == bucket._bytes[number]
+        assert bucket.log.sizes()[number] == bucket._partitions[number].chunk_bytes
     assert refused > 20
 
 
@@ -267,8 +266,8 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
             more = True
             while more:
                 before_cas = max(model.highs) - 100
-                step = bucket.upkeep(urgent=True, leases=(), purge_before_cas=before_cas)
-                more = step.more
+                step = bucket.maintain(urgent=True, leases=(), purge_before_cas=before_cas)
+                more = step.has_more
                 if step.partition >= 0:
                     told[step.partition] = step.purge_seq
         except CorruptionError:
@@ -282,12 +281,12 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
 def test_a_chunk_may_be_larger_than_a_step_of_compaction(
     bucket: BucketStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_storage, "SWEEP_BYTES", 1_000)
+    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1_000)
     random, model = Random(9), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
         tidy(bucket, urgent=True, before_cas=max(model.highs) - 100)
-    assert any(bucket._purges)
+    assert any(usage.purge_seq for usage in bucket._partitions)
     for number, high in enumerate(model.highs):
-        assert bucket.log.sizes()[number] == bucket._bytes[number]
+        assert bucket.log.sizes()[number] == bucket._partitions[number].chunk_bytes
         model.check_read(bucket.log, number, 0, high)

@@ -61,7 +61,7 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(bucket_storage, "SWEEP_BYTES", 500)
+        self.patch.setattr(bucket_storage, "COMPACTION_BYTES", 500)
         self.patch.setattr(bucket_storage, "INDEX_MUTATIONS", 6)
         self.patch.setattr(bucket_storage, "INDEX_LAG_MUTATIONS", 12)
         self.patch.setattr(bucket_storage, "GARBAGE_BYTES", 900)
@@ -82,16 +82,16 @@ class Life(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.bucket_storage = BucketStorage(self.log_disk, self.index_disk)
-        self.bucket_storage.open()
+        self.storage = BucketStorage(self.log_disk, self.index_disk)
+        self.storage.open()
 
     @property
     def log(self) -> ChunkLog:
-        return self.bucket_storage.log
+        return self.storage.log
 
     @property
     def index(self) -> KeyIndex:
-        return self.bucket_storage.index
+        return self.storage.index
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -120,7 +120,7 @@ class Life(RuleBasedStateMachine):
     @rule(rows=ROWS)
     def commit(self, rows: SomeRows) -> None:
         writes = self.writes_of(rows)
-        self.bucket_storage.commit(writes)
+        self.storage.commit(writes)
         self.model.take(writes)
 
     def purge_before(self, age: float) -> int:
@@ -128,7 +128,7 @@ class Life(RuleBasedStateMachine):
 
     def upkeep(self, *, urgent: bool, age: float) -> MaintenanceStep:
         before = [stored.purge_seq for stored in self.log.load().partitions]
-        done = self.bucket_storage.upkeep(
+        done = self.storage.maintain(
             urgent=urgent,
             leases=[found for lease in self.leases.values() for found in lease.ranges],
             lapsed=list(self.lapsed.values()),
@@ -151,7 +151,7 @@ class Life(RuleBasedStateMachine):
     @rule(age=AGES)
     def tidy_all(self, age: float) -> None:
         for _ in range(10_000):
-            if not self.upkeep(urgent=True, age=age).more:
+            if not self.upkeep(urgent=True, age=age).has_more:
                 break
         else:
             raise AssertionError("there is always more to do")
@@ -162,8 +162,8 @@ class Life(RuleBasedStateMachine):
     def sweep(self, number: int, age: float, steps: int) -> None:
         """Begins a sweep though not much is wasted."""
         mark = self.index.watermark(number)
-        if self.bucket_storage._sweep is None and mark.seq:
-            self.bucket_storage._sweep = Compaction(self.log, self.index, number, mark.seq)
+        if self.storage._compaction is None and mark.seq:
+            self.storage._compaction = Compaction(self.log, self.index, number, mark.seq)
         for _ in range(steps):
             self.upkeep(urgent=False, age=age)
 
@@ -218,7 +218,7 @@ class Life(RuleBasedStateMachine):
                 newest = self.model.histories[number][-1]
                 assert self.log.find(number, [high], 1) == [newest]
                 assert read(self.log, number, high - 1, high) == [newest]
-            assert self.bucket_storage._bytes[number] == sizes.get(number, 0)
+            assert self.storage._partitions[number].chunk_bytes == sizes.get(number, 0)
             assert self.log.high(number) == high
 
     # Point reads.
@@ -298,7 +298,7 @@ class Life(RuleBasedStateMachine):
             for _ in range(steps):
                 self.upkeep(urgent=True, age=age)
             writes = self.writes_of(rows)
-            self.bucket_storage.commit(writes)
+            self.storage.commit(writes)
             self.model.take(writes)
             writes = ()
         except StoreFailedError:

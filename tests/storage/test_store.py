@@ -119,7 +119,7 @@ async def upkeep_all(store: Store) -> dict[str, Any]:
     more = True
     while more:
         done, figures = await upkeep(store)
-        more = done.more
+        more = done.has_more
     return figures
 
 

@@ -13,7 +13,7 @@ from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.engine import Want
-from upr_server.storage import bucket_storage as shelves
+from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, Token
 from upr_server.storage.records import (
@@ -34,15 +34,15 @@ def record(high: int, partial: PartialRecord | None = None) -> PartitionRecord:
     return PartitionRecord(PartitionState.REPLICA, ((7, 0),), SeqNo(high), high, partial)
 
 
-class Cuts(RuleBasedStateMachine):
+class Truncations(RuleBasedStateMachine):
     """Snapshots arrive in pieces, the index follows or stays behind, and all of it is cut off."""
 
     @initialize()
     def begin(self) -> None:
         self.log, self.index = SimulatedDisk(), SimulatedDisk()
-        self.bucket_storage = BucketStorage(self.log, self.index)
-        self.bucket_storage.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
-        self.bucket_storage.open()
+        self.storage = BucketStorage(self.log, self.index)
+        self.storage.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+        self.storage.open()
         self.rows: list[Mutation] = []
         self.ends: list[int] = []
         self.received = 0
@@ -58,7 +58,7 @@ class Cuts(RuleBasedStateMachine):
 
     @property
     def mark(self) -> int:
-        return self.bucket_storage.index.watermark(PARTITION).seq
+        return self.storage.index.watermark(PARTITION).seq
 
     @rule(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3), whole=st.booleans())
     def receive(self, pieces: list[int], whole: bool) -> None:
@@ -84,26 +84,30 @@ class Cuts(RuleBasedStateMachine):
             self.partial = PartialRecord(HISTORY, SeqNo(self.high), end, SeqNo(self.received))
             written = record(self.high, self.partial)
         ends = [SeqNo(self.received)] if whole else []
-        self.bucket_storage.commit([PartitionWrite(PARTITION, written, chunks, ends=ends)])
+        self.storage.commit([PartitionWrite(PARTITION, written, chunks, ends=ends)])
 
     @rule(keep=st.sampled_from([0, 3, 10]))
     def follow(self, keep: int) -> None:
         """The index follows, and what it knows is compacted, down to the newest of each key."""
         before = self.mark
-        done = self.bucket_storage.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=keep)
+        done = self.storage.maintain(
+            urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep
+        )
         assert self.mark in (before, *self.chunk_ends)
-        if done.compacted and done.purge_seq:
+        if done.is_compaction and done.purge_seq:
             raise AssertionError("nothing is old enough")
-        newest = {one.key: one.seq for one in self.rows if one.seq <= self.mark}
+        newest = {mutation.key: mutation.seq for mutation in self.rows if mutation.seq <= self.mark}
         self.gone |= {
-            one.seq for one in self.rows if one.seq <= self.mark and newest[one.key] != one.seq
+            mutation.seq
+            for mutation in self.rows
+            if mutation.seq <= self.mark and newest[mutation.key] != mutation.seq
         }
 
     @rule(at=st.floats(0, 1))
     def cut(self, at: float) -> None:
         """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
         ceiling, floor = SeqNo(int(at * (self.received + 1))), SeqNo(self.mark)
-        found = self.bucket_storage.log.find_snapshot_end(PARTITION, ceiling, floor)
+        found = self.storage.log.find_snapshot_end(PARTITION, ceiling, floor)
         known = [end for end in self.ends if floor < end <= ceiling]
         if known:
             assert found == known[-1]
@@ -112,9 +116,9 @@ class Cuts(RuleBasedStateMachine):
             assert found is None or found in self.ends or found == 0
         to = found or 0
         if not to:
-            while self.bucket_storage.forget(PARTITION):
+            while self.storage.delete_index_entries(PARTITION):
                 pass
-        self.bucket_storage.truncate(PARTITION, record(to), ())
+        self.storage.truncate(PARTITION, record(to), ())
         self.rows = [row for row in self.rows if row.seq <= to]
         self.ends = [end for end in self.ends if end <= to]
         self.received, self.partial = to, None
@@ -122,8 +126,8 @@ class Cuts(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.bucket_storage = BucketStorage(self.log, self.index)
-        stored = self.bucket_storage.open().partitions[PARTITION]
+        self.storage = BucketStorage(self.log, self.index)
+        stored = self.storage.open().partitions[PARTITION]
         assert stored.record == record(self.high, self.partial)
         assert stored.indexed == self.mark
 
@@ -134,7 +138,7 @@ class Cuts(RuleBasedStateMachine):
         found: list[Mutation] = []
         at = SeqNo(0)
         while at < self.received:
-            chunks = self.bucket_storage.log.read(PARTITION, at, self.received, bytes_max=200)
+            chunks = self.storage.log.read(PARTITION, at, self.received, bytes_max=200)
             found += [row for chunk in chunks for row in chunk]
             at = chunks[-1].end
         kept = {row.seq for row in found}
@@ -146,23 +150,23 @@ class Cuts(RuleBasedStateMachine):
     def the_index_knows_what_is_up_to_its_watermark(self) -> None:
         mark = self.mark
         state: dict[bytes, Mutation] = {}
-        for one in self.rows:
-            if one.seq <= mark:
-                state[one.key] = one
-        found = self.bucket_storage.index.find(PARTITION, [Want(key, 0, True) for key in KEYS])
+        for mutation in self.rows:
+            if mutation.seq <= mark:
+                state[mutation.key] = mutation
+        found = self.storage.index.find(PARTITION, [Want(key, 0, True) for key in KEYS])
         for key, item in zip(KEYS, found, strict=True):
             newest = state.get(key)
             assert item == (newest if newest and newest.op is Operation.SET else None)
-        assert self.bucket_storage.index.watermark(PARTITION).items == sum(
+        assert self.storage.index.watermark(PARTITION).items == sum(
             row.op is Operation.SET for row in state.values()
         )
 
 
-TestCuts = Cuts.TestCase
+TestCuts = Truncations.TestCase
 TestCuts.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def bucket_storage() -> BucketStorage:
+def new_bucket() -> BucketStorage:
     made = BucketStorage(SimulatedDisk(), SimulatedDisk())
     made.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
     made.open()
@@ -178,55 +182,55 @@ def write(high: int, *ends: int) -> PartitionWrite:
 
 
 def test_a_cut_breaks_the_leases_that_reach_behind_it() -> None:
-    one = bucket_storage()
-    one.commit([write(30, 10, 20, 30)])
+    bucket = new_bucket()
+    bucket.commit([write(30, 10, 20, 30)])
     for lease_id, end in ((1, 20), (2, 21), (3, 30)):
-        one.log.put_lease(LeaseRecord(lease_id, "me", ((PARTITION, 0, end),), 60, 1.0))
-    one.log.put_lease(LeaseRecord(4, "me", ((0, 0, 30),), 60, 1.0))
-    assert one.truncate(PARTITION, record(20), ()) == [2, 3]
-    leases = {lease.lease_id: lease.is_whole for lease in one.log.load().leases}
+        bucket.log.put_lease(LeaseRecord(lease_id, "me", ((PARTITION, 0, end),), 60, 1.0))
+    bucket.log.put_lease(LeaseRecord(4, "me", ((0, 0, 30),), 60, 1.0))
+    assert bucket.truncate(PARTITION, record(20), ()) == [2, 3]
+    leases = {lease.lease_id: lease.is_whole for lease in bucket.log.load().leases}
     assert leases == {1: True, 2: False, 3: False, 4: True}
-    assert one.truncate(PARTITION, record(20), ()) == [], "once"
+    assert bucket.truncate(PARTITION, record(20), ()) == [], "once"
 
 
 def test_a_cut_forgets_answers() -> None:
-    one = bucket_storage()
+    bucket = new_bucket()
     tokens = [Token(bytes(16), counter, b"answer") for counter in (1, 2)]
-    one.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
-    one.truncate(PARTITION, record(0), [Token(bytes(16), 2, b"")])
-    assert one.log.load().partitions[PARTITION].tokens == tokens[:1]
+    bucket.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
+    bucket.truncate(PARTITION, record(0), [Token(bytes(16), 2, b"")])
+    assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 
 
 def test_nothing_is_cut_that_is_indexed() -> None:
-    one = bucket_storage()
-    one.commit([write(30, 10, 20, 30)])
-    one.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=5)
-    assert one.index.watermark(PARTITION).seq == 20, "where a chunk ends"
-    with pytest.raises(ValueError, match="the index knows 20"):
-        one.truncate(PARTITION, record(10), ())
-    assert one.log.find_snapshot_end(PARTITION, SeqNo(29), SeqNo(25)) is None
-    assert one.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
+    bucket = new_bucket()
+    bucket.commit([write(30, 10, 20, 30)])
+    bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=5)
+    assert bucket.index.watermark(PARTITION).seq == 20, "where a chunk ends"
+    with pytest.raises(ValueError, match="indexed up to 20"):
+        bucket.truncate(PARTITION, record(10), ())
+    assert bucket.log.find_snapshot_end(PARTITION, SeqNo(29), SeqNo(25)) is None
+    assert bucket.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
 
 
 def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At 20 the key had a value that the compaction dropped, as a later one had superseded it."""
-    monkeypatch.setattr(shelves, "GARBAGE_BYTES", 0)
-    monkeypatch.setattr(shelves, "SWEEP_BYTES", 1)
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1)
     log = SimulatedDisk()
-    one = BucketStorage(log, SimulatedDisk())
-    one.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
-    one.open()
+    bucket = BucketStorage(log, SimulatedDisk())
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
     chunks = [
         chunk_of([row(Operation.SET, key, end, end)], end - 10, end)
         for key, end in ((b"k", 10), (b"l", 20), (b"k", 30))
     ]
     ends = [SeqNo(10), SeqNo(20), SeqNo(30)]
-    one.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
-    assert one.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
-    while one.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
-        one.upkeep(urgent=True, leases=(), purge_before_cas=0)
+    bucket.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
+    assert bucket.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
+    while bucket.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
+        bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
     again = BucketStorage(log, SimulatedDisk())
     again.open()
     assert again.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) is None
@@ -238,12 +242,12 @@ def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
 
 def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
     log, index = SimulatedDisk(), SimulatedDisk()
-    one = BucketStorage(log, index)
-    one.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
-    one.open()
-    one.commit([write(30, 10, 20, 30)])
-    one.upkeep(urgent=True, leases=(), purge_before_cas=0)
-    one.index.delete_entries(PARTITION, 0)
+    bucket = BucketStorage(log, index)
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
+    bucket.commit([write(30, 10, 20, 30)])
+    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    bucket.index.delete_entries(PARTITION, 0)
     again = BucketStorage(log, index)
     assert again.open().partitions[PARTITION].indexed == 0
     assert not again.index.has_entries(PARTITION)
@@ -251,7 +255,7 @@ def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
 
 @given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))
 def test_what_is_kept_from_the_index_is_shared(keep: int, highs: list[int]) -> None:
-    one = bucket_storage()
+    bucket = new_bucket()
     writes: list[Any] = []
     for number, high in enumerate(highs):
         chunks = [
@@ -259,10 +263,10 @@ def test_what_is_kept_from_the_index_is_shared(keep: int, highs: list[int]) -> N
             for seq in range(1, high + 1)
         ]
         writes.append(PartitionWrite(number, record(high), chunks))
-    one.commit(writes)
-    while one.upkeep(urgent=True, leases=(), purge_before_cas=0, keep=keep).more:
+    bucket.commit(writes)
+    while bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep).has_more:
         pass
-    left = sum(high - one.index.watermark(number).seq for number, high in enumerate(highs))
+    left = sum(high - bucket.index.watermark(number).seq for number, high in enumerate(highs))
     assert left == min(keep, sum(highs))
 
 
@@ -274,21 +278,21 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_map_is_kept_with_what_it_makes_of_partitions() -> None:
-    one = bucket_storage()
-    one.commit([write(30, 10, 20, 30)])
+    bucket = new_bucket()
+    bucket.commit([write(30, 10, 20, 30)])
     partial = PartialRecord(HISTORY, SeqNo(30), SeqNo(50), SeqNo(40))
     more = chunk_of([row(Operation.SET, b"k", 40, 40)], 30, 40)
-    one.commit([PartitionWrite(PARTITION, record(30, partial), [more])])
-    assert one.log.load().cluster_map == ""
+    bucket.commit([PartitionWrite(PARTITION, record(30, partial), [more])])
+    assert bucket.log.load().cluster_map == ""
     active = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(30), 30)
-    one.put_partition_map("{}", [(PARTITION, active)])
-    stored = one.log.load()
+    bucket.put_partition_map("{}", [(PARTITION, active)])
+    stored = bucket.log.load()
     assert stored.cluster_map == "{}"
     assert stored.partitions[PARTITION].record == active
     after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
     written = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)
-    one.commit([PartitionWrite(PARTITION, written, [after])])
-    assert [chunk.end for chunk in one.log.read(PARTITION, 0, 31, bytes_max=PLENTY)] == [
+    bucket.commit([PartitionWrite(PARTITION, written, [after])])
+    assert [chunk.end for chunk in bucket.log.read(PARTITION, 0, 31, bytes_max=PLENTY)] == [
         10,
         20,
         30,

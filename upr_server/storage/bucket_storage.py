@@ -1,4 +1,4 @@
-"""One bucket's log and index together, and the upkeep that is due between them."""
+"""One bucket's log and index together, and the maintenance that they need."""
 
 from __future__ import annotations
 
@@ -20,70 +20,104 @@ from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
-from upr_server.storage.records import LeaseRecord, PartitionRecord
+from upr_server.storage.records import LeaseRecord, PartitionRecord, Watermark
 
 INDEX_MUTATIONS: Final = 16 * 1024
 """Mutations that one step of indexing takes in: 20 to 40 ms, for which a commit may wait."""
 
 INDEX_LAG_MUTATIONS: Final = 128 * 1024
-"""A bucket's index follows when it is so far behind, or when it is urgent: large batches touch each
-page of the tree once for many keys, and of a key that changes often they see only the last."""
+"""A bucket is indexed when the index is so far behind, or when it is urgent. Large batches touch
+each page of the tree once for many keys, and of a key that changes often they see only the last."""
 
-FORGET_KEYS: Final = 64 * 1024
-"""Keys that one step takes out of the index: some 50 ms, for which a commit may wait."""
+INDEX_DELETE_KEYS: Final = 64 * 1024
+"""Keys that one step deletes from the index: some 50 ms, for which a commit may wait."""
 
-SWEEP_BYTES: Final = 4 * 1024 * 1024
+COMPACTION_BYTES: Final = 4 * 1024 * 1024
 """Bytes of chunks that one step of a compaction goes over."""
 
 GARBAGE_SHARE: Final = 0.35
-"""A partition is compacted when what is superseded comes to this share of what is not"""
+"""A partition is compacted when its superseded mutations come to this share of the others, plus"""
 
 GARBAGE_BYTES: Final = 192 * 1024 * 1024
-"""and to its part of this: so much a bucket may waste however little it holds."""
+"""its part of this. So much garbage a bucket may have, however little it holds."""
 
 GARBAGE_SHARE_FULL: Final = 0.05
-"""When the disk is full this share is enough."""
+"""While the disk is full, this share alone is enough."""
 
 STEPS: Final = (1, 1)
 STEPS_URGENT: Final = (3, 1)
 STEPS_WASTEFUL: Final = (1, 3)
-"""Steps of indexing, and of compaction, in turn when both have something to do. As memory cannot be
-freed before it is indexed, that goes first when it is urgent; but not while more and more of the
-disk is wasted."""
+"""Steps of indexing, and of compaction, in turn when both have something to do. Memory cannot be
+freed before it is indexed, so indexing goes first when it is urgent; but not while more and more of
+the disk is garbage."""
 
 WASTEFUL_SHARE: Final = 0.7
-"""More of the bucket than this, beside twice `GARBAGE_BYTES`, is wasteful."""
+"""A bucket is wasteful when its garbage exceeds this share of its live data plus twice
+`GARBAGE_BYTES`."""
 
 
 class MaintenanceStep(msgspec.Struct, frozen=True):
-    """What one step of a bucket's upkeep did.
+    """What one step of a bucket's maintenance did.
 
     Attributes:
-        partition: The partition that it was about; -1 when there was nothing to do.
-        indexed: Up to which number the index knows it now.
-        items: Keys that exist in it, as of there.
-        purge_seq: Its purge number.
-        compacted: Whether the step belonged to a compaction, and not to indexing.
-        more: Whether there is more to do at once.
-        broken: Leases that are not whole any more.
+        partition: The partition that it worked on; -1 when there was nothing to do.
+        indexed: How far the index has followed its log.
+        items: How many keys exist at `indexed`.
+        purge_seq: The partition's purge number.
+        is_compaction: Whether it was a step of a compaction, and not of indexing.
+        has_more: Whether there is more to do at once.
+        broken: Leases that compaction broke.
     """
 
     partition: int = -1
     indexed: SeqNo = SeqNo(0)
     items: int = 0
     purge_seq: SeqNo = SeqNo(0)
-    compacted: bool = False
-    more: bool = False
+    is_compaction: bool = False
+    has_more: bool = False
     broken: Sequence[int] = ()
 
 
+class _PartitionUsage(msgspec.Struct):
+    """What decides when a partition is indexed and compacted.
+
+    Attributes:
+        high: Its persisted snapshot end.
+        purge_seq: Its purge number.
+        watermark: How far the index is, with its items and garbage there.
+        chunk_bytes: What its chunks take in the log.
+    """
+
+    high: SeqNo
+    purge_seq: SeqNo
+    watermark: Watermark
+    chunk_bytes: int
+
+    @property
+    def lag(self) -> int:
+        """How many sequence numbers the index is behind the log."""
+        return self.high - self.watermark.seq
+
+    @property
+    def garbage_bytes(self) -> int:
+        """About what superseded mutations take of its chunks."""
+        return self.watermark.garbage_bytes
+
+
 class BucketStorage:
-    """The disk of one bucket, as the one process that writes it sees it.
+    """The disk of one bucket, as the process that writes it sees it.
+
+    A process that only reads uses `log` and `index`, and neither `open` nor what depends on it.
 
     Args:
-        log: Where the log is kept.
-        index: Where the index is kept.
+        log: Where the log is stored.
+        index: Where the index is stored.
         copied: Copies a chunk that was read to where its reader takes it from.
+
+    Attributes:
+        log: The log.
+        index: The index.
+        copied: See the argument.
     """
 
     def __init__(
@@ -95,52 +129,48 @@ class BucketStorage:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
         self.copied = copied
-        self._sweep: Compaction | None = None
+        self._partitions: list[_PartitionUsage] = []
+        self._compaction: Compaction | None = None
+        self._garbage_at_start = 0
         self._turn = 0
-        self._count = 0
-        self._highs: list[int] = []
-        self._marks: list[int] = []
-        self._items: list[int] = []
-        self._purges: list[SeqNo] = []
-        self._bytes: list[int] = []
-        self._garbage: list[int] = []
-        self._garbage_before = 0
         self._is_full = False
-        self._keep = 0
-        self._damage: CorruptionError | None = None
+        self._index_damage: CorruptionError | None = None
         self._commits = 0
-        self._sweeps = 0
+        self._compactions = 0
 
     def open(self) -> StoredBucket:
-        """Takes stock of what is there. O(chunks).
+        """Reads what the bucket is, and how its disk is used. O(chunks).
 
-        Returns:
-            It.
+        Raises:
+            CorruptionError: A record is damaged or missing.
         """
         stored = self.log.load()
-        self._count = count = stored.record.partition_count
         sizes = self.log.sizes()
-        marks = [self.index.watermark(number) for number in range(count)]
-        for number, mark in enumerate(marks):
-            # Whoever wanted to truncate it to 0 may have come no further than that.
-            while not mark.seq and self.index.has_entries(number):
-                self.index.delete_entries(number, FORGET_KEYS)
-        self._highs = [partition.record.high for partition in stored.partitions]
-        self._purges = [partition.purge_seq for partition in stored.partitions]
-        self._marks = [mark.seq for mark in marks]
-        self._items = [mark.items for mark in marks]
-        self._garbage = [mark.garbage_bytes for mark in marks]
-        self._bytes = [sizes.get(number, 0) for number in range(count)]
+        self._partitions = [
+            _PartitionUsage(
+                partition.record.high,
+                partition.purge_seq,
+                self.index.watermark(number),
+                sizes.get(number, 0),
+            )
+            for number, partition in enumerate(stored.partitions)
+        ]
+        for number, usage in enumerate(self._partitions):
+            # A crash may have interrupted a truncation to 0 after the first entries went.
+            while not usage.watermark.seq and self.index.has_entries(number):
+                self.index.delete_entries(number, INDEX_DELETE_KEYS)
         return msgspec.structs.replace(
             stored,
             partitions=[
-                msgspec.structs.replace(partition, indexed=mark.seq, items=mark.items)
-                for partition, mark in zip(stored.partitions, marks, strict=True)
+                msgspec.structs.replace(
+                    partition, indexed=usage.watermark.seq, items=usage.watermark.items
+                )
+                for partition, usage in zip(stored.partitions, self._partitions, strict=True)
             ],
         )
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:
-        """See `ChunkLog.commit`."""
+        """Puts whole snapshots on disk; `ChunkLog.commit` says more."""
         try:
             self.log.commit(writes)
         except DiskFullError:
@@ -149,80 +179,104 @@ class BucketStorage:
         self._is_full = False
         self._commits += 1
         for write in writes:
-            number = write.partition
-            self._highs[number] = write.record.high
-            self._purges[number] = max(self._purges[number], write.purge_seq)
-            self._bytes[number] += sum(
-                chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks
-            )
+            usage = self._partitions[write.partition]
+            usage.high = write.record.high
+            usage.purge_seq = max(usage.purge_seq, write.purge_seq)
+            usage.chunk_bytes += sum(chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks)
 
     def put_partition_map(
         self, document: str, records: Sequence[tuple[int, PartitionRecord]]
     ) -> None:
-        """See `ChunkLog.put_partition_map`. No record may end below the index's watermark."""
+        """Stores another partition map and the partitions' records under it. No record may end
+        below the index's watermark."""
         self.log.put_partition_map(document, records)
-        self._sweep = None
-        for number, record in records:
-            self._highs[number] = record.high
+        # A compaction under way goes by the old ends.
+        self._compaction = None
+        for partition, record in records:
+            self._partitions[partition].high = record.high
 
     def truncate(
         self, partition: int, record: PartitionRecord, tokens: Sequence[Token]
     ) -> list[int]:
-        """See `ChunkLog.truncate`. Below the index's watermark there is 0 only, once all that the
-        index knows was forgotten: see `forget`."""
-        if record.high < self._marks[partition]:
-            raise ValueError(f"the index knows {self._marks[partition]} of partition {partition}")
+        """Deletes what a partition has behind `record.high`; `ChunkLog.truncate` says more.
+
+        Raises:
+            ValueError: It ends below the index's watermark. Only 0 is possible there, once
+                `delete_index_entries` has deleted everything.
+        """
+        usage = self._partitions[partition]
+        if record.high < usage.watermark.seq:
+            raise ValueError(
+                f"partition {partition} cannot end at {record.high}: it is indexed up to "
+                f"{usage.watermark.seq}"
+            )
         broken = self.log.truncate(partition, record, tokens)
-        self._sweep = None
-        self._highs[partition] = record.high
+        self._compaction = None
+        usage.high = record.high
         if not record.high:
-            self._purges[partition] = SeqNo(0)
-            self._bytes[partition] = 0
+            usage.purge_seq = SeqNo(0)
+            usage.chunk_bytes = 0
         return broken
 
-    def forget(self, partition: int) -> bool:
-        """Takes some of what the index knows of a partition out of it, all in the end. O(1).
+    def delete_index_entries(self, partition: int) -> bool:
+        """Deletes a bounded number of a partition's index entries. Repeated, it deletes all.
 
         Returns:
-            Whether there is more.
+            Whether there may be more.
         """
-        self._sweep = None
-        more = self.index.delete_entries(partition, FORGET_KEYS)
-        self._marks[partition] = self._items[partition] = self._garbage[partition] = 0
-        return more
+        self._compaction = None
+        has_more = self.index.delete_entries(partition, INDEX_DELETE_KEYS)
+        self._partitions[partition].watermark = Watermark()
+        return has_more
 
-    # Upkeep.
+    # Maintenance.
 
-    def upkeep(
+    def maintain(
         self,
         *,
         urgent: bool,
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
-        keep: int = 0,
+        keep_unindexed: int = 0,
     ) -> MaintenanceStep:
         """One bounded step of indexing or compaction: they take turns when both have something to
-        do. The call `Maintain` describes the arguments."""
-        if self._damage is not None:
-            raise self._damage
-        self._keep = keep
-        behind = self._furthest_behind(urgent)
-        sweep = self._sweep_due()
-        if sweep is not None and (behind is None or self._is_turn_to_compact(urgent)):
-            broken = self._compact(sweep, leases, lapsed, purge_before_cas)
-            done = self._report(sweep.partition, compacted=True, urgent=urgent)
-            return msgspec.structs.replace(done, broken=broken)
-        if behind is None:
-            return MaintenanceStep()
-        mark = self.index.follow(behind, INDEX_MUTATIONS, through=self._goal(behind))
-        self._marks[behind], self._items[behind] = mark.seq, mark.items
-        self._garbage[behind] = mark.garbage_bytes
-        return self._report(behind, compacted=False, urgent=urgent)
+        do. The call `Maintain` describes the arguments.
 
-    def _is_turn_to_compact(self, urgent: bool) -> bool:
-        garbage = sum(self._garbage)
-        live = sum(self._bytes) - garbage
+        Raises:
+            CorruptionError: The log or the index is damaged.
+            DiskFullError: There is not enough space; nothing has changed.
+        """
+        if self._index_damage is not None:
+            raise self._index_damage
+        behind = self._furthest_behind(urgent, keep_unindexed)
+        compaction = self._due_compaction()
+        broken: Sequence[int] = ()
+        if compaction is not None and (behind is None or self._is_compactions_turn(urgent)):
+            partition = compaction.partition
+            broken = self._compact(compaction, leases, lapsed, purge_before_cas)
+            is_compaction = True
+        elif behind is not None:
+            partition = behind
+            self._follow(behind, keep_unindexed)
+            is_compaction = False
+        else:
+            return MaintenanceStep()
+        usage = self._partitions[partition]
+        return MaintenanceStep(
+            partition,
+            usage.watermark.seq,
+            usage.watermark.items,
+            usage.purge_seq,
+            is_compaction,
+            self._furthest_behind(urgent, keep_unindexed) is not None
+            or self._due_compaction() is not None,
+            broken,
+        )
+
+    def _is_compactions_turn(self, urgent: bool) -> bool:
+        garbage = sum(usage.garbage_bytes for usage in self._partitions)
+        live = sum(usage.chunk_bytes for usage in self._partitions) - garbage
         if garbage > WASTEFUL_SHARE * live + 2 * GARBAGE_BYTES:
             indexing, compacting = STEPS_WASTEFUL
         else:
@@ -230,87 +284,79 @@ class BucketStorage:
         self._turn = (self._turn + 1) % (indexing + compacting)
         return self._turn >= indexing
 
-    def _furthest_behind(self, urgent: bool) -> int | None:
-        lags = self._lags()
-        behind = sum(lags) - self._keep
+    def _furthest_behind(self, urgent: bool, keep_unindexed: int) -> int | None:
+        """The partition to index, or None if that is not due."""
+        lags = [usage.lag for usage in self._partitions]
+        behind = sum(lags) - keep_unindexed
         if behind <= 0 or (not urgent and behind < INDEX_LAG_MUTATIONS):
             return None
-        return max(range(self._count), key=lags.__getitem__)
+        return max(range(len(lags)), key=lags.__getitem__)
 
-    def _lags(self) -> list[int]:
-        return [high - mark for high, mark in zip(self._highs, self._marks, strict=True)]
+    def _follow(self, partition: int, keep_unindexed: int) -> None:
+        usage = self._partitions[partition]
+        # What stays unindexed is shared out among the partitions in proportion to their lags.
+        lag_sum = sum(other.lag for other in self._partitions)
+        through = SeqNo(usage.high - keep_unindexed * usage.lag // lag_sum)
+        usage.watermark = self.index.follow(partition, INDEX_MUTATIONS, through=through)
 
-    def _goal(self, number: int) -> SeqNo:
-        """How far the index is to come in a partition that is furthest behind: what is to be left
-        is left in all of them alike, by what they have."""
-        lags = self._lags()
-        return SeqNo(self._highs[number] - self._keep * lags[number] // sum(lags))
-
-    def _sweep_due(self) -> Compaction | None:
-        if self._sweep is None:
+    def _due_compaction(self) -> Compaction | None:
+        """The compaction under way, or a new one of the first partition with too much garbage."""
+        if self._compaction is None:
             share = GARBAGE_SHARE_FULL if self._is_full else GARBAGE_SHARE
-            allowed = 0 if self._is_full else GARBAGE_BYTES // self._count
-            for number, (nbytes, garbage) in enumerate(
-                zip(self._bytes, self._garbage, strict=True)
-            ):
-                if garbage > share * (nbytes - garbage) + allowed:
-                    through = SeqNo(self._marks[number])
-                    self._sweep = Compaction(self.log, self.index, number, through)
-                    self._garbage_before = garbage
+            allowed = 0 if self._is_full else GARBAGE_BYTES // len(self._partitions)
+            for partition, usage in enumerate(self._partitions):
+                garbage = usage.garbage_bytes
+                if garbage > share * (usage.chunk_bytes - garbage) + allowed:
+                    through = usage.watermark.seq
+                    self._compaction = Compaction(self.log, self.index, partition, through)
+                    self._garbage_at_start = garbage
                     break
-        return self._sweep
+        return self._compaction
 
     def _compact(
         self,
-        sweep: Compaction,
+        compaction: Compaction,
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord],
         purge_before_cas: int,
     ) -> Sequence[int]:
-        number = sweep.partition
-        held = [(start, end) for partition, start, end in leases if partition == number]
-        swept = sweep.step(SWEEP_BYTES, held, purge_before_cas, lapsed)
-        self._bytes[number] += swept.grown_bytes
-        self._purges[number] = swept.purge_seq
-        if swept.is_done:
-            # What was superseded meanwhile may be left. So may what a lease held: it is looked at
-            # again when as much has come anew.
-            self._garbage[number] = max(0, self._garbage[number] - self._garbage_before)
-            self._sweep = None
-            self._sweeps += 1
-        if swept.is_done or swept.purged:
-            # The log has been compacted, and the purge number must be known whatever becomes of
-            # this: what the index keeps of a tombstone that was purged says that nothing is there.
+        """One step. Returns the leases that it broke."""
+        usage = self._partitions[compaction.partition]
+        leased = [
+            (start, end) for partition, start, end in leases if partition == compaction.partition
+        ]
+        step = compaction.step(COMPACTION_BYTES, leased, purge_before_cas, lapsed)
+        usage.chunk_bytes += step.grown_bytes
+        usage.purge_seq = step.purge_seq
+        if step.is_done:
+            # What was superseded while it ran may be left, and counts. What leases protected is
+            # left, too, but does not count: else the partition would be compacted over and over.
+            garbage_bytes = max(0, usage.garbage_bytes - self._garbage_at_start)
+            usage.watermark = msgspec.structs.replace(usage.watermark, garbage_bytes=garbage_bytes)
+            self._compaction = None
+            self._compactions += 1
+        if step.is_done or step.purged:
+            # The log is compacted, and the server must learn the purge number whatever happens
+            # here. Stale index entries of purged tombstones do no harm: they say "deleted".
             try:
-                self.index.apply_compaction(number, swept.purged, self._garbage[number])
+                self.index.apply_compaction(compaction.partition, step.purged, usage.garbage_bytes)
             except DiskFullError:
                 pass
             except CorruptionError as error:
-                self._damage = error
-        return swept.broken
-
-    def _report(self, number: int, *, compacted: bool, urgent: bool) -> MaintenanceStep:
-        more = self._furthest_behind(urgent) is not None or self._sweep_due() is not None
-        return MaintenanceStep(
-            number,
-            SeqNo(self._marks[number]),
-            self._items[number],
-            self._purges[number],
-            compacted,
-            more,
-        )
+                self._index_damage = error
+        return step.broken
 
     def statistics(self) -> dict[str, object]:
-        """Figures."""
+        """Figures; sizes in bytes."""
         return {
             "log": self.log.ordered_map.statistics(),
             "index": self.index.ordered_map.statistics(),
-            "chunk_bytes": sum(self._bytes),
+            "chunk_bytes": sum(usage.chunk_bytes for usage in self._partitions),
             "commits": self._commits,
-            "compactions": self._sweeps,
+            "compactions": self._compactions,
         }
 
     def close(self) -> None:
-        """Lets go of both."""
+        """Closes the files of both."""
         self.log.ordered_map.close()
         self.index.ordered_map.close()

@@ -213,14 +213,14 @@ class Truncate(BucketCall[list[int]], frozen=True):
         return bucket.truncate(self.partition, self.record, self.tokens)
 
 
-class ForgetIndexed(BucketCall[bool], frozen=True):
+class DeleteIndexEntries(BucketCall[bool], frozen=True):
     """One bounded step of taking a partition out of the index, before it is truncated to 0. Answers
     whether there is more."""
 
     partition: int
 
     def run(self, bucket: BucketStorage) -> bool:
-        return bucket.forget(self.partition)
+        return bucket.delete_index_entries(self.partition)
 
 
 class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, kw_only=True):
@@ -233,7 +233,7 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
         lapsed: Leases that hold nothing back. If something of their ranges is dropped, the same
             commit marks them broken.
         purge_before_cas: Tombstones with a lower CAS are old enough to go.
-        keep: So many mutations of the bucket are not to be indexed yet: what is not indexed can be
+        keep_unindexed: So many of the bucket's mutations stay unindexed: what is not indexed can be
             truncated.
     """
 
@@ -241,17 +241,17 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
     leases: Sequence[tuple[int, int, int]]
     lapsed: Sequence[LeaseRecord] = ()
     purge_before_cas: int
-    keep: int = 0
+    keep_unindexed: int = 0
 
     def run(self, bucket: BucketStorage) -> tuple[MaintenanceStep, dict[str, Any]]:
-        done = bucket.upkeep(
+        step = bucket.maintain(
             urgent=self.urgent,
             leases=self.leases,
             lapsed=self.lapsed,
             purge_before_cas=self.purge_before_cas,
-            keep=self.keep,
+            keep_unindexed=self.keep_unindexed,
         )
-        return done, bucket.statistics()
+        return step, bucket.statistics()
 
 
 # Reads.

@@ -1,8 +1,8 @@
-"""The log of one bucket: its chunks by partition and number, and what changes with them.
+"""The log of one bucket: its chunks by partition and sequence number, and what changes with them.
 
 A commit takes snapshots of any number of partitions, each with the record that says how far the
-partition has come: what counts ends at a snapshot's end of each partition, always. A replica puts
-the front of a snapshot there too, behind that end; it counts when the rest has come.
+partition has come. So the log of each partition always ends at a snapshot end. A replica also puts
+the front of a snapshot behind that end; it counts once the rest has arrived.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from upr_server.storage.records import (
 )
 
 COMMIT_RESERVE_BYTES: Final = 64 * 1024 * 1024
-"""Room that a commit leaves for compaction, which could not make room without some."""
+"""Free space that a commit leaves for compaction, which needs some to free more."""
 
 
 class Token(msgspec.Struct, frozen=True):
-    """What a publisher was answered, to be kept or forgotten.
+    """The answer to a publisher's batch, to be stored or deleted.
 
     Attributes:
-        writer: The writer's ID.
+        writer: The publisher's ID.
         counter: The batch's number.
-        answer: The answer, encoded; empty to forget it.
+        answer: The answer, encoded; empty to delete it.
     """
 
     writer: bytes
@@ -72,12 +72,12 @@ class PartitionWrite(msgspec.Struct, frozen=True):
     """What a commit changes in one partition.
 
     Attributes:
-        partition: Which one.
-        record: What is true of it afterwards.
-        chunks: What leads there, each beginning where the one before ends.
-        tokens: Answers to keep and to forget.
-        ends: The numbers at which snapshots end, of those at which a chunk ends.
-        purge_seq: Tombstones at or below it may never have come here.
+        partition: The partition.
+        record: Its record afterwards.
+        chunks: The mutations that lead there. Each chunk begins where the one before ends.
+        tokens: Answers to store and to delete.
+        ends: Those of the chunks' ends at which a snapshot ends.
+        purge_seq: Tombstones up to here may be missing from the chunks.
     """
 
     partition: int
@@ -89,14 +89,14 @@ class PartitionWrite(msgspec.Struct, frozen=True):
 
 
 class StoredPartition(msgspec.Struct, frozen=True):
-    """A partition as it was found.
+    """A partition as the disk has it.
 
     Attributes:
         record: Its record.
         purge_seq: Its purge number.
-        tokens: Remembered answers, by writer and rising counter.
-        indexed: How far the index knows it.
-        items: Keys that exist, as of there.
+        tokens: Answers to publishers, by publisher and rising counter.
+        indexed: How far the index has followed the log.
+        items: How many keys exist at `indexed`.
     """
 
     record: PartitionRecord
@@ -107,13 +107,13 @@ class StoredPartition(msgspec.Struct, frozen=True):
 
 
 class StoredBucket(msgspec.Struct, frozen=True):
-    """A bucket as it was found.
+    """A bucket as the disk has it.
 
     Attributes:
-        record: What it is.
+        record: Its name and settings.
         is_clean: Whether it was stopped cleanly.
-        partitions: Its partitions, by number.
-        leases: Leases on it.
+        partitions: Its partitions, in order.
+        leases: Its leases.
         cluster_map: Its partition map, as JSON; empty for none.
     """
 
@@ -128,24 +128,23 @@ class ChunkLog:
     """One bucket's log.
 
     Args:
-        ordered_map: Where it is kept.
+        ordered_map: Where the log is stored.
     """
 
     def __init__(self, ordered_map: OrderedMap) -> None:
         self.ordered_map = ordered_map
 
-    # Its life.
+    # From creation to a clean stop.
 
     def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
-        """Begins it, in an empty map."""
+        """Writes the first records, into an empty map."""
         with self.ordered_map.write() as transaction:
             transaction.put(BUCKET, pack_record(BUCKET, record))
-            for number, partition in enumerate(partitions):
-                key = partition_key(PARTITION, number)
-                transaction.put(key, pack_record(key, partition))
+            for partition, partition_record in enumerate(partitions):
+                self._put_record(transaction, partition, partition_record)
 
     def load(self) -> StoredBucket:
-        """What it holds, chunks excepted. O(partitions + tokens + leases).
+        """Reads everything except chunks. O(partitions + tokens + leases).
 
         Raises:
             CorruptionError: A record is damaged or missing.
@@ -160,18 +159,21 @@ class ChunkLog:
             for key, value in transaction.scan(first, last):
                 partition, writer, counter = parse_token_key(key)
                 if partition >= record.partition_count:
-                    raise CorruptionError(f"a token of partition {partition}")
+                    raise CorruptionError(
+                        f"there is a token of partition {partition}, but the bucket has only "
+                        f"{record.partition_count} partitions"
+                    )
                 tokens[partition].append(Token(writer, counter, unseal(key, value)))
             return StoredBucket(
                 record,
                 transaction.get(CLEAN_STOP) is not None,
                 tuple(
                     StoredPartition(
-                        self._record(transaction, number),
-                        self._purge_seq(transaction, number),
-                        tokens[number],
+                        self._record(transaction, partition),
+                        self._purge_seq(transaction, partition),
+                        tokens[partition],
                     )
-                    for number in range(record.partition_count)
+                    for partition in range(record.partition_count)
                 ),
                 tuple(
                     parse_record(key, value, LeaseRecord)
@@ -191,43 +193,51 @@ class ChunkLog:
             raise CorruptionError(f"the record of partition {partition} is missing")
         return parse_record(key, sealed, PartitionRecord)
 
+    def _put_record(
+        self, transaction: WriteTransaction, partition: int, record: PartitionRecord
+    ) -> None:
+        key = partition_key(PARTITION, partition)
+        transaction.put(key, pack_record(key, record))
+
     def _purge_seq(self, transaction: ReadTransaction, partition: int) -> SeqNo:
         return read_seq(transaction, partition_key(PURGE, partition))
 
     def start_serving(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
-        """The server begins to serve: the mark of a clean stop goes, and `records` replace those of
-        their partitions, in one commit."""
+        """Removes the mark of a clean stop and replaces these partitions' records, in one commit:
+        the server is about to serve the bucket."""
         with self.ordered_map.write() as transaction:
             transaction.delete(CLEAN_STOP)
-            for number, record in records:
-                key = partition_key(PARTITION, number)
-                transaction.put(key, pack_record(key, record))
+            for partition, record in records:
+                self._put_record(transaction, partition, record)
 
     def put_partition_map(
         self, document: str, records: Iterable[tuple[int, PartitionRecord]]
     ) -> None:
-        """Keeps another partition map, and with it what it makes of partitions, in one commit.
+        """Stores another partition map and the partitions' records under it, in one commit.
 
-        A record may say that the partition ends earlier, at a snapshot's end: then what the log has
-        behind that goes.
+        A record may make its partition end earlier, at a snapshot end: then what the log has behind
+        it is deleted.
         """
         with self.ordered_map.write() as transaction:
             transaction.put(PARTITION_MAP, pack_record(PARTITION_MAP, document))
-            for number, record in records:
-                self._truncate(transaction, number, record)
+            for partition, record in records:
+                self._truncate(transaction, partition, record)
 
     def truncate(
         self, partition: int, record: PartitionRecord, tokens: Iterable[Token] = ()
     ) -> list[int]:
-        """Has a partition end at `record.high`, a snapshot's end or 0: what is behind that goes.
+        """Deletes what a partition has behind `record.high`, a snapshot end or 0.
 
         Args:
             partition: The partition.
-            record: What is true of it afterwards.
-            tokens: Answers to forget.
+            record: Its record afterwards.
+            tokens: Answers to delete.
 
         Returns:
-            The leases that this broke.
+            The leases that this broke: their ranges reach behind the new end.
+
+        Raises:
+            ValueError: The partition ends earlier already.
         """
         broken: list[int] = []
         with self.ordered_map.write() as transaction:
@@ -239,33 +249,28 @@ class ChunkLog:
             for key, sealed in list(transaction.scan(LEASE, lease_key(SEQS_END))):
                 lease = parse_record(bytes(key), sealed, LeaseRecord)
                 if lease.is_whole and any(
-                    number == partition and end > record.high for number, _, end in lease.ranges
+                    leased == partition and end > record.high for leased, _, end in lease.ranges
                 ):
+                    lease = msgspec.structs.replace(lease, is_whole=False)
+                    transaction.put(bytes(key), pack_record(bytes(key), lease))
                     broken.append(lease.lease_id)
-            for lease_id in broken:
-                key = lease_key(lease_id)
-                lease = parse_record(key, transaction.get(key) or b"", LeaseRecord)
-                transaction.put(
-                    key, pack_record(key, msgspec.structs.replace(lease, is_whole=False))
-                )
         return broken
 
     def _truncate(
         self, transaction: WriteTransaction, partition: int, record: PartitionRecord
     ) -> None:
-        before = self._record(transaction, partition)
-        if record.received > before.received:
-            raise ValueError(f"partition {partition} ends at {before.received}: {record.received}")
-        if record.received < before.received:
+        end = self._record(transaction, partition).received
+        if record.received > end:
+            raise ValueError(f"partition {partition} ends at {end}, before {record.received}")
+        if record.received < end:
             first = chunk_key(partition, record.received + 1)
             last = chunk_key(partition, SEQS_END)
             for key in [bytes(key) for key, _ in transaction.scan(first, last)]:
                 transaction.delete(key)
-        key = partition_key(PARTITION, partition)
-        transaction.put(key, pack_record(key, record))
+        self._put_record(transaction, partition, record)
 
     def mark_clean_stop(self) -> None:
-        """The server stops, and everything is here."""
+        """Sets the mark of a clean stop: everything that the server had is in the log."""
         with self.ordered_map.write() as transaction:
             transaction.put(CLEAN_STOP, seal(CLEAN_STOP, b""))
 
@@ -280,28 +285,31 @@ class ChunkLog:
         """Puts whole snapshots on disk: all of it, or nothing.
 
         Raises:
-            DiskFullError: There is no room; nothing has changed.
-            StoreFailedError: Nobody knows what has changed.
-            ValueError: A chunk does not follow on what is there.
+            DiskFullError: There is not enough space; nothing has changed.
+            StoreFailedError: The disk failed; whether anything has changed is unknown.
+            ValueError: A chunk does not begin where the log ends.
         """
         with self.ordered_map.write(reserve_bytes=COMMIT_RESERVE_BYTES) as transaction:
             for write in writes:
-                number, at = write.partition, self._record(transaction, write.partition).received
-                ends = frozenset(write.ends)
+                partition = write.partition
+                end = self._record(transaction, partition).received
+                snapshot_ends = frozenset(write.ends)
                 for chunk in write.chunks:
-                    if chunk.start != at:
-                        raise ValueError(f"{chunk!r} of partition {number} does not follow {at}")
-                    at = chunk.end
-                    key = chunk_key(number, at)
-                    head = chunk_head(key, chunk.crc, ends_snapshot=at in ends)
+                    if chunk.start != end:
+                        raise ValueError(
+                            f"{chunk!r} of partition {partition} does not begin at the log's end, "
+                            f"{end}"
+                        )
+                    end = chunk.end
+                    key = chunk_key(partition, end)
+                    head = chunk_head(key, chunk.crc, ends_snapshot=end in snapshot_ends)
                     transaction.put(key, head + bytes(chunk))
-                if write.record.received != at:
-                    raise ValueError(f"partition {number} ends at {at}: {write.record}")
-                key = partition_key(PARTITION, number)
-                transaction.put(key, pack_record(key, write.record))
-                self._put_tokens(transaction, number, write.tokens)
-                if write.purge_seq > self._purge_seq(transaction, number):
-                    key = partition_key(PURGE, number)
+                if write.record.received != end:
+                    raise ValueError(f"partition {partition} ends at {end}, not as {write.record}")
+                self._put_record(transaction, partition, write.record)
+                self._put_tokens(transaction, partition, write.tokens)
+                if write.purge_seq > self._purge_seq(transaction, partition):
+                    key = partition_key(PURGE, partition)
                     transaction.put(key, pack_record(key, write.purge_seq))
 
     def _put_tokens(
@@ -315,13 +323,13 @@ class ChunkLog:
                 transaction.delete(key)
 
     def put_lease(self, lease: LeaseRecord) -> None:
-        """Keeps a lease, new or renewed."""
+        """Stores a lease, new or renewed."""
         key = lease_key(lease.lease_id)
         with self.ordered_map.write() as transaction:
             transaction.put(key, pack_record(key, lease))
 
     def delete_leases(self, lease_ids: Iterable[int]) -> None:
-        """Forgets leases."""
+        """Deletes leases; those that are not there are passed over."""
         with self.ordered_map.write() as transaction:
             for lease_id in lease_ids:
                 transaction.delete(lease_key(lease_id))
@@ -334,24 +342,29 @@ class ChunkLog:
             return self._record(transaction, partition).high
 
     def find_snapshot_end(self, partition: int, ceiling: SeqNo, floor: SeqNo) -> SeqNo | None:
-        """The highest snapshot end in [`floor`, `ceiling`] of which the log knows; None when it
-        knows of none. Above the index's watermark it knows of all; below one that a compaction went
-        by, of none, whatever has become of the index since. O(chunks above the ceiling)."""
+        """The highest snapshot end in [`floor`, `ceiling`] that the log has marked, or None.
+
+        Above the index's watermark every snapshot end is marked. Up to a watermark at which the
+        partition was once compacted none is, even if the index was lost since: superseded mutations
+        are missing there, so no point is a state of the past. O(chunks from the result to the
+        ceiling).
+        """
         with self.ordered_map.read() as transaction:
             high = self._record(transaction, partition).high
             floor = max(floor, read_seq(transaction, partition_key(FLOOR, partition)))
             if ceiling >= high >= floor:
                 return high
-            first, at = chunk_key(partition, floor), min(ceiling, high)
-            while at >= floor and at:
-                found = transaction.last(first, chunk_key(partition, at))
-                if found is None:
+            first, through = chunk_key(partition, floor), min(ceiling, high)
+            while through >= floor and through:
+                record = transaction.last(first, chunk_key(partition, through))
+                if record is None:
                     break
-                key, value = bytes(found[0]), found[1]
+                key, value = bytes(record[0]), record[1]
                 _, end = parse_chunk_key(key)
-                if parse_chunk_head(key, value)[1]:
+                _, ends_snapshot = parse_chunk_head(key, value)
+                if ends_snapshot:
                     return SeqNo(end)
-                at = SeqNo(end - 1)
+                through = SeqNo(end - 1)
         return None
 
     def read(
@@ -365,108 +378,109 @@ class ChunkLog:
         in_pieces: bool = False,
         copied: Callable[[Chunk], Chunk] = Chunk.copied,
     ) -> list[Chunk]:
-        """Chunks of (`after`, `through`], in memory of their own, in one short transaction.
+        """Copies of the chunks of (`after`, `through`], read in one short transaction.
 
         Args:
             partition: The partition.
             after: Where the reader stands.
-            through: The last number wanted; the log must have it.
-            bytes_max: Ends with the chunk that comes to this.
-            mutations_max: The same in mutations.
-            in_pieces: Whether of a first chunk that is larger only the front may be read, at least
-                one mutation.
-            copied: Copies a chunk that the transaction sees, while what it was checked by is in
-                the processor's cache.
+            through: The last sequence number to read; the log must have it.
+            bytes_max: The answer ends with the chunk that reaches so many bytes in all,
+            mutations_max: or so many mutations.
+            in_pieces: Whether a first chunk of more bytes may be cut to its front, of at least one
+                mutation.
+            copied: Copies a chunk out of the transaction. That is done at once, while the chunk
+                that was just checked is in the processor's cache.
 
         Returns:
-            Chunks that begin at `after` and touch, at least one; the last ends at `through` or
-            before it.
+            At least one chunk. The first begins at `after`, each begins where the one before ends,
+            and the last ends at `through` or before it.
 
         Raises:
-            CorruptionError: One is damaged, or missing.
+            CorruptionError: A chunk is damaged or missing.
         """
         chunks: list[Chunk] = []
         first, last = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
         with self.ordered_map.read() as transaction:
             for key, value in transaction.scan(first, last):
                 chunk = parse_chunk(key, value)
-                # Each goes on where the one before ended; only the first may begin earlier.
+                # Each chunk begins where the one before ended. Only the first may begin earlier,
+                # when the reader stands inside it.
                 if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
                     break
-                piece = chunk.slice(SeqNo(after), SeqNo(through))
-                if in_pieces and not chunks and piece.nbytes > bytes_max:
-                    return [copied(_front(piece, bytes_max))]
-                chunks.append(copied(piece))
+                unread = chunk.slice(SeqNo(after), SeqNo(through))
+                if in_pieces and not chunks and unread.nbytes > bytes_max:
+                    return [copied(_front(unread, bytes_max))]
+                chunks.append(copied(unread))
                 after = chunk.end
                 bytes_max -= chunk.nbytes
                 mutations_max -= chunk.count
                 if after >= through or bytes_max <= 0 or mutations_max <= 0:
                     return chunks
-        raise CorruptionError(f"the log of partition {partition} has nothing behind {after}")
+        raise CorruptionError(f"the log of partition {partition} has no chunk behind {after}")
 
-    def find(self, partition: int, numbers: Sequence[int], bytes_max: int) -> list[Mutation]:
-        """The mutations with these numbers, in their order. Each chunk is checked once.
+    def find(self, partition: int, seqs: Sequence[int], bytes_max: int) -> list[Mutation]:
+        """The mutations with these sequence numbers, in the same order. Each chunk is checked once.
 
         Args:
             partition: The partition.
-            numbers: The numbers, in any order.
-            bytes_max: The answer ends with the mutation that comes to this.
+            seqs: The sequence numbers, in any order.
+            bytes_max: The answer ends with the mutation that reaches so many bytes in all.
 
         Raises:
-            CorruptionError: A chunk is damaged, or a mutation missing.
+            CorruptionError: A chunk is damaged, or a mutation is missing.
         """
-        found: list[Mutation] = []
-        # By last number; views of what the transaction sees.
+        mutations: list[Mutation] = []
+        # By their last number. They are views of what the transaction sees.
         chunks: SortedDict[int, Chunk] = SortedDict()
         with self.ordered_map.read() as transaction:
-            for number in numbers:
-                at = chunks.bisect_left(number)
-                chunk = chunks.peekitem(at)[1] if at < len(chunks) else None
-                if chunk is None or chunk.start >= number:
-                    chunk = self._chunk_of(transaction, partition, number)
+            for seq in seqs:
+                position = chunks.bisect_left(seq)
+                chunk = chunks.peekitem(position)[1] if position < len(chunks) else None
+                if chunk is None or chunk.start >= seq:
+                    chunk = self._chunk_of(transaction, partition, seq)
                     chunks[chunk.end] = chunk
-                seqs = cast("Sequence[int]", chunk.seqs)
-                index = bisect_left(seqs, number)
-                if index == chunk.count or seqs[index] != number:
-                    raise CorruptionError(f"number {number} of partition {partition} is missing")
-                row = chunk.mutation(index)
-                found.append(row)
-                bytes_max -= len(row.key) + len(row.value)
+                chunk_seqs = cast("Sequence[int]", chunk.seqs)
+                row = bisect_left(chunk_seqs, seq)
+                if row == chunk.count or chunk_seqs[row] != seq:
+                    raise CorruptionError(f"mutation {seq} of partition {partition} is missing")
+                mutation = chunk.mutation(row)
+                mutations.append(mutation)
+                bytes_max -= len(mutation.key) + len(mutation.value)
                 if bytes_max <= 0:
                     break
-        return found
+        return mutations
 
-    def _chunk_of(self, transaction: ReadTransaction, partition: int, number: int) -> Chunk:
+    def _chunk_of(self, transaction: ReadTransaction, partition: int, seq: int) -> Chunk:
         last = chunk_key(partition, SEQS_END)
-        for key, value in transaction.scan(chunk_key(partition, number), last):
+        for key, value in transaction.scan(chunk_key(partition, seq), last):
             chunk = parse_chunk(key, value)
-            if chunk.start < number:
+            if chunk.start < seq:
                 return chunk
             break
-        raise CorruptionError(f"the chunk with number {number} of partition {partition} is missing")
+        raise CorruptionError(f"the chunk with mutation {seq} of partition {partition} is missing")
 
     def measure(self, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
-        """The bytes of the chunks that lie in each (partition, start, end], about: one that reaches
-        beyond either bound counts by the share of its numbers. O(chunks)."""
-        found = []
+        """About how many bytes the chunks in each (partition, start, end] have. A chunk that
+        reaches beyond the range counts by the share of its sequence numbers. O(chunks)."""
+        sizes = []
         with self.ordered_map.read() as transaction:
             for partition, start, end in ranges:
-                nbytes, before = 0, start
+                nbytes, counted = 0, start
                 last = chunk_key(partition, SEQS_END)
                 for key, value in transaction.scan(chunk_key(partition, start + 1), last):
                     _, through = parse_chunk_key(key)
                     if through > end:
-                        nbytes += len(value) * (end - before) // (through - before)
+                        nbytes += len(value) * (end - counted) // (through - counted)
                         break
                     nbytes += len(value)
-                    before = through
-                    if before >= end:
+                    counted = through
+                    if counted >= end:
                         break
-                found.append(nbytes)
-        return found
+                sizes.append(nbytes)
+        return sizes
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of chunks by partition, as they stand in the map. O(chunks)."""
+        """Stored bytes of chunks, by partition. O(chunks)."""
         sizes: dict[int, int] = {}
         last = chunk_key(PARTITIONS_END - 1, SEQS_END)
         with self.ordered_map.read() as transaction:
@@ -477,12 +491,11 @@ class ChunkLog:
 
 
 STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size
-"""What a chunk takes beside its own bytes."""
+"""What is stored with a chunk beside its own bytes."""
 
 
 def _front(chunk: Chunk, bytes_max: int) -> Chunk:
-    """As many mutations of a chunk, from its front, as come to so many bytes; at least one, if
-    there is one."""
+    """The first mutations of a chunk: as many as fit in so many bytes, and at least one."""
     keys, values = chunk.key_offsets, chunk.value_offsets
 
     def nbytes(count: int) -> int:

@@ -22,7 +22,7 @@ from upr_server.engine import (
     WriterToken,
 )
 from upr_server.storage.api import Store
-from upr_server.storage.calls import FindExpired, FindItems, ForgetIndexed, Truncate
+from upr_server.storage.calls import DeleteIndexEntries, FindExpired, FindItems, Truncate
 from upr_server.storage.chunk_log import StoredBucket, StoredPartition, Token
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.flusher import Flusher
@@ -152,7 +152,7 @@ class BucketDisk:
         """
         name = self.bucket.name
         if not record.high:
-            while await self.store.ask(ForgetIndexed(name, partition)):
+            while await self.store.ask(DeleteIndexEntries(name, partition)):
                 pass
         return await self.store.ask(Truncate(name, partition, record, tokens))
 

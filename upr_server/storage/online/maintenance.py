@@ -190,7 +190,7 @@ class Maintenance:
                 leases=self._leases.ranges(),
                 lapsed=self._leases.lapsed(),
                 purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
-                keep=0 if short or asked else self.undo_mutations,
+                keep_unindexed=0 if short or asked else self.undo_mutations,
             )
         )
         self._leases.mark_broken(done.broken)
@@ -202,7 +202,7 @@ class Maintenance:
         partition.purge_seq = max(partition.purge_seq, done.purge_seq)
         self._progress.set()
         self._on_progress()
-        return done.more
+        return done.has_more
 
     def statistics(self) -> dict[str, object]:
         """Figures of the bucket's disk, as of the last step, and of what is left to do."""
