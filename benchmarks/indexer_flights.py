@@ -151,7 +151,7 @@ def main() -> None:
         writing.start()
         asking.create("added", ADDED)
         print("scans, while the second half is written and applied, and an index is built:")
-        scans(asking, client, lambda: writing.is_alive() or asking.status()["queued_pieces"] > 0)
+        scans(asking, client, lambda: writing.is_alive() or asking.status()["queued_batches"] > 0)
         writing.join()
         asking.count("first/origin", consistency="now", timeout_s=300)
         took_s = time.monotonic() - began

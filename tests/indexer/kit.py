@@ -44,8 +44,10 @@ async def a_server(
         yield server
 
 
-def settings(url: str, data_dir: Path, pool_bytes: int = POOL_BYTES, ring: int = 1000) -> Settings:
-    return Settings(Address.parse(url), data_dir, pool_bytes, ReceivedKeysLimits(ring))
+def settings(
+    url: str, data_dir: Path, pool_bytes: int = POOL_BYTES, undo_mutations: int = 1000
+) -> Settings:
+    return Settings(Address.parse(url), data_dir, pool_bytes, ReceivedKeysLimits(undo_mutations))
 
 
 @asynccontextmanager
@@ -54,10 +56,12 @@ async def an_indexer(
     data_dir: Path,
     pool_bytes: int = POOL_BYTES,
     *,
-    ring: int = 1000,
+    undo_mutations: int = 1000,
     work: Work | None = None,
 ) -> AsyncIterator[Indexer]:
-    async with running_indexer(settings(url, data_dir, pool_bytes, ring), work=work) as indexer:
+    async with running_indexer(
+        settings(url, data_dir, pool_bytes, undo_mutations), work=work
+    ) as indexer:
         yield indexer
 
 
@@ -75,8 +79,8 @@ async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> N
     wanted = [name_of(text) for text in names]
 
     def are_ready() -> bool:
-        there = set(wanted) <= set(indexer.names())
-        return there and all(indexer.find(name).file.joined for name in wanted)
+        there = set(wanted) <= set(indexer.definitions.names())
+        return there and all(indexer.definitions.find(name).file.is_built for name in wanted)
 
     await eventually(are_ready, f"{names} are built", timeout_s)
 
@@ -89,7 +93,7 @@ def name_of(text: str) -> IndexName:
 async def scan(indexer: Indexer, name: str, **query: Any) -> list[tuple[list[Any], str]]:
     """Keys and documents' keys, of all pages."""
     question = Query(**{"consistency": "now", "limit": 10_000, **query})
-    found = await indexer.scan(name_of(name), question)
+    found = await indexer.scanner.scan(name_of(name), question)
     return [(entry.key, entry.id) for entry in found.entries]
 
 

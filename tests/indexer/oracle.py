@@ -86,9 +86,9 @@ class Oracle:
         self.defined = found
 
     def _is_current(self) -> bool:
-        names = set(self.indexer.names())
+        names = set(self.indexer.definitions.names())
         return names == {name_of(f"{name}/i") for name in self.defined} and all(
-            self.indexer.find(name_of(f"{name}/i")).definition == definition
+            self.indexer.definitions.find(name_of(f"{name}/i")).definition == definition
             for name, definition in self.defined.items()
         )
 
@@ -105,4 +105,4 @@ class Oracle:
                 down = await scan(self.indexer, f"{name}/i", prefix=middle, descending=True)
                 some = [entry for entry in wanted if compare(entry[0][0], middle[0]) == 0]
                 assert down == some[::-1]
-            self.indexer.find(name_of(f"{name}/i")).file.check_invariants()
+            self.indexer.definitions.find(name_of(f"{name}/i")).file.check_invariants()

@@ -31,8 +31,9 @@ from upr_server.events import EventBus
 from upr_server.indexer import announcements
 from upr_server.indexer.announcements import consumer_name
 from upr_server.indexer.definition import IndexDefinition
-from upr_server.indexer.indexer import Indexer, NoIndexError
-from upr_server.indexer.query import Written
+from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.query import RequiredWrite
 from upr_server.net.requests import CONSUMER_NAME
 
 CITY = IndexDefinition(("city",))
@@ -61,29 +62,29 @@ async def a_town(data_dir: Path, **options: Any) -> AsyncIterator[tuple[Server, 
 @asynccontextmanager
 async def standing_still(indexer: Indexer) -> AsyncIterator[None]:
     """The indexes' stream takes nothing, not even a barrier."""
-    indexer.stream.hold()
+    indexer.stream.pause()
     try:
         yield
     finally:
-        indexer.stream.release()
+        indexer.stream.resume()
 
 
 def entries_of(indexer: Indexer, name: str) -> int:
-    return indexer.find(name_of(name)).file.entry_count()
+    return indexer.definitions.find(name_of(name)).file.entry_count()
 
 
 async def test_an_index_is_begun_though_the_stream_stands_still(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
         async with standing_still(indexer):
             await define(client, "e", {"n": NUMBER})
-            await eventually(lambda: name_of("e/n") in indexer.names(), "it is begun")
+            await eventually(lambda: name_of("e/n") in indexer.definitions.names(), "it is begun")
             # As far as it can be without the stream, too.
             await eventually(lambda: entries_of(indexer, "e/n") == len(CONTENTS), "it is built")
-            assert "e" not in await indexer._catalog.current()
+            assert "e" not in await indexer.catalog.current()
         await until_ready(indexer, "e/n")
-        await eventually(lambda: not indexer._overlay.texts, "the catalog has it")
+        await eventually(lambda: not indexer.definitions._overlay.texts, "the catalog has it")
         assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
-        assert indexer.names() == [name_of("d/city"), name_of("e/n")]
+        assert indexer.definitions.names() == [name_of("d/city"), name_of("e/n")]
 
 
 @pytest.mark.parametrize("consistency", ["now", "at_least"])
@@ -92,7 +93,7 @@ async def test_an_index_is_dropped_though_the_stream_stands_still(
 ) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
         answer = await client.set("k", "{}")
-        written = (Written(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
+        written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
         ended = trio.Event()
 
         async def ask() -> None:
@@ -106,24 +107,24 @@ async def test_an_index_is_dropped_though_the_stream_stands_still(
             # The drop does not wait for scans that wait for what does not come.
             nursery.start_soon(ask)
             await client.delete("_design/d")
-            await eventually(lambda: not indexer.names(), "it is dropped")
+            await eventually(lambda: not indexer.definitions.names(), "it is dropped")
             await eventually(
                 lambda: not list((tmp_path / "indexes").iterdir()), "its room is given back"
             )
-            assert "d" in await indexer._catalog.current()
+            assert "d" in await indexer.catalog.current()
             if consistency == "at_least":
                 await ended.wait()
-        await eventually(lambda: not indexer._overlay.texts, "the catalog has it")
-        assert indexer.names() == []
+        await eventually(lambda: not indexer.definitions._overlay.texts, "the catalog has it")
+        assert indexer.definitions.names() == []
 
 
 async def test_an_index_that_is_about_to_go_is_let_go_of_at_the_end(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
-        index = indexer.find(name_of("d/city"))
+        index = indexer.definitions.find(name_of("d/city"))
         # Somebody reads it still.
-        index.scans += 1
+        index.readers += 1
         await client.delete("_design/d")
-        await eventually(lambda: not indexer.names(), "it is dropped")
+        await eventually(lambda: not indexer.definitions.names(), "it is dropped")
     assert index.file._is_closed
 
 
@@ -132,23 +133,26 @@ async def test_what_changes_often_ends_as_it_was_written_last(tmp_path: Path) ->
 
         def is_now(definition: IndexDefinition) -> bool:
             name = name_of("d/city")
-            return name in indexer.names() and indexer.find(name).definition == definition
+            return (
+                name in indexer.definitions.names()
+                and indexer.definitions.find(name).definition == definition
+            )
 
         async with standing_still(indexer):
             await client.delete("_design/d")
             await define(client, "d", {"city": NUMBER})
             await eventually(lambda: is_now(NUMBER), "it is another index")
             await client.set("_design/d", "{}")
-            await eventually(lambda: not indexer.names(), "a mistake has no indexes")
-            assert "indexes" in indexer.mistakes["d"]
+            await eventually(lambda: not indexer.definitions.names(), "a mistake has no indexes")
+            assert "indexes" in indexer.definitions.mistakes["d"]
             for _ in range(5):
                 await client.delete("_design/d")
                 await define(client, "d", {"city": CITY})
             await eventually(lambda: is_now(CITY), "it is defined again")
         await until_ready(indexer, "d/city")
-        await eventually(lambda: not indexer._overlay.texts, "the catalog has it")
+        await eventually(lambda: not indexer.definitions._overlay.texts, "the catalog has it")
         assert is_now(CITY)
-        assert indexer.mistakes == {}
+        assert indexer.definitions.mistakes == {}
         assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
 
 
@@ -162,14 +166,17 @@ async def test_a_definition_that_the_server_loses_is_taken_back(tmp_path: Path) 
             world.hold_commits()
             await define(world.client, "e", {"n": NUMBER})
             await world.client.delete("_design/d")
-            await eventually(lambda: world.indexer.names() == [name_of("e/n")], "it was told")
+            await eventually(
+                lambda: world.indexer.definitions.names() == [name_of("e/n")], "it was told"
+            )
             await world.crash("server")
             await world.start_server()
         await eventually(
-            lambda: world.indexer.names() == [name_of("d/city")], "it is as the server has it"
+            lambda: world.indexer.definitions.names() == [name_of("d/city")],
+            "it is as the server has it",
         )
         await until_ready(world.indexer, "d/city")
-        assert not world.indexer._overlay.texts
+        assert not world.indexer.definitions._overlay.texts
         assert await scan(world.indexer, "d/city", timeout_s=20) == []
 
 
@@ -177,7 +184,9 @@ async def redefine(client: Client, indexer: Indexer) -> None:
     """An index comes and another goes, by way of the stream."""
     await define(client, "e", {"n": NUMBER})
     await client.delete("_design/d")
-    await eventually(lambda: indexer.names() == [name_of("e/n")], "the stream brings it")
+    await eventually(
+        lambda: indexer.definitions.names() == [name_of("e/n")], "the stream brings it"
+    )
     await until_ready(indexer, "e/n")
     assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
 
@@ -186,7 +195,7 @@ async def test_without_an_event_bus_the_stream_brings_it(tmp_path: Path) -> None
     with structlog.testing.capture_logs() as logs:
         async with a_town(tmp_path, events=False) as (_, client, indexer):
             await redefine(client, indexer)
-    said = [line["error"] for line in logs if "the event bus is not heard" in line["event"]]
+    said = [line["error"] for line in logs if "event bus unreachable" in line["event"]]
     assert len(said) == 1
     assert "events is false" in said[0]
 
@@ -195,7 +204,7 @@ async def test_another_of_its_name_ends_the_listening_and_nothing_else(tmp_path:
     with structlog.testing.capture_logs() as logs:
 
         def has_given_up() -> bool:
-            return any("the event bus is not heard" in line["event"] for line in logs)
+            return any("event bus unreachable" in line["event"] for line in logs)
 
         async with a_town(tmp_path) as (server, client, indexer):
             # Whose question waits is overtaken: while the indexer reads what it was told, that is

@@ -93,7 +93,7 @@ async def test_scans(site: Site) -> None:
 
 async def test_what_is_told_of_indexes(site: Site) -> None:
     found = await site.ask(site.asking.indexes)
-    assert [(row["name"], row["state"]) for row in found] == [
+    assert [(change["name"], change["state"]) for change in found] == [
         ("d/both", "ready"),
         ("d/city", "ready"),
     ]
@@ -134,10 +134,10 @@ async def test_what_is_refused(site: Site) -> None:
 
 
 async def test_scans_are_refused_when_memory_is_short(site: Site) -> None:
-    site.indexer.pool.take(8 * 1024 * 1024)
+    site.indexer.pool.reserve(8 * 1024 * 1024)
     error = await site.refusal(site.asking.scan, "d/city")
     assert (error.code, error.retry_after_s) == ("overloaded", 1.0)
-    site.indexer.pool.give_back(8 * 1024 * 1024)
+    site.indexer.pool.release(8 * 1024 * 1024)
     assert len((await site.ask(site.asking.scan, "d/city")).entries) == 20
 
 

@@ -18,11 +18,11 @@ from upr_protocol.failover import FailoverEntry, FailoverLog, Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import Builder
-from upr_server.indexer.index_file import IndexFile, Range
+from upr_server.indexer.index_batch import DocumentChange, IndexBatch
+from upr_server.indexer.index_file import IndexFile, KeyRange
 from upr_server.indexer.mark import Mark
-from upr_server.indexer.piece import Piece, Row
 from upr_server.indexer.pipeline import Member, Pipeline, worker_thread
-from upr_server.indexer.pool import Pool
+from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.stream import Stream
 
 PARTITION = PartitionId(0)
@@ -33,33 +33,38 @@ ANOTHER = FailoverLog((FailoverEntry(HistoryId(1), SeqNo(0)),))
 class ByKey:
     """Every document has an entry: its key."""
 
-    def entry(self, row: Row) -> tuple[bytes, bytes] | None:
-        """See `Source`."""
-        return row.key, b""
+    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+        """See `EntrySource`."""
+        return change.key, b""
 
 
 class OtherStream:
-    """The running indexes' stream: it is where the test says.
+    """The running indexes' stream, which is where the test says.
 
     Attributes:
-        is_undoing: It undoes nothing.
-        there: How far it is: at first in some history of its own.
+        is_rolling_back: Always false.
+        listeners: Those that hear of its batches.
+        position: How far it is: at first in some history of its own.
     """
 
-    is_undoing = False
+    is_rolling_back = False
 
     def __init__(self) -> None:
-        self.there = at(ANOTHER, 0)
+        self.listeners: list[Callable[[IndexBatch], None]] = []
+        self.position = at(ANOTHER, 0)
 
     def reached(self) -> dict[PartitionId, Mark]:
-        """See `Stream`."""
-        return {PARTITION: self.there}
+        return {PARTITION: self.position}
 
-    def hold(self) -> None:
-        """See `Stream`."""
+    def put(self, mark: Mark) -> None:
+        for listener in self.listeners:
+            listener(IndexBatch(PARTITION, mark))
 
-    def release(self) -> None:
-        """See `Stream`."""
+    def pause(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
 
 
 class WithAWord:
@@ -84,7 +89,7 @@ class WithAWord:
 
 def set_up(there: OtherStream, path: Path, url: str) -> tuple[Builder, IndexFile]:
     """A builder of one index, beside another stream."""
-    file, pool, work = IndexFile(path, BUCKET), Pool(POOL_BYTES), worker_thread()
+    file, pool, work = IndexFile(path, BUCKET), MemoryPool(POOL_BYTES), worker_thread()
     members = [Member(file, ByKey())]
     stream, running = cast("Stream", there), Pipeline(pool, work)
     return Builder(Address.parse(url), pool, work, members, stream, running, 1), file
@@ -115,18 +120,18 @@ async def test_what_came_before_it_begins_again_does_not_count(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(builder.run)
             await eventually(lambda: file.mark(PARTITION).seq == COUNT, "it was read")
-            here = file.mark(PARTITION)
+            mark = file.mark(PARTITION)
             # It goes over, and is pending: the other stream is not as far.
-            other.there = at(here.position.log, COUNT // 2)
-            builder.moved(Piece(PARTITION, other.there))
+            other.position = at(mark.position.log, COUNT // 2)
+            other.put(other.position)
             await eventually(lambda: not builder.behind(), "it has gone over")
-            words.append(lambda: builder.moved(Piece(PARTITION, at(ANOTHER, COUNT // 2))))
+            words.append(lambda: other.put(at(ANOTHER, COUNT // 2)))
             await client.set("k0", json.dumps("again"))
             await eventually(lambda: not words, "the history has changed")
-            other.there = at(here.position.log, COUNT + 1)
-            await eventually(lambda: file.joined, "it was built")
-        found = file.scan(Range(), COUNT + 1, settled=True, with_timestamps=False)
-        assert found.entries == [b"k%d" % number for number in range(COUNT)]
+            other.position = at(mark.position.log, COUNT + 1)
+            await eventually(lambda: file.is_built, "it was built")
+        result = file.scan(KeyRange(), COUNT + 1, settled=True, with_timestamps=False)
+        assert result.entries == [b"k%d" % number for number in range(COUNT)]
         file.close()
 
 

@@ -38,16 +38,17 @@ from upr_protocol.ids import Durability
 from upr_server.app import Server
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.app import serve, serving
-from upr_server.indexer.bell import Bell
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.config import Config
 from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.freshness import Barriers
-from upr_server.indexer.indexer import Indexer, NoIndexError, running_indexer
+from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
-from upr_server.indexer.pool import STREAM_SHARE, Pool
+from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
+from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.stream import Stream
 
 T = TypeVar("T")
@@ -96,19 +97,19 @@ def whole(server: Server, indexer: Indexer) -> None:
     check(server)
     assert indexer.pool._scans == 0
     assert indexer.pool.used == 0
-    assert not any(index.scans for index in indexer._indexes.values())
+    assert not any(index.readers for index in indexer.definitions._indexes.values())
 
 
 # Questions.
 
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
-    Indexer.status: lambda indexer, _: indexer.status(name_of("d/city")),
-    Indexer.scan: lambda indexer, _: scan(indexer, "d/city"),
+    Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
+    Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
     Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
     Stream.barrier: lambda indexer, _: indexer.stream.barrier(),
-    Catalog.current: lambda indexer, _: indexer._catalog.current(),
+    Catalog.current: lambda indexer, _: indexer.catalog.current(),
     Pipeline.sync: lambda indexer, _: indexer.pipeline.sync(),
-    Indexer.create: lambda indexer, number: indexer.create(f"d{number}", DESIGN),
+    Definitions.create: lambda indexer, number: indexer.definitions.create(f"d{number}", DESIGN),
 }
 tries(*QUESTIONS)
 
@@ -123,7 +124,7 @@ async def test_a_question(
 ) -> None:
     numbers = count()
     async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
-        await indexer.create("d", DESIGN)
+        await indexer.definitions.create("d", DESIGN)
         await until_ready(indexer, "d/city")
         await trio.sleep(5)
         open_before = network.open
@@ -134,8 +135,10 @@ async def test_a_question(
         async def undo() -> None:
             number = next(numbers) - 1
             with suppress(NoIndexError):
-                await indexer.drop(f"d{number}")
-            await eventually(lambda: indexer.names() == [name_of("d/city")], "they are dropped")
+                await indexer.definitions.drop(f"d{number}")
+            await eventually(
+                lambda: indexer.definitions.names() == [name_of("d/city")], "they are dropped"
+            )
             await trio.sleep(5)
 
         def look() -> None:
@@ -147,14 +150,14 @@ async def test_a_question(
             assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
 
         # Behind each that is created an index is built.
-        every = 3 if function is Indexer.create else 1
+        every = 3 if function is Definitions.create else 1
         found = await cancelled_at_each_step(
             work, look, then=then, undo=undo, every=every, reaching=[function]
         )
     found.check_inside(function)
 
 
-DROP: Final = tries(Indexer.drop)
+DROP: Final = tries(Definitions.drop)
 
 
 async def test_a_design_is_dropped(
@@ -163,18 +166,18 @@ async def test_a_design_is_dropped(
     async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
 
         async def there() -> None:
-            await indexer.create("d", DESIGN)
+            await indexer.definitions.create("d", DESIGN)
             await until_ready(indexer, "d/city")
             await trio.sleep(5)
 
         async def work() -> None:
-            await indexer.drop("d")
+            await indexer.definitions.drop("d")
 
         async def then() -> None:
             await work()
             with pytest.raises(NoIndexError):
                 await work()
-            await eventually(lambda: not indexer.names(), "it is dropped")
+            await eventually(lambda: not indexer.definitions.names(), "it is dropped")
 
         await there()
         found = await cancelled_at_each_step(
@@ -183,24 +186,24 @@ async def test_a_design_is_dropped(
     found.check_inside(*DROP)
 
 
-ROOM: Final = tries(Pool.room)
+ROOM: Final = tries(MemoryPool.wait_for_room)
 
 
 async def test_a_stream_waits_for_room(autojump_clock: MockClock) -> None:
-    pool = Pool(100)
+    pool = MemoryPool(100)
 
-    async def hold() -> None:
-        await pool.room(STREAM_SHARE)
-        pool.take(80)
+    async def pause() -> None:
+        await pool.wait_for_room(STREAM_SHARE)
+        pool.reserve(80)
         try:
             await trio.sleep(1)
         finally:
-            pool.give_back(80)
+            pool.release(80)
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(hold)
+                nursery.start_soon(pause)
 
     def look() -> None:
         assert pool.used == 0
@@ -213,14 +216,14 @@ async def test_a_stream_waits_for_room(autojump_clock: MockClock) -> None:
 RUN: Final = tries(
     running_indexer,
     Indexer.run,
+    Definitions.open,
+    Definitions.run,
     Builder.run,
     Pipeline.run,
     Stream.run,
     Overlay.run,
     Announcements.run,
     Barriers.run,
-    Bell.until,
-    Bell.wait,
 )
 
 
@@ -233,15 +236,15 @@ async def test_an_indexer(
 
     async def work() -> None:
         async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
-            await indexer.create("d", DESIGN)
+            await indexer.definitions.create("d", DESIGN)
             await until_ready(indexer, "d/city")
             await scan(indexer, "d/city")
             contents[b"new"] = b'{"city": %d}' % next(numbers)
             async with connect(server.url(BUCKET)) as client:
                 await client.set(b"new", contents[b"new"])
             assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
-            await indexer.drop("d")
-            await eventually(lambda: not indexer.names(), "it is dropped")
+            await indexer.definitions.drop("d")
+            await eventually(lambda: not indexer.definitions.names(), "it is dropped")
 
     def look() -> None:
         check(server)
@@ -259,7 +262,7 @@ async def test_a_rollback(
 ) -> None:
     """Whatever had been taken back by then, the rest is taken back by the next."""
     world, numbers = World(0, tmp_path), count()
-    world.ring = 1000
+    world.undo_mutations = 1000
     rollbacks = 0
     async with world.running():
         await world.crash("indexer")

@@ -36,8 +36,8 @@ def test_defaults() -> None:
     assert settings.address.bucket == "planes"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert settings.pool_bytes == pytest.approx(0.3 * memory, rel=0.01)
-    assert settings.rings == 8
-    assert settings.ring_limits.entries == 200_000
+    assert settings.queues == 8
+    assert settings.received_keys_limits.entries == 200_000
 
 
 def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_text_from_the_environment_is_converted() -> None:
         "UPR_INDEXER_URL": "http://127.0.0.1:12080",
     }
     settings = load_config(None, environment, {}).settings()
-    assert (settings.pool_bytes, settings.rings) == (9_000_000, 2)
-    assert settings.ring_limits.entries == 7
+    assert (settings.pool_bytes, settings.queues) == (9_000_000, 2)
+    assert settings.received_keys_limits.entries == 7
     assert settings.data_dir == Path("/somewhere")
 
 

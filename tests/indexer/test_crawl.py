@@ -46,7 +46,7 @@ PARTITIONS: Final = 8
 POOL_BYTES: Final = 64 * MIB
 INDEXER_BYTES: Final = POOL_BYTES + WINDOW_BYTES_DEFAULT + 48 * MIB
 """What may come on top of the idle indexer: beside the pool and the window there are the batch at
-work, its documents as JSON, the ring buffer, and what `malloc` does not give back."""
+work, its documents as JSON, the received keys, and what `malloc` does not give back."""
 
 QUOTA_BYTES: Final = 128 * MIB
 SERVER_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4 + 2 * WINDOW_BYTES_DEFAULT
@@ -171,7 +171,7 @@ async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
         ):
             for name, definition in (("d", BY_N), ("costly", BY_COST)):
                 await ask(asking.create, name, {"indexes": {"i": {"key": definition.key}}})
-            await until(lambda: [row["state"] for row in asking.indexes()] == ["ready"] * 2)
+            await until(lambda: [change["state"] for change in asking.indexes()] == ["ready"] * 2)
             watches = Watch(server), Watch(indexer)
             async with trio.open_nursery() as nursery:
                 for watch in watches:

@@ -41,13 +41,15 @@ class World(Oracle):
         self.nodes = nodes
         self.rollbacks = 0
         self._data_dir = data_dir
-        self._ring = self.rng.choice([5, 50, 1000])
+        self._undo_mutations = self.rng.choice([5, 50, 1000])
 
     @asynccontextmanager
     async def indexing(self) -> AsyncIterator[None]:
         """An indexer. Left by an exception, or by `crash`, it saves nothing."""
         with trio.CancelScope() as self._scope:
-            async with an_indexer(url_of(self.nodes), self._data_dir, ring=self._ring) as indexer:
+            async with an_indexer(
+                url_of(self.nodes), self._data_dir, undo_mutations=self._undo_mutations
+            ) as indexer:
                 self.indexer = indexer
                 yield
                 self.rollbacks += indexer.stream.rollbacks

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.indexer.index_file import IndexFile, IndexFileError, NotSettledError, Range
+from upr_server.indexer.index_batch import DocumentChange, IndexBatch
+from upr_server.indexer.index_file import IndexFile, IndexFileError, KeyRange, NotSettledError
 from upr_server.indexer.mark import Mark
-from upr_server.indexer.piece import Piece, Row
 
 LOG = FailoverLog.of([(7, 0)])
 
@@ -23,9 +23,9 @@ LOG = FailoverLog.of([(7, 0)])
 class Words:
     """The entry of a document is its value, unless that begins with a minus."""
 
-    def entry(self, row: Row) -> tuple[bytes, bytes] | None:
-        assert row.value is not None
-        return None if row.value.startswith(b"-") else (b"\x09" + row.value + row.key, b"")
+    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+        assert change.value is not None
+        return None if change.value.startswith(b"-") else (b"\x09" + change.value + change.key, b"")
 
 
 def whole(seq: int) -> Mark:
@@ -37,7 +37,9 @@ def part(start: int, seq: int, end: int) -> Mark:
     return Mark(Position(LOG, SeqNo(start), SeqNo(seq), partial))
 
 
-def piece(partition: int, mark: Mark, items: Sequence[tuple[int, bytes, bytes | None]]) -> Piece:
+def batch(
+    partition: int, mark: Mark, items: Sequence[tuple[int, bytes, bytes | None]]
+) -> IndexBatch:
     chunks = []
     if items:
         mutations = [
@@ -47,15 +49,15 @@ def piece(partition: int, mark: Mark, items: Sequence[tuple[int, bytes, bytes | 
             for seq, key, value in items
         ]
         chunks = [Chunk.build(mutations)]
-    return Piece(PartitionId(partition), mark, chunks)
+    return IndexBatch(PartitionId(partition), mark, chunks)
 
 
-def apply(file: IndexFile, *pieces: Piece) -> int:
-    return file.apply([(each, list(each.rows())) for each in pieces], Words())
+def apply(file: IndexFile, *batches: IndexBatch) -> int:
+    return file.apply([(each, list(each.changes())) for each in batches], Words())
 
 
 def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:
-    return file.scan(Range(low, high), 10**6).entries
+    return file.scan(KeyRange(low, high), 10**6).entries
 
 
 KEYS = st.sampled_from([b"a", b"b", b"\xff", b"\0"])
@@ -88,24 +90,24 @@ def test_it_holds_what_a_dict_would(
             file = IndexFile(path, "b")
             continue
         if kind == "forget":
-            apply(file, Piece(PartitionId(partition), Mark(), forgets=True))
+            apply(file, IndexBatch(PartitionId(partition), Mark(), clears_partition=True))
             model = {key: value for key, value in model.items() if key[0] != partition}
             reached[partition] = 0
             continue
         if kind == "undo":
             reached[partition] //= 2
             mark = whole(reached[partition])
-            apply(file, Piece(PartitionId(partition), mark, undone=dict(items)))
+            apply(file, IndexBatch(PartitionId(partition), mark, rollback_documents=dict(items)))
         elif kind == "again":
             # What it has already does not change it, whatever it says.
             numbered = [(1, key, b"old") for key, _ in items if reached[partition]]
-            apply(file, piece(partition, whole(min(1, reached[partition])), numbered))
+            apply(file, batch(partition, whole(min(1, reached[partition])), numbered))
             continue
         else:
             first = reached[partition] + 1
             reached[partition] += len(items)
             numbered_items = [(first + n, key, value) for n, (key, value) in enumerate(items)]
-            apply(file, piece(partition, whole(reached[partition]), numbered_items))
+            apply(file, batch(partition, whole(reached[partition]), numbered_items))
         for key, value in items:
             model.pop((partition, key), None)
             if value is not None and not value.startswith(b"-"):
@@ -123,45 +125,45 @@ def file(tmp_path: Path) -> IndexFile:
 
 
 def test_ranges_both_ways(file: IndexFile) -> None:
-    apply(file, piece(0, whole(5), [(n, b"k%d" % n, b"v%d" % n) for n in range(1, 6)]))
+    apply(file, batch(0, whole(5), [(n, b"k%d" % n, b"v%d" % n) for n in range(1, 6)]))
     every = entries(file)
     assert len(every) == 5
     for low in range(5):
         for high in range(5):
-            range_ = Range(every[low], every[high])
-            assert file.scan(range_, 9).entries == every[low:high]
-            assert file.count(range_) == max(0, high - low)
-            down = attrs.evolve(range_, descending=True)
+            key_range = KeyRange(every[low], every[high])
+            assert file.scan(key_range, 9).entries == every[low:high]
+            assert file.count(key_range) == max(0, high - low)
+            down = attrs.evolve(key_range, descending=True)
             assert file.scan(down, 9).entries == every[low:high][::-1]
-    assert file.scan(Range(descending=True), 2).entries == every[:2:-1]
-    found = file.scan(Range(), 5, with_timestamps=True)
+    assert file.scan(KeyRange(descending=True), 2).entries == every[:2:-1]
+    found = file.scan(KeyRange(), 5, with_timestamps=True)
     assert (found.entries, found.more) == (every, False)
     assert found.timestamps == {0: (7, 5)}
-    assert file.scan(Range(), 4).more
+    assert file.scan(KeyRange(), 4).more
 
 
 def test_inside_a_snapshot_it_is_not_settled(file: IndexFile) -> None:
-    apply(file, piece(0, part(0, 2, 3), [(2, b"k", b"v")]), piece(1, whole(1), [(1, b"l", b"w")]))
+    apply(file, batch(0, part(0, 2, 3), [(2, b"k", b"v")]), batch(1, whole(1), [(1, b"l", b"w")]))
     with pytest.raises(NotSettledError):
-        file.scan(Range(), 1)
+        file.scan(KeyRange(), 1)
     with pytest.raises(NotSettledError):
-        file.count(Range())
-    assert file.scan(Range(), 9, settled=False).entries == [b"\x09vk", b"\x09wl"]
+        file.count(KeyRange())
+    assert file.scan(KeyRange(), 9, settled=False).entries == [b"\x09vk", b"\x09wl"]
     file.check_invariants()
-    apply(file, piece(0, whole(3), [(3, b"k", None)]))
+    apply(file, batch(0, whole(3), [(3, b"k", None)]))
     assert entries(file) == [b"\x09wl"]
 
 
 def test_after_going_back_it_settles_at_the_number_it_was_told(file: IndexFile) -> None:
-    apply(file, piece(0, whole(9), [(9, b"k", b"v")]))
+    apply(file, batch(0, whole(9), [(9, b"k", b"v")]))
     back = attrs.evolve(whole(4), settles_at=SeqNo(6))
-    apply(file, Piece(PartitionId(0), back, undone={b"k": b"w"}))
+    apply(file, IndexBatch(PartitionId(0), back, rollback_documents={b"k": b"w"}))
     with pytest.raises(NotSettledError):
-        file.scan(Range(), 1)
-    apply(file, piece(0, whole(5), [(5, b"l", b"x")]))
+        file.scan(KeyRange(), 1)
+    apply(file, batch(0, whole(5), [(5, b"l", b"x")]))
     with pytest.raises(NotSettledError):
-        file.scan(Range(), 1)
-    apply(file, piece(0, whole(6), [(6, b"l", b"y")]))
+        file.scan(KeyRange(), 1)
+    apply(file, batch(0, whole(6), [(6, b"l", b"y")]))
     assert entries(file) == [b"\x09wk", b"\x09yl"]
 
 
@@ -184,9 +186,9 @@ def test_it_is_of_one_bucket(file: IndexFile) -> None:
 
 
 def test_what_cannot_be_written_changes_nothing(file: IndexFile) -> None:
-    apply(file, piece(0, whole(1), [(1, b"k", b"v")]))
+    apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
     with pytest.raises(IndexFileError):
-        apply(file, piece(0, whole(3), [(2, b"k", b"w"), (3, b"l", b"x" * 600)]))
+        apply(file, batch(0, whole(3), [(2, b"k", b"w"), (3, b"l", b"x" * 600)]))
     assert entries(file) == [b"\x09vk"]
     assert file.mark(PartitionId(0)).seq == 1
     file.check_invariants()

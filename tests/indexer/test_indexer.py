@@ -23,9 +23,10 @@ from tests.indexer.kit import (
 from tests.kit.process import eventually
 from upr_protocol.client import connect
 from upr_server.indexer.definition import DefinitionError, IndexDefinition, IndexName
-from upr_server.indexer.indexer import BuildingError, NoIndexError, NotFreshError
+from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.pipeline import worker_thread
-from upr_server.indexer.query import Query, Written
+from upr_server.indexer.query import Query, RequiredWrite
+from upr_server.indexer.scanner import BuildingError, NotFreshError
 
 T = TypeVar("T")
 
@@ -56,7 +57,9 @@ async def test_documents_are_found_as_soon_as_they_are_written(tmp_path: Path) -
         await client.delete("k2")
         assert (["z"], "k1") in await scan(indexer, "d/city")
         assert "k2" not in [key for _, key in await scan(indexer, "d/city")]
-        counted = await indexer.scan(name_of("d/city"), Query(count=True, consistency="now"))
+        counted = await indexer.scanner.scan(
+            name_of("d/city"), Query(count=True, consistency="now")
+        )
         assert counted.count == 29
 
 
@@ -71,8 +74,8 @@ async def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
         await client.delete("k1")
         async with an_indexer(server.url("b"), tmp_path) as indexer:
             # It is there at once, and was not built again.
-            await eventually(lambda: bool(indexer.names()), "the index is there")
-            assert indexer.find(name_of("d/city")).file.joined
+            await eventually(lambda: bool(indexer.definitions.names()), "the index is there")
+            assert indexer.definitions.find(name_of("d/city")).file.is_built
             assert await scan(indexer, "d/city") == [(["b"], "k2")]
 
 
@@ -87,19 +90,21 @@ async def test_an_index_that_is_added_is_built_and_one_that_is_dropped_goes(
         contents = {b"k%d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(200)}
         for key, value in contents.items():
             await client.set(key, value)
-        await indexer.create("d", b'{"indexes": {"city": {"key": ["city"]}}}')
+        await indexer.definitions.create("d", b'{"indexes": {"city": {"key": ["city"]}}}')
         await until_ready(indexer, "d/city")
         assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
-        await indexer.create("e", b'{"indexes": {"both": {"key": ["city", "n"]}}}')
+        await indexer.definitions.create("e", b'{"indexes": {"both": {"key": ["city", "n"]}}}')
         await until_ready(indexer, "e/both")
         assert len(await scan(indexer, "e/both")) == 200
-        await indexer.drop("d")
-        await eventually(lambda: name_of("d/city") not in indexer.names(), "it was dropped")
+        await indexer.definitions.drop("d")
+        await eventually(
+            lambda: name_of("d/city") not in indexer.definitions.names(), "it was dropped"
+        )
         assert len(await scan(indexer, "e/both")) == 200
         with pytest.raises(NoIndexError):
             await scan(indexer, "d/city")
         with pytest.raises(NoIndexError):
-            await indexer.drop("d")
+            await indexer.definitions.drop("d")
     assert len(list((tmp_path / "indexes").iterdir())) == 1
 
 
@@ -117,7 +122,10 @@ async def test_a_definition_that_changes_is_another_index(tmp_path: Path) -> Non
 
         def is_another() -> bool:
             name = name_of("d/city")
-            return name in indexer.names() and indexer.find(name).definition != CITY
+            return (
+                name in indexer.definitions.names()
+                and indexer.definitions.find(name).definition != CITY
+            )
 
         await eventually(is_another, "it is another index")
         await until_ready(indexer, "d/city")
@@ -131,12 +139,12 @@ async def test_a_bad_definition_is_refused_or_told(tmp_path: Path) -> None:
         an_indexer(server.url("b"), tmp_path) as indexer,
     ):
         with pytest.raises(DefinitionError, match=r"indexes\.a\.key\[0\]: column 3"):
-            await indexer.create("d", b'{"indexes": {"a": {"key": ["x["]}}}')
+            await indexer.definitions.create("d", b'{"indexes": {"a": {"key": ["x["]}}}')
         assert await client.get("_design/d") is None
         await client.set("_design/d", '{"indexes": {"a": {"key": ["x["]}}}')
-        await eventually(lambda: bool(indexer.mistakes), "the mistake is told")
-        assert "indexes.a.key[0]: column 3" in indexer.mistakes["d"]
-        assert indexer.names() == []
+        await eventually(lambda: bool(indexer.definitions.mistakes), "the mistake is told")
+        assert "indexes.a.key[0]: column 3" in indexer.definitions.mistakes["d"]
+        assert indexer.definitions.names() == []
 
 
 async def test_at_least_what_was_written(tmp_path: Path) -> None:
@@ -150,10 +158,10 @@ async def test_at_least_what_was_written(tmp_path: Path) -> None:
         answer = await client.set("k", "")
         for number in range(300):
             answer = await client.set("k", f'{{"city": {number}}}')
-            written = (Written(answer.partition, f"{answer.history_id:x}", answer.seq),)
+            written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
             found = await scan(indexer, "d/city", consistency="at_least", written=written)
             assert found == [([number], "k")]
-        ahead = (Written(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
+        ahead = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
         with pytest.raises(NotFreshError):
             await scan(indexer, "d/city", consistency="at_least", written=ahead, timeout_s=0.05)
 
@@ -190,9 +198,9 @@ async def test_an_index_that_is_being_built_is_not_asked(tmp_path: Path) -> None
         connect(server.url("b")) as client,
         an_indexer(server.url("b"), tmp_path, work=work) as indexer,
     ):
-        names = indexer.names
+        names = indexer.definitions.names
         await define(client, "d", {"city": CITY})
-        await eventually(lambda: bool(indexer.names()), "the index is there")
+        await eventually(lambda: bool(indexer.definitions.names()), "the index is there")
         with pytest.raises(BuildingError):
             await scan(indexer, "d/city")
         gate.set()

@@ -84,7 +84,7 @@ def breathe() -> None:
 
 def until_ready(client: IndexClient, names: set[str]) -> None:
     """Waits until these indexes are built."""
-    while {row["name"] for row in client.indexes() if row["state"] == "ready"} != names:
+    while {change["name"] for change in client.indexes() if change["state"] == "ready"} != names:
         breathe()
 
 

@@ -38,7 +38,7 @@ class World(Oracle):
         self._data_dir = data_dir
         self._store = HeldStore()
         self._store.released.set()
-        self.ring = self.rng.choice([5, 50, 1000])
+        self.undo_mutations = self.rng.choice([5, 50, 1000])
         self._port = 0
         self._nursery: trio.Nursery | None = None
         self.server: Server
@@ -101,7 +101,7 @@ class World(Oracle):
     async def start_indexer(self) -> None:
         async def run(started: trio.Event) -> None:
             async with an_indexer(
-                self.server.url(BUCKET), self._data_dir, ring=self.ring
+                self.server.url(BUCKET), self._data_dir, undo_mutations=self.undo_mutations
             ) as self.indexer:
                 started.set()
                 await trio.sleep_forever()

@@ -16,22 +16,22 @@ from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import Durability
 from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.query import Written
+from upr_server.indexer.query import RequiredWrite
 
 BY_A = IndexDefinition(("a",))
 
 
-def as_written(answer: WriteResult) -> tuple[Written, ...]:
-    return (Written(answer.partition, f"{answer.history_id:016x}", answer.seq),)
+def as_written(answer: WriteResult) -> tuple[RequiredWrite, ...]:
+    return (RequiredWrite(answer.partition, f"{answer.history_id:016x}", answer.seq),)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("ring", [1000, 1])
+@pytest.mark.parametrize("undo_mutations", [1000, 1])
 async def test_what_the_server_lost_is_not_in_the_index_any_more(
-    tmp_path: Path, ring: int, restarts: bool
+    tmp_path: Path, undo_mutations: int, restarts: bool
 ) -> None:
     world = World(0, tmp_path)
-    world.ring = ring
+    world.undo_mutations = undo_mutations
     async with world.running():
         await define(world.client, "x", {"i": BY_A})
         await until_ready(world.indexer, "x/i")
@@ -62,7 +62,7 @@ async def test_what_the_server_lost_is_not_in_the_index_any_more(
 
 
 async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None:
-    """What was built has no ring buffer: its partitions begin at 0."""
+    """What was built has no received keys: its partitions begin at 0."""
     world = World(0, tmp_path)
     async with world.running():
         for number in range(40):
@@ -85,8 +85,8 @@ async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None
 
 async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> None:
     world = World(0, tmp_path)
-    # The ring buffer does not reach back: partitions begin again, that of the design document too.
-    world.ring = 1
+    # The received keys do not reach back: partitions begin again, that of the design document too.
+    world.undo_mutations = 1
     with structlog.testing.capture_logs() as logs:
         async with world.running():
             await define(world.client, "x", {"i": BY_A})
@@ -103,13 +103,15 @@ async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> N
                 await world.write(10)
                 wanted = by_brute_force(BY_A, await world.contents())
                 assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
-            assert any(line["event"] == "going back" and not line["to"] for line in logs)
+            assert any(line["event"] == "rolling back" and not line["to"] for line in logs)
             # What is not defined any more is known so again.
             await world.client.delete("_design/x")
-            await eventually(lambda: not world.indexer.names(), "it is dropped", 20)
-    assert [line["event"] for line in logs if line["event"] in ("building", "dropping")] == [
-        "building",
-        "dropping",
+            await eventually(lambda: not world.indexer.definitions.names(), "it is dropped", 20)
+    assert [
+        line["event"] for line in logs if line["event"] in ("building index", "dropping index")
+    ] == [
+        "building index",
+        "dropping index",
     ]
 
 

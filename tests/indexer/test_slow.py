@@ -17,11 +17,11 @@ from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publi
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.freshness import Barriers
-from upr_server.indexer.indexer import NotFreshError
+from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
-from upr_server.indexer.piece import PIECE_OVERHEAD_BYTES, Piece
-from upr_server.indexer.pipeline import RING_PIECES_MAX, Pipeline, worker_thread
-from upr_server.indexer.pool import STREAM_SHARE, OverloadedError, Pool
+from upr_server.indexer.pipeline import QUEUE_BATCHES_MAX, Pipeline, worker_thread
+from upr_server.indexer.pool import STREAM_SHARE, MemoryPool, OverloadedError
+from upr_server.indexer.scanner import NotFreshError
 
 T = TypeVar("T")
 
@@ -118,15 +118,20 @@ async def test_building_leaves_room_in_the_pool(
 
 
 async def test_the_pool() -> None:
-    pool = Pool(POOL_BYTES)
-    pool.take(POOL_BYTES * 3 // 4)
+    pool = MemoryPool(POOL_BYTES)
+    pool.reserve(POOL_BYTES * 3 // 4)
     assert not pool.has_room(STREAM_SHARE)
-    with pool.scan(), pool.scan(), pytest.raises(OverloadedError), pool.scan():
+    with (
+        pool.reserve_for_scan(),
+        pool.reserve_for_scan(),
+        pytest.raises(OverloadedError),
+        pool.reserve_for_scan(),
+    ):
         raise AssertionError("there was room")
     waited = trio.Event()
 
     async def wait() -> None:
-        await pool.room(STREAM_SHARE)
+        await pool.wait_for_room(STREAM_SHARE)
         waited.set()
 
     async with trio.open_nursery() as nursery:
@@ -134,33 +139,33 @@ async def test_the_pool() -> None:
         await trio.testing.wait_all_tasks_blocked()
         assert not waited.is_set()
         # Streams do not wait for scans: these may wait for what a stream is to bring.
-        with pool.scan():
-            pool.give_back(1)
+        with pool.reserve_for_scan():
+            pool.release(1)
             await waited.wait()
     assert pool.refused == 1
 
 
 async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
-    pool = Pool(POOL_BYTES)
-    batches: list[list[Piece]] = []
+    pool = MemoryPool(POOL_BYTES)
+    batches: list[list[IndexBatch]] = []
 
     async def work(function: Callable[[], T]) -> T:
         await trio.lowlevel.checkpoint()
         return function()
 
-    pipeline = Pipeline(pool, work, (), rings=2)
-    real = pipeline._next_batch
+    pipeline = Pipeline(pool, work, (), queues=2)
+    real = pipeline._next_round
 
-    def next_batch() -> list[Piece]:
+    def next_batch() -> list[IndexBatch]:
         batches.append(real())
         return batches[-1]
 
-    pipeline._next_batch = next_batch  # type: ignore[method-assign]
+    pipeline._next_round = next_batch  # type: ignore[method-assign]
     for number in range(10):
         pipeline.put(_piece(pool, 0, 400_000))
         if number < 2:
             pipeline.put(_piece(pool, 1, 1000))
-    ticket = pipeline.ticket()
+    ticket = pipeline.put_counts()
     assert pipeline.length == 12
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
@@ -169,7 +174,7 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
         nursery.cancel_scope.cancel()
     assert pool.used == 0
     # The small ones did not wait for the large ones before them.
-    assert [piece.partition for piece in batches[0]][:4] == [0, 1, 0, 1]
+    assert [batch.partition for batch in batches[0]][:4] == [0, 1, 0, 1]
     assert pipeline.is_stopped
     pipeline.put(_piece(pool, 0, 1))
     assert not await pipeline.drain()
@@ -178,22 +183,22 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
 
 
 async def test_a_queue_is_bounded_in_pieces_too() -> None:
-    pool = Pool(POOL_BYTES)
+    pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
     await trio.lowlevel.checkpoint()
-    for _ in range(RING_PIECES_MAX):
+    for _ in range(QUEUE_BATCHES_MAX):
         assert not pipeline.is_full
-        pipeline.put(_piece(pool, 3, PIECE_OVERHEAD_BYTES))
+        pipeline.put(_piece(pool, 3, BATCH_OVERHEAD_BYTES))
     assert pipeline.is_full
 
 
-def _piece(pool: Pool, partition: int, nbytes: int) -> Piece:
-    pool.take(nbytes)
-    return Piece(PartitionId(partition), NO_MARK, nbytes=nbytes)
+def _piece(pool: MemoryPool, partition: int, nbytes: int) -> IndexBatch:
+    pool.reserve(nbytes)
+    return IndexBatch(PartitionId(partition), NO_MARK, nbytes=nbytes)
 
 
 async def test_barriers_are_shared_by_those_who_came_before_they_were_sent() -> None:
-    pool = Pool(POOL_BYTES)
+    pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
     sent = 0
     back = trio.Event()

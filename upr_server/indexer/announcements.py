@@ -1,4 +1,4 @@
-"""What the server's event bus tells of design documents."""
+"""Design documents that the server's event bus announces."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from upr_server.indexer.overlay import Overlay
 log = structlog.get_logger(__name__)
 
 READ_PATIENCE_S: Final = 10.0
-"""How long to try to read what is announced. Whoever cannot be asked does not stream either, and
-the stream brings it in the end; to take longer than the bus waits for would be to be forgotten."""
+"""How long to try to read an announced document. A server that cannot be asked does not stream
+either, and the stream brings the document in the end. With more patience the bus would clear this
+consumer."""
 
 
 class Announcements:
-    """Hears that design documents have changed, and reads them, ahead of the stream.
+    """Learns from the event bus that design documents have changed, and reads them ahead of the
+    stream.
 
-    The stream brings them too, and what it brings is the truth: it knows them at a start, and takes
-    them back. But it may be far behind, or stand still as the pool is full. Nothing is lost when
-    there is no event bus, or what it tells cannot be read.
+    The stream brings them, too, and it decides: it knows them at a start, and rolls them back. But
+    it may be far behind, or pause because the pool is full. Nothing is lost without an event bus,
+    or when an announced document cannot be read.
 
     Args:
         address: The bucket.
-        consumer: Under which name the bus knows this indexer.
-        catalog: What the stream has brought.
-        overlay: Where that goes which it has not.
+        consumer: The indexer's name as a consumer of the bus.
+        catalog: The documents that the stream has brought.
+        overlay: Takes the documents that it has not.
     """
 
     def __init__(self, address: Address, consumer: str, catalog: Catalog, overlay: Overlay) -> None:
@@ -46,12 +48,12 @@ class Announcements:
         self._overlay = overlay
 
     async def run(self) -> None:
-        """Listens until that is no use any more."""
+        """Follows the bus until it refuses."""
         try:
             await self._listen()
         except UprError as error:
             log.warning(
-                "the event bus is not heard: definitions come by the stream alone",
+                "event bus unreachable; following design documents through the stream",
                 error=str(error),
             )
 
@@ -60,14 +62,14 @@ class Announcements:
             self._address,
             consumer=self._consumer,
             kinds=EventKind.DESIGN,
-            # No character of a bucket's name stands for others.
+            # A bucket's name has no wildcards.
             pattern=self._address.bucket,
             identity="upr-indexer",
             retry_timeout_s=math.inf,
         ) as feed:
             async for event in feed:
-                # "Look at everything", and that any may have changed, names nothing to be read: the
-                # stream is about to bring it.
+                # "Look at everything" and `ANY_DESIGN` name no document to read: the stream is
+                # about to bring it.
                 if isinstance(event, BucketEvent):
                     await self._read([key for key in event.designs if key != ANY_DESIGN])
 
@@ -80,14 +82,14 @@ class Announcements:
             ) as client:
                 items = await client.get_many(list(keys))
         except UprError as error:
-            log.info("what is announced cannot be read", error=str(error))
+            log.info("announced documents unreadable; waiting for the stream", error=str(error))
             return
-        told = self._overlay.texts
-        brought = await self._catalog.current()
+        announced = self._overlay.texts
+        streamed = await self._catalog.current()
         for key, item in zip(keys, items, strict=True):
             design, text = design_name(key), None if item is None else bytes(item.value)
-            # As a rule the stream was faster.
-            if design in told or brought.get(design) != text:
+            # Mostly the stream was faster, and nothing is to be overlaid.
+            if design in announced or streamed.get(design) != text:
                 self._overlay.put(design, text)
 
 

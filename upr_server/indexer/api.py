@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Final
 
 import msgspec
@@ -14,11 +14,13 @@ from starlette.routing import Route
 
 from upr_protocol.errors import UprError
 from upr_server.indexer.definition import DefinitionError, IndexName
+from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.indexer import BuildingError, Indexer, NoIndexError, NotFreshError
+from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.query import Query, QueryError
+from upr_server.indexer.scanner import BuildingError, NotFreshError
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """What a request may bring: design documents and questions are small."""
@@ -77,8 +79,8 @@ def _answering(handler: Handler) -> Handler:
 async def _body(request: Request) -> bytes:
     body = bytearray()
     async with aclosing(request.stream()) as stream:
-        async for piece in stream:
-            body += piece
+        async for batch in stream:
+            body += batch
             if len(body) > BODY_BYTES_MAX:
                 raise _TooLongError(f"a request's body is at most {BODY_BYTES_MAX} bytes")
     return bytes(body)
@@ -87,32 +89,36 @@ async def _body(request: Request) -> bytes:
 class _Handlers:
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
+        self._definitions = indexer.definitions
+        self._scanner = indexer.scanner
 
     async def status(self, _request: Request) -> Response:
         return _json(self._indexer.statistics())
 
     async def designs(self, _request: Request) -> Response:
         indexes: dict[str, list[str]] = {}
-        for name in self._indexer.names():
+        for name in self._definitions.names():
             indexes.setdefault(name.design, []).append(name.index)
-        return _json({"designs": indexes, "mistakes": dict(self._indexer.mistakes)})
+        return _json({"designs": indexes, "mistakes": dict(self._definitions.mistakes)})
 
     async def create(self, request: Request) -> Response:
-        design = await self._indexer.create(request.path_params["design"], await _body(request))
+        design = await self._definitions.create(request.path_params["design"], await _body(request))
         return _json(design)
 
     async def drop(self, request: Request) -> Response:
-        await self._indexer.drop(request.path_params["design"])
+        await self._definitions.drop(request.path_params["design"])
         return Response(status_code=204)
 
     async def indexes(self, _request: Request) -> Response:
-        names = self._indexer.names()
-        # One may be dropped while another is looked at.
-        found = [await self._indexer.status(n) for n in names if n in self._indexer.names()]
-        return _json({"indexes": found})
+        statuses = []
+        for name in self._definitions.names():
+            # It may have been dropped while another one was looked at.
+            with suppress(NoIndexError):
+                statuses.append(await self._scanner.status(name))
+        return _json({"indexes": statuses})
 
     async def index(self, request: Request) -> Response:
-        return _json(await self._indexer.status(_name(request)))
+        return _json(await self._scanner.status(_name(request)))
 
     async def scan(self, request: Request) -> Response:
         body = await _body(request)
@@ -120,7 +126,7 @@ class _Handlers:
             query = msgspec.json.decode(body or b"{}", type=Query)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise QueryError("body", str(error)) from error
-        return _json(await self._indexer.scan(_name(request), query))
+        return _json(await self._scanner.scan(_name(request), query))
 
     async def openapi(self, _request: Request) -> Response:
         return _json(openapi())

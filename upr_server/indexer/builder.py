@@ -1,20 +1,20 @@
-"""Building new indexes beside those that run.
+"""Building new indexes beside the running ones.
 
-New indexes have a stream of their own, from the beginning: the *backfill*, and behind it the
-*catch-up* with the running indexes' stream. Partition by partition they go over to that one:
+New indexes have a stream of their own, from the beginning: first the *backfill*, then the
+*catch-up* with the running indexes' stream. Each partition *joins* that stream by itself:
 
-- Here a partition is at n, with nothing of it on its way; there it is at m, in the same history,
-  and n is not below m. Then what comes there goes to the new indexes, too; they skip what they
-  have.
-- Until m has reached n the partition is *pending*. If the history changes meanwhile, what was read
-  here above m may be lost, and the ring buffer does not know of it: the partition is built again.
-  Afterwards the ring buffer knows every key that was received here above its floor: at n all that
-  changed was received there, too, under the same number or a higher one.
-- Under load there may always be something on its way. So the running indexes' stream is held, for a
-  quarter of a second at most, now and then, until the rest has caught up with it.
+- In this stream the partition is at n, with nothing of it under way. In the running stream it is at
+  m, in the same history, and m is at most n. Then what comes in the running stream goes to the new
+  indexes, too; they skip what they have.
+- Until m has reached n, the partition is *pending*. If the history changes meanwhile, changes that
+  this stream read above m may be lost, and the running stream's received keys do not know of them:
+  the partition is built again. After that they know every key that this stream received above
+  their floor: at n all that changed was received there, too, under the same number or a higher one.
+- Under load something may be under way all the time. So the running stream pauses now and then, for
+  a quarter of a second at most, until the new indexes have caught up.
 
-When every partition has gone over, the index says so on disk. Until then a crash begins where its
-own marks are; it has no ring buffer, so a partition that must go back begins at 0.
+When every partition has joined, the index says so on disk. A crash before that resumes from the
+index's own marks. It has no received keys, so a partition that must be rolled back begins at 0.
 """
 
 from __future__ import annotations
@@ -38,57 +38,58 @@ from upr_protocol.client import (
     connect,
     consume,
 )
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_server.indexer.bell import Bell
+from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
-from upr_server.indexer.piece import Assembler, Piece
 from upr_server.indexer.pipeline import Member, Pipeline, Work
-from upr_server.indexer.pool import BUILD_SHARE, Pool
-from upr_server.indexer.stream import RETRY_S, Stream, common_state, piece_bytes
+from upr_server.indexer.pool import BUILD_SHARE, MemoryPool
+from upr_server.indexer.stream import RETRY_S, Stream, batch_bytes, common_state
 
 log = structlog.get_logger(__name__)
 
-HOLD_S: Final = 0.25
-"""The longest that the running indexes wait for one that is being built."""
+PAUSE_S: Final = 0.25
+"""The longest pause of the running indexes' stream."""
 
-HOLD_INTERVAL_S: Final = 1.0
-"""How often they do."""
+PAUSE_INTERVAL_S: Final = 1.0
+"""How often it pauses."""
+
+PAUSE_MUTATIONS: Final = 20_000
+"""It pauses only while the new indexes are no further behind: so much is caught up in that time."""
 
 JOIN_INTERVAL_S: Final = 0.02
-"""How soon it is looked again which partitions may go over: a look at 1,024 takes 2 ms, and on
-either side something may be applied a thousand times a second."""
-
-HOLD_MUTATIONS: Final = 20_000
-"""They wait for no more than this: so much is caught up with in the time."""
+"""The shortest time between two looks at which partitions may join: a look at 1,024 of them takes
+2 ms, and either stream may apply something a thousand times a second."""
 
 
 class Builder:
-    """Builds some indexes; see the module.
+    """Builds some indexes.
 
     Args:
         address: The bucket.
         pool: The common memory pool.
         work: Where indexes are written.
-        members: The indexes, for `pipeline`'s members; those of the running stream are their twins.
+        members: The indexes, as members of `pipeline`. The running pipeline gets a member for the
+            file of each, which takes the partitions that have joined.
         stream: The running indexes' stream.
         running: Its pipeline.
-        rings: Rings of its own pipeline.
+        queues: Rings of its own pipeline.
 
     Attributes:
-        pipeline: What applies what is read here.
+        pipeline: Applies what this stream reads.
         members: The indexes that are still wanted.
     """
 
     def __init__(
         self,
         address: Address,
-        pool: Pool,
+        pool: MemoryPool,
         work: Work,
         members: Iterable[Member],
         stream: Stream,
         running: Pipeline,
-        rings: int,
+        queues: int,
     ) -> None:
         self._address = address
         self._pool = pool
@@ -96,57 +97,60 @@ class Builder:
         self._stream = stream
         self._running = running
         self.members = list(members)
-        self._twins = [attrs.evolve(member, partitions=set()) for member in self.members]
-        self.pipeline = Pipeline(pool, work, self.members, rings)
-        self._assembler = Assembler(pool, self.pipeline.put, piece_bytes(pool))
+        self._running_members = [attrs.evolve(member, partitions=set()) for member in self.members]
+        self.pipeline = Pipeline(pool, work, self.members, queues)
+        self._assembler = BatchAssembler(pool, self.pipeline.put, batch_bytes(pool))
         self._joined: set[PartitionId] = set()
         self._pending: dict[PartitionId, Mark] = {}
         self._partition_count = 0
         self._scope = trio.CancelScope()
-        self._moved = Bell()
+        self._stream_moved = Notifier()
 
     async def run(self) -> None:
-        """Builds, until every partition has gone over.
+        """Builds until every partition has joined.
 
         Raises:
             IndexFileError: An index cannot be written.
             UprError: The server refused.
         """
-        self._running.members += self._twins
+        self._running.members += self._running_members
+        self._stream.listeners.append(self._on_batch)
         done = False
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.pipeline.run)
                 await self._prepare()
                 nursery.start_soon(self._keep_joining)
-                nursery.start_soon(self._keep_holding)
+                nursery.start_soon(self._keep_pausing)
                 await self._read_until_joined()
                 nursery.cancel_scope.cancel()
             for member in list(self.members):
                 if member in self.members:
-                    await self._work(member.file.join)
+                    await self._work(member.file.mark_built)
             done = True
         finally:
+            self._stream.listeners.remove(self._on_batch)
             self._assembler.drop_all()
             self.pipeline.abandon()
             self._pending.clear()
-            wanted = [member.file for member in self.members] if done else []
-            for twin in self._twins:
-                if twin.file in wanted:
-                    twin.partitions = None
-                elif twin in self._running.members:
-                    self._running.members.remove(twin)
+            built_files = [member.file for member in self.members] if done else []
+            for running_member in self._running_members:
+                if running_member.file in built_files:
+                    running_member.partitions = None
+                elif running_member in self._running.members:
+                    self._running.members.remove(running_member)
 
-    def leave(self, member: Member) -> None:
-        """An index is not wanted any more. Nothing is written to it once a batch is done."""
+    def remove(self, member: Member) -> None:
+        """Stops building an index. After the round under way nothing more is written to it."""
         self.members.remove(member)
         self.pipeline.members.remove(member)
-        for twin in self._twins:
-            if twin.file is member.file and twin in self._running.members:
-                self._running.members.remove(twin)
+        for running_member in self._running_members:
+            if running_member.file is member.file and running_member in self._running.members:
+                self._running.members.remove(running_member)
 
     async def _prepare(self) -> None:
-        """What a crash has left in different histories is built again."""
+        """Learns the partitions. Builds a partition again if a crash has left the indexes in
+        different histories of it."""
         while not self._partition_count:
             try:
                 async with connect(self._address, identity="upr-indexer") as client:
@@ -156,22 +160,22 @@ class Builder:
         for partition in map(PartitionId, range(self._partition_count)):
             histories = {member.file.mark(partition).history_id for member in self.members}
             if len(histories) > 1:
-                self._forget(partition)
+                self._begin_again(partition)
         await self.pipeline.drain()
 
     # The stream.
 
     async def _read_until_joined(self) -> None:
-        while self._left():
+        while self._remaining():
             with trio.CancelScope() as self._scope:
                 try:
                     await self._read()
                 except BrokenError as error:
-                    log.warning("the server cannot be reached", error=str(error))
+                    log.warning("server unreachable; retrying", error=str(error))
                     await trio.sleep(RETRY_S)
 
-    def _left(self) -> list[PartitionId]:
-        """Partitions that have not gone over."""
+    def _remaining(self) -> list[PartitionId]:
+        """The partitions that have not joined, or are pending."""
         return [
             partition
             for partition in map(PartitionId, range(self._partition_count))
@@ -179,135 +183,135 @@ class Builder:
         ]
 
     async def _read(self) -> None:
-        # What came over an earlier connection and is no piece yet comes again.
+        # What came over an earlier connection and is not a batch yet comes again.
         self._assembler.drop_all()
         await self.pipeline.drain()
-        wanted = sorted(set(range(self._partition_count)) - self._joined)
-        if not wanted:
-            # The running indexes' stream has yet to reach what was read here.
+        partitions = sorted(set(range(self._partition_count)) - self._joined)
+        if not partitions:
+            # All have joined, and some are pending: the running stream has yet to reach them.
             await trio.sleep_forever()
         async with consume(
             self._address,
-            partitions=wanted,
+            partitions=partitions,
             resume=common_state(self._address.bucket, self.members),
             with_logs=True,
             retry_timeout_s=math.inf,
             identity="upr-indexer-build",
         ) as consumer:
             async for event in consumer:
-                # A partition that has just been begun again would go on behind this event, without
-                # what was before it. `_look` cancels this, but the event is in hand already.
+                # `_check_pending` may have begun a partition again and cancelled this scope while
+                # the event was received. Applied now, it would follow on nothing.
                 await trio.lowlevel.checkpoint_if_cancelled()
-                self._take(consumer, event)
+                self._handle(consumer, event)
                 if not self._pool.has_room(BUILD_SHARE):
                     self._assembler.flush_all()
-                    await self._pool.room(BUILD_SHARE)
-                await self.pipeline.applied.until(lambda: not self.pipeline.is_full)
+                    await self._pool.wait_for_room(BUILD_SHARE)
+                await self.pipeline.applied.wait_until(lambda: not self.pipeline.is_full)
 
-    def _take(self, consumer: Consumer, event: Event) -> None:
+    def _handle(self, consumer: Consumer, event: Event) -> None:
         partition = getattr(event, "partition", None)
         if partition is None or partition in self._joined:
             return
         mark = Mark(consumer.resume_state.position(partition))
         if isinstance(event, ChunkReceived):
-            self._assembler.chunk(partition, event.chunk, mark)
+            self._assembler.add_chunk(partition, event.chunk, mark)
         elif isinstance(event, SnapshotEnd | StreamAccepted):
-            self._assembler.move(partition, mark)
+            self._assembler.complete(partition, mark)
         elif isinstance(event, RolledBack):
-            self._forget(partition)
+            self._begin_again(partition)
 
-    def _forget(self, partition: PartitionId) -> None:
+    def _begin_again(self, partition: PartitionId) -> None:
         self._assembler.drop(partition)
-        self._assembler.put(Piece(partition, NO_MARK, forgets=True))
+        self._assembler.put(IndexBatch(partition, NO_MARK, clears_partition=True))
 
-    # Going over.
+    # Joining.
 
     async def _keep_joining(self) -> None:
         while True:
             self._join()
-            if not self._left():
+            if not self._remaining():
                 self._scope.cancel()
-            with trio.move_on_after(HOLD_INTERVAL_S):
-                # Also where nothing comes any more on this side: the other may have moved.
+            with trio.move_on_after(PAUSE_INTERVAL_S):
+                # Either stream may have moved.
                 async with trio.open_nursery() as nursery:
-                    for bell in (self.pipeline.applied, self._moved):
-                        nursery.start_soon(_first, bell, nursery.cancel_scope)
+                    for notifier in (self.pipeline.applied, self._stream_moved):
+                        nursery.start_soon(_wait_and_cancel, notifier, nursery.cancel_scope)
             await trio.sleep(JOIN_INTERVAL_S)
 
     def _join(self) -> None:
-        if self._stream.is_undoing:
+        if self._stream.is_rolling_back:
             return
         reached = self._stream.reached()
         for partition in map(PartitionId, range(self._partition_count)):
-            there = reached.get(partition, NO_MARK)
+            running = reached.get(partition, NO_MARK)
             if partition in self._pending:
-                self._look(partition, there)
+                self._check_pending(partition, running)
             if partition in self._joined or self.pipeline.is_queued(partition):
                 continue
             marks = [member.file.mark(partition) for member in self.members]
-            if all(_goes_over(mark, there) for mark in marks):
+            if all(_may_join(mark, running) for mark in marks):
                 self._joined.add(partition)
                 self._assembler.drop(partition)
                 furthest = max(marks, key=lambda mark: mark.seq, default=NO_MARK)
-                if furthest.seq > there.seq:
+                if furthest.seq > running.seq:
                     self._pending[partition] = furthest
-                for twin in self._twins:
-                    assert twin.partitions is not None
-                    twin.partitions.add(partition)
+                for running_member in self._running_members:
+                    assert running_member.partitions is not None
+                    running_member.partitions.add(partition)
 
-    def moved(self, piece: Piece) -> None:
-        """The running indexes' stream has put a piece."""
-        self._moved.ring()
-        if piece.partition in self._pending:
-            self._look(piece.partition, piece.mark, goes_back=piece.goes_back)
+    def _on_batch(self, batch: IndexBatch) -> None:
+        """Takes notice of a batch that the running stream has put."""
+        self._stream_moved.notify()
+        if batch.partition in self._pending:
+            self._check_pending(batch.partition, batch.mark, is_rollback=batch.is_rollback)
 
-    def _look(self, partition: PartitionId, there: Mark, *, goes_back: bool = False) -> None:
-        """What becomes of a partition that is pending, now that the other stream is at `there`."""
+    def _check_pending(
+        self, partition: PartitionId, running: Mark, *, is_rollback: bool = False
+    ) -> None:
+        """Decides about a pending partition, now that the running stream is at `running`: it is
+        begun again, has joined for good, or stays pending."""
         pending = self._pending[partition]
-        if goes_back or there.history_id != pending.history_id:
+        if is_rollback or running.history_id != pending.history_id:
             del self._pending[partition]
             self._joined.discard(partition)
-            for twin in self._twins:
-                assert twin.partitions is not None
-                twin.partitions.discard(partition)
-            self._forget(partition)
+            for running_member in self._running_members:
+                assert running_member.partitions is not None
+                running_member.partitions.discard(partition)
+            self._begin_again(partition)
             self._scope.cancel()
-        elif there.seq >= pending.seq:
+        elif running.seq >= pending.seq:
             del self._pending[partition]
 
-    async def _keep_holding(self) -> None:
+    async def _keep_pausing(self) -> None:
         while True:
-            await trio.sleep(HOLD_INTERVAL_S)
-            if not 0 < self.behind() <= HOLD_MUTATIONS:
+            await trio.sleep(PAUSE_INTERVAL_S)
+            if not 0 < self.behind() <= PAUSE_MUTATIONS:
                 continue
-            self._stream.hold()
+            self._stream.pause()
             try:
-                with trio.move_on_after(HOLD_S):
-                    await self._moved_or_applied_until_even()
+                with trio.move_on_after(PAUSE_S):
+                    await self.pipeline.applied.wait_until(lambda: not self.behind())
             finally:
-                self._stream.release()
-
-    async def _moved_or_applied_until_even(self) -> None:
-        await self.pipeline.applied.until(lambda: not self.behind())
+                self._stream.resume()
 
     def behind(self) -> int:
-        """How many numbers it is behind the running indexes, in partitions that have not gone
-        over; one at least for each of these."""
-        total = 0
+        """How many sequence numbers the new indexes are behind the running ones, in partitions that
+        have not joined. Each of these counts 1 at least."""
+        behind = 0
         reached = self._stream.reached()
-        for number in range(self._partition_count):
-            partition = PartitionId(number)
+        for partition in map(PartitionId, range(self._partition_count)):
             if partition not in self._joined:
-                here = min((m.file.mark(partition).seq for m in self.members), default=SeqNo(0))
-                total += max(1, reached.get(partition, NO_MARK).seq - here)
-        return total
+                marks = [member.file.mark(partition) for member in self.members]
+                seq = min((mark.seq for mark in marks), default=SeqNo(0))
+                behind += max(1, reached.get(partition, NO_MARK).seq - seq)
+        return behind
 
 
-def _goes_over(here: Mark, there: Mark) -> bool:
-    """Whether a partition that is at `here` may follow a stream that is at `there`."""
-    return here.seq >= there.seq and here.is_settled and here.history_id == there.history_id
+def _may_join(mark: Mark, running: Mark) -> bool:
+    """Whether a partition that is at `mark` may follow a stream that is at `running`."""
+    return mark.seq >= running.seq and mark.is_settled and mark.history_id == running.history_id
 
 
-async def _first(bell: Bell, scope: trio.CancelScope) -> None:
-    await bell.wait()
+async def _wait_and_cancel(notifier: Notifier, scope: trio.CancelScope) -> None:
+    await notifier.wait()
     scope.cancel()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import trio
 
 from upr_server.indexer.definition import DESIGN_PREFIX, design_name
+from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.piece import Row
 from upr_server.indexer.pipeline import Member
 
 
@@ -20,24 +20,30 @@ class Catalog:
 
     Args:
         file: Where they are kept.
-        on_change: Called when they have changed.
+
+    Attributes:
+        file: Where they are kept.
+        on_change: Called when they have changed; whoever keeps the indexes sets it.
     """
 
-    def __init__(self, file: IndexFile, on_change: Callable[[], None]) -> None:
+    def __init__(self, file: IndexFile) -> None:
         self.file = file
-        self._on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
 
     def member(self) -> Member:
-        """It, for the running indexes' pipeline."""
-        return Member(self.file, self, on_change=self._on_change)
+        """The catalog as a member of the running indexes' pipeline."""
+        return Member(self.file, self, on_change=self._note_change)
 
-    def entry(self, row: Row) -> tuple[bytes, bytes] | None:
-        """See `Source`: a design document's entry is its key, and all of it belongs to that."""
-        if row.value is None or not row.key.startswith(DESIGN_PREFIX):
+    def _note_change(self) -> None:
+        self.on_change()
+
+    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+        """A design document's entry is its key; its text belongs to the entry."""
+        if change.value is None or not change.key.startswith(DESIGN_PREFIX):
             return None
-        return row.key, row.value
+        return change.key, change.value
 
     async def current(self) -> Mapping[str, bytes]:
         """The design documents, by name."""
-        found = await trio.to_thread.run_sync(self.file.payloads)
-        return {design_name(key): text for key, text in found.items()}
+        texts = await trio.to_thread.run_sync(self.file.payloads)
+        return {design_name(key): text for key, text in texts.items()}

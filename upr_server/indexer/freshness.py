@@ -1,4 +1,4 @@
-"""How fresh a scan is to be, and waiting until the indexes are."""
+"""How fresh a scan must be, and waiting until the indexes are."""
 
 from __future__ import annotations
 
@@ -6,87 +6,94 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import trio
 
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.pipeline import Pipeline, Ticket
+from upr_server.indexer.pipeline import Pipeline, QueueCounts
 
 
 class WriteLostError(UprError):
-    """A change that a scan was to see is not part of the server's history: a failover has undone
-    it."""
+    """A change that a scan must see is not in the server's history: a failover has undone it."""
 
 
-class _Round:
-    """Those who wait for the same barrier."""
+class _SharedBarrier:
+    """One barrier, and the scans that wait for it.
 
-    __slots__ = ("done", "ticket")
+    Attributes:
+        returned: Set when the barrier has come back.
+        counts: What was put into the queues before it.
+    """
+
+    __slots__ = ("counts", "returned")
 
     def __init__(self) -> None:
-        self.done = trio.Event()
-        self.ticket: Ticket = ()
+        self.returned = trio.Event()
+        self.counts: QueueCounts = ()
 
 
 class Barriers:
-    """Barriers for scans that want what the server has now; those that come together share one.
+    """Barriers for scans that ask for everything that the server has now. Scans that come together
+    share one.
 
-    A barrier that is on its way is of no use to who comes later: what was acknowledged meanwhile
-    may not be behind it. So it waits for the next, with all who came by then.
+    A barrier under way is useless to a scan that comes later: a change may have been acknowledged
+    in between, and does not lie before the barrier. So such a scan shares the next one.
 
     Args:
-        barrier: Sends one and waits until all before it was put into the queues.
+        send: Sends a barrier, and waits until all before it was put into the queues.
         pipeline: The queues.
 
     Attributes:
-        sent: How many there were.
-        shared: How many scans waited for them.
+        sent: How many barriers were sent.
+        waits: How many scans waited for them.
     """
 
-    def __init__(self, barrier: Callable[[], Awaitable[object]], pipeline: Pipeline) -> None:
-        self._barrier = barrier
+    def __init__(self, send: Callable[[], Awaitable[object]], pipeline: Pipeline) -> None:
+        self._send = send
         self._pipeline = pipeline
-        self._next = _Round()
-        self._wanted = trio.Event()
-        self.sent = self.shared = 0
+        self._next: _SharedBarrier | None = None
+        self._requested = Notifier()
+        self.sent = self.waits = 0
 
     async def run(self) -> None:
-        """Sends barriers when somebody waits, for ever."""
+        """Sends a barrier whenever scans wait, for ever."""
         while True:
-            await self._wanted.wait()
-            self._wanted = trio.Event()
-            # From here on it is too late for this one.
-            round_, self._next = self._next, _Round()
-            await self._barrier()
+            await self._requested.wait_until(lambda: self._next is not None)
+            barrier, self._next = self._next, None
+            assert barrier is not None
+            await self._send()
             self.sent += 1
-            round_.ticket = self._pipeline.ticket()
-            round_.done.set()
+            barrier.counts = self._pipeline.put_counts()
+            barrier.returned.set()
 
     async def wait(self) -> None:
         """Waits until the indexes have all that was acknowledged before the call."""
-        round_ = self._next
-        self.shared += 1
-        self._wanted.set()
-        await round_.done.wait()
-        await self._pipeline.applied.until(lambda: self._pipeline.has_applied(round_.ticket))
+        if self._next is None:
+            self._next = _SharedBarrier()
+        barrier = self._next
+        self.waits += 1
+        self._requested.notify()
+        await barrier.returned.wait()
+        await self._pipeline.applied.wait_until(lambda: self._pipeline.has_applied(barrier.counts))
 
 
-AtLeast = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
-"""By partition a history and a number: what somebody wrote and was answered."""
+RequiredWrites = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
+"""By partition, the history and number of the newest change that a scan must see."""
 
 
-def has_all(file: IndexFile, wanted: AtLeast) -> bool:
-    """Whether an index has the changes that `wanted` names.
+def has_writes(file: IndexFile, writes: RequiredWrites) -> bool:
+    """Whether an index has these changes.
 
     Raises:
-        WriteLostError: It never will.
+        WriteLostError: It never will have one of them.
     """
-    has = True
-    for partition, (history_id, seq) in wanted.items():
+    has_all = True
+    for partition, (history_id, seq) in writes.items():
         mark = file.mark(partition)
         if mark.lost(history_id, seq):
             raise WriteLostError(
-                f"change {seq} of partition {partition} is not part of the server's history any "
-                "more: a failover has undone it; read it again, and write it again"
+                f"change {seq} of partition {partition} is no longer part of the server's history: "
+                "a failover has undone it; read the document again, and write it again"
             )
-        has = has and mark.has(history_id, seq)
-    return has
+        has_all = has_all and mark.has(history_id, seq)
+    return has_all

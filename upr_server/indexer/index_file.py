@@ -27,8 +27,8 @@ import lmdb
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark, timestamp
-from upr_server.indexer.piece import Piece, Row
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
 """How large an index may become: addresses, not disk."""
@@ -55,15 +55,15 @@ class NotSettledError(Exception):
     """Just now the index is between two states that the server had."""
 
 
-class Source(Protocol):
+class EntrySource(Protocol):
     """Says what is in an index."""
 
-    def entry(self, row: Row) -> tuple[bytes, bytes] | None:
+    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
         """The entry of a document and what belongs to it; None when it has none."""
 
 
 @attrs.frozen
-class Range:
+class KeyRange:
     """Which entries, and which way: those in [low, high).
 
     Attributes:
@@ -78,7 +78,7 @@ class Range:
 
 
 @attrs.frozen
-class Found:
+class ScanResult:
     """What a scan found, in one moment.
 
     Attributes:
@@ -154,11 +154,11 @@ class IndexFile:
     # Changes.
 
     @property
-    def joined(self) -> bool:
+    def is_built(self) -> bool:
         """Whether it was built, and has gone over to the running indexes' stream."""
         return self._joined
 
-    def join(self) -> None:
+    def mark_built(self) -> None:
         """From now on it is one of the running indexes."""
         if self._is_closed:
             return
@@ -166,11 +166,13 @@ class IndexFile:
             transaction.put(_JOINED, b"", db=self._meta)
         self._joined = True
 
-    def apply(self, pieces: Iterable[tuple[Piece, Sequence[Row]]], source: Source) -> int:
-        """Brings the index as far as `pieces` reach, in one commit.
+    def apply(
+        self, batches: Iterable[tuple[IndexBatch, Sequence[DocumentChange]]], source: EntrySource
+    ) -> int:
+        """Brings the index as far as `batches` reach, in one commit.
 
         Args:
-            pieces: Pieces and their rows, each partition's in order.
+            batches: Batches and their changes, each partition's in order.
             source: Says what the entries are.
 
         Returns:
@@ -185,18 +187,18 @@ class IndexFile:
             return 0
         with self._write() as transaction:
             trees = _Trees(transaction, self._main, self._back)
-            for piece, rows in pieces:
-                partition = piece.partition
+            for batch, changes in batches:
+                partition = batch.partition
                 was = marks.get(partition) or self.mark(partition)
                 prefix = _PARTITION.pack(partition)
-                if piece.forgets:
+                if batch.clears_partition:
                     changed += trees.forget(prefix)
-                # Where indexes are not equally far, one may have some of a piece already.
-                through = 0 if piece.goes_back else was.seq + 1
-                for row in rows:
-                    if row.seq >= through:
-                        changed += trees.put(prefix, row, source)
-                marks[partition] = _moved(was, piece)
+                # Where indexes are not equally far, one may have some of a batch already.
+                through = 0 if batch.is_rollback else was.seq + 1
+                for change in changes:
+                    if change.seq >= through:
+                        changed += trees.put(prefix, change, source)
+                marks[partition] = _moved(was, batch)
             self._put_marks(transaction, marks)
         self.marks.update(marks)
         return changed
@@ -223,16 +225,16 @@ class IndexFile:
 
     def scan(
         self,
-        range_: Range,
+        key_range: KeyRange,
         limit: int,
         *,
         settled: bool = True,
         with_timestamps: bool = False,
-    ) -> Found:
+    ) -> ScanResult:
         """Up to `limit` entries, all of one moment.
 
         Args:
-            range_: Which ones.
+            key_range: Which ones.
             limit: How many at most.
             settled: Whether it must be a moment in which every partition is what the server had.
             with_timestamps: Whether to tell how far each partition was.
@@ -244,20 +246,20 @@ class IndexFile:
         with self._read(settled) as transaction:
             entries: list[bytes] = []
             more = False
-            for entry in _entries(transaction, self._main, range_):
+            for entry in _entries(transaction, self._main, key_range):
                 if len(entries) == limit:
                     more = True
                     break
                 entries.append(entry)
             timestamps = self._timestamps(transaction) if with_timestamps else {}
-            return Found(entries, more, timestamps)
+            return ScanResult(entries, more, timestamps)
 
-    def count(self, range_: Range, *, settled: bool = True) -> int:
+    def count(self, key_range: KeyRange, *, settled: bool = True) -> int:
         """How many entries there are in a range; see `scan`. O(entries), unless it is the whole."""
         with self._read(settled) as transaction:
-            if range_.low == b"" and range_.high == _END_OF_KEYS:
+            if key_range.low == b"" and key_range.high == _END_OF_KEYS:
                 return int(transaction.stat(self._main)["entries"])
-            return sum(1 for _ in _entries(transaction, self._main, range_))
+            return sum(1 for _ in _entries(transaction, self._main, key_range))
 
     def payloads(self) -> dict[bytes, bytes]:
         """All entries and what belongs to them."""
@@ -266,7 +268,7 @@ class IndexFile:
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""
-        return self.count(Range(), settled=False)
+        return self.count(KeyRange(), settled=False)
 
     @contextmanager
     def _read(self, settled: bool) -> Iterator[lmdb.Transaction[bytes]]:
@@ -303,7 +305,7 @@ class IndexFile:
     def check_invariants(self) -> None:
         """For tests: the two trees tell of the same entries, and the marks are those on disk."""
         with self._read(settled=False) as transaction:
-            main = set(_entries(transaction, self._main, Range()))
+            main = set(_entries(transaction, self._main, KeyRange()))
             back = dict(_between(transaction, self._back, b"", _END_OF_KEYS))
             assert sorted(main) == sorted(back.values())
             for key, entry in back.items():
@@ -326,11 +328,11 @@ class _Trees:
     main: _Tree
     back: _Tree
 
-    def put(self, prefix: bytes, row: Row, source: Source) -> bool:
+    def put(self, prefix: bytes, change: DocumentChange, source: EntrySource) -> bool:
         """The entry of a document is what its newest value says; whether that is another."""
-        transaction, back_key = self.transaction, prefix + row.key
+        transaction, back_key = self.transaction, prefix + change.key
         old = transaction.get(back_key, db=self.back)
-        new = None if row.value is None else source.entry(row)
+        new = None if change.value is None else source.entry(change)
         if new is None:
             if old is None:
                 return False
@@ -360,10 +362,10 @@ class _Trees:
         return count
 
 
-def _moved(was: Mark, piece: Piece) -> Mark:
-    """The mark behind a piece."""
-    to = piece.mark
-    if piece.goes_back:
+def _moved(was: Mark, batch: IndexBatch) -> Mark:
+    """The mark behind a batch."""
+    to = batch.mark
+    if batch.is_rollback:
         return to
     if to.seq >= was.seq:
         return Mark(to.position, was.settles_at)
@@ -385,10 +387,12 @@ def _between(
             found = cursor.next()
 
 
-def _entries(transaction: lmdb.Transaction[bytes], tree: _Tree, range_: Range) -> Iterator[bytes]:
-    low, high = range_.low, range_.high
+def _entries(
+    transaction: lmdb.Transaction[bytes], tree: _Tree, key_range: KeyRange
+) -> Iterator[bytes]:
+    low, high = key_range.low, key_range.high
     with transaction.cursor(tree) as cursor:
-        if range_.descending:
+        if key_range.descending:
             found = cursor.prev() if cursor.set_range(high) else cursor.last()
             keys = cursor.iterprev(keys=True, values=False) if found else iter(())
             for key in keys:

@@ -140,15 +140,15 @@ def _decode(data: bytes, at: int) -> tuple[Part, int]:
 
 
 def _decode_string(data: bytes, at: int) -> tuple[str, int]:
-    pieces = []
+    batches = []
     while True:
         zero = data.index(b"\0", at)
-        pieces.append(data[at:zero])
+        batches.append(data[at:zero])
         if data[zero + 1] == 1:
-            return b"".join(pieces).decode(), zero + 2
+            return b"".join(batches).decode(), zero + 2
         if data[zero + 1] != 0xFF:
             raise ValueError("a zero byte that neither ends a string nor is in it")
-        pieces.append(b"\0")
+        batches.append(b"\0")
         at = zero + 2
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from upr_server.indexer.definition import Design
 from upr_server.indexer.query import Answer, Query
-from upr_server.indexer.status import IndexStatus
+from upr_server.indexer.scanner import IndexStatus
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):

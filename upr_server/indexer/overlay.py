@@ -1,4 +1,4 @@
-"""Design documents that are known before the stream has brought them."""
+"""Design documents that were read before the stream has brought them."""
 
 from __future__ import annotations
 
@@ -6,58 +6,59 @@ from collections.abc import Awaitable, Callable
 
 import attrs
 
-from upr_server.indexer.bell import Bell
+from upr_protocol.concurrency import Notifier
 
 
 @attrs.frozen(eq=False)
-class _Told:
-    """What was told of a design document; one that is told again is another, whatever it says."""
+class _PendingDesign:
+    """A design document that was read from the server. Each reading is an object of its own, even
+    if the text is the same: `run` removes only what it has waited for."""
 
     text: bytes | None
 
 
 class Overlay:
-    """What lies over the catalog, for as long as the catalog may be behind it.
+    """Design documents that take precedence over the catalog, for as long as it may lack them.
 
-    There is at most one entry a design document, and one barrier on its way for all of them: so it
-    does not grow while the stream stands still.
+    It holds one entry a design document at most, and waits for one barrier for all of them. So it
+    does not grow while the stream pauses.
 
     Args:
-        passed: Waits until the catalog has all that was acknowledged before the call.
-        on_change: Called when something else lies over the catalog.
+        wait_for_catalog: Waits until the catalog has all that was acknowledged before the call.
+        on_change: Called when an entry was added or removed.
     """
 
     def __init__(
-        self, passed: Callable[[], Awaitable[object]], on_change: Callable[[], None]
+        self, wait_for_catalog: Callable[[], Awaitable[object]], on_change: Callable[[], None]
     ) -> None:
-        self._passed = passed
+        self._wait_for_catalog = wait_for_catalog
         self._on_change = on_change
-        self._told: dict[str, _Told] = {}
-        self._bell = Bell()
+        self._designs: dict[str, _PendingDesign] = {}
+        self._added = Notifier()
 
     @property
     def texts(self) -> dict[str, bytes | None]:
-        """By design document its text; None of one that was deleted.
+        """The text of each design document; None for a deleted one.
 
-        Look here before you look into the catalog. What has gone from here by then is in the
-        catalog; the other way round it might be in neither.
+        Read this before the catalog: what has left the overlay by then is in the catalog. In the
+        other order it might be in neither.
         """
-        return {design: told.text for design, told in self._told.items()}
+        return {name: design.text for name, design in self._designs.items()}
 
-    def put(self, design: str, text: bytes | None) -> None:
-        """A design document was read from the server just now; None when there is none."""
-        self._told[design] = _Told(text)
-        self._bell.ring()
+    def put(self, name: str, text: bytes | None) -> None:
+        """Adds a design document that was just read from the server; None if it is deleted."""
+        self._designs[name] = _PendingDesign(text)
+        self._added.notify()
         self._on_change()
 
     async def run(self) -> None:
-        """Lets go of what the catalog has, for ever."""
+        """Removes what the catalog has, for ever."""
         while True:
-            await self._bell.until(lambda: bool(self._told))
-            told = dict(self._told)
-            await self._passed()
-            for design, each in told.items():
-                # What came since waits for a barrier of its own.
-                if self._told[design] is each:
-                    del self._told[design]
+            await self._added.wait_until(lambda: bool(self._designs))
+            designs = dict(self._designs)
+            await self._wait_for_catalog()
+            for name, design in designs.items():
+                # A later reading waits for a barrier of its own.
+                if self._designs[name] is design:
+                    del self._designs[name]
             self._on_change()

@@ -1,10 +1,10 @@
-"""From a stream to the indexes: queues by partition, and what applies them (seed 003).
+"""From a stream to the indexes: queues by partition, and the task that applies them.
 
-A demultiplexer puts each piece into one of a few rings, by its partition, so that a partition's
-pieces stay in order. In turns some of each ring become a batch; a worker thread turns its documents
-into entries, each decoded once for all indexes, and brings index after index up to date, a commit
-each. One batch at a time, over all pipelines: LMDB has one writer an index, and Python one
-interpreter. The rings see to it that a busy partition does not make the others wait.
+Each batch goes into one of a few queues, by its partition, so that a partition's batches stay in
+order. A round takes some batches of each queue in turn, so that a busy partition does not make the
+others wait. A worker thread turns their documents into entries, each decoded once for all indexes,
+and brings one index after another up to date, with one commit each. Over all pipelines one round
+runs at a time: LMDB has one writer an index, and Python one interpreter.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from typing import Final, Protocol, TypeVar
 import attrs
 import trio
 
+from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId
-from upr_server.indexer.bell import Bell
-from upr_server.indexer.index_file import IndexFile, Source
-from upr_server.indexer.piece import Piece
-from upr_server.indexer.pool import Pool
+from upr_server.indexer.index_batch import IndexBatch
+from upr_server.indexer.index_file import EntrySource, IndexFile
+from upr_server.indexer.pool import MemoryPool
 
 T = TypeVar("T")
 
-BATCH_BYTES: Final = 1024 * 1024
-"""About what a batch takes: large enough to pay for its commit, small enough that the next in turn
-does not wait for long."""
+ROUND_BYTES: Final = 1024 * 1024
+"""About what one round applies: enough to pay for its commits, and little enough that the next in
+turn does not wait for long."""
 
-RING_PIECES_MAX: Final = 4096
-"""A ring's length: pieces may be small, and each has its overhead."""
+QUEUE_BATCHES_MAX: Final = 4096
+"""A queue's length: batches may be small, and each has its overhead."""
 
 
 class Work(Protocol):
-    """Does what blocks."""
+    """Runs blocking functions."""
 
     async def __call__(self, function: Callable[[], T]) -> T:
-        """What `function` returns, called in a thread, one at a time. Cancelled, it ends first."""
+        """Calls `function` in a thread, one at a time, and returns its result. On cancellation it
+        waits for the function to end."""
 
 
 def worker_thread() -> Work:
-    """A worker thread."""
+    """Runs functions in a worker thread."""
     limiter = trio.CapacityLimiter(1)
 
     async def work(function: Callable[[], T]) -> T:
@@ -56,95 +57,101 @@ class Member:
 
     Attributes:
         file: The index.
-        source: Says what its entries are.
-        partitions: Whose pieces are for it; None for all.
+        source: Makes its entries.
+        partitions: The partitions whose batches it takes; None for all.
         on_change: Called when entries have changed.
     """
 
     file: IndexFile
-    source: Source
+    source: EntrySource
     partitions: set[PartitionId] | None = None
     on_change: Callable[[], None] = lambda: None
 
     def takes(self, partition: PartitionId) -> bool:
-        """Whether a partition's pieces are for it."""
+        """Whether it takes a partition's batches."""
         return self.partitions is None or partition in self.partitions
 
 
-Ticket = tuple[int, ...]
-"""How many pieces each ring had been given at some moment."""
+QueueCounts = tuple[int, ...]
+"""How many batches had been put into each queue at some moment."""
 
 
 class Pipeline:
-    """See the module.
+    """The queues of one stream.
 
     Args:
-        pool: Whose bytes the pieces hold. They are taken before `put`, and given back when a piece
+        pool: The pool from which the batches' bytes were reserved. They are released when a batch
             was applied.
         work: Where indexes are written.
         members: The indexes.
-        rings: How many rings.
+        queues: How many queues.
 
     Attributes:
         members: The indexes; may be changed at any time.
-        applied: Rung when pieces were applied.
-        mutations: Mutations applied.
-        batches: Commits of each index.
+        applied: Notified when batches were applied.
+        is_stopped: Whether `run` has ended, so that nothing more will be applied.
+        mutations: How many mutations were applied.
+        rounds: How many rounds were applied: commits of each index.
     """
 
     def __init__(
-        self, pool: Pool, work: Work, members: Sequence[Member] = (), rings: int = 8
+        self, pool: MemoryPool, work: Work, members: Sequence[Member] = (), queues: int = 8
     ) -> None:
         self._pool = pool
         self._work = work
         self.members = list(members)
-        self._rings: list[deque[Piece]] = [deque() for _ in range(rings)]
-        self._given = [0] * rings
-        self._done = [0] * rings
+        self._queues: list[deque[IndexBatch]] = [deque() for _ in range(queues)]
+        self._put_counts = [0] * queues
+        self._applied_counts = [0] * queues
         self._queued: Counter[PartitionId] = Counter()
-        self._arrived = Bell()
-        self.applied = Bell()
+        self._arrived = Notifier()
+        self.applied = Notifier()
         self.is_stopped = False
-        self.mutations = self.batches = 0
+        self.mutations = self.rounds = 0
 
-    def put(self, piece: Piece) -> None:
-        """Puts a piece into its partition's ring."""
-        number = piece.partition % len(self._rings)
-        self._rings[number].append(piece)
-        self._given[number] += 1
-        self._queued[piece.partition] += 1
-        self._arrived.ring()
+    def put(self, batch: IndexBatch) -> None:
+        """Puts a batch into its partition's queue."""
+        queue = self._queue_of(batch)
+        self._queues[queue].append(batch)
+        self._put_counts[queue] += 1
+        self._queued[batch.partition] += 1
+        self._arrived.notify()
+
+    def _queue_of(self, batch: IndexBatch) -> int:
+        return batch.partition % len(self._queues)
 
     @property
     def is_full(self) -> bool:
-        """Whether a ring has no room."""
-        return any(len(ring) >= RING_PIECES_MAX for ring in self._rings)
+        """Whether one of the queues has no room."""
+        return any(len(queue) >= QUEUE_BATCHES_MAX for queue in self._queues)
 
     def is_queued(self, partition: PartitionId) -> bool:
-        """Whether there are pieces of a partition that are not applied yet."""
+        """Whether batches of a partition are not applied yet."""
         return self._queued[partition] > 0
 
     @property
     def length(self) -> int:
-        """How many pieces are not applied yet."""
-        return sum(self._given) - sum(self._done)
+        """How many batches are not applied yet."""
+        return sum(self._put_counts) - sum(self._applied_counts)
 
-    def ticket(self) -> Ticket:
-        """Stands for all that was put so far."""
-        return tuple(self._given)
+    def put_counts(self) -> QueueCounts:
+        """Stands for everything that was put so far; see `has_applied`."""
+        return tuple(self._put_counts)
 
-    def has_applied(self, ticket: Ticket) -> bool:
-        """Whether everything was applied that `ticket` stands for."""
-        return all(done >= given for done, given in zip(self._done, ticket, strict=True))
+    def has_applied(self, counts: QueueCounts) -> bool:
+        """Whether everything was applied that `counts` stands for."""
+        pairs = zip(self._applied_counts, counts, strict=True)
+        return all(applied >= put for applied, put in pairs)
 
     async def drain(self) -> bool:
-        """Waits until all that was put so far was applied; False when it never will be."""
-        ticket = self.ticket()
-        await self.applied.until(lambda: self.is_stopped or self.has_applied(ticket))
-        return self.has_applied(ticket)
+        """Waits until everything that was put so far is applied. Returns False when it never will
+        be, as the pipeline has stopped."""
+        counts = self.put_counts()
+        await self.applied.wait_until(lambda: self.is_stopped or self.has_applied(counts))
+        return self.has_applied(counts)
 
     async def sync(self) -> None:
-        """What was applied survives a crash of the machine."""
+        """Makes what was applied survive a crash of the machine."""
         for member in list(self.members):
             await self._work(member.file.sync)
 
@@ -156,59 +163,60 @@ class Pipeline:
         """
         try:
             while True:
-                await self._arrived.until(lambda: any(self._rings))
-                batch = self._next_batch()
+                await self._arrived.wait_until(lambda: any(self._queues))
+                batches = self._next_round()
                 members = list(self.members)
-                changed = await self._work(partial(_apply, batch, members))
-                self._finish(batch)
+                changed = await self._work(partial(_apply, batches, members))
+                self._finish(batches)
                 for member in changed:
                     member.on_change()
         finally:
             self.is_stopped = True
-            self.applied.ring()
+            self.applied.notify()
 
-    def _next_batch(self) -> list[Piece]:
-        batch: list[Piece] = []
+    def _next_round(self) -> list[IndexBatch]:
+        batches: list[IndexBatch] = []
         nbytes = 0
-        # A ring's front stays there until it was applied, so that `_finish` finds it.
-        positions = [0] * len(self._rings)
-        found = True
-        while found and nbytes < BATCH_BYTES:
-            found = False
-            for number, ring in enumerate(self._rings):
-                if positions[number] < len(ring) and nbytes < BATCH_BYTES:
-                    piece = ring[positions[number]]
-                    positions[number] += 1
-                    batch.append(piece)
-                    nbytes += piece.nbytes
-                    found = True
-        return batch
+        # A batch stays at its queue's front until it is applied, so that `_finish` finds it there
+        # and `is_full` counts it.
+        positions = [0] * len(self._queues)
+        may_have_more = True
+        while may_have_more and nbytes < ROUND_BYTES:
+            may_have_more = False
+            for index, queue in enumerate(self._queues):
+                if positions[index] < len(queue) and nbytes < ROUND_BYTES:
+                    batch = queue[positions[index]]
+                    positions[index] += 1
+                    batches.append(batch)
+                    nbytes += batch.nbytes
+                    may_have_more = True
+        return batches
 
-    def _finish(self, batch: Sequence[Piece]) -> None:
-        for piece in batch:
-            number = piece.partition % len(self._rings)
-            assert self._rings[number].popleft() is piece
-            self._done[number] += 1
-            self._queued[piece.partition] -= 1
-            self._pool.give_back(piece.nbytes)
-            self.mutations += sum(len(chunk) for chunk in piece.chunks)
-        self.batches += 1
-        self.applied.ring()
+    def _finish(self, batches: Sequence[IndexBatch]) -> None:
+        for batch in batches:
+            queue = self._queue_of(batch)
+            assert self._queues[queue].popleft() is batch
+            self._applied_counts[queue] += 1
+            self._queued[batch.partition] -= 1
+            self._pool.release(batch.nbytes)
+            self.mutations += sum(len(chunk) for chunk in batch.chunks)
+        self.rounds += 1
+        self.applied.notify()
 
     def abandon(self) -> None:
-        """Gives back what the queues hold; nothing of it will be applied."""
-        for ring in self._rings:
-            for piece in ring:
-                self._pool.give_back(piece.nbytes)
-            ring.clear()
+        """Releases what the queues hold; nothing of it will be applied."""
+        for queue in self._queues:
+            for batch in queue:
+                self._pool.release(batch.nbytes)
+            queue.clear()
 
 
-def _apply(batch: Sequence[Piece], members: Sequence[Member]) -> list[Member]:
-    """Brings each member up to date; gives those whose entries have changed."""
-    rows = [(piece, list(piece.rows())) for piece in batch]
+def _apply(batches: Sequence[IndexBatch], members: Sequence[Member]) -> list[Member]:
+    """Brings each member up to date. Returns those whose entries have changed."""
+    decoded = [(batch, list(batch.changes())) for batch in batches]
     changed = []
     for member in members:
-        mine = [(piece, some) for piece, some in rows if member.takes(piece.partition)]
-        if mine and member.file.apply(mine, member.source):
+        own = [(batch, changes) for batch, changes in decoded if member.takes(batch.partition)]
+        if own and member.file.apply(own, member.source):
             changed.append(member)
     return changed

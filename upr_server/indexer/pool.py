@@ -1,4 +1,4 @@
-"""The memory that all queues and scans of an indexer share, in bytes (seed 003)."""
+"""The memory that all queues and scans of an indexer share, in bytes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
-from upr_server.indexer.bell import Bell
 
 STREAM_SHARE: Final = 0.75
-"""Above this part of the pool nothing more is taken from the running indexes' stream."""
+"""Above this share of the pool the running indexes' stream pauses."""
 
 BUILD_SHARE: Final = 0.5
-"""Above this part nothing more is taken for indexes that are being built: they must leave room for
-those that run."""
+"""Above this share the streams of new indexes pause: they must leave room for the running ones."""
 
 SCAN_BYTES: Final = 1024 * 1024
-"""What a scan is taken to cost: its entries, as bytes and as JSON."""
+"""What a scan counts for: its entries, as bytes and as JSON."""
 
 RETRY_AFTER_S: Final = 1.0
-"""When a scan that was refused may come again: queues move by the second."""
+"""When a refused scan may come again: queues move by the second."""
 
 
 class OverloadedError(UprError):
-    """There is no memory for a scan just now.
+    """The pool has no memory for a scan just now.
 
     Attributes:
         retry_after_s: When to come again.
@@ -35,54 +34,53 @@ class OverloadedError(UprError):
         super().__init__("the indexer is short of memory; try again in a second")
 
 
-class Pool:
-    """Counts bytes. Streams wait for room, and scans are refused when there is none.
+class MemoryPool:
+    """Counts bytes. Streams wait for room; scans are refused when it is full.
 
-    A stream never waits for scans: they may wait for what it is about to bring.
-
-    A stream that may take something takes what it is given next, whatever its size: so the pool may
-    be exceeded by one chunk a stream, and scans are refused until it has gone.
+    A stream never waits for scans: they may wait for what it is about to bring. A stream that has
+    found room takes its next chunk, whatever its size. So each stream may exceed the pool by one
+    chunk, and scans are refused until that is applied.
 
     Args:
-        nbytes: How much there is.
+        nbytes: The pool's size.
 
     Attributes:
-        nbytes: How much there is.
-        used: How much of it is in use by queues.
-        peak: The most that was in use by queues.
-        refused: Scans that were refused.
+        nbytes: The pool's size.
+        used: Bytes that queues have reserved.
+        peak: The most that queues ever had reserved.
+        refused: How many scans were refused.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.used = self.peak = self.refused = self._scans = 0
-        self._bell = Bell()
+        self._released = Notifier()
 
-    def take(self, nbytes: int) -> None:
-        """So much is in use."""
+    def reserve(self, nbytes: int) -> None:
+        """Counts bytes as used, even if that exceeds the pool."""
         self.used += nbytes
         self.peak = max(self.peak, self.used)
 
-    def give_back(self, nbytes: int) -> None:
-        """So much is not in use any more."""
+    def release(self, nbytes: int) -> None:
+        """Counts reserved bytes as free again."""
         self.used -= nbytes
         assert self.used >= 0
-        self._bell.ring()
+        self._released.notify()
 
     def has_room(self, share: float) -> bool:
         """Whether less than this share of the pool is in use."""
         return self.used < self.nbytes * share
 
-    async def room(self, share: float) -> None:
+    async def wait_for_room(self, share: float) -> None:
         """Waits until less than this share of the pool is in use."""
-        await self._bell.until(lambda: self.has_room(share))
+        await self._released.wait_until(lambda: self.has_room(share))
 
     @contextmanager
-    def scan(self) -> Iterator[None]:
-        """Memory for a scan.
+    def reserve_for_scan(self) -> Iterator[None]:
+        """Reserves the memory of one scan for as long as the context.
 
         Raises:
-            OverloadedError: There is none.
+            OverloadedError: The pool is full.
         """
         if self.used + (self._scans + 1) * SCAN_BYTES > self.nbytes:
             self.refused += 1

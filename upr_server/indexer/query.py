@@ -1,4 +1,4 @@
-"""Questions to an index, as they come over HTTP, and their answers."""
+"""Queries to an index, as they come over HTTP, and their answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
-from upr_server.indexer.freshness import AtLeast
-from upr_server.indexer.index_file import Found, Range
+from upr_server.indexer.freshness import RequiredWrites
+from upr_server.indexer.index_file import KeyRange, ScanResult
 from upr_server.indexer.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
 
 LIMIT_MAX: Final = 10_000
@@ -19,9 +19,13 @@ LIMIT_MAX: Final = 10_000
 
 TIMEOUT_S_MAX: Final = 300.0
 
+INVALID_CONTINUATION: Final = (
+    "invalid continuation token; pass the `continuation` of the previous answer unchanged"
+)
+
 
 class QueryError(UprError):
-    """A question that cannot be answered as it stands.
+    """A query that cannot be answered as it stands.
 
     Attributes:
         place: The field that is wrong.
@@ -44,7 +48,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inclusive: bool = True
 
 
-class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RequiredWrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A change that a publisher was answered.
 
     Attributes:
@@ -84,20 +88,20 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     continuation: str = ""
     count: bool = False
     consistency: Literal["any", "at_least", "now"] = "any"
-    written: tuple[Written, ...] = ()
+    written: tuple[RequiredWrite, ...] = ()
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_S_MAX)] = 10.0
     timestamps: bool = False
 
-    def range(self, part_count: int) -> Range:
-        """The entries that are asked for.
+    def range(self, part_count: int) -> KeyRange:
+        """The range of entries that the query asks for.
 
         Args:
             part_count: How many parts the index's keys have.
 
         Raises:
-            QueryError: It asks for what there cannot be.
+            QueryError: A bound is not a key, has too many parts, or the continuation is invalid.
         """
-        whole = Range()
+        whole = KeyRange()
         low, high = whole.low, whole.high
         if self.prefix is not None:
             if self.low or self.high:
@@ -115,24 +119,24 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             try:
                 last = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
             except (UnicodeEncodeError, binascii.Error) as error:
-                raise QueryError("continuation", "this is none that an answer gave") from error
+                raise QueryError("continuation", INVALID_CONTINUATION) from error
             if self.descending:
                 high = min(high, last)
             else:
                 low = max(low, last + b"\0")
-        return Range(low, high, self.descending)
+        return KeyRange(low, high, self.descending)
 
-    def at_least(self) -> AtLeast:
+    def required_writes(self) -> RequiredWrites:
         """The changes that must be in the index, the newest of each partition."""
-        found: dict[PartitionId, tuple[HistoryId, SeqNo]] = {}
+        newest: dict[PartitionId, tuple[HistoryId, SeqNo]] = {}
         for each in self.written:
             partition, seq = PartitionId(each.partition), SeqNo(each.seq)
             history_id = HistoryId(int(each.history_id, 16))
-            if partition in found and found[partition][0] != history_id:
+            if partition in newest and newest[partition][0] != history_id:
                 raise QueryError("written", f"partition {partition} is named in two histories")
-            if partition not in found or found[partition][1] < seq:
-                found[partition] = history_id, seq
-        return found
+            if partition not in newest or newest[partition][1] < seq:
+                newest[partition] = history_id, seq
+        return newest
 
 
 def _encoded(place: str, parts: list[Any], part_count: int) -> bytes:
@@ -175,15 +179,15 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     timestamps: dict[int, tuple[str, int]] = {}
 
 
-def answer(found: Found, part_count: int) -> Answer:
-    """What was found, for who asked."""
+def answer(result: ScanResult, part_count: int) -> Answer:
+    """The answer with a scan's result."""
     return Answer(
-        [_entry(data, part_count) for data in found.entries],
-        base64.urlsafe_b64encode(found.entries[-1]).decode() if found.more else "",
+        [_entry(data, part_count) for data in result.entries],
+        base64.urlsafe_b64encode(result.entries[-1]).decode() if result.more else "",
         None,
         {
             partition: (f"{history_id:016x}", seq)
-            for partition, (history_id, seq) in found.timestamps.items()
+            for partition, (history_id, seq) in result.timestamps.items()
         },
     )
 

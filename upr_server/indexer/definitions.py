@@ -1,0 +1,377 @@
+"""The indexes that design documents define: made, built and dropped as the documents change."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from upr_protocol.client import Address, connect
+from upr_protocol.concurrency import Notifier
+from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.ids import Durability
+from upr_server.indexer.announcements import Announcements, consumer_name
+from upr_server.indexer.builder import Builder
+from upr_server.indexer.catalog import Catalog
+from upr_server.indexer.definition import (
+    Design,
+    IndexDefinition,
+    IndexName,
+    design_key,
+    fingerprint,
+    parse_design,
+)
+from upr_server.indexer.extractor import Extractor
+from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.index_batch import DocumentChange
+from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.pipeline import Member, Pipeline, Work
+from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.stream import Stream
+
+log = structlog.get_logger(__name__)
+
+_NEVER: Final = -1
+
+
+class NoIndexError(UprError):
+    """No index has this name, or no design document."""
+
+
+class _Entries:
+    """Makes the entries of an index, as its definition says."""
+
+    def __init__(self, extractor: Extractor) -> None:
+        self._extractor = extractor
+
+    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+        """The encoded key with the document's key behind it; nothing belongs to it."""
+        encoded = self._extractor.entry(change.key, change.document)
+        return None if encoded is None else (encoded + change.key, b"")
+
+
+@attrs.define(eq=False)
+class Index:
+    """One index.
+
+    Attributes:
+        name: Its name.
+        definition: What is in it.
+        file: Its file.
+        extractor: Makes its entries.
+        is_defined: Whether a design document still defines it.
+        readers: How many scans read the file.
+        released: Notified when a scan has read it.
+    """
+
+    name: IndexName
+    definition: IndexDefinition
+    file: IndexFile
+    extractor: Extractor
+    is_defined: bool = True
+    readers: int = 0
+    released: Notifier = attrs.field(factory=Notifier)
+
+    def member(self) -> Member:
+        """The index as a member of a pipeline."""
+        return Member(self.file, _Entries(self.extractor))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keeps the file for as long as the context, even if the index is dropped."""
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
+            self.released.notify()
+
+
+class Definitions:
+    """Keeps the indexes of one bucket as its design documents define them.
+
+    The documents come from the catalog, which the stream feeds, and from the overlay, which holds
+    what the event bus announced and the stream has yet to bring.
+
+    Args:
+        address: The bucket.
+        data_dir: Where indexes are kept.
+        queues: How many queues the pipeline of a new index has.
+        work: Where indexes are written.
+        pool: The memory pool.
+        catalog: The design documents that the stream has brought.
+        pipeline: The running indexes' pipeline.
+        stream: The running indexes' stream.
+        barriers: Barriers of that stream.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        data_dir: Path,
+        queues: int,
+        *,
+        work: Work,
+        pool: MemoryPool,
+        catalog: Catalog,
+        pipeline: Pipeline,
+        stream: Stream,
+        barriers: Barriers,
+    ) -> None:
+        self._address = address
+        self._folder = data_dir / "indexes"
+        self._queues = queues
+        self._work = work
+        self._pool = pool
+        self._catalog = catalog
+        self._pipeline = pipeline
+        self._stream = stream
+        self._barriers = barriers
+        catalog.on_change = self._redefine
+        self._overlay = Overlay(barriers.wait, self._redefine)
+        self._announcements = Announcements(
+            address, consumer_name(data_dir), catalog, self._overlay
+        )
+        self._indexes: dict[IndexName, Index] = {}
+        # The open files, also of indexes that are about to be removed.
+        self._files: set[IndexFile] = set()
+        self._mistakes: dict[str, str] = {}
+        self._builders: dict[Builder, trio.CancelScope] = {}
+        self._is_redefined = False
+        self._redefined = Notifier()
+        self._is_confirming = False
+        self._is_swept = False
+        # The stream's count of rollbacks when the catalog was known to be whole; see `_reconcile`.
+        self._whole_at = _NEVER
+
+    # What there is.
+
+    @property
+    def mistakes(self) -> Mapping[str, str]:
+        """What is wrong with design documents, by name."""
+        return self._mistakes
+
+    def names(self) -> list[IndexName]:
+        """The indexes, in order."""
+        return sorted(self._indexes)
+
+    def find(self, name: IndexName) -> Index:
+        """The index of this name.
+
+        Raises:
+            NoIndexError: No index has this name.
+        """
+        index = self._indexes.get(name)
+        if index is None:
+            raise NoIndexError(f"there is no index {name}")
+        return index
+
+    @property
+    def building_count(self) -> int:
+        """How many indexes are being built."""
+        return sum(len(builder.members) for builder in self._builders)
+
+    @property
+    def queued_batches(self) -> int:
+        """How many batches wait for indexes that are being built."""
+        return sum(builder.pipeline.length for builder in self._builders)
+
+    # Design documents.
+
+    async def create(self, name: str, text: bytes) -> Design:
+        """Writes a design document.
+
+        Raises:
+            DefinitionError: The text is not a design document; nothing was written.
+            UprError: The server could not be reached, or refused.
+        """
+        design = parse_design(name, text)
+        async with connect(self._address, identity="upr-indexer") as client:
+            await client.set(design_key(name), text, durability=Durability.PERSISTED)
+        return design
+
+    async def drop(self, name: str) -> None:
+        """Removes a design document, and so its indexes.
+
+        Raises:
+            NoIndexError: No design document has this name.
+            UprError: The server could not be reached, or refused.
+        """
+        async with connect(self._address, identity="upr-indexer") as client:
+            try:
+                await client.delete(design_key(name), durability=Durability.PERSISTED)
+            except ServerError as error:
+                if error.status is not Status.NOT_FOUND:
+                    raise
+                raise NoIndexError(f"there is no design {name}") from error
+
+    # Following them.
+
+    async def open(self) -> None:
+        """Opens the indexes that were there at the last stop, before the stream begins.
+
+        Raises:
+            IndexFileError: One cannot be opened.
+        """
+        for name, definition in self._defined(await self._catalog.current()).items():
+            if self._path(name, definition).exists():
+                index = await self._make(name, definition)
+                if index.file.is_built:
+                    self._pipeline.members.append(index.member())
+
+    async def run(self) -> None:
+        """Makes and drops indexes as design documents come and go, for ever.
+
+        Raises:
+            IndexFileError: An index cannot be written.
+            UprError: The server refused.
+        """
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._overlay.run)
+            nursery.start_soon(self._announcements.run)
+            while True:
+                self._is_redefined = False
+                await self._reconcile(nursery)
+                await self._redefined.wait_until(lambda: self._is_redefined)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files:
+            file.close()
+
+    def _redefine(self) -> None:
+        self._is_redefined = True
+        self._redefined.notify()
+
+    def _path(self, name: IndexName, definition: IndexDefinition) -> Path:
+        return self._folder / fingerprint(name, definition)
+
+    def _defined(self, texts: Mapping[str, bytes]) -> dict[IndexName, IndexDefinition]:
+        """The indexes that design documents define. Notes the mistakes in the others."""
+        definitions: dict[IndexName, IndexDefinition] = {}
+        self._mistakes = {}
+        for design, text in texts.items():
+            try:
+                parsed = parse_design(design, text)
+            except UprError as error:
+                self._mistakes[design] = str(error)
+                continue
+            for index, definition in parsed.indexes.items():
+                definitions[IndexName(design, index)] = definition
+        return definitions
+
+    async def _make(self, name: IndexName, definition: IndexDefinition) -> Index:
+        path = self._path(name, definition)
+        file = await self._work(partial(IndexFile, path, self._address.bucket))
+        self._files.add(file)
+        index = self._indexes[name] = Index(name, definition, file, Extractor(definition))
+        return index
+
+    async def _reconcile(self, nursery: trio.Nursery) -> None:
+        # The overlay first: what has left it by then is in the catalog.
+        announced = self._overlay.texts
+        texts = {**await self._catalog.current(), **announced}
+        # While a partition is streamed again from its beginning, the catalog lacks design documents
+        # that are still there. So an index is dropped for its absence from the catalog only once a
+        # barrier after the last rollback has come back. The overlay needs no such care: it was read
+        # from the server.
+        is_whole = self._whole_at == self._stream.rollbacks
+        definitions = self._defined(
+            {name: text for name, text in texts.items() if text is not None}
+        )
+        for index in list(self._indexes.values()):
+            is_current = definitions.get(index.name) == index.definition
+            if not is_current and (is_whole or index.name.design in announced):
+                await self._drop_index(index)
+        if not is_whole and not self._is_confirming:
+            self._is_confirming = True
+            nursery.start_soon(self._confirm)
+        for name, definition in definitions.items():
+            if name not in self._indexes:
+                log.info("building index", index=str(name))
+                # A file from before was not fed meanwhile, and is useless.
+                await self._work(partial(_remove_folder, self._path(name, definition)))
+                await self._make(name, definition)
+        self._build_new(nursery)
+        if is_whole and not self._is_swept:
+            self._is_swept = True
+            await self._sweep()
+
+    async def _confirm(self) -> None:
+        """Notes that the catalog is whole once a barrier has come back, unless the stream has
+        rolled back meanwhile."""
+        rollbacks = self._stream.rollbacks
+        await self._barriers.wait()
+        self._whole_at = rollbacks
+        self._is_confirming = False
+        self._redefine()
+
+    async def _sweep(self) -> None:
+        """Removes files that a crash has left of dropped indexes."""
+        paths = {index.file.path for index in self._indexes.values()}
+        for path in await self._work(partial(_listed, self._folder)):
+            if path not in paths:
+                await self._work(partial(_remove_folder, path))
+
+    def _build_new(self, nursery: trio.Nursery) -> None:
+        building = {member.file for builder in self._builders for member in builder.members}
+        members = [
+            index.member()
+            for index in self._indexes.values()
+            if not index.file.is_built and index.file not in building
+        ]
+        if members:
+            builder = Builder(
+                self._address,
+                self._pool,
+                self._work,
+                members,
+                self._stream,
+                self._pipeline,
+                self._queues,
+            )
+            self._builders[builder] = trio.CancelScope()
+            nursery.start_soon(self._build, builder)
+
+    async def _build(self, builder: Builder) -> None:
+        with self._builders[builder]:
+            try:
+                await builder.run()
+                log.info("indexes built", indexes=len(builder.members))
+            finally:
+                del self._builders[builder]
+
+    async def _drop_index(self, index: Index) -> None:
+        log.info("dropping index", index=str(index.name))
+        index.is_defined = False
+        del self._indexes[index.name]
+        for builder, scope in list(self._builders.items()):
+            for member in [each for each in builder.members if each.file is index.file]:
+                builder.remove(member)
+                if not builder.members:
+                    scope.cancel()
+        for member in [each for each in self._pipeline.members if each.file is index.file]:
+            self._pipeline.members.remove(member)
+        # Scans that wait for the index learn that it is gone.
+        self._pipeline.applied.notify()
+        await index.released.wait_until(lambda: not index.readers)
+        # Runs after the round that may still be under way: `work` runs one function at a time.
+        await self._work(index.file.destroy)
+        self._files.remove(index.file)
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def _remove_folder(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)

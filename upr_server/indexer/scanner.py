@@ -1,0 +1,178 @@
+"""Scans of indexes, and what can be told of an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Literal
+
+import attrs
+import trio
+
+from upr_protocol.errors import UprError
+from upr_server.indexer.definition import IndexName
+from upr_server.indexer.definitions import Definitions, Index, NoIndexError
+from upr_server.indexer.freshness import Barriers, RequiredWrites, has_writes
+from upr_server.indexer.index_file import KeyRange, NotSettledError
+from upr_server.indexer.pipeline import Pipeline
+from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.query import Answer, Query, answer
+from upr_server.indexer.stream import Stream
+
+
+class BuildingError(UprError):
+    """The index is being built: it would answer with a part of what there is.
+
+    Attributes:
+        retry_after_s: When to ask again.
+    """
+
+    def __init__(self, name: IndexName) -> None:
+        self.retry_after_s = 1.0
+        super().__init__(f"the index {name} is being built; its status tells how far it is")
+
+
+class NotFreshError(UprError):
+    """The index was not as fresh as the scan asked for within its timeout."""
+
+
+@attrs.frozen
+class IndexStatus:
+    """What can be told of an index.
+
+    Attributes:
+        name: `DESIGN/INDEX`.
+        state: `building`, or `ready` when it can be scanned.
+        key: Its key expressions.
+        filter: Its filter; empty for none.
+        entries: How many entries it has.
+        disk_bytes: What it takes on disk.
+        too_long: Documents left out since the start, as their keys are too long.
+        behind: How many sequence numbers it is behind the running indexes' stream.
+    """
+
+    name: str
+    state: Literal["building", "ready"]
+    key: tuple[str, ...]
+    filter: str
+    entries: int
+    disk_bytes: int
+    too_long: int
+    behind: int
+
+
+class Scanner:
+    """Answers questions to indexes.
+
+    Args:
+        definitions: The indexes.
+        pool: Scans reserve their memory from it.
+        pipeline: The running indexes' pipeline.
+        stream: The running indexes' stream.
+        barriers: Barriers of that stream.
+    """
+
+    def __init__(
+        self,
+        definitions: Definitions,
+        pool: MemoryPool,
+        pipeline: Pipeline,
+        stream: Stream,
+        barriers: Barriers,
+    ) -> None:
+        self._definitions = definitions
+        self._pool = pool
+        self._pipeline = pipeline
+        self._stream = stream
+        self._barriers = barriers
+
+    async def status(self, name: IndexName) -> IndexStatus:
+        """What can be told of an index.
+
+        Raises:
+            NoIndexError: No index has this name.
+        """
+        index = self._definitions.find(name)
+        file = index.file
+        with index.reading():
+            entries, disk_bytes = await trio.to_thread.run_sync(
+                lambda: (file.entry_count(), file.disk_bytes())
+            )
+        behind = sum(
+            max(0, mark.seq - file.mark(partition).seq)
+            for partition, mark in self._stream.marks.items()
+        )
+        return IndexStatus(
+            str(name),
+            "ready" if file.is_built else "building",
+            index.definition.key,
+            index.definition.filter,
+            entries,
+            disk_bytes,
+            index.extractor.too_long,
+            behind,
+        )
+
+    async def scan(self, name: IndexName, query: Query) -> Answer:
+        """Answers a query.
+
+        Raises:
+            NoIndexError: No index has this name, or it was dropped meanwhile.
+            BuildingError: The index is not complete yet.
+            OverloadedError: The pool has no memory for the scan just now.
+            QueryError: The query is wrong.
+            WriteLostError: It requires a change that a failover has undone.
+            NotFreshError: The index was not as fresh as asked within the timeout.
+        """
+        index = self._definitions.find(name)
+        part_count = len(index.definition.key)
+        key_range = query.range(part_count)
+        writes = query.required_writes()
+        with self._pool.reserve_for_scan():
+            with trio.move_on_after(query.timeout_s) as scope:
+                if not index.file.is_built:
+                    raise BuildingError(name)
+                if query.consistency == "now":
+                    # Not while the index is read: a stream that stands still brings no barrier, and
+                    # the index could not be dropped.
+                    await self._barriers.wait()
+                with index.reading():
+                    return await self._scan(index, query, key_range, writes)
+            assert scope.cancelled_caught
+            raise NotFreshError(
+                f"the index {name} was not as fresh as asked within {query.timeout_s:g} s"
+            )
+
+    async def _scan(
+        self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
+    ) -> Answer:
+        await self._wait(index, partial(has_writes, index.file, writes))
+        settled = query.consistency != "any"
+        while index.is_defined:
+            rounds = self._pipeline.rounds
+            # Not settled: a snapshot is half applied. The next round may bring the rest.
+            with suppress(NotSettledError):
+                if query.count:
+                    count = partial(index.file.count, key_range, settled=settled)
+                    return Answer(count=await trio.to_thread.run_sync(count))
+                scan = partial(
+                    index.file.scan,
+                    key_range,
+                    query.limit,
+                    settled=settled,
+                    with_timestamps=query.timestamps,
+                )
+                result = await trio.to_thread.run_sync(scan)
+                # A failover may have undone a required change during the scan.
+                has_writes(index.file, writes)
+                return answer(result, len(index.definition.key))
+            await self._wait(index, partial(self._has_applied_after, rounds))
+        raise NoIndexError(f"the index {index.name} was dropped")
+
+    def _has_applied_after(self, rounds: int) -> bool:
+        return self._pipeline.rounds > rounds
+
+    async def _wait(self, index: Index, condition: Callable[[], bool]) -> None:
+        """Waits for rounds until `condition` holds, or the index is dropped."""
+        await self._pipeline.applied.wait_until(lambda: not index.is_defined or condition())
