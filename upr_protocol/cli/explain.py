@@ -67,22 +67,40 @@ def _read(path: Path) -> tuple[ResumeState, RollbackFloor]:
 
 
 _GONE: Final = _Outcome("rolls back", 0, 0, "the bucket does not have this partition any more")
-_UNOWNED: Final = _Outcome(
+_WITHOUT_ACTIVE: Final = _Outcome(
     "is elsewhere", None, None, "no node takes this partition now; ask again later"
 )
+_NOT_HERE: Final = _Outcome("is elsewhere", None, None, "this server does not have this partition")
 
 
-def _outcome(info: PartitionInfo, position: Position, floor: SeqNo | None) -> _Outcome:
-    if not info.owned:
-        return _Outcome("is elsewhere", None, None, "this server does not have this partition")
-    decision = decide_start(info.log, info.high_seq, info.purge_seq, position)
-    reason = decision.reason.value
-    if isinstance(decision, RollBack):
-        to = decision.ceiling if floor is not None and decision.ceiling >= floor else 0
-        return _Outcome("rolls back", to, decision.ceiling, reason)
-    if isinstance(decision, Retry):
-        return _Outcome("waits", position.highest_received, None, reason)
-    return _Outcome("goes on", decision.seq, None, reason)
+@attrs.frozen
+class _Server:
+    """What the server has of the bucket."""
+
+    partition_count: int
+    infos: dict[PartitionId, PartitionInfo]
+
+    def outcome(self, partition: PartitionId, position: Position, floor: SeqNo | None) -> _Outcome:
+        """What would happen to a consumer at `position`."""
+        info = self.infos.get(partition)
+        if info is None:
+            return _GONE if partition >= self.partition_count else _WITHOUT_ACTIVE
+        if not info.owned:
+            return _NOT_HERE
+        decision = decide_start(info.log, info.high_seq, info.purge_seq, position)
+        reason = decision.reason.value
+        if isinstance(decision, RollBack):
+            can_undo = floor is not None and decision.ceiling >= floor
+            start = decision.ceiling if can_undo else 0
+            return _Outcome("rolls back", start, decision.ceiling, reason)
+        if isinstance(decision, Retry):
+            return _Outcome("waits", position.highest_received, None, reason)
+        return _Outcome("goes on", decision.seq, None, reason)
+
+
+async def _ask_server(client: Client) -> _Server:
+    await trio.lowlevel.checkpoint()  # the partitions came with the greeting
+    return _Server(client.partition_count, {info.partition: info for info in client.partitions()})
 
 
 @click.command(cls=TargetCommand)
@@ -114,20 +132,12 @@ def explain(target: Address, state: Path, as_json: bool) -> None:
     """
     saved, floor_of = _load(state, target.bucket)
 
-    async def request(client: Client) -> tuple[int, list[PartitionInfo]]:
-        await trio.lowlevel.checkpoint()  # the partitions came with the greeting
-        return client.partition_count, client.partitions()
-
-    partition_count, held_partitions = ask(target, request)
-    infos = {info.partition: info for info in held_partitions}
+    server = ask(target, _ask_server)
+    partitions = saved.positions.keys() | set(map(PartitionId, range(server.partition_count)))
     rows: list[tuple[object, ...]] = []
-    for partition in sorted(saved.positions.keys() | set(map(PartitionId, range(partition_count)))):
+    for partition in sorted(partitions):
         position = saved.position(partition)
-        info = infos.get(partition)
-        if info is not None:
-            outcome = _outcome(info, position, floor_of(partition))
-        else:
-            outcome = _GONE if partition >= partition_count else _UNOWNED
+        outcome = server.outcome(partition, position, floor_of(partition))
         rows.append(
             (
                 partition,
@@ -140,5 +150,5 @@ def explain(target: Address, state: Path, as_json: bool) -> None:
             )
         )
     print_table(_COLUMNS, rows, as_json=as_json)
-    if len(infos) < partition_count:
+    if len(server.infos) < server.partition_count:
         raise click.exceptions.Exit(INCOMPLETE)
