@@ -8,10 +8,13 @@ from itertools import count
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import (
+    NOTHING_FETCHED,
     Bucket,
     Cursor,
     CursorItem,
+    Fetched,
     MutateResult,
+    MutationBatch,
     Partition,
     SnapshotEnd,
     SnapshotStart,
@@ -31,12 +34,21 @@ def new_partition() -> Partition:
 
 def put(partition: Partition, *keys: bytes, value: bytes = b"v", now: float = NOW) -> MutateResult:
     """One batch that sets `keys`."""
-    return partition.mutate(plain_chunk(keys, [value] * len(keys)), now=now)
+    return partition.mutate(MutationBatch(plain_chunk(keys, [value] * len(keys))), now=now)
 
 
 def send(partition: Partition, *rows: Mutation, now: float = NOW) -> MutateResult:
     """One batch of `rows`."""
-    return partition.mutate(Chunk.build(rows), now=now)
+    return partition.mutate(MutationBatch(Chunk.build(rows)), now=now)
+
+
+def get_item(
+    partition: Partition, key: bytes, now: float = NOW, fetched: Fetched = NOTHING_FETCHED
+) -> Mutation | None:
+    """What the key holds, for which nothing may be missing."""
+    assert not partition.missing_keys([key], now, fetched)
+    (row,) = partition.get([key], now, fetched=fetched)
+    return row if row.op == Operation.SET else None
 
 
 def request(

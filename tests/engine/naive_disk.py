@@ -9,11 +9,11 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.engine import (
+    FetchRequest,
     MutateResult,
     Partition,
     PartitionImage,
     SnapshotEnd,
-    Want,
     WriterToken,
 )
 
@@ -66,7 +66,7 @@ class NaiveDisk:
             self.chunk_ends += ends
         self.high = taken[-1][2]
         self.last_cas = partition.last_cas
-        for token, answer in partition.take_news(self.high).items():
+        for token, answer in partition.deduplicator.take_pending(self.high).items():
             if answer is None:
                 self.answers.pop(token, None)
             else:
@@ -82,7 +82,9 @@ class NaiveDisk:
 
     def report(self, partition: Partition) -> None:
         """Tells the partition how far the index has come."""
-        partition.is_indexed(self.indexed, sum(row.op == Operation.SET for row in self._newest()))
+        partition.index_advanced(
+            self.indexed, sum(row.op == Operation.SET for row in self._newest())
+        )
 
     def crash(self) -> None:
         """Loses what was not committed."""
@@ -108,22 +110,24 @@ class NaiveDisk:
         newest = {row.key: row for row in self.log if row.seq <= self.indexed}
         return iter(newest.values())
 
-    def find(self, wants: list[Want]) -> dict[bytes, Mutation | None]:
+    def find(self, requests: list[FetchRequest]) -> dict[bytes, Mutation | None]:
         """Items, as the disk knows them at this moment."""
         newest = {row.key: row for row in self._newest()}
-        by_number = {row.seq: row for row in self.log}
-        found: dict[bytes, Mutation | None] = {}
-        for want in wants:
-            row = by_number[SeqNo(want.number)] if want.number else newest.get(want.key)
-            assert row is None or row.key == want.key
+        by_seq = {row.seq: row for row in self.log}
+        items: dict[bytes, Mutation | None] = {}
+        for request in requests:
+            row = by_seq[SeqNo(request.seq)] if request.seq else newest.get(request.key)
+            assert row is None or row.key == request.key
             if row is None or row.op != Operation.SET:
-                assert not want.number
-                found[want.key] = None
-            elif want.value:
-                found[want.key] = row
+                assert not request.seq
+                items[request.key] = None
+            elif request.needs_value:
+                items[request.key] = row
             else:
-                found[want.key] = Mutation(Operation.SET, row.key, seq=row.seq, expiry=row.expiry)
-        return found
+                items[request.key] = Mutation(
+                    Operation.SET, row.key, seq=row.seq, expiry=row.expiry
+                )
+        return items
 
     def due(self, now: float) -> list[Mutation]:
         """Items that have expired, as far as the index knows."""

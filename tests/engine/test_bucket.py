@@ -11,7 +11,15 @@ from tests.engine.helpers import cursor_at, items, new_bucket, persist, put, rea
 from upr_protocol.chunk import CounterDelta, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.engine import BackfillNeeded, Bucket, BucketError, Buckets, Relief, WriterToken
+from upr_server.engine import (
+    BackfillNeeded,
+    Bucket,
+    BucketError,
+    Buckets,
+    MutationBatch,
+    Relief,
+    WriterToken,
+)
 from upr_server.engine.quota import QUOTA_BYTES_MIN
 
 
@@ -74,7 +82,7 @@ def test_memory_is_counted_by_kind() -> None:
     one, two, _ = bucket.partitions
     put(one, *(b"%d" % number for number in range(100)))
     send(two, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
-    one.mutate(plain_chunk([], []), now=0, writer=WriterToken(bytes(16), 1))
+    one.mutate(MutationBatch(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
     memory = bucket.memory.statistics()
     nothing_yet = {"encoded", "backfills"}
     assert {kind for kind in memory if not memory[kind]} == nothing_yet
@@ -138,7 +146,7 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     slow = cursor_at(partition)
     put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
     persist(partition)
-    partition.is_indexed(SeqNo(900), 900)
+    partition.index_advanced(SeqNo(900), 900)
     assert bucket.relieve() is Relief.FREE, "the keys are evicted"
     assert len(partition.table) == 0
     assert bucket.relieve() is Relief.DROP
@@ -171,11 +179,11 @@ def test_evicting_items_that_expire_some_time_frees_what_tells_when() -> None:
     keys = [b"%d" % number for number in range(5000)]
     send(partition, *(request(Operation.SET, key, expiry=5000) for key in keys))
     persist(partition)
-    partition.is_indexed(SeqNo(5000), 5000)
+    partition.index_advanced(SeqNo(5000), 5000)
     assert bucket.memory.expiries
     while (relief := bucket.relieve()) is not Relief.NOTHING:
         assert relief is Relief.FREE
-    while partition.evict(1000):
+    while partition.eviction.evict(1000):
         pass
     assert bucket.memory.expiries == 0
     bucket.check_invariants()

@@ -18,7 +18,7 @@ from tests.engine.helpers import (
 )
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.engine import Partition, SnapshotStart
+from upr_server.engine import MutationBatch, Partition, SnapshotStart
 from upr_server.engine.collapse import (
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
@@ -214,7 +214,7 @@ def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:
     keys = [b"key %6d" % number for number in range(low, high)]
     for at in range(0, len(keys), 500):
         piece = keys[at : at + 500]
-        partition.mutate(plain_chunk(piece, [bytes(size)] * len(piece)), now=NOW)
+        partition.mutate(MutationBatch(plain_chunk(piece, [bytes(size)] * len(piece))), now=NOW)
     read(partition, partition.snapshot_end)
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.engine.helpers import NOW, free, new_partition, put, request, send
+from tests.engine.helpers import NOW, free, get_item, new_partition, put, request, send
 from tests.engine.model import check_result, contents
 from tests.engine.naive_disk import DiskModel, DiskReader, NaiveDisk
 from tests.engine.strategies import EXPIRIES, VALUES, requests
@@ -26,19 +26,20 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import (
+    NOTHING_FETCHED,
     Bucket,
-    FetchNeeded,
-    Found,
+    Fetched,
+    FetchRequest,
     MutateResult,
+    MutationBatch,
     Partition,
     PartitionImage,
     Quota,
     Relief,
-    Want,
     WriterToken,
 )
 from upr_server.engine.partition import EXPIRE_MAX
-from upr_server.engine.writers import BATCHES_MAX
+from upr_server.engine.publisher_answers import BATCHES_MAX
 
 PROFILE: Final = settings(
     max_examples=200,
@@ -60,30 +61,30 @@ def chosen(things: Sequence[T], at: int) -> T:
 
 
 class Asked:
-    """A request that waits for the disk, with what was found so far."""
+    """A request that waits for the disk, with what was fetched so far."""
 
-    def __init__(self, pin: int, wants: list[Want]) -> None:
+    def __init__(self, pin: int, missing: list[FetchRequest]) -> None:
         self.pin = pin
-        self.wants = wants
-        self.found: dict[bytes, Mutation | None] = {}
+        self.missing = missing
+        self.fetched: dict[bytes, Mutation | None] = {}
 
 
 class AskedMutate(Asked):
     """A batch that waits."""
 
     def __init__(
-        self, pin: int, wants: list[Want], rows: list[Mutation], writer: WriterToken | None
+        self, pin: int, missing: list[FetchRequest], rows: list[Mutation], token: WriterToken | None
     ) -> None:
-        super().__init__(pin, wants)
+        super().__init__(pin, missing)
         self.rows = rows
-        self.writer = writer
+        self.token = token
 
 
 class AskedGet(Asked):
     """A read that waits."""
 
-    def __init__(self, pin: int, wants: list[Want], keys: list[bytes]) -> None:
-        super().__init__(pin, wants)
+    def __init__(self, pin: int, missing: list[FetchRequest], keys: list[bytes]) -> None:
+        super().__init__(pin, missing)
         self.keys = keys
 
 
@@ -110,7 +111,7 @@ class OnDisk(RuleBasedStateMachine):
             images=None if image is None else [image],
         )
         self.partition = self.bucket.partitions[0]
-        self.partition.keep_news()
+        self.partition.deduplicator.keep_pending()
         self.manager = self.partition.manager
         self.readers: list[DiskReader] = []
         self.asked: list[AskedMutate | AskedGet] = []
@@ -122,7 +123,7 @@ class OnDisk(RuleBasedStateMachine):
 
     def look(self) -> None:
         """Notes which items the memory knows before the next request."""
-        self.known = dict(self.partition.table.numbers)
+        self.known = {key: seq for key, seq, _ in self.partition.table}
 
     # What can be seen of the partition: a request that needs the disk first changes nothing of it.
 
@@ -133,7 +134,7 @@ class OnDisk(RuleBasedStateMachine):
         figures = partition.statistics()
         del figures["expiring"]
         return {
-            "table": dict(partition.table.numbers),
+            "table": list(partition.table),
             "cas": partition.last_cas,
             "memory": memory,
             "figures": figures,
@@ -141,26 +142,43 @@ class OnDisk(RuleBasedStateMachine):
 
     # Requests.
 
-    def mutate(self, rows: list[Mutation], writer: WriterToken | None, found: Found) -> None:
+    def mutate(
+        self, rows: list[Mutation], token: WriterToken | None, fetched: Fetched
+    ) -> list[FetchRequest]:
+        """Has the batch taken in, unless something of it must be read from disk first."""
         partition, model = self.partition, self.model
         before, cas_before = model.high, partition.last_cas
         picture = self.picture()
         self.look()
-        try:
-            result = partition.mutate(Chunk.build(rows), now=self.time, writer=writer, found=found)
-        except FetchNeeded:
-            assert self.picture() == picture
-            raise
-        if writer is not None and writer in self.answers:
-            assert result == msgspec.structs.replace(self.answers[writer], repeated=True)
+        batch = MutationBatch(Chunk.build(rows), token)
+        missing = partition.missing(batch, now=self.time, fetched=fetched)
+        assert self.picture() == picture, "a question changes nothing"
+        if missing:
+            return missing
+        result = partition.mutate(batch, now=self.time, fetched=fetched)
+        self.check_answer(rows, token, result, (before, cas_before, picture))
+        return []
+
+    def check_answer(
+        self,
+        rows: list[Mutation],
+        token: WriterToken | None,
+        result: MutateResult,
+        earlier: tuple[int, int, dict[str, Any]],
+    ) -> None:
+        """Whether the batch had the effect and the answer that the model gives it."""
+        partition, model = self.partition, self.model
+        before, cas_before, picture = earlier
+        if token is not None and token in self.answers:
+            assert result == msgspec.structs.replace(self.answers[token], repeated=True)
             assert self.picture() == picture
             return
         if result.status is Status.TOKEN_TOO_OLD:
-            assert writer is not None
+            assert token is not None
             assert self.picture() == picture
             assert any(
-                token.writer == writer.writer and token.counter > writer.counter
-                for token in self.answers
+                answered.writer == token.writer and answered.counter > token.counter
+                for answered in self.answers
             )
             return
         cas_of = model.cas_of_all()
@@ -170,28 +188,24 @@ class OnDisk(RuleBasedStateMachine):
         assert result.first_cas > cas_before
         assert not result.repeated
         model.answered(result)
-        if writer is not None:
-            self.answers[writer] = result
+        if token is not None:
+            self.answers[token] = result
         assert partition.high_seq == model.high
 
-    def get(self, keys: list[bytes], found: Found) -> None:
+    def get(self, keys: list[bytes], fetched: Fetched) -> list[FetchRequest]:
+        """Has the keys read, unless the first of them must be read from disk first."""
         picture = self.picture()
-        try:
-            rows = list(self.partition.get_many(keys, self.time, found=found))
-        finally:
-            assert self.picture() == picture
+        missing = self.partition.missing_keys(keys, self.time, fetched)
+        rows = [] if missing else list(self.partition.get(keys, self.time, fetched=fetched))
+        assert self.picture() == picture, "a read changes nothing"
+        if missing:
+            return missing
         assert rows or not keys
         assert [row.key for row in rows] == keys[: len(rows)]
         for row in rows:
             item = self.model.live(row.key, self.time)
             self.check_item(item, row if row.seq else None)
-        if len(keys) == 1:
-            single = self.partition.get(keys[0], self.time, found)
-            item = self.model.live(keys[0], self.time)
-            assert (single is None) == (item is None)
-            if single is not None and item is not None:
-                assert (single.value, single.seq) == (item.value, item.seq)
-                assert single.cas == self.model.cas[item.seq]
+        return []
 
     def check_item(self, item: Mutation | None, row: Mutation | None) -> None:
         if item is None or row is None:
@@ -201,17 +215,12 @@ class OnDisk(RuleBasedStateMachine):
         assert contents({row.key: row}) == contents({row.key: item})
         assert row.cas == self.model.cas[item.seq]
 
-    def begin(self, rows: list[Mutation], writer: WriterToken | None) -> None:
-        try:
-            self.mutate(rows, writer, {})
-        except FetchNeeded:
-            pin = self.partition.pin()
-            try:
-                self.mutate(rows, writer, {})
-            except FetchNeeded as needed:
-                self.asked.append(AskedMutate(pin, needed.wants, rows, writer))
-                return
-            raise AssertionError("nothing has changed") from None
+    def begin(self, rows: list[Mutation], token: WriterToken | None) -> None:
+        missing = self.mutate(rows, token, {})
+        if missing:
+            pin = self.partition.eviction.pin()
+            assert self.mutate(rows, token, {}) == missing, "nothing has changed"
+            self.asked.append(AskedMutate(pin, missing, rows, token))
 
     def token(self, writer: int) -> WriterToken:
         self.counters[writer] += 1
@@ -241,39 +250,38 @@ class OnDisk(RuleBasedStateMachine):
     @rule(keys=st.lists(SOME_KEYS, min_size=1, max_size=12), expiry=EXPIRIES, value=VALUES)
     def store(self, keys: list[bytes], expiry: int, value: bytes) -> None:
         """Never needs the disk, and may overwrite what is being fetched."""
-        self.mutate([Mutation(Operation.SET, key, value, expiry=expiry) for key in keys], None, {})
+        rows = [Mutation(Operation.SET, key, value, expiry=expiry) for key in keys]
+        assert not self.mutate(rows, None, {})
 
     @rule(keys=st.lists(SOME_KEYS, min_size=1, max_size=8))
     def ask_to_get(self, keys: list[bytes]) -> None:
-        try:
-            self.get(keys, {})
-        except FetchNeeded:
-            pin = self.partition.pin()
-            with pytest.raises(FetchNeeded) as needed:
-                self.get(keys, {})
-            self.asked.append(AskedGet(pin, needed.value.wants, keys))
+        missing = self.get(keys, {})
+        if missing:
+            pin = self.partition.eviction.pin()
+            assert self.get(keys, {}) == missing, "nothing has changed"
+            self.asked.append(AskedGet(pin, missing, keys))
 
-    @precondition(lambda self: self.asked and self.disk.indexed >= self.partition.restored)
+    @precondition(lambda self: self.asked and self.disk.indexed >= self.partition.eviction.restored)
     @rule(at=AT, items=st.integers(1, 8))
     def fetch(self, at: int, items: int) -> None:
         """Reads from the disk as it is now; what it knows may be more than the partition heard."""
         asked = chosen(self.asked, at)
-        asked.found |= self.disk.find(asked.wants[:items])
+        asked.fetched |= self.disk.find(asked.missing[:items])
+
+    def ask_again(self, asked: AskedMutate | AskedGet) -> list[FetchRequest]:
+        if isinstance(asked, AskedMutate):
+            return self.mutate(asked.rows, asked.token, asked.fetched)
+        return self.get(asked.keys, asked.fetched)
 
     @precondition(lambda self: self.asked)
     @rule(at=AT)
     def answer(self, at: int) -> None:
         asked = chosen(self.asked, at)
-        try:
-            if isinstance(asked, AskedMutate):
-                self.mutate(asked.rows, asked.writer, asked.found)
-            else:
-                self.get(asked.keys, asked.found)
-        except FetchNeeded as needed:
-            asked.wants = needed.wants
+        asked.missing = self.ask_again(asked)
+        if asked.missing:
             return
         self.asked.remove(asked)
-        self.partition.unpin(asked.pin)
+        self.partition.eviction.unpin(asked.pin)
 
     @precondition(lambda self: self.answers)
     @rule(at=AT)
@@ -294,12 +302,12 @@ class OnDisk(RuleBasedStateMachine):
 
     @rule()
     def ask_what_is_due(self) -> None:
-        self.due.append((self.partition.pin(), self.disk.due(self.time)))
+        self.due.append((self.partition.eviction.pin(), self.disk.due(self.time)))
 
     @rule()
     def ask_what_is_due_later(self) -> None:
         """The partition is pinned, but the disk is slow to look."""
-        self.due.append((self.partition.pin(), []))
+        self.due.append((self.partition.eviction.pin(), []))
 
     @precondition(lambda self: self.due)
     @rule(at=AT)
@@ -320,9 +328,9 @@ class OnDisk(RuleBasedStateMachine):
                 assert is_newest
                 model.store(Operation.EXPIRE, row.key)
             elif is_newest:
-                assert min(partition._pins.values()) < partition.restored
+                assert partition.eviction.pinned < partition.eviction.restored
         assert partition.high_seq == model.high
-        partition.unpin(pin)
+        partition.eviction.unpin(pin)
 
     # Rules: the disk.
 
@@ -351,7 +359,7 @@ class OnDisk(RuleBasedStateMachine):
         self.disk.report(self.partition)
         while free and self.manager.free_oldest():
             pass
-        while evict and self.partition.evict(5):
+        while evict and self.partition.eviction.evict(5):
             pass
 
     @rule(times=st.integers(1, 3))
@@ -362,7 +370,7 @@ class OnDisk(RuleBasedStateMachine):
 
     @rule(budget=st.integers(1, 12))
     def evict(self, budget: int) -> None:
-        self.partition.evict(budget)
+        self.partition.eviction.evict(budget)
 
     @rule(part=st.sampled_from([0.5, 0.9, 1.05, 1.5, 4]))
     def relieve(self, part: float) -> None:
@@ -401,10 +409,9 @@ class OnDisk(RuleBasedStateMachine):
             assert not manager.can_free
             assert not manager.droppable()
             assert not bucket.collapse_wanted
-            known_on_disk = min(partition._pins.values(), default=partition.indexed)
-            numbers = partition.table.numbers.values()
-            assert all(abs(number) > known_on_disk for number in numbers)
-            assert len(partition._expiries) <= len(numbers) + 1024
+            known_on_disk = partition.eviction.pinned
+            assert all(seq > known_on_disk for _, seq, _ in partition.table)
+            assert partition.statistics()["expiring"] <= len(partition.table) + 1024
             assert bucket.relief() is Relief.REFUSE_CREDIT
         bucket.quota = Quota(ROOM)
         assert bucket.relief() is Relief.NOTHING
@@ -471,8 +478,9 @@ class OnDisk(RuleBasedStateMachine):
     def whole(self) -> None:
         self.bucket.check_invariants()
         assert self.manager.oldest <= self.manager.persistence.committed == self.disk.high
-        for key, number in self.partition.table.numbers.items():
-            assert (self.model.log[abs(number) - 1].key, number > 0) == (key, key in self.model.now)
+        for key, seq, is_tombstone in self.partition.table:
+            assert self.model.log[seq - 1].key == key
+            assert is_tombstone == (key not in self.model.now)
 
     @invariant()
     def only_those_behind_the_disk_are_droppable(self) -> None:
@@ -488,23 +496,16 @@ class OnDisk(RuleBasedStateMachine):
         self.disk.report(self.partition)
         for asked in list(self.asked):
             for _ in range(3):
-                asked.found |= self.disk.find(asked.wants)
-                try:
-                    if isinstance(asked, AskedMutate):
-                        self.mutate(asked.rows, asked.writer, asked.found)
-                    else:
-                        self.get(asked.keys, asked.found)
+                asked.fetched |= self.disk.find(asked.missing)
+                asked.missing = self.ask_again(asked)
+                if not asked.missing:
                     break
-                except FetchNeeded as needed:
-                    asked.wants = needed.wants
             else:
                 raise AssertionError("it never comes to an answer")
         for key in KEYS:
-            found: dict[bytes, Mutation | None] = {}
-            try:
-                self.get([key], found)
-            except FetchNeeded as needed:
-                self.get([key], self.disk.find(needed.wants))
+            missing = self.get([key], {})
+            if missing:
+                assert not self.get([key], self.disk.find(missing))
         self.bucket.check_invariants()
 
 
@@ -577,7 +578,7 @@ class Walk:
             steps.append((2, lambda: machine.register(random.random(), random.random() < 0.4)))
         if machine.asked:
             steps.append((8, lambda: machine.answer(at)))
-            if machine.disk.indexed >= partition.restored:
+            if machine.disk.indexed >= partition.eviction.restored:
                 steps.append((9, lambda: machine.fetch(at, random.randint(1, 8))))
         if machine.due:
             steps += [(2, lambda: machine.see_what_is_due(at))]
@@ -619,14 +620,14 @@ def stored(partition: Partition, disk: NaiveDisk, *, evict: bool = False) -> Non
     disk.advance_index(1000)
     disk.report(partition)
     free(partition)
-    while evict and partition.evict(100):
+    while evict and partition.eviction.evict(100):
         partition.check_invariants()
 
 
-def wants_of(partition: Partition, *rows: Mutation, now: float = NOW) -> list[Want]:
-    with pytest.raises(FetchNeeded) as needed:
-        send(partition, *rows, now=now)
-    return needed.value.wants
+def missing_for(
+    partition: Partition, *rows: Mutation, now: float = NOW, fetched: Fetched = NOTHING_FETCHED
+) -> list[FetchRequest]:
+    return partition.missing(MutationBatch(Chunk.build(rows)), now=now, fetched=fetched)
 
 
 @pytest.mark.parametrize(
@@ -660,12 +661,14 @@ def test_where_more_have_expired_than_one_call_deletes_existence_is_read_from_di
     put(partition, b"stays")
     stored(partition, disk)
     rows = [request(Operation.ADD, keys[-1]), request(Operation.ADD, b"stays")]
-    wants = wants_of(partition, *rows, now=NOW + 10)
-    assert [(want.key, want.number) for want in wants] == [
+    missing = missing_for(partition, *rows, now=NOW + 10)
+    assert [(request.key, request.seq) for request in missing] == [
         (keys[-1], len(keys)),
         (b"stays", len(keys) + 1),
     ]
-    result = partition.mutate(Chunk.build(rows), now=NOW + 10, found=disk.find(wants))
+    result = partition.mutate(
+        MutationBatch(Chunk.build(rows)), now=NOW + 10, fetched=disk.find(missing)
+    )
     assert result.failures == [(1, Status.EXISTS)]
     partition.check_invariants()
 
@@ -676,9 +679,9 @@ def test_what_is_wanted_of_a_key_is_the_most_that_any_operation_needs() -> None:
     stored(partition, NaiveDisk(), evict=True)
     add = request(Operation.ADD)
     increment = request(Operation.INCREMENT, value=CounterDelta(1).encode())
-    assert wants_of(partition, add) == [Want(b"k", 0, False)]
+    assert missing_for(partition, add) == [FetchRequest(b"k", 0, False)]
     for rows in ([add, increment], [increment, add], [add, request(Operation.SET, cas=7)]):
-        assert wants_of(partition, *rows) == [Want(b"k", 0, True)]
+        assert missing_for(partition, *rows) == [FetchRequest(b"k", 0, True)]
 
 
 @pytest.mark.parametrize("evict", [False, True])
@@ -686,14 +689,13 @@ def test_existence_is_not_taken_for_a_value(evict: bool) -> None:
     partition, disk = new_partition(), NaiveDisk()
     put(partition, b"k", value=b"5")
     stored(partition, disk, evict=evict)
-    exists = disk.find([Want(b"k", 0, False)])
-    increment = Chunk.build([request(Operation.INCREMENT, value=CounterDelta(1).encode())])
-    with pytest.raises(FetchNeeded) as needed:
-        partition.mutate(increment, now=NOW, found=exists)
-    with pytest.raises(FetchNeeded):
-        partition.get(b"k", NOW, exists)
-    assert needed.value.wants == [Want(b"k", 0 if evict else 1, True)]
-    result = partition.mutate(increment, now=NOW, found=disk.find(needed.value.wants))
+    exists = disk.find([FetchRequest(b"k", 0, False)])
+    increment = request(Operation.INCREMENT, value=CounterDelta(1).encode())
+    missing = missing_for(partition, increment, fetched=exists)
+    assert missing == [FetchRequest(b"k", 0 if evict else 1, True)]
+    assert partition.missing_keys([b"k"], NOW, exists) == missing
+    batch = MutationBatch(Chunk.build([increment]))
+    result = partition.mutate(batch, now=NOW, fetched=disk.find(missing))
     assert result.counters == [(0, 6)]
 
 
@@ -701,26 +703,24 @@ def test_an_older_version_that_was_found_is_not_used() -> None:
     partition, disk = new_partition(), NaiveDisk()
     put(partition, b"k", value=b"5")
     stored(partition, disk)
-    pin = partition.pin()
-    found = disk.find([Want(b"k", 1, True)])
+    pin = partition.eviction.pin()
+    fetched = disk.find([FetchRequest(b"k", 1, True)])
     put(partition, b"k", value=b"7")
     stored(partition, disk, evict=True)
-    with pytest.raises(FetchNeeded) as needed:
-        partition.get(b"k", NOW, found)
-    assert needed.value.wants == [Want(b"k", 2, True)], "the pin holds it in the table"
-    partition.unpin(pin)
+    missing = partition.missing_keys([b"k"], NOW, fetched)
+    assert missing == [FetchRequest(b"k", 2, True)], "the pin holds it in the table"
+    partition.eviction.unpin(pin)
     stored(partition, disk, evict=True)
-    with pytest.raises(FetchNeeded) as needed:
-        partition.get(b"k", NOW)
-    assert needed.value.wants == [Want(b"k", 0, True)]
-    item = partition.get(b"k", NOW, disk.find(needed.value.wants))
+    missing = partition.missing_keys([b"k"], NOW)
+    assert missing == [FetchRequest(b"k", 0, True)]
+    item = get_item(partition, b"k", fetched=disk.find(missing))
     assert item is not None
     assert item.value == b"7"
 
 
 def test_what_the_disk_said_before_it_knew_all_keys_deletes_nothing() -> None:
     before, disk = new_partition(), NaiveDisk()
-    before.keep_news()
+    before.deduplicator.keep_pending()
     send(before, request(Operation.SET, expiry=int(NOW) + 5))
     disk.read(before, 1000)
     disk.commit(before, 1)
@@ -729,15 +729,15 @@ def test_what_the_disk_said_before_it_knew_all_keys_deletes_nothing() -> None:
     disk.read(before, 1000)
     disk.commit(before, 1)
     after = Partition(PartitionId(0), lambda: HistoryId(9), image=disk.image(before.failover_log))
-    assert not after.can_be_asked
-    early = after.pin()
+    assert not after.eviction.is_index_ready
+    early = after.eviction.pin()
     (due,) = disk.due(NOW + 10)
     disk.advance_index(1)
     disk.report(after)
-    assert after.can_be_asked
+    assert after.eviction.is_index_ready
     assert not after.expire_stored(due.key, due.seq, NOW + 10), "it was written to since"
-    after.unpin(early)
-    item = after.get(b"k", NOW + 10, disk.find([Want(b"k", 0, True)]))
+    after.eviction.unpin(early)
+    item = get_item(after, b"k", NOW + 10, disk.find([FetchRequest(b"k", 0, True)]))
     assert item is not None
     assert item.value == b"newer"
 
@@ -747,11 +747,11 @@ def test_an_expired_item_that_only_the_disk_knows_becomes_a_deletion_once() -> N
     send(partition, request(Operation.SET, expiry=int(NOW) + 5))
     stored(partition, disk, evict=True)
     assert partition.next_expiry() is None
-    pin = partition.pin()
+    pin = partition.eviction.pin()
     (due,) = disk.due(NOW + 10)
     assert partition.expire_stored(due.key, due.seq, NOW + 10)
     assert not partition.expire_stored(due.key, due.seq, NOW + 10)
-    partition.unpin(pin)
+    partition.eviction.unpin(pin)
     stored(partition, disk, evict=True)
     assert [row.op for row in disk.log] == [Operation.SET, Operation.EXPIRE]
     assert not disk.due(NOW + 10)
@@ -764,24 +764,23 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
     stored(partition, disk, evict=True)
     put(partition, b"d")
     keys = [b"d", b"a", b"b", b"c", b"d", b"a"]
-    with pytest.raises(FetchNeeded) as needed:
-        partition.get_many(keys, NOW)
-    assert [want.key for want in needed.value.wants] == [b"a", b"b", b"c"]
-    found = disk.find(needed.value.wants[:2])
-    chunk = partition.get_many(keys, NOW, found=found)
+    missing = partition.missing_keys(keys, NOW)
+    assert [request.key for request in missing] == [b"a", b"b", b"c"]
+    fetched = disk.find(missing[:2])
+    assert not partition.missing_keys(keys, NOW, fetched)
+    chunk = partition.get(keys, NOW, fetched=fetched)
     assert chunk.keys() == [b"d", b"a", b"b"]
-    with pytest.raises(FetchNeeded):
-        partition.get_many(keys[3:], NOW, found=found)
+    assert [request.key for request in partition.missing_keys(keys[3:], NOW, fetched)] == [b"c"]
 
 
 def test_the_answers_that_a_restart_remembers_are_those_within_the_window() -> None:
     before, disk = new_partition(), NaiveDisk()
-    before.keep_news()
+    before.deduplicator.keep_pending()
     batch = Chunk.build([request(Operation.SET)])
     tokens = [WriterToken(bytes(16), number) for number in range(1, BATCHES_MAX + 7)]
     answers = []
     for token in tokens:
-        answers.append(before.mutate(batch, now=NOW, writer=token))
+        answers.append(before.mutate(MutationBatch(batch, token), now=NOW))
         if token.counter % 20 == 0:
             disk.read(before, 1000)
             disk.commit(before, 1)
@@ -790,7 +789,7 @@ def test_the_answers_that_a_restart_remembers_are_those_within_the_window() -> N
     after = Partition(PartitionId(0), lambda: HistoryId(9), image=disk.image(before.failover_log))
     for partition in (before, after):
         for token, answer in zip(tokens, answers, strict=True):
-            again = partition.mutate(batch, now=NOW, writer=token)
+            again = partition.mutate(MutationBatch(batch, token), now=NOW)
             if token.counter <= 6:
                 assert again.status is Status.TOKEN_TOO_OLD
             else:

@@ -10,10 +10,11 @@ from random import Random
 
 import pytest
 
+from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, SeqNo
-from upr_server.engine import Bucket
+from upr_server.engine import Bucket, MutationBatch
 
 
 class Run:
@@ -55,7 +56,7 @@ class Run:
                 value = CounterDelta(3).encode() if op == Operation.INCREMENT else b"1"
                 rows.append(Mutation(op, key, value))
             chunk = Chunk.build(rows)
-        result = self.partition.mutate(chunk, now=100)
+        result = self.partition.mutate(MutationBatch(chunk), now=100)
         assert (result.failures, result.counters) == self.model.mutate(rows, 100, {})
         check_result(result, len(rows), before, self.model.high)
 
@@ -98,7 +99,7 @@ def test_readers_see_what_the_model_says(seed: int, keys: int, steps: int) -> No
     run.bucket.check_invariants()
     last = Reader(run.partition, run.model, 0)
     last.drain()
-    items = {key: run.partition.get(key, 100) for key in run.model.now}
+    items = {key: get_item(run.partition, key, 100) for key in run.model.now}
     assert {key: item and item.value for key, item in items.items()} == {
         key: row.value for key, row in run.model.now.items()
     }

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import EXPIRIES, KEYS, SIZES, SOME_KEYS, VALUES, requests
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.engine import Bucket
+from upr_server.engine import Bucket, MutationBatch
 
 PROFILE: Final = settings(
     max_examples=100,
@@ -41,7 +42,7 @@ class Engine(RuleBasedStateMachine):
     def write(self, rows: list[Mutation], chunk: Chunk) -> None:
         before = self.model.high
         cas_before = self.partition.last_cas
-        result = self.partition.mutate(chunk, now=self.time)
+        result = self.partition.mutate(MutationBatch(chunk), now=self.time)
         failures, counters = self.model.mutate(rows, self.time, {})
         assert (result.failures, result.counters) == (failures, counters)
         check_result(result, len(rows), before, self.model.high)
@@ -148,12 +149,12 @@ class EveryOperation(Engine):
         rows = []
         cas_of = {}
         for key in dict.fromkeys(keys):
-            item = self.partition.get(key, self.time)
+            item = get_item(self.partition, key, self.time)
             if item is not None:
                 cas = Cas(item.cas + data.draw(st.sampled_from([0, 0, 1])))
                 cas_of[key] = int(item.cas)
                 rows.append(Mutation(Operation.SET, key, b"seen", cas=cas))
-        result = self.partition.mutate(Chunk.build(rows), now=self.time)
+        result = self.partition.mutate(MutationBatch(Chunk.build(rows)), now=self.time)
         assert (result.failures, result.counters) == self.model.mutate(rows, self.time, cas_of)
 
     @rule(seconds=st.sampled_from([0.5, 3, 20]))
@@ -161,7 +162,7 @@ class EveryOperation(Engine):
         self.time += seconds
         for key in KEYS:
             item = self.model.live(key, self.time)
-            found = self.partition.get(key, self.time)
+            found = get_item(self.partition, key, self.time)
             assert (found is None) == (item is None)
 
     @rule()
@@ -173,7 +174,7 @@ class EveryOperation(Engine):
 
     @rule(keys=st.lists(SOME_KEYS, max_size=8))
     def get(self, keys: list[bytes]) -> None:
-        rows = list(self.partition.get_many(keys, self.time))
+        rows = list(self.partition.get(keys, self.time))
         assert [row.key for row in rows] == keys
         for row in rows:
             item = self.model.live(row.key, self.time)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.helpers import (
     NOW,
     cursor_at,
+    get_item,
     items,
     new_partition,
     put,
@@ -26,10 +27,10 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_server.engine import Item, MutateResult, Partition, PartitionImage, WriterToken
+from upr_server.engine import MutateResult, MutationBatch, Partition, PartitionImage, WriterToken
 from upr_server.engine.memory import Memory
-from upr_server.engine.partition import pack, unpack
-from upr_server.engine.writers import BATCHES_MAX
+from upr_server.engine.mutate_result import pack, unpack
+from upr_server.engine.publisher_answers import BATCHES_MAX
 
 MAXIMUM = (1 << 64) - 1
 SET, DELETE, ADD, REPLACE = Operation.SET, Operation.DELETE, Operation.ADD, Operation.REPLACE
@@ -42,7 +43,7 @@ def delta(by: int = 1, initial: int = 0, create: bool = True) -> bytes:
 
 
 def value(partition: Partition, key: bytes = b"k", now: float = NOW) -> bytes | None:
-    item = partition.get(key, now)
+    item = get_item(partition, key, now)
     return None if item is None else item.value
 
 
@@ -100,7 +101,7 @@ def test_cas_follow_the_clock_and_never_go_back() -> None:
     assert earlier.first_cas == first.first_cas + 2
     later = send(partition, request(ADD, b"d"), request(SET, b"e"), now=11.5)
     assert later.first_cas == 11_500_000_000
-    item = partition.get(b"e", NOW)
+    item = get_item(partition, b"e")
     assert item is not None
     assert item.cas == later.first_cas + 1
     partition.check_invariants()
@@ -114,7 +115,7 @@ def test_an_invalid_chunk_has_no_effect() -> None:
     with pytest.raises(ChunkError):
         send(partition, request(Operation.EXPIRE))
     assert partition.high_seq == 0
-    assert partition.get(b"k", NOW) is None
+    assert get_item(partition, b"k") is None
 
 
 @pytest.mark.parametrize(
@@ -138,16 +139,20 @@ def test_an_item_is_read_as_it_was_written() -> None:
     result = send(
         partition, Mutation(SET, b"\0\xff", b"\x80", flags=5, expiry=2000), request(SET, b"e", b"")
     )
-    assert partition.get(b"\0\xff", NOW) == Item(b"\x80", result.first_cas, 5, 2000, SeqNo(1))
-    assert partition.get(b"e", NOW) == Item(b"", Cas(result.first_cas + 1), 0, 0, SeqNo(2))
-    assert partition.get(b"missing", NOW) is None
+    assert get_item(partition, b"\0\xff") == Mutation(
+        SET, b"\0\xff", b"\x80", SeqNo(1), result.first_cas, 5, 2000
+    )
+    assert get_item(partition, b"e") == Mutation(
+        SET, b"e", b"", SeqNo(2), Cas(result.first_cas + 1)
+    )
+    assert get_item(partition, b"missing") is None
 
 
 @pytest.mark.parametrize("batch", [1, 63, 64, 5000])
 def test_items_are_found_wherever_they_lie(batch: int) -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(batch)]
-    partition.mutate(plain_chunk(keys, keys), now=NOW)
+    partition.mutate(MutationBatch(plain_chunk(keys, keys)), now=NOW)
     for closed, encoded in ((False, False), (True, False), (True, True)):
         if closed:
             cursor_at(partition).next()
@@ -175,25 +180,25 @@ def test_counters_are_found_wherever_they_lie() -> None:
     assert (value(partition, b"n"), value(partition, b"m")) == (b"0", b"0")
 
 
-def test_get_many_answers_in_the_order_asked() -> None:
+def test_get_answers_in_the_order_asked() -> None:
     partition = new_partition()
     put(partition, b"a", b"b", value=b"x")
     send(partition, request(DELETE, b"a"))
-    chunk = partition.get_many([b"b", b"a", b"missing", b"b"], NOW)
+    chunk = partition.get([b"b", b"a", b"missing", b"b"], NOW)
     rows = [(row.op, row.key, row.value, row.seq) for row in chunk]
     found = (SET, b"b", b"x", 2)
     assert rows == [found, (DELETE, b"a", b"", 0), (DELETE, b"missing", b"", 0), found]
     assert (chunk.start, chunk.end) == (0, 3)
-    assert partition.get_many([], NOW).count == 0
+    assert partition.get([], NOW).count == 0
 
 
-def test_get_many_ends_before_it_is_too_long_but_not_before_its_first() -> None:
+def test_get_ends_before_it_is_too_long_but_not_before_its_first() -> None:
     partition = new_partition()
     put(partition, b"a", b"b", b"c", value=bytes(1000))
-    assert partition.get_many([b"a", b"b", b"c"], NOW, bytes_max=2200).count == 2
-    assert partition.get_many([b"a", b"b", b"c"], NOW, bytes_max=10).count == 1
+    assert partition.get([b"a", b"b", b"c"], NOW, bytes_max=2200).count == 2
+    assert partition.get([b"a", b"b", b"c"], NOW, bytes_max=10).count == 1
     for bytes_max in (1100, 2500, 3300):
-        chunk = partition.get_many([b"a", b"b", b"c"], NOW, bytes_max)
+        chunk = partition.get([b"a", b"b", b"c"], NOW, bytes_max)
         assert chunk.nbytes <= bytes_max + 100
 
 
@@ -223,7 +228,7 @@ def test_append_and_prepend_keep_flags_and_expiry() -> None:
     ]
     send(partition, Mutation(SET, b"k", b"2", flags=9, expiry=5000))
     send(partition, Mutation(APPEND, b"k", b"3", flags=1, expiry=1), request(PREPEND, value=b"1"))
-    item = partition.get(b"k", NOW)
+    item = get_item(partition, b"k")
     assert item is not None
     assert (item.value, item.flags, item.expiry) == (b"123", 9, 5000)
 
@@ -232,7 +237,7 @@ def test_set_replaces_flags_and_expiry() -> None:
     partition = new_partition()
     send(partition, Mutation(SET, b"k", b"2", flags=9, expiry=5000))
     put(partition, b"k")
-    item = partition.get(b"k", NOW)
+    item = get_item(partition, b"k")
     assert item is not None
     assert (item.flags, item.expiry) == (0, 0)
 
@@ -242,7 +247,7 @@ def test_touch_changes_the_expiry_only() -> None:
     assert failures(partition, request(TOUCH, expiry=9)) == [(0, Status.NOT_FOUND)]
     send(partition, Mutation(SET, b"k", b"2", flags=9, expiry=5000))
     send(partition, Mutation(TOUCH, b"k", b"ignored", flags=1, expiry=6000))
-    item = partition.get(b"k", NOW)
+    item = get_item(partition, b"k")
     assert item is not None
     assert (item.value, item.flags, item.expiry, item.seq) == (b"2", 9, 6000, 2)
 
@@ -255,7 +260,7 @@ def test_a_value_may_not_grow_over_the_limit() -> None:
         failures(partition, request(APPEND, value=b"!"), request(PREPEND, value=b"!")) == too_large
     )
     assert failures(partition, request(APPEND)) == []
-    item = partition.get(b"k", NOW)
+    item = get_item(partition, b"k")
     assert item is not None
     assert len(item.value) == VALUE_BYTES_MAX
     assert read(partition) == "(0,2] k@2 ."
@@ -301,7 +306,7 @@ def test_counting(op: Operation, old: bytes, by: int, new: int) -> None:
     send(partition, Mutation(SET, b"k", old, flags=4, expiry=5000))
     result = send(partition, Mutation(op, b"k", delta(by, initial=77), flags=1, expiry=1))
     assert result.counters == [(0, new)]
-    item = partition.get(b"k", NOW)
+    item = get_item(partition, b"k")
     assert item is not None
     assert (item.value, item.flags, item.expiry) == (b"%d" % new, 4, 5000)
 
@@ -324,7 +329,7 @@ def test_a_missing_counter_starts_at_its_initial_value_or_not_at_all() -> None:
     result = send(partition, request(INCREMENT, value=delta(create=False)), row, row)
     assert result.failures == [(0, Status.NOT_FOUND)]
     assert result.counters == [(1, 30), (2, 35)]
-    item = partition.get(b"k", NOW)
+    item = get_item(partition, b"k")
     assert item is not None
     assert (item.value, item.flags, item.expiry, item.seq) == (b"35", 2, 9000, 2)
 
@@ -348,7 +353,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(100)]
     values = [bytes(300_000) if number == 50 else b"small" for number in range(100)]
-    partition.mutate(plain_chunk(keys, values), now=NOW)
+    partition.mutate(MutationBatch(plain_chunk(keys, values)), now=NOW)
     assert value(partition, b"50") == bytes(300_000)
     put(partition, b"50")
     assert partition.manager.open.nbytes < 20_000
@@ -360,7 +365,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
 def test_long_batches_are_cut(count: int, size: int) -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(count)]
-    partition.mutate(plain_chunk(keys, [bytes(size)] * count), now=NOW)
+    partition.mutate(MutationBatch(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
     chunks = all_chunks(partition)
     assert sum(chunk.count for chunk in chunks) == count
     assert len(chunks) > 2
@@ -375,7 +380,7 @@ def test_a_batch_in_a_much_larger_buffer_is_copied_out_of_it() -> None:
     encoded = bytes(plain_chunk([b"%d" % number for number in range(100)], [bytes(1000)] * 100))
     buffer = bytearray(10 * len(encoded))
     buffer[: len(encoded)] = encoded
-    partition.mutate(Chunk(memoryview(buffer)[: len(encoded)]), now=NOW)
+    partition.mutate(MutationBatch(Chunk(memoryview(buffer)[: len(encoded)])), now=NOW)
     buffer.clear()  # raises if it is still referred to
 
 
@@ -387,7 +392,7 @@ def test_an_expired_item_reads_as_missing_at_once() -> None:
     send(partition, request(SET, value=b"v", expiry=1001))
     assert value(partition, now=1000.9) == b"v"
     assert value(partition, now=1001) is None
-    assert partition.get_many([b"k"], 1001).operations.tobytes() == bytes([DELETE])
+    assert partition.get([b"k"], 1001).operations.tobytes() == bytes([DELETE])
     assert partition.high_seq == 1, "until the deletion has its number, a read just says missing"
 
 
@@ -493,15 +498,15 @@ WRITER = WriterToken(bytes(16), 1)
 def test_a_batch_sent_again_has_no_second_effect() -> None:
     partition = new_partition()
     chunk = Chunk.build([request(INCREMENT, value=delta(1, 10)), request(DELETE, b"missing")])
-    first = partition.mutate(chunk, now=NOW, writer=WRITER)
-    again = partition.mutate(chunk, now=NOW + 1, writer=WRITER)
+    first = partition.mutate(MutationBatch(chunk, WRITER), now=NOW)
+    again = partition.mutate(MutationBatch(chunk, WRITER), now=NOW + 1)
     assert again.repeated
     assert not first.repeated
     assert (again.first_seq, again.first_cas) == (first.first_seq, first.first_cas)
     assert again.counters == first.counters == [(0, 10)]
     assert again.failures == first.failures == [(1, Status.NOT_FOUND)]
     assert value(partition) == b"10"
-    third = partition.mutate(chunk, now=NOW, writer=WriterToken(bytes(16), 2))
+    third = partition.mutate(MutationBatch(chunk, WriterToken(bytes(16), 2)), now=NOW)
     assert third.counters == [(0, 11)]
     partition.check_invariants()
 
@@ -518,14 +523,14 @@ def test_a_token_too_old_to_tell_is_refused() -> None:
 
 def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
     token = WriterToken(writer.to_bytes(16, "little"), counter)
-    return partition.mutate(plain_chunk([b"k"], [b"v"]), now=NOW, writer=token)
+    return partition.mutate(MutationBatch(plain_chunk([b"k"], [b"v"]), token), now=NOW)
 
 
 def test_answers_are_remembered_in_few_bytes() -> None:
     """All that a publisher has in flight is known again, however large its counters are."""
     memory = Memory()
     partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
-    partition.keep_news()
+    partition.deduplicator.keep_pending()
     rows = [
         request(INCREMENT, b"%d" % number, value=delta(1, 2**64 - 100)) for number in range(1000)
     ]
@@ -533,14 +538,14 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     answers = {}
     for counter in range(1, 65):
         token = WriterToken(bytes(16), counter)
-        answers[counter] = partition.mutate(chunk, now=NOW, writer=token)
-    assert partition.take_news(partition.high_seq) == {
+        answers[counter] = partition.mutate(MutationBatch(chunk, token), now=NOW)
+    assert partition.deduplicator.take_pending(partition.high_seq) == {
         WriterToken(bytes(16), counter): None if counter <= 64 - 16 else answers[counter]
         for counter in answers
     }
     assert memory.writers < 170_000
     for counter in range(49, 65):
-        again = partition.mutate(chunk, now=NOW, writer=WriterToken(bytes(16), counter))
+        again = partition.mutate(MutationBatch(chunk, WriterToken(bytes(16), counter)), now=NOW)
         assert again == msgspec.structs.replace(answers[counter], repeated=True)
     partition.check_invariants()
 
@@ -589,7 +594,7 @@ def test_a_refused_state_is_not_remembered() -> None:
 def test_batches_behind_one_that_was_put_off_are_done_after_it() -> None:
     partition = new_partition()
     put_as(partition, 1)
-    partition.put_off(None)
+    partition.deduplicator.put_off(None)
     partition.state = PartitionState.PENDING
     assert put_as(partition, 2).status is Status.WRONG_STATE
     partition.state = PartitionState.ACTIVE
@@ -604,7 +609,7 @@ def test_a_batch_that_was_done_before_it_was_put_off_is_known() -> None:
     partition = new_partition()
     put_as(partition, 1)
     put_as(partition, 2)
-    partition.put_off(WriterToken(bytes(16), 1))
+    partition.deduplicator.put_off(WriterToken(bytes(16), 1))
     assert put_as(partition, 2).status is Status.TEMPORARY_FAILURE
     assert put_as(partition, 1).repeated
     assert put_as(partition, 2).repeated
@@ -623,7 +628,9 @@ def run_again(partition: Partition, variants: str, attempt: int, counters: range
         chain = chunk.chained(chain)
         if counter in counters:
             token = WriterToken(bytes(16), counter)
-            result = partition.mutate(chunk, now=NOW, writer=token, attempt=attempt, chain=chain)
+            result = partition.mutate(
+                MutationBatch(chunk, token, attempt=attempt, chain=chain), now=NOW
+            )
             assert result.status is Status.OK or result.last_seq == partition.high_seq
             said.append("again" if result.repeated else result.status.name)
     return said
@@ -638,7 +645,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.partition = new_partition()
-        self.partition.keep_news()
+        self.partition.deduplicator.keep_pending()
         self.answers: dict[WriterToken, bytes] = {}
         self.done, self.attempt = "", 0
         self.kept = (self.done, self.attempt, SeqNo(0))
@@ -689,7 +696,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         through = self.partition.high_seq
-        for token, answer in self.partition.take_news(through).items():
+        for token, answer in self.partition.deduplicator.take_pending(through).items():
             if answer is None:
                 self.answers.pop(token, None)
             else:
@@ -707,13 +714,13 @@ class TasksRunAgain(RuleBasedStateMachine):
             PartitionState.ACTIVE, self.partition.failover_log, high, answers=answers
         )
         self.partition = Partition(PartitionId(0), lambda: HistoryId(7), image=image)
-        self.partition.keep_news()
+        self.partition.deduplicator.keep_pending()
 
     @invariant()
     def all_is_well(self) -> None:
         # Every key is written once by each run: what was done twice would have a number more.
         assert self.partition.high_seq == len(self.done)
-        self.partition._writers.check_invariants()
+        self.partition.deduplicator.check_invariants()
 
 
 TestTasksRunAgain = TasksRunAgain.TestCase
@@ -732,7 +739,7 @@ def test_a_fence_and_a_difference_in_words() -> None:
     # Those who give no chain are not asked about it.
     token = WriterToken(bytes(16), 2)
     other = plain_chunk([b"other"], [b""])
-    assert partition.mutate(other, now=NOW, writer=token, attempt=3).repeated
+    assert partition.mutate(MutationBatch(other, token, attempt=3), now=NOW).repeated
     assert partition.high_seq == 3
 
 

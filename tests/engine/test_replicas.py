@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
-from upr_server.engine import BackfillNeeded, Partition, SnapshotEnd, WriterToken
+from upr_server.engine import BackfillNeeded, MutationBatch, Partition, SnapshotEnd, WriterToken
 from upr_server.engine.memory import Memory
+from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
 from upr_server.engine.replica_reports import ReplicaReports
-from upr_server.engine.writers import BATCHES_MAX, Writers
 
 NOW: Final = 1e9
 
@@ -24,13 +24,13 @@ NOW: Final = 1e9
 def partition(memory: Memory | None = None) -> Partition:
     ids = count(1)
     made = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
-    made.keep_news()
+    made.deduplicator.keep_pending()
     return made
 
 
 def write(one: Partition, *keys: bytes, expiry: int = 0) -> None:
     rows = [Mutation(Operation.SET, key, b"value", expiry=expiry) for key in keys]
-    assert one.mutate(Chunk.build(rows), now=NOW).status is Status.OK
+    assert one.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.OK
 
 
 def persist(one: Partition) -> None:
@@ -66,7 +66,7 @@ def test_what_the_disk_has_is_let_go() -> None:
     check_memory(one, memory)
     assert one.high_seq == 9
     assert one.last_cas == 1 << 60
-    assert not one.can_be_asked, "its index has to come there first"
+    assert not one.eviction.is_index_ready, "its index has to come there first"
 
 
 def test_nothing_is_let_go_that_the_disk_does_not_have() -> None:
@@ -106,9 +106,9 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     one.become(PartitionState.REPLICA, one.failover_log)
     one.stand_at(SeqNo(7), Cas(2 * 10**18))
     rows = [Mutation(Operation.SET, b"a", b"")]
-    assert one.mutate(Chunk.build(rows), now=NOW).status is Status.WRONG_STATE
+    assert one.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
     one.become(PartitionState.ACTIVE, one.failover_log.branch(HistoryId(99), SeqNo(7)))
-    result = one.mutate(Chunk.build(rows), now=NOW)
+    result = one.mutate(MutationBatch(Chunk.build(rows)), now=NOW)
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"
     check_memory(one, memory)
@@ -120,15 +120,15 @@ def test_a_cut_forgets_the_answers_above_it() -> None:
     writer = bytes(16)
     for counter, key in enumerate((b"a", b"b", b"c"), 1):
         chunk = Chunk.build([Mutation(Operation.SET, key, b"")])
-        one.mutate(chunk, now=NOW, writer=WriterToken(writer, counter))
+        one.mutate(MutationBatch(chunk, WriterToken(writer, counter)), now=NOW)
     persist(one)
     one.become(PartitionState.REPLICA, one.failover_log)
     one.stand_at(SeqNo(3))
     assert one.cut(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
-    assert [row[:3] for row in one.answers(SeqNo(0), SeqNo(9))] == [(writer, 1, 1)]
+    assert [row[:3] for row in one.deduplicator.between(SeqNo(0), SeqNo(9))] == [(writer, 1, 1)]
     check_memory(one, memory)
     assert one.cut(SeqNo(0)) == [WriterToken(writer, 1)]
-    assert one.answers(SeqNo(0), SeqNo(9)) == []
+    assert one.deduplicator.between(SeqNo(0), SeqNo(9)) == []
     check_memory(one, memory)
 
 
@@ -139,9 +139,9 @@ class Replicated(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memories = Memory(), Memory()
-        self.source, self.replica = map(Writers, self.memories)
-        self.source.keep_news()
-        self.replica.keep_news()
+        self.source, self.replica = map(PublisherAnswers, self.memories)
+        self.source.keep_pending()
+        self.replica.keep_pending()
         self.high = 0
         self.copied = 0
         self.counters: dict[bytes, int] = {}
@@ -170,7 +170,7 @@ class Replicated(RuleBasedStateMachine):
             if newest is None or newest[0].counter < counter:
                 self.replica.remember(WriterToken(writer, counter), answer, seq)
         self.copied = self.high
-        self.replica.take_news(self.high)
+        self.replica.take_pending(self.high)
         assert self.replica.between(0, self.high) == self.source.between(0, self.high)
 
     @rule(at=st.floats(0, 1))
@@ -189,7 +189,7 @@ class Replicated(RuleBasedStateMachine):
         self.high = self.copied = to
 
     def recalled(self, token: WriterToken) -> bool:
-        return self.source.recall(token)[0] is not None
+        return self.source.answer_to(token)[0] is not None
 
     @invariant()
     def the_newest_are_there(self) -> None:
@@ -201,7 +201,7 @@ class Replicated(RuleBasedStateMachine):
             ]
             if mine:
                 high, token, answer = mine[-1]
-                assert self.source.recall(token)[0] == answer
+                assert self.source.answer_to(token)[0] == answer
                 assert (writer, token.counter, high, answer) in self.source.between(0, self.high)
         found = self.source.between(0, self.high)
         assert [row[2] for row in found] == sorted(row[2] for row in found)
@@ -209,9 +209,9 @@ class Replicated(RuleBasedStateMachine):
 
     @invariant()
     def they_are_whole(self) -> None:
-        for writers, memory in zip((self.source, self.replica), self.memories, strict=True):
-            writers.check_invariants()
-            assert memory.writers == writers.nbytes
+        for answers, memory in zip((self.source, self.replica), self.memories, strict=True):
+            answers.check_invariants()
+            assert memory.writers == answers.nbytes
 
 
 TestReplicated = Replicated.TestCase

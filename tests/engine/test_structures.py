@@ -1,4 +1,4 @@
-"""The small structures: hash table, counters, expiry index, writers, memory, quota."""
+"""The small structures: hash table, counters, expiry index, publisher answers, memory, quota."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from upr_server.engine import Memory, Quota, WriterToken
 from upr_server.engine.counters import Counters
 from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.writers import (
+from upr_server.engine.publisher_answers import (
     ANSWER_BYTES,
     ANSWERS_BYTES_MAX,
     BATCHES_MAX,
-    NEWS_BYTES,
+    PENDING_BYTES,
     PUT_OFF_BYTES,
     WRITER_BYTES,
     WRITERS_MAX,
-    Writers,
+    PublisherAnswers,
 )
 
 # The hash table.
 
 
-def test_the_table_knows_existence_by_the_sign() -> None:
+def test_the_table_knows_which_keys_exist() -> None:
     memory = Memory()
     table = HashTable(memory)
-    assert table.newest(b"a") == 0
+    assert table.newest(b"a") == (0, False)
     table.put(b"a", 1)
     table.put(b"b", 2)
-    table.put(b"a", -3)
-    assert (table.newest(b"a"), table.newest(b"b")) == (-3, 2)
+    table.put(b"a", 3, is_tombstone=True)
+    assert (table.newest(b"a"), table.newest(b"b")) == ((3, True), (2, False))
     assert (len(table), table.items) == (2, 1)
     table.put(b"a", 4)
     assert table.statistics() == {"keys": 2, "items": 2, "bytes": memory.table}
@@ -39,15 +39,15 @@ def test_the_table_knows_existence_by_the_sign() -> None:
 def test_a_run_is_entered_as_one_by_one() -> None:
     table = HashTable(Memory())
     # Older snapshot; the open one (from 10) behind the window (from 20); in the window.
-    for key, number in [
-        (b"old", 5),
-        (b"old gone", -6),
-        (b"settled", 12),
-        (b"settled gone", -13),
-        (b"recent", 21),
-        (b"recent gone", -22),
+    for key, seq, is_tombstone in [
+        (b"old", 5, False),
+        (b"old gone", 6, True),
+        (b"settled", 12, False),
+        (b"settled gone", 13, True),
+        (b"recent", 21, False),
+        (b"recent gone", 22, True),
     ]:
-        table.put(key, number)
+        table.put(key, seq, is_tombstone=is_tombstone)
     flags = bytearray(17)
     keys = [
         b"old",
@@ -64,8 +64,8 @@ def test_a_run_is_entered_as_one_by_one() -> None:
     assert sorted(superseded) == [12, 13, 22]
     assert fresh == 3, "old, old gone, new"
     assert [20 + index for index, flag in enumerate(flags) if flag] == [21, 28, 34]
-    assert table.newest(b"old") == 36
-    assert table.newest(b"new") == 35
+    assert table.newest(b"old") == (36, False)
+    assert table.newest(b"new") == (35, False)
     assert table.items == len(table) == 7
     table.check_invariants()
 
@@ -126,7 +126,7 @@ def test_the_index_does_not_grow_with_what_is_stale() -> None:
     index.check_invariants()
 
 
-# Writers.
+# Answers to publishers.
 
 
 def token(counter: int, writer: int = 0) -> WriterToken:
@@ -135,193 +135,193 @@ def token(counter: int, writer: int = 0) -> WriterToken:
 
 def test_a_writer_window() -> None:
     memory = Memory()
-    writers = Writers(memory)
-    assert writers.recall(token(5)) == (None, False)
+    answers = PublisherAnswers(memory)
+    assert answers.answer_to(token(5)) == (None, False)
     for number in range(1, BATCHES_MAX + 2):
-        writers.remember(token(2 * number), b"%10d" % number)
-    assert writers.recall(token(2)) == (None, True), "out of the window"
-    assert writers.recall(token(4)) == (b"%10d" % 2, False)
-    assert writers.recall(token(5)) == (None, True), "passed over"
-    assert writers.recall(token(2 * BATCHES_MAX + 2)) == (b"%10d" % (BATCHES_MAX + 1), False)
-    assert writers.recall(token(2 * BATCHES_MAX + 3)) == (None, False), "new"
-    assert writers.recall(token(2, writer=1)) == (None, False), "of another writer"
-    writers.check_invariants()
-    assert memory.writers == writers.nbytes == 400 + 210 * BATCHES_MAX
+        answers.remember(token(2 * number), b"%10d" % number)
+    assert answers.answer_to(token(2)) == (None, True), "out of the window"
+    assert answers.answer_to(token(4)) == (b"%10d" % 2, False)
+    assert answers.answer_to(token(5)) == (None, True), "passed over"
+    assert answers.answer_to(token(2 * BATCHES_MAX + 2)) == (b"%10d" % (BATCHES_MAX + 1), False)
+    assert answers.answer_to(token(2 * BATCHES_MAX + 3)) == (None, False), "new"
+    assert answers.answer_to(token(2, writer=1)) == (None, False), "of another writer"
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == 400 + 210 * BATCHES_MAX
 
 
 def test_a_writer_window_in_bytes() -> None:
     memory = Memory()
-    writers = Writers(memory)
+    answers = PublisherAnswers(memory)
     for number in range(1, 11):
-        writers.remember(token(number), bytes(ANSWERS_BYTES_MAX // 4 - ANSWER_BYTES))
-    assert [writers.recall(token(number))[1] for number in (6, 7)] == [True, False]
-    writers.remember(token(11), b"small")
-    assert [writers.recall(token(number))[1] for number in (7, 8)] == [True, False]
+        answers.remember(token(number), bytes(ANSWERS_BYTES_MAX // 4 - ANSWER_BYTES))
+    assert [answers.answer_to(token(number))[1] for number in (6, 7)] == [True, False]
+    answers.remember(token(11), b"small")
+    assert [answers.answer_to(token(number))[1] for number in (7, 8)] == [True, False]
     assert memory.writers < ANSWERS_BYTES_MAX + WRITER_BYTES
-    writers.remember(token(12), bytes(2 * ANSWERS_BYTES_MAX))
-    assert writers.recall(token(11)) == (None, True)
-    assert writers.recall(token(12))[0] == bytes(2 * ANSWERS_BYTES_MAX), "the newest stays"
-    writers.check_invariants()
-    writers.remember(token(13), b"small")
-    assert writers.recall(token(12)) == (None, True)
-    writers.check_invariants()
-    assert memory.writers == writers.nbytes == WRITER_BYTES + ANSWER_BYTES + len(b"small")
+    answers.remember(token(12), bytes(2 * ANSWERS_BYTES_MAX))
+    assert answers.answer_to(token(11)) == (None, True)
+    assert answers.answer_to(token(12))[0] == bytes(2 * ANSWERS_BYTES_MAX), "the newest stays"
+    answers.check_invariants()
+    answers.remember(token(13), b"small")
+    assert answers.answer_to(token(12)) == (None, True)
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == WRITER_BYTES + ANSWER_BYTES + len(b"small")
 
 
 def test_the_writers_heard_from_last_are_remembered() -> None:
     memory = Memory()
-    writers = Writers(memory)
+    answers = PublisherAnswers(memory)
     for number in range(WRITERS_MAX):
-        writers.remember(token(1, number), b"first")
-    writers.remember(token(2, 0), b"second")
-    writers.remember(token(1, WRITERS_MAX), b"first")
-    assert writers.recall(token(1, 1)) == (None, False), "the one heard from longest ago"
-    assert writers.recall(token(1, 0)) == (b"first", False)
-    assert len(writers) == WRITERS_MAX
-    writers.check_invariants()
-    assert memory.writers == writers.nbytes
+        answers.remember(token(1, number), b"first")
+    answers.remember(token(2, 0), b"second")
+    answers.remember(token(1, WRITERS_MAX), b"first")
+    assert answers.answer_to(token(1, 1)) == (None, False), "the one heard from longest ago"
+    assert answers.answer_to(token(1, 0)) == (b"first", False)
+    assert len(answers) == WRITERS_MAX
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes
 
 
 def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
-    writers = Writers(Memory())
-    writers.remember(token(1), b"before there was a disk", 1)
-    writers.keep_news()
-    writers.remember(token(2), b"at 5", 5)
-    writers.remember(token(3), b"without effect", 5)
-    writers.remember(token(4), b"at 7", 7)
-    writers.check_invariants()
-    assert writers.take_news(4) == {}
-    assert writers.take_news(5) == {token(2): b"at 5", token(3): b"without effect"}
-    writers.check_invariants()
-    assert writers.take_news(6) == {}
-    assert writers.take_news(9) == {token(4): b"at 7"}
-    assert writers.take_news(9) == {}
-    writers.check_invariants()
+    answers = PublisherAnswers(Memory())
+    answers.remember(token(1), b"before there was a disk", 1)
+    answers.keep_pending()
+    answers.remember(token(2), b"at 5", 5)
+    answers.remember(token(3), b"without effect", 5)
+    answers.remember(token(4), b"at 7", 7)
+    answers.check_invariants()
+    assert answers.take_pending(4) == {}
+    assert answers.take_pending(5) == {token(2): b"at 5", token(3): b"without effect"}
+    answers.check_invariants()
+    assert answers.take_pending(6) == {}
+    assert answers.take_pending(9) == {token(4): b"at 7"}
+    assert answers.take_pending(9) == {}
+    answers.check_invariants()
 
 
 def test_what_is_forgotten_is_news_too() -> None:
-    writers = Writers(Memory())
-    writers.keep_news()
+    answers = PublisherAnswers(Memory())
+    answers.keep_pending()
     for number in range(1, BATCHES_MAX + 2):
-        writers.remember(token(number), b"", number)
-    news = writers.take_news(BATCHES_MAX + 1)
+        answers.remember(token(number), b"", number)
+    news = answers.take_pending(BATCHES_MAX + 1)
     assert [key.counter for key, answer in news.items() if answer is None] == [1]
     assert len(news) == BATCHES_MAX + 1
     for number in range(1, WRITERS_MAX + 1):
-        writers.remember(token(1, number), b"", 100)
-    writers.check_invariants()
-    news = writers.take_news(100)
+        answers.remember(token(1, number), b"", 100)
+    answers.check_invariants()
+    news = answers.take_pending(100)
     gone = [key for key, answer in news.items() if answer is None]
     assert gone == [token(number) for number in range(2, BATCHES_MAX + 2)]
-    writers.check_invariants()
+    answers.check_invariants()
 
 
 def test_news_that_nothing_brings_to_the_disk_do_not_pile_up() -> None:
     memory = Memory()
-    writers = Writers(memory)
-    writers.keep_news()
-    writers.remember(token(1), b"had an effect", 5)
-    assert writers.take_news(5) == {token(1): b"had an effect"}
+    answers = PublisherAnswers(memory)
+    answers.keep_pending()
+    answers.remember(token(1), b"had an effect", 5)
+    assert answers.take_pending(5) == {token(1): b"had an effect"}
     nbytes = []
     for number in range(2, 1002):
-        writers.remember(token(number), b"all failed", 5)
+        answers.remember(token(number), b"all failed", 5)
         nbytes.append(memory.writers)
-    writers.check_invariants()
-    assert nbytes[100] == nbytes[-1] == writers.nbytes
-    assert writers.take_news(5) == {
+    answers.check_invariants()
+    assert nbytes[100] == nbytes[-1] == answers.nbytes
+    assert answers.take_pending(5) == {
         token(1): None,
         **{token(number): b"all failed" for number in range(1002 - BATCHES_MAX, 1002)},
     }
-    writers.check_invariants()
+    answers.check_invariants()
 
 
 def test_what_the_disk_may_have_to_know_is_told_though_it_is_forgotten() -> None:
     # Were the second lost in a crash, the first would have to be known.
     memory = Memory()
-    writers = Writers(memory)
-    writers.keep_news()
-    writers.remember(token(1), b"first", 5)
-    writers.remember(token(2), bytes(ANSWERS_BYTES_MAX), 6)
-    assert writers.recall(token(1)) == (None, True)
-    writers.check_invariants()
+    answers = PublisherAnswers(memory)
+    answers.keep_pending()
+    answers.remember(token(1), b"first", 5)
+    answers.remember(token(2), bytes(ANSWERS_BYTES_MAX), 6)
+    assert answers.answer_to(token(1)) == (None, True)
+    answers.check_invariants()
     before = memory.writers
-    assert writers.take_news(5) == {token(1): b"first"}
-    assert before - memory.writers == NEWS_BYTES + ANSWER_BYTES + len(b"first")
-    assert writers.take_news(6) == {token(1): None, token(2): bytes(ANSWERS_BYTES_MAX)}
-    writers.check_invariants()
+    assert answers.take_pending(5) == {token(1): b"first"}
+    assert before - memory.writers == PENDING_BYTES + ANSWER_BYTES + len(b"first")
+    assert answers.take_pending(6) == {token(1): None, token(2): bytes(ANSWERS_BYTES_MAX)}
+    answers.check_invariants()
 
 
 def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
-    writers = Writers(Memory())
-    writers.keep_news()
-    writers.remember(token(1), b"on disk", 5)
-    writers.take_news(5)
+    answers = PublisherAnswers(Memory())
+    answers.keep_pending()
+    answers.remember(token(1), b"on disk", 5)
+    answers.take_pending(5)
     for _ in range(2):
         for number in range(1, WRITERS_MAX + 1):
-            writers.remember(token(1, number), b"", 5)
-        writers.check_invariants()
-        assert writers.recall(token(1)) == (None, False)
-        writers.remember(token(1), b"anew", 5)
-        writers.check_invariants()
+            answers.remember(token(1, number), b"", 5)
+        answers.check_invariants()
+        assert answers.answer_to(token(1)) == (None, False)
+        answers.remember(token(1), b"anew", 5)
+        answers.check_invariants()
     for number in range(1, WRITERS_MAX + 1):
-        writers.remember(token(1, number), b"", 5)
-    assert writers.take_news(5)[token(1)] is None
-    writers.check_invariants()
+        answers.remember(token(1, number), b"", 5)
+    assert answers.take_pending(5)[token(1)] is None
+    answers.check_invariants()
 
 
 def test_what_was_sent_behind_a_batch_that_is_put_off_waits_for_it() -> None:
     memory = Memory()
-    writers = Writers(memory)
-    assert not writers.must_wait(token(1))
-    writers.put_off(token(1))
-    assert not writers.must_wait(token(2, writer=1)), "of another writer"
-    assert writers.must_wait(token(2))
-    assert writers.must_wait(token(3))
-    writers.check_invariants()
-    assert memory.writers == writers.nbytes == PUT_OFF_BYTES
+    answers = PublisherAnswers(memory)
+    assert not answers.must_wait(token(1))
+    answers.put_off(token(1))
+    assert not answers.must_wait(token(2, writer=1)), "of another writer"
+    assert answers.must_wait(token(2))
+    assert answers.must_wait(token(3))
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == PUT_OFF_BYTES
     # The writer begins again.
     for number in range(1, 5):
-        assert not writers.must_wait(token(number))
-    writers.check_invariants()
-    assert memory.writers == writers.nbytes == 0
+        assert not answers.must_wait(token(number))
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == 0
 
 
 def test_a_writer_begins_again_and_is_put_off_again() -> None:
-    writers = Writers(Memory())
+    answers = PublisherAnswers(Memory())
     for _ in range(BATCHES_MAX):
-        writers.put_off(token(1))
-        assert writers.must_wait(token(2))
-        assert writers.must_wait(token(3))
-    writers.check_invariants()
+        answers.put_off(token(1))
+        assert answers.must_wait(token(2))
+        assert answers.must_wait(token(3))
+    answers.check_invariants()
 
 
 def test_a_writer_that_gives_up_what_was_put_off_goes_on() -> None:
-    writers = Writers(Memory())
-    writers.put_off(token(1))
-    assert writers.must_wait(token(2))
-    assert not writers.must_wait(token(2)), "the first was given up"
-    writers.put_off(token(3))
-    assert writers.must_wait(token(4)), "whether the third was given up is not known"
-    assert not writers.must_wait(token(4))
+    answers = PublisherAnswers(Memory())
+    answers.put_off(token(1))
+    assert answers.must_wait(token(2))
+    assert not answers.must_wait(token(2)), "the first was given up"
+    answers.put_off(token(3))
+    assert answers.must_wait(token(4)), "whether the third was given up is not known"
+    assert not answers.must_wait(token(4))
 
 
 def test_a_writer_that_sends_nothing_again_is_not_refused_for_ever() -> None:
-    writers = Writers(Memory())
-    writers.put_off(token(1))
-    waits = [writers.must_wait(token(number)) for number in range(2, 200)]
+    answers = PublisherAnswers(Memory())
+    answers.put_off(token(1))
+    waits = [answers.must_wait(token(number)) for number in range(2, 200)]
     assert waits == [number <= BATCHES_MAX for number in range(2, 200)]
-    writers.check_invariants()
+    answers.check_invariants()
 
 
 def test_of_how_many_writers_it_is_known_that_they_begin_again() -> None:
     memory = Memory()
-    writers = Writers(memory)
+    answers = PublisherAnswers(memory)
     for number in range(WRITERS_MAX + 1):
-        writers.put_off(token(1, number))
-    writers.check_invariants()
-    assert memory.writers == writers.nbytes == PUT_OFF_BYTES * WRITERS_MAX
-    assert not writers.must_wait(token(2, 0))
-    assert writers.must_wait(token(2, WRITERS_MAX))
+        answers.put_off(token(1, number))
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == PUT_OFF_BYTES * WRITERS_MAX
+    assert not answers.must_wait(token(2, 0))
+    assert answers.must_wait(token(2, WRITERS_MAX))
 
 
 # Memory and quota.

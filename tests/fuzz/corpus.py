@@ -62,7 +62,7 @@ from upr_protocol.wire import (
     Role,
     Stream,
 )
-from upr_server.engine.partition import MutateResult, pack
+from upr_server.engine.mutate_result import MutateResult, pack
 from upr_server.storage.records import (
     PARTITION,
     BucketRecord,

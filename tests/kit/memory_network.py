@@ -135,7 +135,7 @@ def check(server: Server) -> None:
         bucket.check_invariants()
         assert not is_left(disk.maintenance._turn)
         assert disk.memory.backfills == 0
-        assert not any(partition._pins for partition in bucket.partitions)
+        assert not any(partition.eviction.pin_count for partition in bucket.partitions)
 
 
 def is_left(lock: trio.Lock) -> bool:

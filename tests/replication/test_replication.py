@@ -45,7 +45,7 @@ from upr_protocol.ids import (
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_protocol.transport import dial_tcp
-from upr_server.engine import Partition, WriterToken
+from upr_server.engine import MutationBatch, Partition, WriterToken
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.calls import Commit
@@ -82,7 +82,7 @@ def has_come_to(partition: Partition, seq: SeqNo) -> bool:
 
 
 def is_indexed(partition: Partition) -> bool:
-    return partition.indexed >= partition.high_seq
+    return partition.eviction.indexed >= partition.high_seq
 
 
 async def same(one: TestCluster) -> None:
@@ -467,17 +467,19 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
                     batches.append((PartitionId(number), chunk))
                     await sender.publish_and_wait(PartitionId(number), chunk)
         await one.quiet()
-        known = [p.answers(SeqNo(0), p.high_seq) for p in one.nodes["a"].held]
+        known = [p.deduplicator.between(SeqNo(0), p.high_seq) for p in one.nodes["a"].held]
         assert all(len(answers) == 20 for answers in known)
         for name in "bc":
-            assert [p.answers(SeqNo(0), p.high_seq) for p in one.nodes[name].held] == known
+            assert [
+                p.deduplicator.between(SeqNo(0), p.high_seq) for p in one.nodes[name].held
+            ] == known
         await one.nodes["a"].kill()
         await one.fail_over("a", Random(1))
         for number, answers in enumerate(known):
             writer, counter, _, _ = answers[-1]
             active = one.nodes[one.map.partitions[number].active].held[number]
             token = WriterToken(writer, counter)
-            again = active.mutate(batches[-1][1], now=1e9, writer=token)
+            again = active.mutate(MutationBatch(batches[-1][1], token), now=1e9)
             assert again.repeated, "it has no second effect"
             assert again.counters == [(0, 20)]
 
@@ -729,7 +731,9 @@ async def test_a_new_active_indexes_what_it_had_left_out_without_being_asked() -
             one.nodes[assignment.active].held[number]
             for number, assignment in enumerate_partitions(one.map.partitions)
         ]
-        await eventually(lambda: all(p.can_be_asked for p in active), "it is indexed", 4.0)
+        await eventually(
+            lambda: all(p.eviction.is_index_ready for p in active), "it is indexed", 4.0
+        )
 
 
 async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> None:
@@ -743,8 +747,14 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
         await one.nodes["c"].kill()
         await one.start("c")
         held = one.nodes["c"].held[0]
-        assert len(held.answers(SeqNo(0), held.high_seq)) == 20
-        assert [token.counter for token in held.answered_above(SeqNo(15))] == [16, 17, 18, 19, 20]
+        assert len(held.deduplicator.between(SeqNo(0), held.high_seq)) == 20
+        assert [token.counter for token in held.deduplicator.above(SeqNo(15))] == [
+            16,
+            17,
+            18,
+            19,
+            20,
+        ]
 
 
 def test_a_replica_that_goes_back_lets_go_of_what_waits_for_its_end() -> None:

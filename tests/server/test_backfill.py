@@ -19,7 +19,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
-from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import CursorItem, MutationBatch, Partition, SnapshotEnd, SnapshotStart
 from upr_server.net import Service
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
@@ -61,7 +61,9 @@ class Model:
     def write(self, *items: tuple[bytes, bytes]) -> None:
         """Sets items, now."""
         rows = [Mutation(Operation.SET, key, value) for key, value in items]
-        result = self.partition.mutate(Chunk.build(rows, SeqNo(0), SeqNo(0)), now=NOW)
+        result = self.partition.mutate(
+            MutationBatch(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW
+        )
         self._written += items
         assert result.last_seq == len(self._written)
 
@@ -85,7 +87,7 @@ class Model:
                 break
             for cursor in cursors:
                 manager.drop(cursor)
-        while self.partition.evict(1000):
+        while self.partition.eviction.evict(1000):
             pass
         manager.check_invariants()
         return manager.dropped - dropped
@@ -477,7 +479,7 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
             await peer.mutate(sets(b"k"), PartitionId(number))
     async with serving(SimulatedStore(store.directory)) as service, speaking(service) as peer:
         bucket = service.bucket(BUCKET)
-        assert not any(partition.can_be_asked for partition in bucket.partitions)
+        assert not any(partition.eviction.is_index_ready for partition in bucket.partitions)
         for number in range(partitions):
             await peer.say(Get((b"k",), partition=PartitionId(number), opaque=peer.opaque()))
         for _ in range(partitions):

@@ -26,7 +26,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
-from upr_server.engine import Partition
+from upr_server.engine import MutationBatch, Partition
 from upr_server.storage.calls import Call, Commit, DeleteLeases, LoadBuckets, Maintain, ReadChunks
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online import flusher
@@ -63,14 +63,14 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
     async with serving(store, 1) as service:
         partition = service.bucket(BUCKET).partitions[0]
         persistence = partition.manager.persistence
-        partition.mutate(batch(0, 1), now=NOW)
+        partition.mutate(MutationBatch(batch(0, 1)), now=NOW)
         await trio.sleep(1)
         # A commit is under way. A consumer closes what came since; more comes behind it, and goes
         # on to come while both are read for the next commit.
-        partition.mutate(batch(1, 3000, nbytes=1000), now=NOW)
+        partition.mutate(MutationBatch(batch(1, 3000, nbytes=1000)), now=NOW)
         cursor = partition.manager.register("a consumer", SeqNo(1)).cursor
         cursor.next()
-        partition.mutate(batch(3001, 1), now=NOW)
+        partition.mutate(MutationBatch(batch(3001, 1)), now=NOW)
         disk = service.disks[service.bucket(BUCKET)]
         disk.flusher.when_persisted(partition, partition.high_seq, lambda _persisted: None)
         store.released.set()
@@ -80,7 +80,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
                 break
         assert persistence.is_reading
         for number in range(10):
-            partition.mutate(batch(3002 + number * 1000, 1000, nbytes=1000), now=NOW)
+            partition.mutate(MutationBatch(batch(3002 + number * 1000, 1000, nbytes=1000)), now=NOW)
             await trio.lowlevel.checkpoint()
         cursor.close()
         await disk.flusher.wait_until_persisted(partition, partition.high_seq)
@@ -111,11 +111,11 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
             await service.create_bucket("other", 1, 1 << 26)
             log_of(store).bytes_max = 1000
             for name in (BUCKET, "other"):
-                service.bucket(name).partitions[0].mutate(batch(0, 1), now=NOW)
+                service.bucket(name).partitions[0].mutate(MutationBatch(batch(0, 1)), now=NOW)
                 # The first has found no room, and waits to try again.
                 await trio.sleep(3.05)
 
-            service.bucket("other").partitions[0].mutate(batch(1, 1), now=NOW)
+            service.bucket("other").partitions[0].mutate(MutationBatch(batch(1, 1)), now=NOW)
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
@@ -161,9 +161,9 @@ async def test_items_that_expire_together_stay_within_the_quota(
         bucket = service.bucket(BUCKET)
         partition = bucket.partitions[0]
         for first in range(0, count, 1000):
-            partition.mutate(batch(first, 1000, expiry=1060, nbytes=1), now=NOW)
+            partition.mutate(MutationBatch(batch(first, 1000, expiry=1060, nbytes=1)), now=NOW)
         await trio.sleep(10)
-        while partition.manager.free_oldest() or partition.evict(1000):
+        while partition.manager.free_oldest() or partition.eviction.evict(1000):
             pass
         bucket.quota.limit_bytes = quota_bytes
         peak = 0
@@ -215,7 +215,7 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
     async with serving(store, 1) as service:
         disk = service.disks[service.bucket(BUCKET)]
         partition = disk.bucket.partitions[0]
-        partition.mutate(sets(b"k"), now=NOW)
+        partition.mutate(MutationBatch(sets(b"k")), now=NOW)
         for _ in range(10):
             with trio.move_on_after(1):
                 await disk.flusher.wait_until_persisted(partition, partition.high_seq)

@@ -37,7 +37,7 @@ from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server, serve
 from upr_server.config import Config
-from upr_server.engine import QUOTA_BYTES_MIN, Want
+from upr_server.engine import QUOTA_BYTES_MIN, FetchRequest
 from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
@@ -200,12 +200,12 @@ async def _persist(disk: BucketDisk, numbers: Iterable[int]) -> None:
 
 async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
     partition = disk.bucket.partitions[0]
-    pin = partition.pin()
+    pin = partition.eviction.pin()
     try:
-        found = await disk.find(partition, [Want(b"key", 0, value=True)])
+        found = await disk.find(partition, [FetchRequest(b"key", 0, needs_value=True)])
         assert found[b"key"] is not None
     finally:
-        partition.unpin(pin)
+        partition.eviction.unpin(pin)
 
 
 async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
@@ -266,7 +266,7 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
 
     async def work() -> None:
         put(partition, b"key-%d" % next(numbers))
-        partition.restored = partition.high_seq
+        partition.eviction.restored = partition.high_seq
         await disk.maintenance.wait_until_indexed(partition)
 
     def look() -> None:
@@ -299,7 +299,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         await store.ask(Maintain(name, urgent=True, leases=(), purge_before_cas=0))
         await store.ask(ReadChunks(name, 0, SeqNo(0), SeqNo(3), 1000))
         await store.ask(MeasureRanges(name, [(0, 0, 3)]))
-        await store.ask(FindItems(name, 0, [Want(b"key 1", 0, value=True)]))
+        await store.ask(FindItems(name, 0, [FetchRequest(b"key 1", 0, needs_value=True)]))
         await store.ask(FindExpired(name, 100, b"", 10))
         await store.ask(FindSnapshotEnd(name, 1, SeqNo(3), SeqNo(0)))
         await store.ask(DeleteIndexEntries(name, 1))
@@ -543,13 +543,13 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
             (bucket,) = server.service.buckets
             partition = bucket.partitions[0]
             disk = disk_of(server)
-            pin = partition.pin()
+            pin = partition.eviction.pin()
             try:
-                wants = [Want(key, 0, value=True) for key in persisted[-5:]]
+                wants = [FetchRequest(key, 0, needs_value=True) for key in persisted[-5:]]
                 for key, row in (await disk.find(partition, wants)).items():
                     assert row is not None, f"{key!r} is lost"
             finally:
-                partition.unpin(pin)
+                partition.eviction.unpin(pin)
             key = b"key-%d" % next(numbers)
             put(partition, key)
             await disk.flusher.wait_until_persisted(partition, partition.high_seq)

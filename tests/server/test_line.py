@@ -132,7 +132,7 @@ async def test_a_peer_that_takes_no_answers_is_owed_few_and_holds_nobody_up(
                 with trio.fail_after(1):
                     await good.hear(GetReply)
             # It holds nothing back in memory either.
-            assert not disk.bucket.partitions[0]._pins
+            assert not disk.bucket.partitions[0].eviction.pin_count
 
 
 async def test_nothing_is_read_for_those_who_are_gone(
@@ -149,7 +149,7 @@ async def test_nothing_is_read_for_those_who_are_gone(
         store.released.set()
         await trio.sleep(1)
         assert fetches(disk) == before
-        assert not disk.bucket.partitions[0]._pins
+        assert not disk.bucket.partitions[0].eviction.pin_count
         async with speaking(service) as peer:
             await ask(peer, 1)
             await peer.hear(GetReply)

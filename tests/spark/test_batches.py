@@ -30,8 +30,8 @@ from upr_protocol.spark.rows import BadRow, encode
 from upr_protocol.spark.texts import objects, texts
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_server.engine import MutateResult
-from upr_server.engine.partition import pack
-from upr_server.engine.writers import ANSWER_BYTES, ANSWERS_BYTES_MAX
+from upr_server.engine.mutate_result import pack
+from upr_server.engine.publisher_answers import ANSWER_BYTES, ANSWERS_BYTES_MAX
 
 PARTITIONS = 7
 URL = "upr://host:1/b"

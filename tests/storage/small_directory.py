@@ -10,7 +10,7 @@ import msgspec
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.compaction import Compaction
@@ -115,10 +115,10 @@ class Answers(msgspec.Struct):
     items: list[dict[bytes, Item]]
 
 
-def wants() -> list[Want]:
+def wants() -> list[FetchRequest]:
     """Every key, and some that never were."""
     keys = [*(key_of(number) for number in range(KEYS)), *ABSENT]
-    return [Want(key, 0, True) for key in keys]
+    return [FetchRequest(key, 0, True) for key in keys]
 
 
 def answers(storage: BucketStorage) -> Answers:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage, compaction
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
@@ -239,11 +239,17 @@ class Life(RuleBasedStateMachine):
             contents = self.model.contents(number, mark.seq)
             assert mark.items == len(contents)
             expected = [contents.get(key) for key in KEYS]
-            found = self.index.find(number, [Want(key, 0, value=True) for key in KEYS])
+            found = self.index.find(
+                number, [FetchRequest(key, 0, needs_value=True) for key in KEYS]
+            )
             assert found == expected
-            found = self.index.find(number, [Want(key, 0, value=False) for key in KEYS])
+            found = self.index.find(
+                number, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
+            )
             assert [self.bare(item) for item in found] == [self.bare(item) for item in expected]
-            known = [Want(item.key, item.seq, value=True) for item in contents.values()]
+            known = [
+                FetchRequest(item.key, item.seq, needs_value=True) for item in contents.values()
+            ]
             assert self.index.find(number, known) == list(contents.values())
             due += [
                 (item.expiry, number, item.seq, key)

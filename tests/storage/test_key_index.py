@@ -11,7 +11,7 @@ import pytest
 from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation, SeqNo
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError
@@ -52,7 +52,7 @@ class Both:
             pass
 
     def find(self, *keys: bytes, partition: int = 0, value: bool = True) -> list[Mutation | None]:
-        return self.index.find(partition, [Want(key, 0, value) for key in keys])
+        return self.index.find(partition, [FetchRequest(key, 0, value) for key in keys])
 
 
 def sets(*keys: bytes, first: int = 1, expiry: int = 0) -> list[Mutation]:
@@ -115,7 +115,7 @@ def test_an_answer_that_is_too_long_has_the_first_of_it(both: Both) -> None:
     rows = sets(b"a", b"b", b"c", b"d")
     both.commit(rows)
     both.follow()
-    wants = [Want(key, 0, value=True) for key in (b"d", b"none", b"a", b"b")]
+    wants = [FetchRequest(key, 0, needs_value=True) for key in (b"d", b"none", b"a", b"b")]
     assert both.index.find(0, wants, bytes_max=1) == [rows[3], None]
     assert both.index.find(0, wants[2:], bytes_max=1) == [rows[0]]
 

@@ -22,7 +22,7 @@ from tests.kit.process import ROOT, children_of, environment, eventually
 from tests.storage.log_model import Model, apply, chunk_of, record_of, row
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Operation, SeqNo
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage import processes
 from upr_server.storage.api import Store
 from upr_server.storage.bucket_storage import MaintenanceStep
@@ -159,9 +159,9 @@ async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
         await store.ask(Commit(BUCKET.name, [write]))
         rows = await read_all(store, 1, 10)
         assert rows == list(write.chunks[0])
-        known = [Want(row.key, row.seq, value=True) for row in rows]
+        known = [FetchRequest(row.key, row.seq, needs_value=True) for row in rows]
         assert await store.ask(FindItems(BUCKET.name, 1, known)) == rows
-        by_key = [Want(row.key, 0, value=True) for row in rows]
+        by_key = [FetchRequest(row.key, 0, needs_value=True) for row in rows]
         assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == [None] * 10
         figures = await upkeep_all(store)
         assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == rows
@@ -232,7 +232,7 @@ async def test_many_callers_at_once_each_get_their_own_answer(opener: Opener) ->
             rows = await read_all(store, partition, high)
             assert apply({}, rows) == model.contents(partition, high)
             number = 1 + turn % high
-            want = Want(b"key %d" % number, number, value=True)
+            want = FetchRequest(b"key %d" % number, number, needs_value=True)
             assert await store.ask(FindItems(BUCKET.name, partition, [want])) == [rows[number - 1]]
 
     async def tidy(store: Store) -> None:

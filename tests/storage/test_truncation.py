@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, Token
@@ -153,7 +153,7 @@ class Truncations(RuleBasedStateMachine):
         for mutation in self.rows:
             if mutation.seq <= mark:
                 state[mutation.key] = mutation
-        found = self.storage.index.find(PARTITION, [Want(key, 0, True) for key in KEYS])
+        found = self.storage.index.find(PARTITION, [FetchRequest(key, 0, True) for key in KEYS])
         for key, item in zip(KEYS, found, strict=True):
             newest = state.get(key)
             assert item == (newest if newest and newest.op is Operation.SET else None)

@@ -41,6 +41,7 @@ class Columns:
         "_key_offsets_at",
         "_keys_at",
         "_operations_at",
+        "_value_offsets_at",
         "_view",
         "count",
         "end",
@@ -58,10 +59,12 @@ class Columns:
             raise ChunkError(f"{count} mutations in a chunk; at most {CHUNK_MUTATIONS_MAX}")
         if reserved:
             raise ChunkError("the reserved field of a chunk is not 0")
-        # The sum of `encoded_bytes`, kept at three places from which every column is found. The
+        # The sum of `encoded_bytes`, kept at four places from which every column is found. The
         # calls of `padded` are written out, since this runs for every message with a chunk.
         key_offsets_at = CHUNK_HEAD_BYTES + 16 * count + 2 * ((4 * count + 7) & ~7)
-        operations_at = key_offsets_at + 2 * ((4 * count + 11) & ~7)
+        offsets_bytes = (4 * count + 11) & ~7
+        value_offsets_at = key_offsets_at + offsets_bytes
+        operations_at = value_offsets_at + offsets_bytes
         keys_at = operations_at + ((count + 7) & ~7)
         if keys_at + ((key_length + 7) & ~7) + ((value_length + 7) & ~7) != len(view):
             raise ChunkError(f"a chunk's lengths do not add up to its {len(view)} bytes")
@@ -70,6 +73,7 @@ class Columns:
         self._view = view
         self._crc = crc
         self._key_offsets_at: int = key_offsets_at
+        self._value_offsets_at: int = value_offsets_at
         self._operations_at = operations_at
         self._keys_at = keys_at
         self.count: int = count
@@ -106,10 +110,6 @@ class Columns:
         """Where each key begins, and where the last ends; i32, count + 1 of them."""
         first = self._key_offsets_at
         return self._view[first : first + 4 * self.count + 4].cast("i")
-
-    @property
-    def _value_offsets_at(self) -> int:
-        return self._key_offsets_at + ((4 * self.count + 11) & ~7)
 
     @property
     def value_offsets(self) -> memoryview:

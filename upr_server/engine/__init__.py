@@ -4,6 +4,7 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
+from upr_server.engine.batch import MutationBatch
 from upr_server.engine.bucket import Bucket, BucketError, Buckets, Listener, check_bucket
 from upr_server.engine.cursor import (
     BackfillNeeded,
@@ -13,14 +14,16 @@ from upr_server.engine.cursor import (
     SnapshotEnd,
     SnapshotStart,
 )
+from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
 from upr_server.engine.manager import MutationManager, NotInMemory, Registration
 from upr_server.engine.memory import Memory
-from upr_server.engine.partition import Item, MutateResult, Partition, PartitionImage
+from upr_server.engine.mutate_result import MutateResult, unpack
+from upr_server.engine.partition import Partition, PartitionImage
+from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
-from upr_server.engine.wants import FetchNeeded, Found, Want
-from upr_server.engine.writers import WriterToken
 
 __all__ = [
+    "NOTHING_FETCHED",
     "QUOTA_BYTES_MIN",
     "BackfillNeeded",
     "Bucket",
@@ -28,12 +31,12 @@ __all__ = [
     "Buckets",
     "Cursor",
     "CursorItem",
-    "FetchNeeded",
-    "Found",
-    "Item",
+    "FetchRequest",
+    "Fetched",
     "Listener",
     "Memory",
     "MutateResult",
+    "MutationBatch",
     "MutationManager",
     "NotInMemory",
     "Partition",
@@ -44,7 +47,7 @@ __all__ = [
     "Relief",
     "SnapshotEnd",
     "SnapshotStart",
-    "Want",
     "WriterToken",
     "check_bucket",
+    "unpack",
 ]

@@ -226,7 +226,7 @@ class Bucket:
         return freed
 
     def _evict_keys(self, budget: int) -> bool:
-        return any(partition.evict(budget) for partition in self._from_next())
+        return any(partition.eviction.evict(budget) for partition in self._from_next())
 
     def _drop_cursors(self, _budget: int) -> bool:
         for partition in self._from_next():
@@ -377,7 +377,7 @@ class Buckets:
             raise BucketError(f"there is no bucket {name!r}", Status.NO_BUCKET)
         bucket = self._buckets.pop(name)
         for partition in bucket.partitions:
-            partition.fall_silent()
+            partition.stop_notifying()
         if self._listener is not None:
             self._listener.deleted(bucket)
         return bucket

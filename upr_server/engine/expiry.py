@@ -1,8 +1,8 @@
-"""The index of items by expiry time.
+"""The expiry index: items by expiry time.
 
-A heap with an entry for each item stored with an expiry time. Entries are not taken out when their
-item is superseded: the hash table tells which are stale. They are ignored when their time comes,
-and the heap is cleaned when they come to outnumber the others.
+A heap with an entry for each item stored with an expiry time. An entry stays when its item is
+superseded: the hash table tells which are stale. A stale entry is ignored when its time comes, and
+the heap is cleaned when they come to outnumber the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXPIRY_BYTES: Final = 130
 """What an entry takes, about: a tuple (64), two numbers (64). The key is the hash table's."""
 
 CLEAN_MIN: Final = 1024
-"""Entries below which cleaning is not worth a thought."""
+"""Additions between two cleanings, at least."""
 
 
 class ExpiryIndex:
@@ -41,35 +41,35 @@ class ExpiryIndex:
         """Entries, stale ones too."""
         return len(self._heap)
 
-    def add(self, expiry: int, number: int, key: bytes) -> None:
+    def add(self, expiry: int, seq: int, key: bytes) -> None:
         """Enters the item with this number, which the table has already. O(log entries).
 
         Cleaning, O(entries), comes after as many additions.
         """
-        heappush(self._heap, (expiry, number, key))
+        heappush(self._heap, (expiry, seq, key))
         self._memory.expiries += EXPIRY_BYTES
         if len(self._heap) > self._clean_at:
             self.clean()
 
     def add_all(self, expiries: Sequence[int], first: int, keys: Sequence[bytes]) -> None:
         """Enters a run of items, those with an expiry time of 0 excepted."""
-        for number, (expiry, key) in enumerate(zip(expiries, keys, strict=True), first):
+        for seq, (expiry, key) in enumerate(zip(expiries, keys, strict=True), first):
             if expiry:
-                self.add(expiry, number, key)
+                self.add(expiry, seq, key)
 
     def next_expiry(self) -> int | None:
         """When the next item expires, in seconds since 1970; None when none will.
 
         O(log entries) for each stale entry on top, which goes.
         """
-        heap, newest = self._heap, self._table.newest
-        while heap and newest(heap[0][2]) != heap[0][1]:
+        heap, holds_item = self._heap, self._table.holds_item
+        while heap and not holds_item(heap[0][2], heap[0][1]):
             heappop(heap)
             self._memory.expiries -= EXPIRY_BYTES
         return heap[0][0] if heap else None
 
     def is_due(self, now: float) -> bool:
-        """Whether an item has expired and was not taken yet."""
+        """Whether an item has expired and `take` has not given it yet."""
         return bool(self._heap) and self._heap[0][0] <= now and self._is_still_due(now)
 
     def _is_still_due(self, now: float) -> bool:
@@ -84,14 +84,22 @@ class ExpiryIndex:
         return heappop(self._heap)[2]
 
     def clean(self) -> None:
-        """Takes the stale entries out: `add` does so by itself, but not when the table forgets
-        keys. O(entries)."""
-        newest = self._table.newest
+        """Removes the stale entries. O(entries).
+
+        `add` calls it when there may be many; the caller must when the table has evicted keys.
+        """
+        holds_item = self._table.holds_item
         before = len(self._heap)
-        self._heap = [entry for entry in self._heap if newest(entry[2]) == entry[1]]
+        self._heap = [entry for entry in self._heap if holds_item(entry[2], entry[1])]
         heapify(self._heap)
         self._memory.expiries -= EXPIRY_BYTES * (before - len(self._heap))
         self._clean_at = 2 * len(self._heap) + CLEAN_MIN
+
+    def clear(self) -> None:
+        """Forgets every item."""
+        self._memory.expiries -= self.nbytes
+        self._heap = []
+        self._clean_at = CLEAN_MIN
 
     @property
     def nbytes(self) -> int:

@@ -1,13 +1,17 @@
-"""The hash table: each key's newest sequence number (seeds 000 and 002).
+"""The hash table: each key's newest sequence number.
 
 One table a partition serves everything that starts from a key: deduplication (a previous number
 above the open snapshot's start means that the older event is in the open snapshot), existence, and
 reads (the value is found by its number). Why it holds numbers and not values, and why there is no
 second index for the open snapshot: docs/adr/0003-one-hash-table.md.
+
+An entry is one integer, to save memory: the number, negative when the mutation is a tombstone. No
+other module sees the sign.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count, islice, repeat
 from sys import getsizeof
 from typing import Final
@@ -29,76 +33,90 @@ _EMPTY_BYTES: Final = getsizeof({})
 
 
 class HashTable:
-    """Key to the number of its newest mutation; negative when that is a tombstone.
+    """Key to the number of its newest mutation, and whether that is a tombstone.
 
-    The sign tells existence without a look at the mutation. Tombstones stay: until they are
-    persisted, the table is what knows of them (seed 002). What the disk's index knows may be
-    evicted.
+    Whether a key exists is told without a look at the mutation. Tombstones stay: until they are
+    persisted, only the table knows of them. What the disk's index knows may be evicted.
 
     Attributes:
-        numbers: The table itself. The hot loops of this module read and write it; everybody else
-            reads it through `newest`.
-        items: Keys that exist: those whose number is positive.
+        items: Keys that exist: those whose newest mutation is not a tombstone.
     """
 
-    __slots__ = ("_key_bytes", "_memory", "_nbytes", "items", "numbers")
+    __slots__ = ("_entries", "_key_bytes", "_memory", "_nbytes", "items")
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._key_bytes = 0
         self._nbytes = 0
-        self.numbers: dict[bytes, int] = {}
+        self._entries: dict[bytes, int] = {}
         self.items = 0
 
     def __len__(self) -> int:
         """Keys known, with tombstones."""
-        return len(self.numbers)
+        return len(self._entries)
 
-    def newest(self, key: bytes) -> int:
-        """The signed number of the key's newest mutation; 0 when there never was one. O(1)."""
-        return self.numbers.get(key, 0)
+    def __iter__(self) -> Iterator[tuple[bytes, int, bool]]:
+        """Each key, its newest mutation's number, and whether that is a tombstone."""
+        return ((key, abs(entry), entry < 0) for key, entry in self._entries.items())
 
-    def put(self, key: bytes, number: int) -> None:
+    def newest(self, key: bytes) -> tuple[int, bool]:
+        """The number of the key's newest mutation, and whether that is a tombstone. O(1).
+
+        The number is 0 when the table does not know the key.
+        """
+        entry = self._entries.get(key, 0)
+        return (entry, False) if entry >= 0 else (-entry, True)
+
+    def holds_item(self, key: bytes, seq: int) -> bool:
+        """Whether the mutation with this number is the key's newest, and no tombstone. O(1)."""
+        return self._entries.get(key) == seq
+
+    def put(self, key: bytes, seq: int, *, is_tombstone: bool = False) -> int:
         """Enters one mutation. O(1).
 
         Args:
             key: The key.
-            number: Its new number, negative for a tombstone.
+            seq: The number of its newest mutation.
+            is_tombstone: Whether that is a deletion.
+
+        Returns:
+            The number of the mutation that was its newest; 0 when the table did not know the key.
         """
-        previous = self.numbers.get(key, 0)
-        self.numbers[key] = number
-        self.items += (number > 0) - (previous > 0)
+        previous = self._entries.get(key, 0)
+        self._entries[key] = -seq if is_tombstone else seq
+        self.items += (not is_tombstone) - (previous > 0)
         if not previous:
             self._grew(len(key))
+        return abs(previous)
 
     def put_all(
         self, keys: list[bytes], first: int, start: int, base: int, flags: bytearray
     ) -> tuple[list[int], int]:
         """Enters a run of mutations that all store values: the hot loop of the whole engine.
 
-        O(keys). What the run supersedes in the open snapshot is flagged right here where it lies
-        in the window, which is where most of it lies, and else returned.
+        O(keys). What the run supersedes in the open snapshot is mostly recent: where it is covered
+        by the skip flags it is flagged here, and else returned.
 
         Args:
             keys: The keys; one may occur again.
             first: The number of the first; the others follow on.
             start: The open snapshot's start: numbers above it are in the open snapshot.
-            base: The number that the window's first flag is for.
-            flags: The window's skip flags, reaching to the run's last number.
+            base: The number of the first skip flag.
+            flags: The skip flags, reaching to the run's last number.
 
         Returns:
             Numbers of the open snapshot that were superseded and are not flagged yet, in no order,
             and how many keys had no earlier mutation in the open snapshot.
         """
-        numbers = self.numbers
+        entries = self._entries
         superseded: list[int] = []
         deleted: list[int] = []
         new: list[bytes] = []
         elsewhere = 0
         # `map` is lazy: each key is looked up when its turn comes, after what stands before it.
-        previously = map(numbers.get, keys, repeat(0))
-        for number, key, previous in zip(count(first), keys, previously, strict=False):
-            numbers[key] = number
+        previously = map(entries.get, keys, repeat(0))
+        for seq, key, previous in zip(count(first), keys, previously, strict=False):
+            entries[key] = seq
             if previous >= base:
                 flags[previous - base] = 1
             elif previous > start:
@@ -111,7 +129,7 @@ class HashTable:
                 new.append(key)
         if not (deleted or new):
             return superseded, elsewhere
-        inside = [number for number in deleted if number > start]
+        inside = [seq for seq in deleted if seq > start]
         superseded += inside
         if new:
             self._grew(sum(map(len, new)))
@@ -130,22 +148,28 @@ class HashTable:
         Returns:
             How many were forgotten.
         """
-        numbers = self.numbers
+        entries = self._entries
         evicted = key_bytes = items = 0
-        for key, number in list(islice(numbers.items(), budget)):
-            del numbers[key]
-            if -through <= number <= through:
+        for key, entry in list(islice(entries.items(), budget)):
+            del entries[key]
+            if -through <= entry <= through:
                 evicted += 1
                 key_bytes += len(key)
-                items += number > 0
+                items += entry > 0
             else:
-                numbers[key] = number
+                entries[key] = entry
         self.items -= items
-        slots = getsizeof(numbers)
-        if slots > SLOTS_BYTES_MIN and slots > SLOTS_BYTES_MAX * len(numbers):
-            self.numbers = dict(numbers)
+        slots = getsizeof(entries)
+        if slots > SLOTS_BYTES_MIN and slots > SLOTS_BYTES_MAX * len(entries):
+            self._entries = dict(entries)
         self._grew(-key_bytes)
         return evicted
+
+    def clear(self) -> None:
+        """Forgets every key."""
+        self._memory.table -= self._nbytes
+        self._entries = {}
+        self._key_bytes = self._nbytes = self.items = 0
 
     def _grew(self, key_bytes: int) -> None:
         self._key_bytes += key_bytes
@@ -153,8 +177,8 @@ class HashTable:
         self._memory.table += self._nbytes - before
 
     def _measured(self) -> int:
-        numbers = self.numbers
-        return getsizeof(numbers) - _EMPTY_BYTES + ENTRY_BYTES * len(numbers) + self._key_bytes
+        entries = self._entries
+        return getsizeof(entries) - _EMPTY_BYTES + ENTRY_BYTES * len(entries) + self._key_bytes
 
     @property
     def nbytes(self) -> int:
@@ -163,14 +187,15 @@ class HashTable:
 
     def statistics(self) -> dict[str, int]:
         """Keys, keys that exist, and bytes."""
-        return {"keys": len(self.numbers), "items": self.items, "bytes": self.nbytes}
+        return {"keys": len(self._entries), "items": self.items, "bytes": self.nbytes}
 
     def check_invariants(self) -> None:
         """Counts what is counted. O(keys)."""
-        assert 0 not in self.numbers.values(), "a key without a number"
-        assert self.items == sum(number > 0 for number in self.numbers.values()), "items"
-        assert self._key_bytes == sum(map(len, self.numbers)), "key bytes"
+        entries = self._entries
+        assert 0 not in entries.values(), "a key without a number"
+        assert self.items == sum(entry > 0 for entry in entries.values()), "items"
+        assert self._key_bytes == sum(map(len, entries)), "key bytes"
         assert self._nbytes == self._measured(), "bytes"
-        assert len({abs(number) for number in self.numbers.values()}) == len(self.numbers), (
+        assert len({abs(entry) for entry in entries.values()}) == len(entries), (
             "two keys with one number"
         )

@@ -80,25 +80,23 @@ class OpenSnapshot:
     def _add_rows(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas, table: HashTable) -> None:
         for index, row in enumerate(chunk):
             seq, cas = SeqNo(first_seq + index), Cas(first_cas + index)
-            previous = table.newest(row.key)
-            table.put(row.key, seq)
+            previous_seq = table.put(row.key, seq)
             self.add(
-                Mutation(row.op, row.key, row.value, seq, cas, row.flags, row.expiry), previous
+                Mutation(row.op, row.key, row.value, seq, cas, row.flags, row.expiry), previous_seq
             )
 
-    def add(self, row: Mutation, previous: int) -> None:
+    def add(self, row: Mutation, previous_seq: int) -> None:
         """Takes in one document. O(1).
 
         Args:
             row: A `SET`, `DELETE` or `EXPIRE` with its number, above all numbers so far.
-            previous: The number of the key's older event, negative for a tombstone, or 0.
+            previous_seq: The number of the key's older event; 0 where none is known.
         """
         documents = self._documents
-        previous = abs(previous)
-        if previous <= self.start:
-            self.live += 1
-        elif not documents.pop(previous) and not self._counters.remove(previous):
-            documents.skip(previous)
+        if previous_seq <= self.start:
+            self.live += 1  # the older event, if any, is in another snapshot
+        elif not documents.pop(previous_seq) and not self._counters.remove(previous_seq):
+            documents.skip(previous_seq)
             documents.superseded(1)
         if len(row.value) > LARGE_VALUE_BYTES:
             documents.add_large(row)
@@ -108,14 +106,16 @@ class OpenSnapshot:
         self.high = row.seq
         documents.tidy(self.live)
 
-    def add_counter(self, row: Mutation, previous: int) -> None:
-        """Takes in one counter: the result of an increment or decrement. O(1). See `add`."""
+    def add_counter(self, row: Mutation, previous_seq: int) -> None:
+        """Takes in one counter: the result of an increment or decrement. O(1).
+
+        The arguments are those of `add`.
+        """
         documents, counters = self._documents, self._counters
-        previous = abs(previous)
-        if previous <= self.start:
+        if previous_seq <= self.start:
             self.live += 1
-        elif not counters.remove(previous):
-            documents.skip(previous)
+        elif not counters.remove(previous_seq):
+            documents.skip(previous_seq)
             documents.superseded(1)
         counters.append(row)
         self.high = row.seq

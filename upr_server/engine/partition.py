@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate, count, pairwise
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Final
 
 import msgspec
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta, Mutation
+from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import (
@@ -21,14 +20,25 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_server.engine.batch import MutationBatch
+from upr_server.engine.deduplication import Deduplicator
+from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
+from upr_server.engine.lookup import (
+    NOT_FETCHED,
+    NOTHING_FETCHED,
+    Fetched,
+    FetchRequest,
+    KeyLookup,
+    is_plain_set,
+)
 from upr_server.engine.manager import MutationManager
 from upr_server.engine.memory import Memory
-from upr_server.engine.operations import COUNTS, READS, outcome
+from upr_server.engine.mutate_result import MutateResult
+from upr_server.engine.operations import outcome
+from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.replica_reports import ReplicaReports
-from upr_server.engine.wants import FetchNeeded, Found, Want
-from upr_server.engine.writers import Writers, WriterToken
 
 EXPIRE_MAX: Final = 512
 """Items that one call of `expire` deletes; at 4 µs each it holds the loop for 2 ms."""
@@ -36,119 +46,12 @@ EXPIRE_MAX: Final = 512
 GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 """What one reply to a `GET` holds; the rest of the frame is for its head."""
 
+ROW_BYTES_MAX: Final = 48
+"""What a row takes in a chunk beside its key and value, with all padding."""
+
 _NANOSECONDS: Final = 1_000_000_000
 
 _ACTIVE: Final = PartitionState.ACTIVE  # an enum's attributes are slow to look up
-
-NOTHING_FOUND: Final[Found] = {}
-
-
-class MutateResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of one batch.
-
-    A batch is no transaction: what failed failed alone, and the others have consecutive numbers and
-    CAS values, in the batch's order.
-
-    Attributes:
-        history_id: The history in which the numbers count.
-        first_seq: The first success's number; with no success, one more than `last_seq`.
-        last_seq: The last success's number.
-        first_cas: The first success's CAS.
-        failures: Index in the batch and reason, for each that failed.
-        counters: Index in the batch and new value, for each increment or decrement that succeeded.
-        repeated: Whether this answer was given before: the batch had its effect then.
-        status: `OK`, or why the batch as a whole was refused, without any effect: `WRONG_STATE`,
-            `TOKEN_TOO_OLD`, `FENCED`, `REPLAY_DIFFERS`, and `TEMPORARY_FAILURE` when one that the
-            writer sent before it was.
-        chain: What the batch's writer gave to vouch for it and all before it; 0 for nothing.
-        attempt: Which run of the writer's task sent it, or what has run since; 0 for none.
-    """
-
-    history_id: HistoryId
-    first_seq: SeqNo
-    last_seq: SeqNo
-    first_cas: Cas
-    failures: list[tuple[int, Status]] = []
-    counters: list[tuple[int, int]] = []
-    repeated: bool = False
-    status: Status = Status.OK
-    chain: int = 0
-    attempt: int = 0
-
-
-class _Packed(msgspec.Struct, frozen=True, array_like=True):
-    """A result as it is remembered: of a thousand counters it takes 3 to 10 KB, not 120.
-
-    Attributes:
-        failed: How far each failure stands behind the one before it.
-        reasons: Why each failed, a byte each.
-        counted: How far each counter stands behind the one before it.
-        values: The counters' values.
-        chain: See `MutateResult`. This and what follows are missing in answers on disk that are
-            older than they are.
-        attempt: See `MutateResult`.
-    """
-
-    history_id: HistoryId
-    first_seq: SeqNo
-    last_seq: SeqNo
-    first_cas: Cas
-    failed: list[int]
-    reasons: bytes
-    counted: list[int]
-    values: list[int]
-    chain: int = 0
-    attempt: int = 0
-
-
-_encode_packed: Final = msgspec.msgpack.Encoder().encode
-_decode_packed: Final = msgspec.msgpack.Decoder(_Packed).decode
-
-
-def _gaps(rows: Sequence[tuple[int, int]]) -> list[int]:
-    if not rows:
-        return []
-    return [after - before for (before, _), (after, _) in pairwise([(0, 0), *rows])]
-
-
-def pack(result: MutateResult) -> bytes:
-    """The result of a batch that was not refused, in few bytes. O(failures + counters)."""
-    return _encode_packed(
-        _Packed(
-            result.history_id,
-            result.first_seq,
-            result.last_seq,
-            result.first_cas,
-            _gaps(result.failures),
-            bytes([status for _, status in result.failures]),
-            _gaps(result.counters),
-            [value for _, value in result.counters],
-            result.chain,
-            result.attempt,
-        )
-    )
-
-
-def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
-    """What was packed."""
-    packed = _decode_packed(data)
-    failures: list[tuple[int, Status]] = []
-    counters: list[tuple[int, int]] = []
-    if packed.failed:
-        failures = list(zip(accumulate(packed.failed), map(Status, packed.reasons), strict=True))
-    if packed.counted:
-        counters = list(zip(accumulate(packed.counted), packed.values, strict=True))
-    return MutateResult(
-        packed.history_id,
-        packed.first_seq,
-        packed.last_seq,
-        packed.first_cas,
-        failures,
-        counters,
-        repeated,
-        chain=packed.chain,
-        attempt=packed.attempt,
-    )
 
 
 class PartitionImage(msgspec.Struct, frozen=True):
@@ -159,7 +62,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
         failover_log: The branches that led here.
         high: The persisted snapshot end.
         last_cas: No CAS up to here is given again.
-        indexed: The disk knows the newest mutation up to here of every key.
+        indexed: The disk's index knows the newest mutation up to here of every key.
         purge_seq: Tombstones at or below it may be gone.
         answers: What publishers were answered, by token, oldest first.
         items: Keys that exist, as of `indexed`.
@@ -175,18 +78,8 @@ class PartitionImage(msgspec.Struct, frozen=True):
     items: int = 0
 
 
-class Item(msgspec.Struct, frozen=True):
-    """What a key holds."""
-
-    value: bytes
-    cas: Cas
-    flags: int
-    expiry: int
-    seq: SeqNo
-
-
 class Partition:
-    """A partition of a bucket. All its methods are synchronous, and none keeps the time itself.
+    """A partition of a bucket. All its methods are synchronous, and none reads a clock.
 
     Args:
         partition_id: Its number.
@@ -204,35 +97,27 @@ class Partition:
         failover_log: The branches that led here.
         table: Key to number.
         manager: The snapshots, and the cursors that read them.
-        purge_seq: Tombstones at or below it may be gone.
+        eviction: Which keys the table may forget, and what the disk's index knows.
+        deduplicator: What publishers were answered.
         replicas: What its replicas have reported.
-        indexed: The disk knows the newest mutation up to here of every key.
-        restored: The number with which it began, here and now: until `indexed` has come to it,
-            the disk cannot be asked for a key.
-        stored_items: Keys that exist, as of `indexed`.
+        purge_seq: Tombstones at or below it may be gone.
+        indexed_items: Keys that exist, as of `eviction.indexed`.
     """
 
     __slots__ = (
         "_expiries",
-        "_forgot_lately",
-        "_has_forgotten",
         "_last_cas",
-        "_memory",
+        "_lookup",
         "_on_update",
-        "_pins",
-        "_pins_given",
-        "_sweep_left",
-        "_swept_through",
-        "_writers",
+        "deduplicator",
+        "eviction",
         "failover_log",
         "id",
-        "indexed",
+        "indexed_items",
         "manager",
         "purge_seq",
         "replicas",
-        "restored",
         "state",
-        "stored_items",
         "table",
     )
 
@@ -248,36 +133,22 @@ class Partition:
         on_update: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         memory = Memory() if memory is None else memory
-        self._on_update = on_update
         if image is None:
             image = PartitionImage(state, FailoverLog().branch(new_history_id(), SeqNo(0)))
-        self._memory = memory
+        self._on_update = on_update
         self._last_cas: int = image.last_cas
-        self._writers = Writers(memory)
         self.id = partition_id
         self.state = image.state
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
         self.manager = MutationManager(image.high, memory, on_collapsible)
         self._expiries = ExpiryIndex(self.table, memory)
+        self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
+        self._lookup = KeyLookup(self.table, self.manager, self._expiries, self.eviction)
+        self.deduplicator = Deduplicator(memory, image.answers, image.high)
         self.replicas = ReplicaReports()
         self.purge_seq = image.purge_seq
-        self.indexed = image.indexed
-        self.restored = image.high
-        self.stored_items = image.items
-        # Whether the disk may know keys that the table does not.
-        self._has_forgotten = image.high > 0
-        # Whether it has forgotten some since the index of expiry times was cleaned.
-        self._forgot_lately = False
-        self._sweep_left = 0
-        self._swept_through = SeqNo(0)
-        # Fetches under way: what `indexed` was when each began.
-        self._pins: dict[int, SeqNo] = {}
-        self._pins_given = count()
-        for token, answer in image.answers.items():
-            # As of the number that it was given at, or nearly: what is undone later takes it along.
-            at = min(answer.last_seq, image.high)
-            self._writers.remember(token, pack(answer), at, answer.attempt)
+        self.indexed_items = image.items
 
     def __repr__(self) -> str:
         return f"<Partition {self.id}, {self.state.name.lower()}, at {self.high_seq}>"
@@ -294,8 +165,8 @@ class Partition:
 
     @property
     def items(self) -> int:
-        """Keys that exist. Once the table has forgotten some, as of `indexed`."""
-        return self.stored_items if self._has_forgotten else self.table.items
+        """Keys that exist. Once the table has forgotten some, as of `eviction.indexed`."""
+        return self.indexed_items if self.eviction.has_evicted else self.table.items
 
     @property
     def last_cas(self) -> Cas:
@@ -304,153 +175,63 @@ class Partition:
 
     # Writing.
 
+    def missing(
+        self, batch: MutationBatch, *, now: float, fetched: Fetched = NOTHING_FETCHED
+    ) -> list[FetchRequest]:
+        """What must be read from disk before `mutate` can take in the batch. O(mutations).
+
+        A batch that is not to be applied needs nothing. Between this question and `mutate` the
+        partition must not change: ask in the same step of the loop, with the same time.
+
+        Args:
+            batch: The batch.
+            now: Seconds since 1970.
+            fetched: What was read so far, since the eviction was pinned.
+        """
+        if batch.rows is None or self.state is not _ACTIVE or not self.deduplicator.is_new(batch):
+            return []
+        return self._lookup.missing_for_operations(batch.rows, now, fetched)
+
     def mutate(
-        self,
-        chunk: Chunk,
-        *,
-        now: float,
-        writer: WriterToken | None = None,
-        found: Found = NOTHING_FOUND,
-        attempt: int = 0,
-        chain: int = 0,
+        self, batch: MutationBatch, *, now: float, fetched: Fetched = NOTHING_FETCHED
     ) -> MutateResult:
         """Takes in a batch of a publisher. O(mutations), O(log mutations) for those that read.
 
-        Args:
-            chunk: A published chunk; the engine keeps it, or parts of it.
-            now: Seconds since 1970.
-            writer: The batch's name. The answer to a batch that was here before is given again.
-            found: What `FetchNeeded` asked for.
-            attempt: Which run of the writer's task sends it; below the highest that was heard of,
-                the batch is refused.
-            chain: What the writer gives to vouch for the batch and all before it; 0 for nothing. A
-                batch that was here before, or that follows one that was, must agree with it.
+        A batch that was here before has no second effect, and gets its first answer again.
 
-        Raises:
-            ChunkError: The chunk breaks a rule of chunks; it had no effect.
-            FetchNeeded: Items must be read from disk first; it had no effect.
+        Args:
+            batch: The batch.
+            now: Seconds since 1970.
+            fetched: What was read from disk. Nothing may be `missing`.
         """
-        keys = chunk.check_published()
-        rows = None if chunk.is_unconditional else _checked_rows(chunk)
+        token = batch.token
         if self.state is not _ACTIVE:
-            self.put_off(writer)
+            # It may become active again, and the publisher will then send the batch again.
+            self.deduplicator.put_off(token)
             return self._refusal(Status.WRONG_STATE)
-        if writer is not None:
-            known = self._known(writer, attempt, chain, chunk)
-            if known is not None:
-                return known
-        if rows is not None:
-            self._check_found(rows, found, now)
-        before = self.manager.high
-        # What has expired becomes a deletion before anything is written to it. (There may be more
-        # than one call's worth: the rest reads as missing, and has its deletion later.)
+        high_before = self.manager.high
+        if token is not None:
+            answer = self.deduplicator.settle(batch, high_before)
+            if answer is not None:
+                return self._refusal(answer) if isinstance(answer, Status) else answer
+        # What has expired becomes a deletion before anything is written to it. There may be more
+        # than one call deletes: the rest reads as missing, and is deleted later.
         if self._expiries.is_due(now):
             self._expire_due(now)
-        result = self._set_all(chunk, keys, now) if rows is None else self._apply(rows, now, found)
-        if writer is not None:
-            if chain or attempt:
-                result = msgspec.structs.replace(result, chain=chain, attempt=attempt)
-            self._remember(writer, result)
-        if self.manager.high > before:
+        if batch.rows is None:
+            result = self._set_all(batch.chunk, batch.keys, now)
+        else:
+            result = self._apply(batch.rows, now, fetched)
+        if token is not None:
+            if batch.chain or batch.attempt:
+                result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
+            # Also when every mutation failed: sent again, the batch must fail again.
+            self.deduplicator.remember(token, result, self.manager.high)
+        if self.manager.high > high_before:
             self.manager.wake()
             if self._on_update is not None:
-                self.has_taken((chunk,), {index for index, _ in result.failures})
+                self.notify_update((batch.chunk,), {index for index, _ in result.failures})
         return result
-
-    def has_taken(self, chunks: Sequence[Chunk], failed: Set[int] = frozenset()) -> None:
-        """Tells that something has changed: what is in these chunks. A replica, for which they went
-        to disk and not through here, says so with this.
-
-        It costs a look or two at the bytes of all keys of a chunk, and no more where no key begins
-        as that of a design document does.
-
-        Args:
-            chunks: What was taken in.
-            failed: Operations of these, by index, that had no effect.
-        """
-        if self._on_update is None or not chunks:
-            return
-        designs: Sequence[bytes] = ()
-        for chunk in chunks:
-            keys = chunk.key_bytes.tobytes()
-            # Most keys have none of its first byte, which is found out thirty times as fast.
-            if DESIGN_PREFIX[:1] in keys and DESIGN_PREFIX in keys:
-                designs = [
-                    *designs,
-                    *(
-                        key
-                        for index, key in enumerate(chunk.keys())
-                        if key.startswith(DESIGN_PREFIX) and index not in failed
-                    ),
-                ]
-        self._on_update(designs)
-
-    def fall_silent(self) -> None:
-        """Its bucket was deleted: tells nothing any more."""
-        self._on_update = None
-
-    def _has_expired(self, keys: Sequence[bytes]) -> None:
-        if keys and self._on_update is not None:
-            self._on_update([key for key in keys if key.startswith(DESIGN_PREFIX)])
-
-    def put_off(self, writer: WriterToken | None) -> None:
-        """A batch is refused for what passes, or may yet be: it will be sent again, and what the
-        writer has sent behind it must not be done before. See `writers`.
-
-        Args:
-            writer: The batch's name, if it has one.
-        """
-        if writer is not None:
-            self._writers.put_off(writer)
-
-    def _known(
-        self, token: WriterToken, attempt: int, chain: int, chunk: Chunk
-    ) -> MutateResult | None:
-        """The answer to a batch that is not to be done now, or not again; None for one that is."""
-        writers = self._writers
-        if not chain and writers.is_plainly_new(token, attempt):
-            return None
-        if attempt < writers.attempt(token.writer):
-            return self._refusal(Status.FENCED)
-        if writers.must_wait(token):
-            return self._refusal(Status.TEMPORARY_FAILURE)
-        answer, too_old = writers.recall(token)
-        if answer is not None:
-            first = unpack(answer, repeated=True)
-            if chain and first.chain and chain != first.chain:
-                return self._differs(token)
-            if attempt > writers.attempt(token.writer):
-                self._fence(token.writer, attempt)
-            return first
-        if too_old:
-            return self._refusal(Status.TOKEN_TOO_OLD)
-        if chain and not self._continues(token, chain, chunk):
-            return self._differs(token)
-        return None
-
-    def _differs(self, token: WriterToken) -> MutateResult:
-        # What was sent behind it, before its writer heard of this, must not be done either.
-        self._writers.put_off(token)
-        return self._refusal(Status.REPLAY_DIFFERS)
-
-    def _continues(self, token: WriterToken, chain: int, chunk: Chunk) -> bool:
-        """Whether a new batch comes after what its writer has sent before, as far as is known."""
-        newest = self._writers.newest(token.writer)
-        if newest is None or newest[0].counter + 1 != token.counter:
-            return True
-        before = unpack(newest[1]).chain
-        return not before or chunk.chained(before) == chain
-
-    def _fence(self, writer: bytes, attempt: int) -> None:
-        """An attempt is heard of that has sent nothing new so far: notes it, for the disk too."""
-        newest = self._writers.newest(writer)
-        assert newest is not None
-        token, answer = newest
-        result = msgspec.structs.replace(unpack(answer), attempt=attempt)
-        self._writers.replace_newest(token, pack(result), self.manager.high, attempt)
-
-    def _remember(self, writer: WriterToken, result: MutateResult) -> None:
-        self._writers.remember(writer, pack(result), self.manager.high, result.attempt)
 
     def _refusal(self, status: Status) -> MutateResult:
         high = self.high_seq
@@ -472,18 +253,21 @@ class Partition:
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
 
-    def _apply(self, rows: list[Mutation], now: float, found: Found) -> MutateResult:
+    def _apply(self, rows: list[Mutation], now: float, fetched: Fetched) -> MutateResult:
         first_seq, first_cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
         seq, cas = first_seq, first_cas
         failures: list[tuple[int, Status]] = []
         counters: list[tuple[int, int]] = []
-        for index, request in enumerate(rows):
-            stored = outcome(request, self._item_for(request, now, found))
+        for index, operation in enumerate(rows):
+            item = None
+            if not is_plain_set(operation):
+                item = self._lookup.item_for(operation, now, fetched)
+            stored = outcome(operation, item)
             if isinstance(stored, Status):
                 failures.append((index, stored))
                 continue
             row = Mutation(
-                stored.op, request.key, stored.value, seq, cas, stored.flags, stored.expiry
+                stored.op, operation.key, stored.value, seq, cas, stored.flags, stored.expiry
             )
             self._store(row, is_counter=stored.counter is not None)
             if stored.counter is not None:
@@ -494,65 +278,49 @@ class Partition:
         history_id = self.failover_log.current
         return MutateResult(history_id, first_seq, SeqNo(seq - 1), first_cas, failures, counters)
 
-    def _check_found(self, rows: list[Mutation], found: Found, now: float) -> None:
-        """Whether all is there that `rows` need to know: raises `FetchNeeded`."""
-        wants: dict[bytes, Want] = {}
-        for row in rows:
-            if row.op == Operation.SET and not row.cas:
-                continue
-            value = bool(row.cas) or row.op in READS
-            want = self._want(row.key, found, value=value, now=now)
-            if want is not None and (value or row.key not in wants):
-                wants[row.key] = want
-        if wants:
-            raise FetchNeeded(list(wants.values()))
-
-    def _want(self, key: bytes, found: Found, *, value: bool, now: float) -> Want | None:
-        """What must be read from disk to know what the key holds; None when all is known."""
-        number = self.table.newest(key)
-        if number < 0 or number > self.manager.oldest:
-            return None
-        if not number:
-            if not self._has_forgotten:
-                return None
-            if key in found:
-                item = found[key]
-                if item is None or item.cas or not value:
-                    return None
-            return Want(key, 0, value)
-        if not value and not self._expiries.is_due(now):
-            return None
-        item = found.get(key)
-        if item is not None and item.seq == number and (item.cas or not value):
-            return None
-        return Want(key, number, True)
-
-    def _item_for(self, request: Mutation, now: float, found: Found) -> Mutation | None:
-        """What the key holds, as far as the operation needs to know."""
-        number = self.table.newest(request.key)
-        if number < 0:
-            return None
-        value = bool(request.cas) or request.op in READS
-        # Whatever of the batch needs it from disk was looked for before any of it had an effect.
-        item = found.get(request.key)
-        if number > self.manager.oldest:
-            needed = value or self._expiries.is_due(now)
-            item = self.manager.find(number) if needed else _SOME_ITEM
-        elif number and (item is None or item.seq != number):
-            # Nothing was due then. If something is now, it is what the batch itself has stored.
-            item = _SOME_ITEM
-        return None if item is None or 0 < item.expiry <= now else item
-
     def _store(self, row: Mutation, *, is_counter: bool = False) -> None:
-        table = self.table
-        previous = table.newest(row.key)
-        table.put(row.key, row.seq if row.op == Operation.SET else -row.seq)
+        previous_seq = self.table.put(row.key, row.seq, is_tombstone=row.op != Operation.SET)
         if is_counter:
-            self.manager.open.add_counter(row, previous)
+            self.manager.open.add_counter(row, previous_seq)
         else:
-            self.manager.open.add(row, previous)
+            self.manager.open.add(row, previous_seq)
         if row.expiry:
             self._expiries.add(row.expiry, row.seq, row.key)
+
+    # Notifying.
+
+    def notify_update(self, chunks: Sequence[Chunk], failed: Set[int] = frozenset()) -> None:
+        """Tells the observer that these chunks were taken in. A replica calls it itself, since its
+        chunks go to disk and not through here.
+
+        It looks once or twice at the bytes of all keys of a chunk, and at single keys only where a
+        design document's prefix occurs.
+
+        Args:
+            chunks: What was taken in.
+            failed: The indexes of mutations that had no effect.
+        """
+        if self._on_update is None or not chunks:
+            return
+        design_keys: list[bytes] = []
+        for chunk in chunks:
+            key_bytes = chunk.key_bytes.tobytes()
+            # The search for one byte is thirty times as fast, and mostly finds nothing.
+            if DESIGN_PREFIX[:1] in key_bytes and DESIGN_PREFIX in key_bytes:
+                design_keys += [
+                    key
+                    for index, key in enumerate(chunk.keys())
+                    if key.startswith(DESIGN_PREFIX) and index not in failed
+                ]
+        self._on_update(design_keys)
+
+    def _notify_expired(self, keys: Sequence[bytes]) -> None:
+        if keys and self._on_update is not None:
+            self._on_update([key for key in keys if key.startswith(DESIGN_PREFIX)])
+
+    def stop_notifying(self) -> None:
+        """Its bucket was deleted: the observer hears nothing more of it."""
+        self._on_update = None
 
     # Expiring.
 
@@ -561,12 +329,12 @@ class Partition:
         return self._expiries.next_expiry()
 
     def expire(self, now: float) -> int:
-        """Makes deletions of items that have expired: at most `EXPIRE_MAX`, if this is the active.
+        """Deletes items that have expired, `EXPIRE_MAX` at most, if the partition is active.
 
         Returns:
             How many; when it is `EXPIRE_MAX` there may be more.
         """
-        if self.state is not PartitionState.ACTIVE:
+        if self.state is not _ACTIVE:
             return 0
         expired = self._expire_due(now)
         if expired:
@@ -579,242 +347,139 @@ class Partition:
             key = self._expiries.take(now)
             if key is None:
                 break
-            seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
-            self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
-            self._last_cas = cas
+            self._store_expiry(key, now)
             keys.append(key)
-        self._has_expired(keys)
+        self._notify_expired(keys)
         return len(keys)
 
-    def expire_stored(self, key: bytes, number: SeqNo, now: float) -> bool:
-        """Makes a deletion of an item that the disk says has expired, unless the key has changed
-        since.
+    def expire_stored(self, key: bytes, seq: SeqNo, now: float) -> bool:
+        """Deletes an item that the disk reports as expired, unless the key has changed since.
 
-        The partition must have been pinned since before the disk was asked.
+        The eviction must have been pinned since before the disk was asked.
 
         Args:
             key: The key.
-            number: The item's number, on disk.
+            seq: The item's number, on disk.
             now: Seconds since 1970.
 
         Returns:
-            Whether it did. It does not before the disk could be asked when the oldest pin that
-            there is was given: see `can_be_asked`.
+            Whether it did. It does not if the disk's index was not ready when the oldest pin was
+            given: what it reported then may not have been the key's newest mutation.
         """
-        if self.state is not PartitionState.ACTIVE or self.table.newest(key) not in (0, number):
+        newest_seq, is_tombstone = self.table.newest(key)
+        has_changed = newest_seq and (is_tombstone or newest_seq != seq)
+        if self.state is not _ACTIVE or has_changed:
             return False
-        if min(self._pins.values(), default=self.indexed) < self.restored:
-            # When the disk was asked, it may not have known all that the table does not.
+        if self.eviction.pinned < self.eviction.restored:
             return False
+        self._store_expiry(key, now)
+        self.manager.wake()
+        self._notify_expired([key])
+        return True
+
+    def _store_expiry(self, key: bytes, now: float) -> None:
         seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
         self._last_cas = cas
-        self.manager.wake()
-        self._has_expired([key])
-        return True
 
     # What this node is for it.
 
     def become(self, state: PartitionState, failover_log: FailoverLog) -> None:
-        """Has another state from now on, and the log that goes with it.
+        """Takes another state, and the failover log that goes with it.
 
-        Who hands over is still followed, and what its replicas report still counts.
+        A node that hands over is still followed: in the same history, as active or pending, what
+        its replicas report still counts.
         """
-        leads = state in (PartitionState.ACTIVE, PartitionState.PENDING)
-        if not leads or failover_log != self.failover_log:
+        is_followed = state in (PartitionState.ACTIVE, PartitionState.PENDING)
+        if not is_followed or failover_log != self.failover_log:
             self.replicas.clear()
         self.state = state
         self.failover_log = failover_log
 
     def stand_at(self, seq: SeqNo, last_cas: Cas = Cas(0)) -> None:
-        """Keeps nothing in memory: the disk has everything up to `seq`. A replica does with each
-        commit, and whoever becomes one.
+        """Keeps nothing in memory: the disk has everything up to `seq`. A replica calls it with
+        each commit, and a partition that becomes one calls it once.
 
         Args:
             seq: The last complete snapshot's end on disk.
             last_cas: The highest CAS up to there.
 
         Raises:
-            ValueError: Something is here that the disk does not have.
+            ValueError: Memory holds something that the disk does not have.
         """
         self.manager.stand_at(seq)
-        memory = self._memory
-        if self.table:
-            memory.table -= self.table.nbytes
-            memory.expiries -= self._expiries.nbytes
-            self.table = HashTable(memory)
-            self._expiries = ExpiryIndex(self.table, memory)
-            self._sweep_left = 0
+        self.table.clear()
+        self._expiries.clear()
+        self.eviction.restart_at(seq)
         self._last_cas = max(self._last_cas, last_cas)
-        self._has_forgotten = seq > 0
-        self.restored = seq
 
     def cut(self, seq: SeqNo) -> list[WriterToken]:
-        """Everything above `seq` is gone from disk: goes back to there.
+        """The disk has lost everything above `seq`: goes back to there.
 
         Returns:
             The tokens whose answers are forgotten with that.
         """
         self.stand_at(seq)
         if self._on_update is not None:
-            # Which design documents were undone with the rest, nobody has noted.
+            # Which design documents were undone is not known: the bare prefix stands for any.
             self._on_update((DESIGN_PREFIX,))
         if not seq:
-            self.indexed = self.purge_seq = SeqNo(0)
-            self.stored_items = 0
-        return self._writers.cut(seq)
+            self.eviction.indexed = self.purge_seq = SeqNo(0)
+            self.indexed_items = 0
+        return self.deduplicator.cut(seq)
 
-    def answered_above(self, seq: SeqNo) -> list[WriterToken]:
-        """The tokens of answers that a `cut` would forget. O(answers)."""
-        return self._writers.above(seq)
-
-    def answers(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
-        """Answers to batches of [`start`, `end`], for a replica: writer, counter, the high number
-        then, and the answer; oldest first. Some may be of batches that are older than `start`.
-        O(log answers), beside what is found."""
-        return self._writers.between(start, end)
-
-    def take_answers(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
-        """What another node gave as `answers`, of changes that are not here yet, or just came."""
-        for writer, counter, seq, answer in rows:
-            token = WriterToken(writer, counter)
-            newest = self._writers.newest(writer)
-            if newest is None or newest[0].counter < counter:
-                self._writers.remember(token, answer, seq, unpack(answer).attempt)
-            elif newest[0] == token and newest[1] != answer:
-                self._writers.replace_newest(token, answer, seq, unpack(answer).attempt)
-
-    # The disk.
-
-    def keep_news(self) -> None:
-        """A disk is there: from now on answers to publishers are noted for it."""
-        self._writers.keep_news()
-
-    def take_news(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
-        """Answers to keep on disk with everything up to `through`, and None for those to forget."""
-        return {
-            token: None if answer is None else unpack(answer)
-            for token, answer in self._writers.take_news(through).items()
-        }
-
-    def is_indexed(self, indexed: SeqNo, items: int) -> None:
-        """The disk knows the newest mutation of every key up to `indexed`; `items` of them exist
-        there."""
-        self.indexed = indexed
-        self.stored_items = items
-
-    @property
-    def can_be_asked(self) -> bool:
-        """Whether the disk knows every key that the table does not."""
-        return self.indexed >= self.restored
-
-    def pin(self) -> int:
-        """The disk is about to be asked for keys: none is forgotten that may be newer there then.
-
-        Returns:
-            What to say to `unpin`.
-        """
-        pin = next(self._pins_given)
-        self._pins[pin] = self.indexed
-        return pin
-
-    def unpin(self, pin: int) -> None:
-        """The fetch is over, and what it found was used."""
-        del self._pins[pin]
-
-    def evict(self, budget: int) -> int:
-        """Forgets keys that the disk knows: looks at `budget` of them.
-
-        Returns:
-            How many were looked at; 0 when there are none to be forgotten until more is indexed.
-        """
-        if not self._sweep_left:
-            through = min(self._pins.values(), default=self.indexed)
-            if through == self._swept_through:
-                return 0
-            self._swept_through = through
-            self._sweep_left = len(self.table)
-        looked = min(budget, self._sweep_left, len(self.table))
-        self._sweep_left -= looked
-        if looked:
-            # Pins given since the sweep began hold back no more than those that were there then.
-            if self.table.evict(self._swept_through, looked):
-                self._has_forgotten = self._forgot_lately = True
-            if not self._sweep_left and self._forgot_lately:
-                self._forgot_lately = False
-                self._expiries.clean()
-        else:
-            self._sweep_left = 0
-        return looked
+    def index_advanced(self, indexed: SeqNo, items: int) -> None:
+        """The disk's index knows the newest mutation of every key up to `indexed`, and `items` keys
+        that exist."""
+        self.eviction.indexed = indexed
+        self.indexed_items = items
 
     # Reading.
 
-    def get(self, key: bytes, now: float, found: Found = NOTHING_FOUND) -> Item | None:
-        """What the key holds; None when it is missing, or has expired. O(log mutations).
+    def missing_keys(
+        self, keys: Sequence[bytes], now: float, fetched: Fetched = NOTHING_FETCHED
+    ) -> list[FetchRequest]:
+        """What must be read from disk before `get` of these keys. O(keys)."""
+        return self._lookup.missing_for_get(keys, now, fetched)
 
-        Raises:
-            FetchNeeded: It must be read from disk first.
-        """
-        want = self._want(key, found, value=True, now=now)
-        if want is not None:
-            raise FetchNeeded([want])
-        row = self._find(key, now, found)
-        return None if row is None else Item(row.value, row.cas, row.flags, row.expiry, row.seq)
-
-    def get_many(
+    def get(
         self,
         keys: Sequence[bytes],
         now: float,
         bytes_max: int = GET_BYTES_MAX,
-        found: Found = NOTHING_FOUND,
+        fetched: Fetched = NOTHING_FETCHED,
     ) -> Chunk:
         """What the keys hold, one row a key in the order asked, as a reply to a `GET`.
+
+        O(keys * log mutations).
 
         Args:
             keys: The keys.
             now: Seconds since 1970.
             bytes_max: The reply ends before it exceeds this, but not before its first row: ask
                 again for `keys[chunk.count:]`.
-            found: What `FetchNeeded` asked for. The reply ends before the first key that should be
-                in it and is not.
+            fetched: What was read from disk. The reply ends before the first key that is still
+                missing: see `missing_keys`.
 
         Returns:
-            A `SET` with its number for what was found, a `DELETE` with number 0 for what is
-            missing. Its range is (0, high number]; its numbers are in no order.
-
-        Raises:
-            FetchNeeded: The first key, and perhaps others, must be read from disk first.
+            A `SET` with its number for each item, a `DELETE` with number 0 for each key that has
+            none. Its range is (0, high number]; its numbers are in no order.
         """
         builder = ChunkBuilder()
-        room = bytes_max
-        for index, key in enumerate(keys):
-            if self._want(key, found, value=True, now=now) is not None:
-                if found and index:
-                    break
-                raise FetchNeeded(list(self._wants(keys[index:], now)))
-            row = self._find(key, now, found)
-            room -= ROW_BYTES_MAX + len(key) + (len(row.value) if row is not None else 0)
-            if room < 0 and len(builder):
+        bytes_left = bytes_max
+        for key in keys:
+            row = self._lookup.find(key, now, fetched)
+            if row is NOT_FETCHED:
+                assert len(builder), "the caller must ask first what is missing"
+                break
+            bytes_left -= ROW_BYTES_MAX + len(key) + (0 if row is None else len(row.value))
+            if bytes_left < 0 and len(builder):
                 break
             if row is None:
                 builder.append(Operation.DELETE, key)
             else:
                 builder.append(row.op, key, row.value, row.seq, row.cas, row.flags, row.expiry)
         return builder.build(SeqNo(0), self.high_seq)
-
-    def _wants(self, keys: Iterable[bytes], now: float) -> Iterable[Want]:
-        for key in dict.fromkeys(keys):
-            want = self._want(key, NOTHING_FOUND, value=True, now=now)
-            if want is not None:
-                yield want
-
-    def _find(self, key: bytes, now: float, found: Found) -> Mutation | None:
-        number = self.table.newest(key)
-        if number < 0:
-            return None
-        in_memory = number > self.manager.oldest
-        row = self.manager.find(number) if in_memory else found.get(key)
-        return None if row is None or 0 < row.expiry <= now else row
 
     # Figures and checks.
 
@@ -823,7 +488,7 @@ class Partition:
         self.manager.recount(memory)
         memory.table += self.table.nbytes
         memory.expiries += self._expiries.nbytes
-        memory.writers += self._writers.nbytes
+        memory.writers += self.deduplicator.nbytes
 
     def statistics(self) -> dict[str, int]:
         """Figures of this partition. O(snapshots)."""
@@ -832,9 +497,9 @@ class Partition:
             "state": self.state,
             "items": self.items,
             "keys": len(self.table),
-            "indexed": self.indexed,
+            "indexed": self.eviction.indexed,
             "expiring": len(self._expiries),
-            "writers": len(self._writers),
+            "writers": len(self.deduplicator),
         }
 
     def check_invariants(self) -> None:
@@ -842,28 +507,12 @@ class Partition:
         self.table.check_invariants()
         self.manager.check_invariants()
         self._expiries.check_invariants()
-        self._writers.check_invariants()
-        for key, number in self.table.numbers.items():
-            if abs(number) <= self.manager.oldest:
+        self.deduplicator.check_invariants()
+        for key, seq, is_tombstone in self.table:
+            if seq <= self.manager.oldest:
                 continue  # the disk has it
-            row = self.manager.find(abs(number))
+            row = self.manager.find(seq)
             assert row.key == key, (row, key)
-            assert (row.op == Operation.SET) == (number > 0), row
-            assert row.seq == abs(number), row
+            assert (row.op != Operation.SET) == is_tombstone, row
+            assert row.seq == seq, row
             assert row.cas <= self._last_cas, row
-
-
-def _checked_rows(chunk: Chunk) -> list[Mutation]:
-    """The rows, after checking what only counters have: raises `ChunkError`."""
-    rows = list(chunk)
-    for row in rows:
-        if row.op in COUNTS:
-            CounterDelta.decode(row.value)
-    return rows
-
-
-ROW_BYTES_MAX: Final = 48
-"""What a row takes in a chunk beside its key and value, with all padding."""
-
-_SOME_ITEM: Final = Mutation(Operation.SET, b"")
-"""Stands for an item of which an operation only needs to know that it exists."""

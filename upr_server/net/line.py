@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +13,7 @@ import trio
 from upr_protocol.chunk import Mutation
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.wire import Get, Mutate
-from upr_server.engine import FetchNeeded, Found, Partition
+from upr_server.engine import NOTHING_FETCHED, Fetched, FetchRequest, Partition
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -26,8 +26,8 @@ more; it is refused, whole."""
 
 log = structlog.get_logger(__name__)
 
-Apply = Callable[[Found], None]
-"""Does what a request asks, or raises `FetchNeeded` before it has done anything."""
+Apply = Callable[[Fetched], Sequence[FetchRequest]]
+"""Does what a request asks; or does nothing, and says what must be read from disk first."""
 
 _Queue = deque[tuple[Get | Mutate, Apply]]
 
@@ -61,13 +61,8 @@ class Line:
         """Has `request` answered: now, or in its turn."""
         queue = self._queues.get(connection)
         if queue is None:
-            if not self._turn.locked():
-                try:
-                    apply({})
-                except FetchNeeded:
-                    pass
-                else:
-                    return
+            if not self._turn.locked() and not apply(NOTHING_FETCHED):
+                return
             queue = self._queues[connection] = deque()
             connection.start(partial(self._work_off, connection, queue))
         queue.append((request, apply))
@@ -85,7 +80,7 @@ class Line:
             del self._queues[connection]
 
     async def _answer(self, connection: Connection, request: Get | Mutate, apply: Apply) -> None:
-        pin = self._partition.pin()
+        pin = self._partition.eviction.pin()
         try:
             await self._settle(apply)
         except ServerError as error:
@@ -94,13 +89,13 @@ class Line:
             log.exception("a request failed", request=type(request).__name__)
             connection.fault(request)
         finally:
-            self._partition.unpin(pin)
+            self._partition.eviction.unpin(pin)
 
     async def _settle(self, apply: Apply) -> None:
-        found: dict[bytes, Mutation | None] = {}
+        fetched: dict[bytes, Mutation | None] = {}
         nbytes = 0
-        while (needed := _try(apply, found)) is not None:
-            more = await self._fetch(needed)
+        while missing := apply(fetched):
+            more = await self._fetch(missing)
             nbytes += sum(len(row.value) for row in more.values() if row is not None)
             if nbytes > FOUND_BYTES_MAX:
                 raise ServerError(
@@ -108,11 +103,11 @@ class Line:
                     f"the request needs more than {FOUND_BYTES_MAX} bytes from disk; ask for "
                     "less at a time",
                 )
-            found |= more
+            fetched |= more
 
-    async def _fetch(self, needed: FetchNeeded) -> dict[bytes, Mutation | None]:
+    async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
         try:
-            return await self._disk.find(self._partition, needed.wants)
+            return await self._disk.find(self._partition, missing)
         except CorruptionError as error:
             log.error("a damaged record", partition=self._partition.id, error=str(error))
             raise ServerError(Status.DAMAGED, str(error)) from error
@@ -122,12 +117,3 @@ class Line:
 
 def _bytes_of(request: Get | Mutate) -> int:
     return request.chunk.nbytes if isinstance(request, Mutate) else sum(map(len, request.keys))
-
-
-def _try(apply: Apply, found: Found) -> FetchNeeded | None:
-    """Does what a request asks, or gives what that needs from disk."""
-    try:
-        apply(found)
-    except FetchNeeded as needed:
-        return needed
-    return None

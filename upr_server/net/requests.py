@@ -8,7 +8,7 @@ the same partition is asked meanwhile comes after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -58,7 +58,14 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
-from upr_server.engine import FetchNeeded, Found, MutateResult, Partition, WriterToken
+from upr_server.engine import (
+    Fetched,
+    FetchRequest,
+    MutateResult,
+    MutationBatch,
+    Partition,
+    WriterToken,
+)
 from upr_server.net.level import MAX_WAIT_S, Level
 from upr_server.storage.calls import MeasureRanges
 from upr_server.storage.errors import StorageError
@@ -214,31 +221,28 @@ def _mutate(connection: Connection, request: Mutate) -> None:
         level = _level(connection, partition, request.durability, request.copies)
     # Else it is refused where it would be done, which notes that it was.
     flusher = connection.disk.flusher
-    writer = None
+    token = None
     if request.writer != _NO_WRITER:
-        writer = WriterToken(request.writer, request.counter)
+        token = WriterToken(request.writer, request.counter)
+    try:
+        batch = MutationBatch(request.chunk, token, attempt=request.attempt, chain=request.chain)
+    except ChunkError as error:
+        raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
 
-    def apply(found: Found) -> None:
+    def apply(fetched: Fetched) -> Sequence[FetchRequest]:
         if flusher.full:
-            partition.put_off(writer)
+            partition.deduplicator.put_off(token)
             raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
         now = connection.service.time()
-        try:
-            result = partition.mutate(
-                request.chunk,
-                now=now,
-                writer=writer,
-                found=found,
-                attempt=request.attempt,
-                chain=request.chain,
-            )
-        except ChunkError as error:
-            raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
-        except FetchNeeded:
-            # Until it is tried again, which may never be: the disk may not be readable now.
-            partition.put_off(writer)
-            raise
+        missing = partition.missing(batch, now=now, fetched=fetched)
+        if missing:
+            # Should the disk not be readable, the batch is never applied: what its publisher has
+            # sent behind it must not be applied either.
+            partition.deduplicator.put_off(token)
+            return missing
+        result = partition.mutate(batch, now=now, fetched=fetched)
         _answer_mutate(connection, request, partition, result, level)
+        return ()
 
     connection.line(partition).do(connection, request, apply)
 
@@ -277,7 +281,7 @@ def _answer_mutate(
 def _get(connection: Connection, request: Get) -> None:
     partition = _owned(connection, request.partition)
 
-    def apply(found: Found) -> None:
+    def apply(fetched: Fetched) -> Sequence[FetchRequest]:
         if partition.state is not PartitionState.ACTIVE:
             raise _not_active(partition)
         history_id = partition.failover_log.current
@@ -288,10 +292,14 @@ def _get(connection: Connection, request: Get) -> None:
                 f"not {request.history_id:x}",
             )
         now = connection.service.time()
-        chunk = partition.get_many(request.keys, now, GET_REPLY_BYTES, found)
+        missing = partition.missing_keys(request.keys, now, fetched)
+        if missing:
+            return missing
+        chunk = partition.get(request.keys, now, GET_REPLY_BYTES, fetched)
         connection.say(
             GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
         )
+        return ()
 
     connection.line(partition).do(connection, request, apply)
 

@@ -337,7 +337,7 @@ class Streamer:
         """Sends what publishers were answered, of the snapshot that is about to end."""
         rows: list[tuple[bytes, int, int, bytes]] = []
         nbytes = 0
-        found = stream.partition.answers(start, end)
+        found = stream.partition.deduplicator.between(start, end)
         for at, row in enumerate(found, 1):
             rows.append(row)
             nbytes += len(row[3]) + ANSWER_OVERHEAD_BYTES

@@ -25,8 +25,7 @@ from upr_protocol.client import (
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
-from upr_server.engine import Partition
-from upr_server.engine.partition import unpack
+from upr_server.engine import Partition, unpack
 from upr_server.replication.host import Host
 from upr_server.replication.received_snapshots import Answer, ReceivedSnapshots
 from upr_server.replication.roles import Source
@@ -289,10 +288,10 @@ class Replicator:
         partition = self._partition(partition_id)
         write = received.take_write()
         if write.answers:
-            partition.take_answers(write.answers)
+            partition.deduplicator.add_received(write.answers)
         tokens = [
             Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.take_news(write.record.high).items()
+            for token, answer in partition.deduplicator.take_pending(write.record.high).items()
         ]
         return PartitionWrite(
             partition_id, write.record, write.chunks, tokens, write.ends, write.purge_seq
@@ -329,7 +328,7 @@ class Replicator:
         partition = self._partition(partition_id)
         self._on_disk[partition_id] = write.record
         move_to_record(partition, write.record)
-        partition.has_taken(write.chunks)
+        partition.notify_update(write.chunks)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
         failover_log = self._received[partition_id].log
         if partition.failover_log != failover_log:
@@ -359,7 +358,7 @@ class Replicator:
             async with disk.maintenance.paused(), self._commit_lock:
                 seq_before = received.received
                 snapshot_end = await disk.store.ask(
-                    FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.indexed)
+                    FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.eviction.indexed)
                 )
                 seq = SeqNo(snapshot_end or 0)
                 failover_log = received.log.until(seq)
@@ -367,7 +366,7 @@ class Replicator:
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
                 tokens = [
                     Token(token.writer, token.counter, b"")
-                    for token in partition.answered_above(seq)
+                    for token in partition.deduplicator.above(seq)
                 ]
                 if self._is_gone:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")

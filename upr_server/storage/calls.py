@@ -13,7 +13,7 @@ import msgspec
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
 from upr_server.storage.key_index import ExpiredItem
@@ -309,11 +309,11 @@ class FindItems(BucketCall[list[Mutation | None]], frozen=True):
     is_read: ClassVar[bool] = True
 
     partition: int
-    wants: Sequence[Want]
+    requests: Sequence[FetchRequest]
     indexed: int = 0
 
     def run(self, bucket: BucketStorage) -> list[Mutation | None]:
-        return bucket.index.find(self.partition, self.wants, indexed=self.indexed)
+        return bucket.index.find(self.partition, self.requests, indexed=self.indexed)
 
 
 class FindExpired(BucketCall[tuple[list[ExpiredItem], bytes]], frozen=True):

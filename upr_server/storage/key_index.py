@@ -15,7 +15,7 @@ import msgspec
 
 from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.ids import Operation, PartitionId, SeqNo
-from upr_server.engine import Want
+from upr_server.engine import FetchRequest
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction
@@ -191,7 +191,7 @@ class KeyIndex:
     def find(
         self,
         partition: int,
-        wants: Sequence[Want],
+        requests: Sequence[FetchRequest],
         *,
         indexed: int = 0,
         bytes_max: int = FIND_BYTES_MAX,
@@ -202,7 +202,7 @@ class KeyIndex:
 
         Args:
             partition: The partition.
-            wants: The keys.
+            requests: The keys.
             indexed: A watermark that the index is known to have reached.
             bytes_max: The answer ends with the item that comes to this: ask again for the others.
 
@@ -210,20 +210,25 @@ class KeyIndex:
             CorruptionError: An item is damaged; or the index is that of an earlier commit, as one
                 flipped bit in a meta page of LMDB makes it.
         """
-        entries = self._entries_of(partition, wants, indexed)
+        entries = self._entries_of(partition, requests, indexed)
         while True:
             try:
-                return self._items_of(partition, wants, entries, bytes_max)
+                return self._items_of(partition, requests, entries, bytes_max)
             except CorruptionError:
                 # The log is read in a transaction of its own. In between, the mutation that the
                 # index named may have been superseded, and compacted away.
-                newer = self._entries_of(partition, wants, indexed, is_retry=True)
+                newer = self._entries_of(partition, requests, indexed, is_retry=True)
                 if newer == entries:
                     raise
                 entries = newer
 
     def _entries_of(
-        self, partition: int, wants: Sequence[Want], indexed: int, *, is_retry: bool = False
+        self,
+        partition: int,
+        requests: Sequence[FetchRequest],
+        indexed: int,
+        *,
+        is_retry: bool = False,
     ) -> list[IndexEntry | None]:
         """The entry of each key, None for one that does not exist. Where the caller names the
         sequence number it is taken as it is, except in a retry: it may be superseded, too."""
@@ -235,51 +240,51 @@ class KeyIndex:
                     f"the index of partition {partition} is at {mark.seq}, though it was at "
                     f"{indexed} before"
                 )
-            for want in wants:
-                if want.number and not is_retry:
-                    entries.append(IndexEntry(want.number, 0))
+            for request in requests:
+                if request.seq and not is_retry:
+                    entries.append(IndexEntry(request.seq, 0))
                     continue
-                key = index_key(partition, want.key)
+                key = index_key(partition, request.key)
                 value = transaction.get(key)
                 if value is None:
                     _check_neighbours(transaction, key)
                 entry = None if value is None else IndexEntry.parse(key, value)
-                if want.number and (entry is None or entry.seq < want.number):
+                if request.seq and (entry is None or entry.seq < request.seq):
                     # The index has not come so far.
-                    entry = IndexEntry(want.number, 0)
+                    entry = IndexEntry(request.seq, 0)
                 entries.append(None if entry is None or entry.is_tombstone else entry)
         return entries
 
     def _items_of(
         self,
         partition: int,
-        wants: Sequence[Want],
+        requests: Sequence[FetchRequest],
         entries: Sequence[IndexEntry | None],
         bytes_max: int,
     ) -> list[Mutation | None]:
         seqs = [
             entry.seq
-            for want, entry in zip(wants, entries, strict=True)
-            if entry is not None and want.value
+            for request, entry in zip(requests, entries, strict=True)
+            if entry is not None and request.needs_value
         ]
         rows = iter(self._log.find(partition, seqs, bytes_max) if seqs else ())
         items: list[Mutation | None] = []
-        for want, entry in zip(wants, entries, strict=True):
+        for request, entry in zip(requests, entries, strict=True):
             if entry is None:
                 items.append(None)
-            elif want.value:
+            elif request.needs_value:
                 row = next(rows, None)
                 if row is None:
                     break
-                if row.key != want.key or row.op != Operation.SET:
+                if row.key != request.key or row.op != Operation.SET:
                     raise CorruptionError(
                         f"mutation {entry.seq} of partition {partition} is not of the key "
-                        f"{want.key!r} but of {row.key!r}"
+                        f"{request.key!r} but of {row.key!r}"
                     )
                 items.append(row)
             else:
                 items.append(
-                    Mutation(Operation.SET, want.key, seq=SeqNo(entry.seq), expiry=entry.expiry)
+                    Mutation(Operation.SET, request.key, seq=SeqNo(entry.seq), expiry=entry.expiry)
                 )
         return items
 

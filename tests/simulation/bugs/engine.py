@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
-from upr_server.engine import Partition
 from upr_server.engine import manager as managers
 from upr_server.engine.cursor import Cursor, Place
+from upr_server.engine.deduplication import Deduplicator
+from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.manager import MutationManager
 from upr_server.engine.replica_reports import ReplicaReports
 
@@ -53,31 +55,26 @@ def collapses_past_a_cursor() -> Iterator[None]:
 @contextmanager
 def evicts_an_unindexed_key() -> Iterator[None]:
     """Keys are forgotten that the disk's index does not know yet."""
-    evict: Any = Partition.evict
-
-    def evict_all(self: Partition, budget: int) -> int:
-        before, self.indexed = self.indexed, self.high_seq
-        try:
-            found: int = evict(self, budget)
-        finally:
-            self.indexed = before
-        return found
-
-    with replaced(Partition, "evict", evict_all):
+    # A new number each time: a sweep begins only when more may be forgotten than before.
+    numbers = count(SEQ_MAX // 2)
+    with replaced(KeyEviction, "pinned", property(lambda _self: next(numbers))):
         yield
 
 
 @contextmanager
 def forgets_its_answers() -> Iterator[None]:
     """A batch that is sent again has its effect again."""
-    with replaced(Partition, "_known", lambda *_: None):
+    with (
+        replaced(Deduplicator, "is_new", lambda *_: True),
+        replaced(Deduplicator, "settle", lambda *_: None),
+    ):
         yield
 
 
 @contextmanager
 def forgets_answers_on_replicas() -> Iterator[None]:
     """A replica does not keep what publishers were answered."""
-    with replaced(Partition, "take_answers", lambda *_: None):
+    with replaced(Deduplicator, "add_received", lambda *_: None):
         yield
 
 

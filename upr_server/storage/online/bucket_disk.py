@@ -14,11 +14,11 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, HistoryId, PartitionId, PartitionState
 from upr_server.engine import (
     Bucket,
+    FetchRequest,
     MutateResult,
     Partition,
     PartitionImage,
     Relief,
-    Want,
     WriterToken,
 )
 from upr_server.storage.api import Store
@@ -159,21 +159,21 @@ class BucketDisk:
     # Reading.
 
     async def find(
-        self, partition: Partition, wants: Sequence[Want]
+        self, partition: Partition, requests: Sequence[FetchRequest]
     ) -> dict[bytes, Mutation | None]:
         """Items from disk: as many of those wanted as come to a bounded number of bytes, and at
-        least one. The partition must be pinned.
+        least one. The partition's eviction must be pinned.
 
         Raises:
             StorageError: The disk cannot tell.
         """
         await self.maintenance.wait_until_indexed(partition)
         self._fetches += 1
-        self._fetched += len(wants)
+        self._fetched += len(requests)
         rows = await self.store.ask(
-            FindItems(self.bucket.name, partition.id, wants, partition.indexed)
+            FindItems(self.bucket.name, partition.id, requests, partition.eviction.indexed)
         )
-        return {want.key: row for want, row in zip(wants, rows, strict=False)}
+        return {request.key: row for request, row in zip(requests, rows, strict=False)}
 
     async def expire(self, now: float) -> None:
         """Makes deletions of items that the disk says have expired. As these stay in memory until
@@ -182,19 +182,19 @@ class BucketDisk:
             return
         after, more = b"", True
         while more and self.bucket.relief() is Relief.NOTHING:
-            pins = {partition.id: partition.pin() for partition in self.bucket.partitions}
+            pins = {partition.id: partition.eviction.pin() for partition in self.bucket.partitions}
             try:
                 due, after = await self.store.ask(
                     FindExpired(self.bucket.name, int(now), after, DUE_MAX)
                 )
                 for item in due:
                     partition = self.bucket.partitions[item.partition]
-                    if partition.can_be_asked:
+                    if partition.eviction.is_index_ready:
                         partition.expire_stored(item.key, item.seq, now)
                 more = bool(after)
             finally:
                 for number, pin in pins.items():
-                    self.bucket.partitions[number].unpin(pin)
+                    self.bucket.partitions[number].eviction.unpin(pin)
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes, times in seconds."""

@@ -86,7 +86,7 @@ class Flusher:
         self.last_commit_at = trio.current_time()
         """When the last commit ended."""
         for partition in bucket.partitions:
-            partition.keep_news()
+            partition.deduplicator.keep_pending()
             cursor = partition.manager.persistence
             cursor.subscribe(partial(self._is_dirty, partition.id))
             if cursor.poll():
@@ -177,7 +177,7 @@ class Flusher:
     def unindexed(self) -> int:
         """How many mutations are on disk that the index has not taken in. O(partitions)."""
         return sum(
-            partition.manager.persistence.committed - partition.indexed
+            partition.manager.persistence.committed - partition.eviction.indexed
             for partition in self._bucket.partitions
         )
 
@@ -236,7 +236,7 @@ class Flusher:
         through = chunks[-1].end
         tokens = [
             Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.take_news(through).items()
+            for token, answer in partition.deduplicator.take_pending(through).items()
         ]
         return PartitionWrite(partition.id, record_of(partition, through), chunks, tokens, ends)
 

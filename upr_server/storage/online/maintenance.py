@@ -117,7 +117,7 @@ class Maintenance:
         """
         self._asked += 1
         try:
-            while not partition.can_be_asked:
+            while not partition.eviction.is_index_ready:
                 if self._corrupted:
                     raise CorruptionError(self._corrupted)
                 self.check_not_deleted()
@@ -164,7 +164,7 @@ class Maintenance:
     def _is_settled(self) -> bool:
         """Whether there is nothing to do before something changes."""
         partitions = self._bucket.partitions
-        behind = sum(partition.high_seq - partition.indexed for partition in partitions)
+        behind = sum(partition.high_seq - partition.eviction.indexed for partition in partitions)
         return behind <= self.undo_mutations and not self._full and not self._is_asked()
 
     def _is_asked(self) -> bool:
@@ -173,7 +173,7 @@ class Maintenance:
         return bool(self._asked) or (
             self.undo_mutations > 0
             and any(
-                one.state is PartitionState.ACTIVE and not one.can_be_asked
+                one.state is PartitionState.ACTIVE and not one.eviction.is_index_ready
                 for one in self._bucket.partitions
             )
         )
@@ -198,7 +198,7 @@ class Maintenance:
         if done.partition < 0:
             return False
         partition = self._bucket.partitions[done.partition]
-        partition.is_indexed(done.indexed, done.items)
+        partition.index_advanced(done.indexed, done.items)
         partition.purge_seq = max(partition.purge_seq, done.purge_seq)
         self._progress.set()
         self._on_progress()

@@ -2,31 +2,31 @@
 
 A publisher names each batch by a token: its writer ID and a counter that rises. When an answer was
 lost it sends the batch again under the same token, and gets the first answer. The window in which
-that works is bounded, and documented:
+that works is bounded:
 
 - the newest 64 batches of a writer and partition: a publisher keeps fewer in flight, and only those
   can be in doubt;
 - of these the newest whose answers take 164 KiB together, and always the newest one. That is enough
-  for the 16 batches that a publisher has in flight, of 1,000 increments each; who counts with
-  larger batches should have fewer in flight;
+  for the 16 batches that a publisher has in flight, of 1,000 increments each; a publisher of larger
+  batches of increments should have fewer in flight;
 - the 1,024 writers that a partition heard from last: a publisher that 1,024 others have overtaken
   since its last batch is not waiting for an answer any more.
 
-A batch older than its writer's window is refused with `TOKEN_TOO_OLD`. Of a writer that was
-forgotten nothing is known: its batch counts as new.
+A batch older than its writer's window is refused with `TOKEN_TOO_OLD`. A batch of a forgotten
+writer counts as new.
 
-A publisher does not wait for an answer before it sends the next batch. When one was refused for
-what passes, those that it sent behind it must not be done before it: they are refused too, until
-the publisher begins again. It does when all it sent are answered, with the first that was refused,
-or a later one if it gave that up: in any case with one that the server has refused before. So all
-that is kept is the highest counter refused; a batch above it is refused, and one that is not above
-it has the matter forgotten. A batch that was never here before is refused once more than needed if
-all that were refused have been given up, and who sends nothing again at all is refused 64 times:
-more are not in flight.
+A publisher does not wait for an answer before it sends the next batch. When a batch is refused for
+a passing reason, the batches that the publisher sent behind it must not overtake it: they are
+refused too, until the publisher begins again. It does so once all its batches are answered, with
+the first that was refused, or with a later one if it gave that up: in any case with a batch that
+the server has refused before. So it is enough to keep the highest counter refused. A batch above it
+is refused; any other ends the matter. If the publisher abandons every refused batch, its next new
+batch is refused once unnecessarily. A publisher that never resends is refused at most 64 times (its
+in-flight limit).
 
-A task that is run again is the same writer again: it begins with its first batch. Each run is an
-attempt with a number that rises, and one that a later attempt has overtaken is refused: the highest
-number is kept for each writer, and on disk with its newest answer.
+A task that Spark runs again is the same writer again: it begins with its first batch. Each run is
+an attempt with a number that rises, and a run that a later attempt has overtaken is refused: the
+highest number is kept for each writer, and on disk with its newest answer.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine.memory import Memory
 
 BATCHES_MAX: Final = 64
-"""Answers that are remembered of one writer: see above."""
+"""Answers of one writer that a partition remembers."""
 
 ANSWERS_BYTES_MAX: Final = 164 * 1024
 """What the answers of one writer take, unless a single one takes more. So a publisher takes some
 10 MiB of a bucket with 64 partitions, at most."""
 
 WRITERS_MAX: Final = 1024
-"""Writers that one partition remembers: see above."""
+"""Writers that one partition remembers."""
 
 WRITER_ID_BYTES: Final = 16
 
@@ -60,15 +60,14 @@ ANSWER_BYTES: Final = 200
 """What an answer takes beside its own bytes, about."""
 
 PUT_OFF_BYTES: Final = 200
-"""What it takes to know that a writer's batch was put off, about."""
+"""What it takes to know that a writer has to begin again, about."""
 
-NEWS_BYTES: Final = 300
-"""What it takes to tell the disk of one answer, beside the answer's own bytes, about."""
-
+PENDING_BYTES: Final = 300
+"""What a pending change for the disk takes beside the answer's own bytes, about."""
 
 ORDER_SLACK: Final = 256
-"""So many answers that are forgotten may stand in the order of those that are not, and as many as
-these are; then it is made anew."""
+"""The order holds at most so many forgotten answers more than remembered ones; then it is made
+anew."""
 
 _HIGH: Final = itemgetter(0)
 
@@ -85,74 +84,82 @@ class WriterToken(msgspec.Struct, frozen=True):
     counter: int
 
 
-class _News:
-    """What changed while the partition's high number was the same: the disk is told all of it with
-    that number, or nothing.
+class _PendingAnswers:
+    """Changes for the disk, made while the partition's high number was the same: a commit takes all
+    of them or none.
 
     Attributes:
         high: The number.
-        changes: Answers remembered, and None for those forgotten. Empty once they were told.
-        held: What answers take that are forgotten, and are still among `changes`.
+        changes: Answers remembered, and None for those forgotten. Empty once a commit took them.
+        forgotten_bytes: What those of `changes` take that are forgotten by now.
     """
 
-    __slots__ = ("changes", "held", "high")
+    __slots__ = ("changes", "forgotten_bytes", "high")
 
     def __init__(self, high: int) -> None:
         self.high = high
         self.changes: dict[WriterToken, bytes | None] = {}
-        self.held = 0
+        self.forgotten_bytes = 0
 
 
-class _Answers:
-    """One writer's answers, by counter, the newest last; each with the news that tell of it. And
-    the highest attempt that was heard of."""
+class _WriterAnswers:
+    """One writer's answers by counter, the newest last, each with the pending changes it is among;
+    and the highest attempt seen."""
 
     __slots__ = ("attempt", "by_counter", "nbytes")
 
     def __init__(self) -> None:
         self.attempt = 0
-        self.by_counter: dict[int, tuple[bytes, _News | None]] = {}
+        self.by_counter: dict[int, tuple[bytes, _PendingAnswers | None]] = {}
         self.nbytes = 0
 
 
-class Writers:
+class PublisherAnswers:
     """The answers of one partition, by writer token.
 
     Args:
         memory: What the bucket holds.
     """
 
-    __slots__ = ("_answer_count", "_memory", "_nbytes", "_news", "_order", "_put_off", "_writers")
+    __slots__ = (
+        "_answer_count",
+        "_memory",
+        "_nbytes",
+        "_order",
+        "_pending",
+        "_put_off",
+        "_writers",
+    )
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._nbytes = 0
-        # Answers with the high numbers they were given at, which never fall; some are forgotten.
+        # Answers with the partition's high number then, which never falls; some are forgotten.
         self._order: list[tuple[int, WriterToken]] = []
         self._answer_count = 0
-        # The writer heard from last stands last.
-        self._writers: OrderedDict[bytes, _Answers] = OrderedDict()
-        # Of writers that are to begin again: the highest counter refused, and how many were.
+        # By when each was last heard from.
+        self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
+        # Writers that have to begin again: the highest counter refused, and how many were.
         self._put_off: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        # What the disk does not know yet, the highest number last; None without a disk.
-        self._news: deque[_News] | None = None
+        # What the disk does not know yet, by high number; None without a disk.
+        self._pending: deque[_PendingAnswers] | None = None
 
     def __len__(self) -> int:
         return len(self._writers)
 
-    def recall(self, token: WriterToken) -> tuple[bytes | None, bool]:
-        """The answer to the batch with this token, and whether it is too old to tell. O(1)."""
+    def answer_to(self, token: WriterToken) -> tuple[bytes | None, bool]:
+        """The answer to the batch with this token, and whether it may have been forgotten. O(1)."""
         answers = self._writers.get(token.writer)
         if answers is None:
             return None, False
-        found = answers.by_counter.get(token.counter)
-        if found is not None:
-            return found[0], False
+        answer, _ = answers.by_counter.get(token.counter, (None, None))
+        if answer is not None:
+            return answer, False
         return None, token.counter <= next(reversed(answers.by_counter))
 
     def is_plainly_new(self, token: WriterToken, attempt: int) -> bool:
-        """Whether nothing at all speaks against doing the batch with this token: the quick way for
-        most. O(1)."""
+        """Whether the batch is new, and no writer is to begin again: the quick answer for most
+        batches. O(1)."""
         if self._put_off:
             return False
         answers = self._writers.get(token.writer)
@@ -161,7 +168,7 @@ class Writers:
         )
 
     def attempt(self, writer: bytes) -> int:
-        """The highest attempt that was heard of; 0 for none. O(1)."""
+        """The highest attempt of this writer; 0 where it has none. O(1)."""
         answers = self._writers.get(writer)
         return 0 if answers is None else answers.attempt
 
@@ -173,47 +180,58 @@ class Writers:
         counter = next(reversed(answers.by_counter))
         return WriterToken(writer, counter), answers.by_counter[counter][0]
 
+    # Batches that must not overtake a refused one.
+
+    def is_behind_refused(self, token: WriterToken) -> bool:
+        """Whether the publisher sent this batch behind one that was refused, and has not begun
+        again since. O(1)."""
+        if token.writer not in self._put_off:
+            return False
+        highest, refused_count = self._put_off[token.writer]
+        return token.counter > highest and refused_count < BATCHES_MAX
+
+    def must_wait(self, token: WriterToken) -> bool:
+        """Whether to refuse the batch because it is behind a refused one. It then counts as refused
+        too; otherwise its writer has begun again, which ends the matter. O(1)."""
+        if self.is_behind_refused(token):
+            self.put_off(token)
+            return True
+        if self._put_off.pop(token.writer, None) is not None:
+            self._count(-PUT_OFF_BYTES)
+        return False
+
     def put_off(self, token: WriterToken) -> None:
-        """Notes that a batch was refused for what passes, before it had any effect. O(1)."""
-        highest, refused = self._put_off.pop(token.writer, (0, 0))
-        if not refused:
+        """Notes that a batch was refused for a passing reason, before it had any effect. O(1)."""
+        refused_count = 0
+        if token.writer not in self._put_off:
             self._count(PUT_OFF_BYTES)
-        elif token.counter <= highest:
-            refused = 0
-        self._put_off[token.writer] = (token.counter, refused + 1)
+        elif self.is_behind_refused(token):
+            _, refused_count = self._put_off[token.writer]
+        self._put_off[token.writer] = (token.counter, refused_count + 1)
+        self._put_off.move_to_end(token.writer)
         if len(self._put_off) > WRITERS_MAX:
             self._put_off.popitem(last=False)
             self._count(-PUT_OFF_BYTES)
 
-    def must_wait(self, token: WriterToken) -> bool:
-        """Whether the batch is behind one that was put off; then it is put off too. O(1)."""
-        if token.writer not in self._put_off:
-            return False
-        highest, refused = self._put_off[token.writer]
-        if token.counter > highest and refused < BATCHES_MAX:
-            self.put_off(token)
-            return True
-        del self._put_off[token.writer]
-        self._count(-PUT_OFF_BYTES)
-        return False
+    # Remembering.
 
-    def keep_news(self) -> None:
-        """From now on, notes for `take_news` what changes."""
-        self._news = deque()
+    def keep_pending(self) -> None:
+        """There is a disk: from now on, changes are noted for `take_pending`."""
+        self._pending = deque()
 
-    def take_news(self, through: int) -> dict[WriterToken, bytes | None]:
-        """What has changed until the partition's high number was `through`, since this was last
-        asked: answers remembered, and None for those forgotten."""
-        taken = dict[WriterToken, bytes | None]()
-        while self._news and self._news[0].high <= through:
-            news = self._news.popleft()
-            taken |= news.changes
-            self._count(-news.held - NEWS_BYTES * len(news.changes))
-            news.changes = {}
-        return taken
+    def take_pending(self, through: int) -> dict[WriterToken, bytes | None]:
+        """What has changed since the last call, while the partition's high number was at most
+        `through`: answers remembered, and None for those forgotten."""
+        changes = dict[WriterToken, bytes | None]()
+        while self._pending and self._pending[0].high <= through:
+            pending = self._pending.popleft()
+            changes |= pending.changes
+            self._count(-pending.forgotten_bytes - PENDING_BYTES * len(pending.changes))
+            pending.changes = {}
+        return changes
 
     def remember(self, token: WriterToken, answer: bytes, high: int = 0, attempt: int = 0) -> None:
-        """Keeps the answer to a batch that `recall` did not know. O(1), beside what it forgets.
+        """Keeps the answer to a batch that had none. O(1), beside what it forgets.
 
         Args:
             token: Its token.
@@ -223,7 +241,7 @@ class Writers:
         """
         answers = self._writers.get(token.writer)
         if answers is None:
-            answers = self._writers[token.writer] = _Answers()
+            answers = self._writers[token.writer] = _WriterAnswers()
             self._count(WRITER_BYTES)
             if len(self._writers) > WRITERS_MAX:
                 writer, forgotten = self._writers.popitem(last=False)
@@ -249,30 +267,30 @@ class Writers:
             self._forget(WriterToken(token.writer, oldest), answers, high)
 
     def replace_newest(self, token: WriterToken, answer: bytes, high: int, attempt: int) -> None:
-        """Keeps another answer to the writer's newest batch, as of now. O(1), beside what it
-        forgets."""
+        """Keeps another answer to the writer's newest batch. O(1), beside what it forgets."""
         self._forget(token, self._writers[token.writer], high)
         self.remember(token, answer, high, attempt)
 
-    def _forget(self, token: WriterToken, answers: _Answers, high: int) -> None:
-        answer, told_by = answers.by_counter.pop(token.counter)
+    def _forget(self, token: WriterToken, answers: _WriterAnswers, high: int) -> None:
+        answer, pending = answers.by_counter.pop(token.counter)
         self._answer_count -= 1
         nbytes = ANSWER_BYTES + len(answer)
         answers.nbytes -= nbytes
         if (
-            told_by is not None
-            and self._news
-            and told_by is self._news[-1]
-            and told_by.high == high
+            pending is not None
+            and self._pending
+            and pending is self._pending[-1]
+            and pending.high == high
         ):
-            # The disk will know neither that it was there nor that it is gone.
-            del told_by.changes[token]
-            self._count(-nbytes - NEWS_BYTES)
+            # The answer came and went at one high number: the disk need not know of it.
+            del pending.changes[token]
+            self._count(-nbytes - PENDING_BYTES)
             return
         self._note(token, None, high)
-        if told_by is not None and told_by.changes:
-            # The disk has it first, with a lower number, to know the batch should it crash there.
-            told_by.held += nbytes
+        if pending is not None and pending.changes:
+            # A commit up to the lower number still has to write it: after a crash there, the batch
+            # must be known. Until then the answer takes memory.
+            pending.forgotten_bytes += nbytes
         else:
             self._count(-nbytes)
 
@@ -281,21 +299,20 @@ class Writers:
     def between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
         and answer. O(log answers), beside what is found."""
-        found: list[tuple[bytes, int, SeqNo, bytes]] = []
-        for at in range(bisect_left(self._order, start, key=_HIGH), len(self._order)):
-            high, token = self._order[at]
+        rows: list[tuple[bytes, int, SeqNo, bytes]] = []
+        for index in range(bisect_left(self._order, start, key=_HIGH), len(self._order)):
+            high, token = self._order[index]
             if high > end:
                 break
-            answers = self._writers.get(token.writer)
-            known = answers and answers.by_counter.get(token.counter)
-            if known:
-                found.append((token.writer, token.counter, SeqNo(high), known[0]))
-        return found
+            answer, _ = self.answer_to(token)
+            if answer is not None:
+                rows.append((token.writer, token.counter, SeqNo(high), answer))
+        return rows
 
     def above(self, seq: int) -> list[WriterToken]:
         """The tokens of answers given at numbers above `seq`. O(answers)."""
-        at = bisect_left(self._order, seq + 1, key=_HIGH)
-        return list(dict.fromkeys(token for _, token in self._order[at:]))
+        first = bisect_left(self._order, seq + 1, key=_HIGH)
+        return list(dict.fromkeys(token for _, token in self._order[first:]))
 
     def cut(self, seq: int) -> list[WriterToken]:
         """Forgets the answers given at numbers above `seq`, as if they had never been. O(answers).
@@ -303,9 +320,9 @@ class Writers:
         Returns:
             Their tokens.
         """
-        gone = self.above(seq)
+        tokens = self.above(seq)
         del self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
-        for token in gone:
+        for token in tokens:
             answers = self._writers.get(token.writer)
             if answers is None or token.counter not in answers.by_counter:
                 continue
@@ -316,10 +333,10 @@ class Writers:
             if not answers.by_counter:
                 del self._writers[token.writer]
                 self._count(-WRITER_BYTES)
-        while self._news and self._news[-1].high > seq:
-            news = self._news.pop()
-            self._count(-news.held - NEWS_BYTES * len(news.changes))
-        return gone
+        while self._pending and self._pending[-1].high > seq:
+            pending = self._pending.pop()
+            self._count(-pending.forgotten_bytes - PENDING_BYTES * len(pending.changes))
+        return tokens
 
     def _tidy_order(self) -> None:
         newest: dict[WriterToken, int] = {}
@@ -330,20 +347,25 @@ class Writers:
                 newest[token] = high
         self._order = [(high, token) for token, high in newest.items()]
 
-    def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _News | None:
-        """Notes a change. Gives the news that it is part of, if it is all that they say of it."""
-        if self._news is None:
+    def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _PendingAnswers | None:
+        """Notes a change for the disk.
+
+        Returns:
+            The pending changes it is among; None when they hold an older change of this token too,
+            so that it cannot be taken back alone.
+        """
+        if self._pending is None:
             return None
-        news = self._news[-1] if self._news else None
-        if news is None or news.high != high:
-            news = _News(high)
-            self._news.append(news)
-        elif token in news.changes:
-            news.changes[token] = answer
+        pending = self._pending[-1] if self._pending else None
+        if pending is None or pending.high != high:
+            pending = _PendingAnswers(high)
+            self._pending.append(pending)
+        elif token in pending.changes:
+            pending.changes[token] = answer
             return None
-        news.changes[token] = answer
-        self._count(NEWS_BYTES)
-        return news
+        pending.changes[token] = answer
+        self._count(PENDING_BYTES)
+        return pending
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -355,7 +377,7 @@ class Writers:
         return self._nbytes
 
     def check_invariants(self) -> None:
-        """Bounds, order, bytes. O(answers + news)."""
+        """Bounds, order, bytes. O(answers + pending changes)."""
         assert len(self._writers) <= WRITERS_MAX
         assert len(self._put_off) <= WRITERS_MAX
         total = PUT_OFF_BYTES * len(self._put_off)
@@ -372,7 +394,8 @@ class Writers:
         assert len(self._order) <= 2 * count + ORDER_SLACK + 1
         order = [high for high, _ in self._order]
         assert sorted(order) == order, "numbers rise"
-        highs = [news.high for news in self._news or ()]
+        highs = [pending.high for pending in self._pending or ()]
         assert sorted(set(highs)) == highs, "numbers rise"
-        total += sum(news.held + NEWS_BYTES * len(news.changes) for news in self._news or ())
+        for pending in self._pending or ():
+            total += pending.forgotten_bytes + PENDING_BYTES * len(pending.changes)
         assert total == self._nbytes, (total, self._nbytes)

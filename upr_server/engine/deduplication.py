@@ -1,0 +1,178 @@
+"""Deduplication: a batch that a publisher sends again has no second effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from upr_protocol.errors import Status
+from upr_protocol.ids import SeqNo
+from upr_server.engine.batch import MutationBatch
+from upr_server.engine.memory import Memory
+from upr_server.engine.mutate_result import MutateResult, pack, unpack
+from upr_server.engine.publisher_answers import PublisherAnswers, WriterToken
+
+
+class Deduplicator:
+    """Decides what becomes of a batch that has a token: it is applied, refused, or answered as it
+    was the first time.
+
+    Args:
+        memory: What the bucket holds.
+        answers: The answers that the disk has, by token, oldest first.
+        high: The partition's high number.
+    """
+
+    __slots__ = ("_answers",)
+
+    def __init__(
+        self, memory: Memory, answers: Mapping[WriterToken, MutateResult], high: SeqNo
+    ) -> None:
+        self._answers = PublisherAnswers(memory)
+        for token, result in answers.items():
+            # The disk keeps no high number with an answer. The result's last number is at most
+            # that, so that a cut which undoes the batch forgets the answer too.
+            given_at = min(result.last_seq, high)
+            self._answers.remember(token, pack(result), given_at, result.attempt)
+
+    def __len__(self) -> int:
+        """Writers whose answers are remembered."""
+        return len(self._answers)
+
+    # What becomes of a batch.
+
+    def is_new(self, batch: MutationBatch) -> bool:
+        """Whether the batch is to be applied. Changes nothing. O(1)."""
+        token, answers = batch.token, self._answers
+        if token is None or (not batch.chain and answers.is_plainly_new(token, batch.attempt)):
+            return True
+        return (
+            batch.attempt >= answers.attempt(token.writer)
+            and not answers.is_behind_refused(token)
+            and self._answer(token, batch) is None
+        )
+
+    def settle(self, batch: MutationBatch, high: SeqNo) -> MutateResult | Status | None:
+        """The answer to a batch that is not to be applied; None for one that is. O(1).
+
+        Args:
+            batch: The batch.
+            high: The partition's high number.
+
+        Returns:
+            The first answer, for a batch that was here before; or the status to refuse it with.
+        """
+        token, answers = batch.token, self._answers
+        if token is None or (not batch.chain and answers.is_plainly_new(token, batch.attempt)):
+            return None
+        if batch.attempt < answers.attempt(token.writer):
+            return Status.FENCED
+        if answers.must_wait(token):
+            return Status.TEMPORARY_FAILURE
+        answer = self._answer(token, batch)
+        if answer is Status.REPLAY_DIFFERS:
+            # The publisher hears of this later: what it has sent behind the batch must not be done.
+            answers.put_off(token)
+        elif isinstance(answer, MutateResult) and batch.attempt > answers.attempt(token.writer):
+            self._fence_older(token.writer, batch.attempt, high)
+        return answer
+
+    def _answer(self, token: WriterToken, batch: MutationBatch) -> MutateResult | Status | None:
+        packed, may_be_forgotten = self._answers.answer_to(token)
+        if packed is not None:
+            result = unpack(packed, repeated=True)
+            differs = batch.chain and result.chain and batch.chain != result.chain
+            return Status.REPLAY_DIFFERS if differs else result
+        if may_be_forgotten:
+            return Status.TOKEN_TOO_OLD
+        return None if self._continues_chain(token, batch) else Status.REPLAY_DIFFERS
+
+    def _continues_chain(self, token: WriterToken, batch: MutationBatch) -> bool:
+        """Whether a new batch follows what its publisher sent before, as far as can be told."""
+        if not batch.chain:
+            return True
+        newest = self._answers.newest(token.writer)
+        if newest is None or newest[0].counter + 1 != token.counter:
+            return True
+        previous_chain = unpack(newest[1]).chain
+        return not previous_chain or batch.chunk.chained(previous_chain) == batch.chain
+
+    def _fence_older(self, writer: bytes, attempt: int, high: SeqNo) -> None:
+        """Refuses older attempts from now on, though this one has sent nothing new yet: the newest
+        answer gets the attempt's number, so that the disk has it too."""
+        newest = self._answers.newest(writer)
+        assert newest is not None
+        token, answer = newest
+        result = msgspec.structs.replace(unpack(answer), attempt=attempt)
+        self._answers.replace_newest(token, pack(result), high, attempt)
+
+    def put_off(self, token: WriterToken | None) -> None:
+        """A batch was refused for a passing reason. What its publisher has sent behind it will be
+        refused too, until it sends this one, or another that was refused, again.
+
+        Args:
+            token: The batch's name, if it has one.
+        """
+        if token is not None:
+            self._answers.put_off(token)
+
+    def remember(self, token: WriterToken, result: MutateResult, high: SeqNo) -> None:
+        """Keeps the result of a batch that was applied, for when it is sent again."""
+        self._answers.remember(token, pack(result), high, result.attempt)
+
+    # For the disk.
+
+    def keep_pending(self) -> None:
+        """There is a disk: from now on, changes are noted for `take_pending`."""
+        self._answers.keep_pending()
+
+    def take_pending(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
+        """Answers to keep on disk with everything up to `through`, and None for those to forget."""
+        return {
+            token: None if answer is None else unpack(answer)
+            for token, answer in self._answers.take_pending(through).items()
+        }
+
+    # For replicas.
+
+    def between(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
+        and packed result. Some may be of batches that are older than `start`.
+
+        O(log answers), beside what is returned.
+        """
+        return self._answers.between(start, end)
+
+    def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
+        """Keeps what another node gave as `between`, for changes that come next or just came."""
+        for writer, counter, seq, answer in rows:
+            token = WriterToken(writer, counter)
+            newest = self._answers.newest(writer)
+            if newest is None or newest[0].counter < counter:
+                self._answers.remember(token, answer, seq, unpack(answer).attempt)
+            elif newest[0] == token and newest[1] != answer:
+                self._answers.replace_newest(token, answer, seq, unpack(answer).attempt)
+
+    def above(self, seq: SeqNo) -> list[WriterToken]:
+        """The tokens of answers that `cut` would forget. O(answers)."""
+        return self._answers.above(seq)
+
+    def cut(self, seq: SeqNo) -> list[WriterToken]:
+        """Everything above `seq` is undone: forgets the answers given there. O(answers).
+
+        Returns:
+            Their tokens.
+        """
+        return self._answers.cut(seq)
+
+    # Figures and checks.
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, about."""
+        return self._answers.nbytes
+
+    def check_invariants(self) -> None:
+        """Those of the answers. O(answers)."""
+        self._answers.check_invariants()

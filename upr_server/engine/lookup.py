@@ -1,0 +1,229 @@
+"""The lookup: what a key holds, and what of it must be read from disk first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Final
+
+import msgspec
+
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import Operation
+from upr_server.engine.eviction import KeyEviction
+from upr_server.engine.expiry import ExpiryIndex
+from upr_server.engine.hash_table import HashTable
+from upr_server.engine.manager import MutationManager
+from upr_server.engine.operations import READS
+
+Fetched = Mapping[bytes, Mutation | None]
+"""What was read from disk, by key: the newest mutation, or None for a key that is missing. Where
+the request needed no value, the mutation has its number and expiry time and no CAS."""
+
+NOTHING_FETCHED: Final[Fetched] = {}
+
+
+class FetchRequest(msgspec.Struct, frozen=True):
+    """A key whose item must be read from disk.
+
+    Attributes:
+        key: The key.
+        seq: The number of its newest mutation, where memory knows it; else 0.
+        needs_value: Whether more is needed than whether the item exists and when it expires.
+    """
+
+    key: bytes
+    seq: int
+    needs_value: bool
+
+
+class Residence(Enum):
+    """Where the newest mutation of a key is."""
+
+    ABSENT = auto()
+    """Nowhere: the key has no item, and memory knows that."""
+
+    MEMORY = auto()
+    """In memory: the item exists, unless it has expired."""
+
+    DISK = auto()
+    """On disk, at a number that memory knows: the item exists, unless it has expired."""
+
+    UNKNOWN = auto()
+    """Memory does not know the key: only the disk's index can tell whether there is an item."""
+
+
+# An enum's attributes are slow to look up.
+_ABSENT: Final = Residence.ABSENT
+_MEMORY: Final = Residence.MEMORY
+_DISK: Final = Residence.DISK
+_UNKNOWN: Final = Residence.UNKNOWN
+
+NOT_FETCHED: Final = Mutation(Operation.SET, b"")
+"""Stands for an item that must be read from disk first."""
+
+_SOME_ITEM: Final = Mutation(Operation.SET, b"")
+"""Stands for an item of which an operation only needs to know that it exists."""
+
+
+class KeyLookup:
+    """Finds what keys hold, in memory and in what was fetched from disk.
+
+    What was fetched stays right as long as the partition's eviction is pinned: a key that changed
+    since is then in the table, with a higher number.
+
+    Args:
+        table: The partition's hash table.
+        manager: Its mutations in memory.
+        expiries: When its items expire.
+        eviction: What the table has forgotten.
+    """
+
+    __slots__ = ("_eviction", "_expiries", "_manager", "_table")
+
+    def __init__(
+        self,
+        table: HashTable,
+        manager: MutationManager,
+        expiries: ExpiryIndex,
+        eviction: KeyEviction,
+    ) -> None:
+        self._table = table
+        self._manager = manager
+        self._expiries = expiries
+        self._eviction = eviction
+
+    # What is missing.
+
+    def missing_for_operations(
+        self, rows: Iterable[Mutation], now: float, fetched: Fetched
+    ) -> list[FetchRequest]:
+        """What must be read from disk before `rows` can be applied. O(rows).
+
+        Args:
+            rows: The mutations of a published chunk.
+            now: Seconds since 1970.
+            fetched: What was read already.
+        """
+        requests: dict[bytes, FetchRequest] = {}
+        for row in rows:
+            if is_plain_set(row):
+                continue
+            needs_value = _needs_value(row)
+            request = self._fetch_request(row.key, now, fetched, needs_value=needs_value)
+            # Of two operations on one key, the one that needs the value decides.
+            if request is not None and (needs_value or row.key not in requests):
+                requests[row.key] = request
+        return list(requests.values())
+
+    def missing_for_get(
+        self, keys: Sequence[bytes], now: float, fetched: Fetched
+    ) -> list[FetchRequest]:
+        """What must be read from disk before a `get` of `keys` has an answer. O(keys).
+
+        A fetch reads a bounded number of bytes, perhaps not all that was asked for. Then the answer
+        holds the keys before the first that is still missing: so nothing is missing once the first
+        key is there.
+        """
+        if fetched and keys and self.find(keys[0], now, fetched) is not NOT_FETCHED:
+            return []
+        requests = (
+            self._fetch_request(key, now, fetched, needs_value=True) for key in dict.fromkeys(keys)
+        )
+        return [request for request in requests if request is not None]
+
+    def _fetch_request(
+        self, key: bytes, now: float, fetched: Fetched, *, needs_value: bool
+    ) -> FetchRequest | None:
+        residence, seq = self._locate(key)
+        if residence is _ABSENT or residence is _MEMORY:
+            return None
+        # An item at a known number exists. Whether it has expired matters only if anything has.
+        if residence is _DISK and not needs_value and not self._expiries.is_due(now):
+            return None
+        if self._fetched_item(key, seq, fetched, needs_value=needs_value) is not NOT_FETCHED:
+            return None
+        # A known number is read from the log, which gives the whole mutation anyway.
+        return FetchRequest(key, seq, needs_value or residence is _DISK)
+
+    # What is there.
+
+    def find(self, key: bytes, now: float, fetched: Fetched) -> Mutation | None:
+        """What the key holds; None when it is missing or has expired. O(log mutations).
+
+        Returns:
+            The mutation, or `NOT_FETCHED` when it must be read from disk first.
+        """
+        residence, seq = self._locate(key)
+        if residence is _ABSENT:
+            return None
+        if residence is _MEMORY:
+            item: Mutation | None = self._manager.find(seq)
+        else:
+            item = self._fetched_item(key, seq, fetched, needs_value=True)
+        return None if item is None or 0 < item.expiry <= now else item
+
+    def item_for(self, operation: Mutation, now: float, fetched: Fetched) -> Mutation | None:
+        """What the operation's key holds, as far as the operation needs to know; None when it is
+        missing or has expired.
+
+        Nothing may be missing for it: see `missing_for_operations`.
+        """
+        residence, seq = self._locate(operation.key)
+        if residence is _ABSENT:
+            return None
+        needs_value = _needs_value(operation)
+        if residence is _MEMORY:
+            # Finding a mutation costs more than all else here. When nothing has expired, an item
+            # that need only exist exists.
+            needs_item = needs_value or self._expiries.is_due(now)
+            item: Mutation | None = self._manager.find(seq) if needs_item else _SOME_ITEM
+        else:
+            item = self._fetched_item(operation.key, seq, fetched, needs_value=needs_value)
+            if item is NOT_FETCHED:
+                # Nothing had expired when the caller asked what was missing, so that this was not
+                # fetched. What has expired since then was stored by the batch itself, with an
+                # expiry time in the past: that is in memory, and this item is not it.
+                assert residence is _DISK, "the caller must ask first what is missing"
+                assert not needs_value, "the caller must ask first what is missing"
+                item = _SOME_ITEM
+        return None if item is None or 0 < item.expiry <= now else item
+
+    def _locate(self, key: bytes) -> tuple[Residence, int]:
+        """Where the newest mutation of `key` is, and its number, where it is known. O(1)."""
+        seq, is_tombstone = self._table.newest(key)
+        if not seq:
+            return (_UNKNOWN if self._eviction.has_evicted else _ABSENT), 0
+        if is_tombstone:
+            return _ABSENT, seq
+        return (_MEMORY if seq > self._manager.oldest else _DISK), seq
+
+    @staticmethod
+    def _fetched_item(
+        key: bytes, seq: int, fetched: Fetched, *, needs_value: bool
+    ) -> Mutation | None:
+        """What was fetched for `key`, if it serves; else `NOT_FETCHED`.
+
+        Args:
+            key: The key.
+            seq: The number that the item must have; 0 where memory does not know it.
+            fetched: What was read.
+            needs_value: Whether the value must be there, which it is not without a CAS.
+        """
+        item = fetched.get(key, NOT_FETCHED)
+        if item is None:
+            # It was missing on disk. If memory has known a number since, that answer is old.
+            return NOT_FETCHED if seq else None
+        if (seq and item.seq != seq) or (needs_value and not item.cas):
+            return NOT_FETCHED
+        return item
+
+
+def is_plain_set(operation: Mutation) -> bool:
+    """Whether the operation stores its value whatever the key holds."""
+    return operation.op == Operation.SET and not operation.cas
+
+
+def _needs_value(operation: Mutation) -> bool:
+    """Whether the operation needs the item itself, not only whether there is one."""
+    return bool(operation.cas) or operation.op in READS
