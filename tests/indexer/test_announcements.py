@@ -229,7 +229,8 @@ async def test_what_cannot_be_read_the_stream_brings(
         async with a_town(tmp_path) as (_, client, indexer):
             await redefine(client, indexer)
             await eventually(
-                lambda: any("what is announced" in line["event"] for line in logs), "it is said"
+                lambda: any("announced documents unreadable" in line["event"] for line in logs),
+                "it is said",
             )
 
 
