@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,37 +21,36 @@ URL_VARIABLE: Final = "UPR_INDEXER_URL"
 URL_DEFAULT: Final = "http://127.0.0.1:12080"
 
 _BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
+"""Error codes of the indexer that tell of a mistake on the command line."""
+
+_PAGE_ENTRIES: Final = 1000
 
 
-class _Indexer:
-    """A client as a context; an error of the indexer ends the command with a sentence."""
-
-    def __init__(self, url: str) -> None:
-        try:
-            self._client = IndexClient(url)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-
-    def __enter__(self) -> IndexClient:
-        return self._client
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._client.close()
-        if isinstance(error, IndexerError):
-            kind = BadInputError if error.code in _BAD_INPUTS else RefusedError
-            raise kind(str(error)) from error
-        if isinstance(error, UnicodeEncodeError):
-            raise BadInputError(f"{error.object!r} is not UTF-8") from error
+@contextmanager
+def _indexer(url: str) -> Iterator[IndexClient]:
+    """A client of the indexer, whose errors end the command with a sentence."""
+    try:
+        client = IndexClient(url)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        yield client
+    except IndexerError as error:
+        kind = BadInputError if error.code in _BAD_INPUTS else RefusedError
+        raise kind(str(error)) from error
+    except UnicodeEncodeError as error:
+        raise BadInputError(f"{error.object!r} is not UTF-8") from error
+    finally:
+        client.close()
 
 
-def _indexer_option(command: Any) -> Any:
-    return click.option(
-        "--indexer",
-        "url",
-        metavar="URL",
-        default=lambda: os.environ.get(URL_VARIABLE, URL_DEFAULT),
-        help=f"The indexer's URL.  [default: {URL_VARIABLE}, or {URL_DEFAULT}]",
-    )(command)
+_indexer_option: Final = click.option(
+    "--indexer",
+    "url",
+    metavar="URL",
+    default=lambda: os.environ.get(URL_VARIABLE, URL_DEFAULT),
+    help=f"The indexer's URL.  [default: {URL_VARIABLE}, or {URL_DEFAULT}]",
+)
 
 
 @click.group()
@@ -83,7 +84,7 @@ def create(design: str, file: Path | None, indexes: tuple[str, ...], url: str) -
     if (file is None) == (not indexes):
         raise click.UsageError("give either a file or --index")
     body: object = file.read_bytes() if file is not None else _design(indexes)
-    with _Indexer(url) as client:
+    with _indexer(url) as client:
         client.create(design, body)
     click.echo(f"created {design}")
 
@@ -105,7 +106,7 @@ def _design(indexes: tuple[str, ...]) -> object:
 @_indexer_option
 def drop(design: str, url: str) -> None:
     """Delete the design document DESIGN and its indexes."""
-    with _Indexer(url) as client:
+    with _indexer(url) as client:
         client.drop(design)
     click.echo(f"dropped {design}")
 
@@ -118,7 +119,7 @@ def list_indexes(url: str, as_json: bool) -> None:
 
     Design documents with mistakes are reported on standard error.
     """
-    with _Indexer(url) as client:
+    with _indexer(url) as client:
         indexes, mistakes = client.indexes(), client.mistakes()
     columns = ("name", "state", "entries", "disk_bytes", "behind")
     print_table(
@@ -133,7 +134,7 @@ def list_indexes(url: str, as_json: bool) -> None:
 @_indexer_option
 def status(name: str | None, url: str) -> None:
     """Print the status of an index, or of the indexer, as a JSON object."""
-    with _Indexer(url) as client:
+    with _indexer(url) as client:
         details = client.status() if name is None else client.index(name)
     click.echo(msgspec.json.format(msgspec.json.encode(details)).decode())
 
@@ -239,24 +240,24 @@ def scan(
         "written": written,
         "timeout_s": timeout,
     }
-    with _Indexer(url) as client:
+    with _indexer(url) as client:
         if count:
             click.echo(client.count(name, **range_, **freshness))
             return
-        left = limit
-        continuation = ""
-        while left is None or left > 0:
+        continuation, remaining = "", limit
+        while remaining is None or remaining > 0:
             page = client.scan(
                 name,
                 **range_,
                 **freshness,
                 descending=descending,
-                limit=min(1000, left or 1000),
+                limit=min(_PAGE_ENTRIES, remaining or _PAGE_ENTRIES),
                 continuation=continuation,
             )
             for entry in page.entries:
                 click.echo(msgspec.json.encode(entry))
-            left = None if left is None else left - len(page.entries)
             continuation = page.continuation
             if not continuation:
-                break
+                return
+            if remaining is not None:
+                remaining -= len(page.entries)
