@@ -9,6 +9,8 @@ from typing import Final, Generic, TypeVar
 
 import trio
 
+from upr_protocol.concurrency import Notifier
+
 ITEMS_MAX: Final = 4_000
 """How many rows the thread may be ahead: milliseconds of work, so that neither side waits."""
 
@@ -32,7 +34,7 @@ class RowReader(Generic[T]):
         self._source = source
         self._items: list[T] = []
         self._room = threading.Event()
-        self._arrived = trio.Event()
+        self._arrival = Notifier()
         self._awake = False
         self._token = trio.lowlevel.current_trio_token()
         self._finished = False
@@ -42,9 +44,8 @@ class RowReader(Generic[T]):
         """The source's items in order, until it ends."""
         finished = False
         while not finished:
-            await self._arrived.wait()
+            await self._arrival.wait_until(lambda: self._awake)
             await trio.sleep(LINGER_S)
-            self._arrived = trio.Event()
             self._awake = False
             finished = self._finished
             count = len(self._items)
@@ -81,10 +82,7 @@ class RowReader(Generic[T]):
 
     def _wake(self) -> None:
         self._awake = True
-        self._token.run_sync_soon(self._note_arrival)
-
-    def _note_arrival(self) -> None:
-        self._arrived.set()
+        self._token.run_sync_soon(self._arrival.notify)
 
 
 @asynccontextmanager
