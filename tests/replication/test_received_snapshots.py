@@ -1,0 +1,82 @@
+"""What a replica has received, and what of it goes to disk when."""
+
+from __future__ import annotations
+
+import pytest
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
+from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
+from upr_server.replication.received_snapshots import ReceivedSnapshots
+
+HISTORY = HistoryId(7)
+LOG = FailoverLog.of([(7, 0)])
+
+
+def chunk(*seqs: int) -> Chunk:
+    """A chunk with a mutation for each of consecutive sequence numbers."""
+    return Chunk.build(
+        [Mutation(Operation.SET, b"k%d" % seq, b"v", SeqNo(seq), Cas(seq)) for seq in seqs],
+        SeqNo(seqs[0] - 1),
+        SeqNo(seqs[-1]),
+    )
+
+
+def received(end: int, *chunks: Chunk) -> ReceivedSnapshots:
+    """What was received of a first snapshot that ends at `end`."""
+    snapshots = ReceivedSnapshots(LOG, SeqNo(0), Cas(0))
+    snapshots.begin_snapshot(HISTORY, SeqNo(end), SeqNo(0))
+    for part in chunks:
+        snapshots.add_chunk(part)
+    return snapshots
+
+
+def test_the_last_chunk_of_a_snapshot_is_written_with_its_end() -> None:
+    snapshots = received(4, chunk(1, 2), chunk(3, 4))
+    first = snapshots.take_write()
+    assert [(part.start, part.end) for part in first.chunks] == [(0, 2)]
+    assert first.ends == []
+    assert first.record.partial is not None
+    assert first.record.partial.received == 2
+    assert snapshots.has_unwritten
+    snapshots.end_snapshot(SeqNo(4))
+    second = snapshots.take_write()
+    assert [(part.start, part.end) for part in second.chunks] == [(2, 4)]
+    assert second.ends == [4]
+    assert (second.record.high, second.record.partial) == (4, None)
+    assert not snapshots.has_unwritten
+
+
+def test_a_stream_goes_on_inside_a_snapshot_that_was_interrupted() -> None:
+    snapshots = received(10, chunk(1, 2))
+    partial = PartialSnapshot(HISTORY, SeqNo(0), SeqNo(10))
+    assert snapshots.position == Position(LOG, SeqNo(0), SeqNo(2), partial)
+    on_disk = ReceivedSnapshots.from_record(snapshots.take_write().record)
+    assert on_disk.position == snapshots.position
+
+
+def test_answers_to_publishers_wait_for_the_end_of_their_snapshot() -> None:
+    snapshots = received(4, chunk(1, 2))
+    answer = (bytes(16), 1, SeqNo(2), b"answer")
+    snapshots.add_answers([answer])
+    assert snapshots.take_write().answers == []
+    snapshots.add_chunk(chunk(3, 4))
+    snapshots.end_snapshot(SeqNo(4))
+    assert snapshots.take_write().answers == [answer]
+
+
+def test_a_source_that_skips_or_shortens_is_refused() -> None:
+    snapshots = received(10, chunk(1, 2))
+    with pytest.raises(RemoteProtocolError, match="does not follow 2"):
+        snapshots.add_chunk(chunk(4, 5))
+    with pytest.raises(RemoteProtocolError, match="ends at 10, but 2"):
+        snapshots.end_snapshot(SeqNo(10))
+
+
+def test_a_rollback_drops_the_chunk_that_waits_for_its_end() -> None:
+    snapshots = received(1, chunk(1))
+    assert snapshots.take_write().chunks == []
+    assert snapshots.nbytes
+    snapshots.truncate(SeqNo(0))
+    assert (snapshots.nbytes, snapshots.received, snapshots.take_write().chunks) == (0, 0, [])
