@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
-from tests.spark.model_port import BYTES_A_ROW, ModelPort
+from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
@@ -35,9 +35,9 @@ def options_of(**given: str) -> ReadOptions:
     return ReadOptions.parse({"url": "upr://localhost/b", **given}, streaming=True)
 
 
-def reader_of(port: ModelPort, **given: str) -> StreamReader:
+def reader_of(driver: ModelDriverClient, **given: str) -> StreamReader:
     options = options_of(**given)
-    return StreamReader(options, default_schema(options), port)
+    return StreamReader(options, default_schema(options), driver)
 
 
 def ranges_of(tasks: list[Task]) -> Ranges:
@@ -60,8 +60,8 @@ class Query(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.port = ModelPort(PARTITIONS)
-        self.reader = reader_of(self.port, **self.given)
+        self.driver = ModelDriverClient(PARTITIONS)
+        self.reader = reader_of(self.driver, **self.given)
         self.first = self.start = self.reader.initialOffset()
         self.end: Json | None = None
         """Where the batch ends that is planned and not committed."""
@@ -80,22 +80,22 @@ class Query(RuleBasedStateMachine):
     @rule(number=NUMBERS, keys=st.lists(st.integers(0, 4), max_size=12))
     def write(self, number: int, keys: list[int]) -> None:
         for key in keys:
-            self.port.write(number, key)
+            self.driver.write(number, key)
 
     @rule(number=NUMBERS)
     def flush(self, number: int) -> None:
-        self.port.flush(number)
+        self.driver.flush(number)
 
     @rule(number=NUMBERS)
     def compact(self, number: int) -> None:
-        self.port.compact(number)
+        self.driver.compact(number)
 
-    @precondition(lambda self: len(self.port.partitions) < 6)
+    @precondition(lambda self: len(self.driver.partitions) < 6)
     @rule()
     def add_partition(self) -> None:
-        self.port.add_partition()
-        self.port.write(len(self.port.partitions) - 1, 0)
-        self.port.flush(len(self.port.partitions) - 1)
+        self.driver.add_partition()
+        self.driver.write(len(self.driver.partitions) - 1, 0)
+        self.driver.flush(len(self.driver.partitions) - 1)
 
     # The query.
 
@@ -129,7 +129,7 @@ class Query(RuleBasedStateMachine):
                 else:
                     assert start == self.reached.get(number, 0), "nothing is missed or repeated"
             rows += stop - start
-            assert stop <= self.port.partitions[number].persisted
+            assert stop <= self.driver.partitions[number].persisted
             found = end["partitions"][str(number)]
             assert found["snapshot"][0] <= start <= stop <= found["snapshot"][1]
             assert found["seq"] == stop
@@ -150,7 +150,7 @@ class Query(RuleBasedStateMachine):
                 if one.marker is not None:
                     found.append((one.partition, 0, -1))
                 if one.start < one.end:
-                    rows = self.port.read(one.partition, one.start, one.end, task.lease_id)
+                    rows = self.driver.read(one.partition, one.start, one.end, task.lease_id)
                     found += [(one.partition, seq, key) for seq, key in rows]
         return sorted(found)
 
@@ -180,7 +180,7 @@ class Query(RuleBasedStateMachine):
     def restart(self) -> None:
         self.restarts += 1
         self.reader.stop()
-        self.reader = reader_of(self.port, **self.given)
+        self.reader = reader_of(self.driver, **self.given)
         if not self.batches:
             # Batch 0 is not committed: Spark asks a second time where to begin.
             again = self.reader.initialOffset()
@@ -202,11 +202,11 @@ class Query(RuleBasedStateMachine):
         """`availableNow` ends, whatever is written meanwhile."""
         self.restart()
         self.reader.prepareForTriggerAvailableNow()
-        target = {number: partition.high for number, partition in enumerate(self.port.partitions)}
+        target = {number: partition.high for number, partition in enumerate(self.driver.partitions)}
         for _ in range(sum(target.values()) + 2):
             for number, key in writes:
-                self.port.write(number, key)
-                self.port.flush(number)
+                self.driver.write(number, key)
+                self.driver.flush(number)
             self.plan()
             if self.end is None:
                 break
@@ -219,11 +219,11 @@ class Query(RuleBasedStateMachine):
 
     @invariant()
     def leases_are_few(self) -> None:
-        assert sum(lease.held for lease in self.port.leases.values()) <= 2 + 2 * self.restarts
+        assert sum(lease.held for lease in self.driver.leases.values()) <= 2 + 2 * self.restarts
 
     def teardown(self) -> None:
         """In the end the sink has what the bucket has."""
-        self.port.persist()
+        self.driver.persist()
         for _ in range(1000):
             if self.end is not None:
                 self.commit()
@@ -231,7 +231,7 @@ class Query(RuleBasedStateMachine):
             if self.end is None:
                 break
         began = {int(number): found["seq"] for number, found in self.first["partitions"].items()}
-        for number, partition in enumerate(self.port.partitions):
+        for number, partition in enumerate(self.driver.partitions):
             newest = {
                 key: seq for key, seq in partition.newest().items() if seq > began.get(number, 0)
             }
@@ -267,12 +267,12 @@ class WithFailovers(WithLimits):
     @precondition(lambda self: self.end is None)
     @rule(number=NUMBERS, to=st.integers(0, 30))
     def fail_over(self, number: int, to: int) -> None:
-        self.port.fail_over(number, to)
+        self.driver.fail_over(number, to)
 
     @precondition(lambda self: self.end is None)
     @rule()
     def let_leases_lapse(self) -> None:
-        self.port.let_leases_lapse()
+        self.driver.let_leases_lapse()
 
 
 PROFILE: Final = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -339,25 +339,25 @@ def test_an_offset_that_is_none_of_ours_is_refused() -> None:
         with pytest.raises(PipelineError, match=sentence) as refused:
             Offset.of_json(wrong)
         assert refused.value.code == "UPR_OFFSET"
-    reader = reader_of(ModelPort(1))
+    reader = reader_of(ModelDriverClient(1))
     with pytest.raises(PipelineError, match="of the bucket 'other'"):
         reader.commit({**good, "bucket": "other"})
 
 
 def test_a_rollback_fails_the_query_and_says_everything() -> None:
-    port = ModelPort(2)
+    driver = ModelDriverClient(2)
     for _ in range(10):
-        port.write(1, 0)
-    port.flush(1)
-    reader = reader_of(port)
+        driver.write(1, 0)
+    driver.flush(1)
+    reader = reader_of(driver)
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    port.fail_over(1, 4)
+    driver.fail_over(1, 4)
     with pytest.raises(PipelineError) as failed:
         reader.latestOffset(start, ReadAllAvailable())
     assert failed.value.code == "UPR_ROLLBACK"
     text = str(failed.value)
     assert "partition 1 has to go back from 10 to 4" in text
-    first, second = (port.partitions[1].log.pairs())[::-1]
+    first, second = (driver.partitions[1].log.pairs())[::-1]
     assert f"followed [{first[0]:016x} from 0]" in text
     assert f"has [{second[0]:016x} from 4, {first[0]:016x} from 0]" in text
     # Also where the log has a batch that is to be read again.
@@ -370,47 +370,47 @@ def test_a_rollback_fails_the_query_and_says_everything() -> None:
 def test_a_failover_between_a_snapshots_parts_and_its_end(to: int) -> None:
     """The first part has no row of the key, as the last number of the snapshot superseded it. Where
     that number is lost, the key would be missing."""
-    port = ModelPort(1)
+    driver = ModelDriverClient(1)
     for _ in range(6):
-        port.write(0, 0)
-    port.flush(0)
-    port.compact(0)
-    reader = reader_of(port, onRollback="marker", maxOffsetsPerTrigger="5")
+        driver.write(0, 0)
+    driver.flush(0)
+    driver.compact(0)
+    reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="5")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(5))  # of the options
     assert start["partitions"]["0"]["snapshot"] == [0, 6]
-    port.fail_over(0, to)
+    driver.fail_over(0, to)
     reader.commit(start)
     with pytest.raises(PipelineError, match="UPR_ROLLBACK") if to < 6 else nullcontext():
-        reader_of(port).latestOffset(start, ReadAllAvailable())
+        reader_of(driver).latestOffset(start, ReadAllAvailable())
     end = reader.latestOffset(start, ReadAllAvailable())
     ranges = ranges_of(list(reader.partitions(start, end)))  # type: ignore[arg-type]
     assert ranges == [(0, 5, 6, None) if to == 6 else (0, 0, to, 5)]
 
 
 def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:
-    port = ModelPort(1)
+    driver = ModelDriverClient(1)
     for key in (0, 1, 0, 1, 2):
-        port.write(0, key)
-    port.flush(0)
-    reader = reader_of(port)
+        driver.write(0, key)
+    driver.flush(0)
+    reader = reader_of(driver)
     initial = reader.initialOffset()
     end = reader.latestOffset(initial, ReadAllAvailable())
-    port.let_leases_lapse()
-    port.compact(0)
+    driver.let_leases_lapse()
+    driver.compact(0)
     with pytest.raises(PipelineError, match="failOnDataLoss=false") as failed:
         reader.partitions(initial, end)
     assert failed.value.code == "UPR_RANGE_GONE"
-    tasks = list(reader_of(port, failOnDataLoss="false").partitions(initial, end))
+    tasks = list(reader_of(driver, failOnDataLoss="false").partitions(initial, end))
     assert ranges_of(tasks) == [(0, 0, 5, None)]  # type: ignore[arg-type]
 
 
 def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
-    port = ModelPort(1)
-    port.write(0, 0)
-    reader = reader_of(port)
+    driver = ModelDriverClient(1)
+    driver.write(0, 0)
+    reader = reader_of(driver)
     start = reader.initialOffset()
     assert reader.latestOffset(start, ReadAllAvailable()) is start
-    reader = reader_of(port, stability="any")
+    reader = reader_of(driver, stability="any")
     end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     assert end["partitions"]["0"]["seq"] == 1
     assert "lease" not in end
@@ -418,7 +418,7 @@ def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
     assert isinstance(task, Task)
     assert task.lease_id == 0
     reader.prepareForTriggerAvailableNow()
-    port.write(0, 0)
+    driver.write(0, 0)
     assert reader.latestOffset(end, ReadAllAvailable()) is end
 
 
@@ -443,58 +443,58 @@ def test_tasks_are_few_and_about_equal() -> None:
     assert len(tasks_of(slices, 0, bytes_max=10_000, tasks_min=1)) == 1
 
 
-def written(partitions: int, rows: int) -> ModelPort:
+def written(partitions: int, rows: int) -> ModelDriverClient:
     """A bucket with so many rows in each partition, all on disk."""
-    port = ModelPort(partitions)
+    driver = ModelDriverClient(partitions)
     for number in range(partitions):
         for key in range(rows):
-            port.write(number, key)
-        port.flush(number)
-    return port
+            driver.write(number, key)
+        driver.flush(number)
+    return driver
 
 
 def test_what_is_planned_until_now_is_pinned_from_where_the_stream_stands() -> None:
     """And not the whole bucket, for as long as the lease lives."""
-    port = written(2, 100)
-    reader = reader_of(port)
+    driver = written(2, 100)
+    reader = reader_of(driver)
     first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     reader.commit(first)
-    assert port.leases == {}
+    assert driver.leases == {}
     for number in range(2):
-        port.write(number, 0)
+        driver.write(number, 0)
     reader.prepareForTriggerAvailableNow()
-    port.write(0, 0)
-    port.flush(0)
+    driver.write(0, 0)
+    driver.flush(0)
     end = reader.latestOffset(first, ReadAllAvailable())
-    assert [lease.ranges for lease in port.leases.values()] == [[(0, 100, 101), (1, 100, 101)]]
+    assert [lease.ranges for lease in driver.leases.values()] == [[(0, 100, 101), (1, 100, 101)]]
     assert reader.latestOffset(end, ReadAllAvailable()) is end
     reader.commit(end)
-    assert port.leases == {}
+    assert driver.leases == {}
     # Nothing new, or a query that is stopped before it asks: nothing is pinned either.
     for again in (True, False):
-        reader = reader_of(port, startingOffsets="latest")
+        reader = reader_of(driver, startingOffsets="latest")
         reader.initialOffset()
         reader.prepareForTriggerAvailableNow()
         if again:
             start = reader.initialOffset()
             assert reader.latestOffset(start, ReadAllAvailable()) is start
         reader.stop()
-        assert port.leases == {}
+        assert driver.leases == {}
 
 
 @pytest.mark.parametrize("stability", ["durable", "any"])
 @pytest.mark.parametrize("now", [False, True])
 def test_a_stream_that_was_away_while_deletions_were_forgotten(stability: str, now: bool) -> None:
-    port = written(2, 10)
-    reader = reader_of(port, stability=stability)
+    driver = written(2, 10)
+    reader = reader_of(driver, stability=stability)
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     reader.commit(start)
     for _ in range(5):
-        port.write(1, 0)
-    port.flush(1)
-    port.partitions[1].purge = 12
+        driver.write(1, 0)
+    driver.flush(1)
+    driver.partitions[1].purge = 12
     for on_rollback in ("fail", "marker"):
-        reader = reader_of(port, stability=stability, onRollback=on_rollback)
+        reader = reader_of(driver, stability=stability, onRollback=on_rollback)
         if now:
             reader.prepareForTriggerAvailableNow()
         if on_rollback == "fail":
@@ -508,14 +508,14 @@ def test_a_stream_that_was_away_while_deletions_were_forgotten(stability: str, n
 
 
 def test_deletions_that_are_forgotten_do_not_matter_inside_a_snapshot() -> None:
-    port = written(1, 20)
-    reader = reader_of(port, maxOffsetsPerTrigger="5")
+    driver = written(1, 20)
+    reader = reader_of(driver, maxOffsetsPerTrigger="5")
     start = reader.initialOffset()
-    port.partitions[0].purge = 15
+    driver.partitions[0].purge = 15
     for number in range(4):
         end = reader.latestOffset(start, ReadMaxRows(5))
         if number == 2:
-            port.fail_over(0, 20)  # an unclean restart: a new history at the end
+            driver.fail_over(0, 20)  # an unclean restart: a new history at the end
         tasks = list(reader.partitions(start, end))
         assert ranges_of(tasks) == [(0, 5 * number, 5 * number + 5, None)]  # type: ignore[arg-type]
         start = end
@@ -523,37 +523,37 @@ def test_deletions_that_are_forgotten_do_not_matter_inside_a_snapshot() -> None:
 
 
 def test_what_is_left_of_a_batch_is_read_though_deletions_are_forgotten() -> None:
-    port = written(1, 10)
-    reader = reader_of(port)
+    driver = written(1, 10)
+    reader = reader_of(driver)
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     reader.commit(start)
     for key in (0, 0, 1):
-        port.write(0, key)
-    port.flush(0)
+        driver.write(0, key)
+    driver.flush(0)
     end = reader.latestOffset(start, ReadAllAvailable())
-    port.let_leases_lapse()
-    port.compact(0)
-    port.partitions[0].purge = 12
-    reader = reader_of(port, failOnDataLoss="false")
+    driver.let_leases_lapse()
+    driver.compact(0)
+    driver.partitions[0].purge = 12
+    reader = reader_of(driver, failOnDataLoss="false")
     tasks = list(reader.partitions(start, end))
     assert ranges_of(tasks) == [(0, 10, 13, None)]  # type: ignore[arg-type]
     (task,) = tasks
     assert isinstance(task, Task)
-    assert port.read(0, 10, 13, task.lease_id) == [(12, 0), (13, 1)]
+    assert driver.read(0, 10, 13, task.lease_id) == [(12, 0), (13, 1)]
     # The lease ends when a later batch is committed.
-    port.write(0, 5)
-    port.flush(0)
+    driver.write(0, 5)
+    driver.flush(0)
     later = reader.latestOffset(end, ReadAllAvailable())
     reader.commit(later)
-    assert task.lease_id not in port.leases
+    assert task.lease_id not in driver.leases
 
 
 def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> None:
-    port = written(3, 20)
-    reader = reader_of(port, maxOffsetsPerTrigger="30", onRollback="marker")
+    driver = written(3, 20)
+    reader = reader_of(driver, maxOffsetsPerTrigger="30", onRollback="marker")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(30))
-    few = reader_of(port, maxOffsetsPerTrigger="30", onRollback="marker", partitions="1")
-    few._port = FewerPort(port, {1})
+    few = reader_of(driver, maxOffsetsPerTrigger="30", onRollback="marker", partitions="1")
+    few._driver = FewerPartitions(driver, {1})
     end = few.latestOffset(start, ReadMaxRows(30))
     tasks = list(few.partitions(start, end))
     assert ranges_of(tasks) == [(1, 10, 20, None)]  # type: ignore[arg-type]
@@ -563,18 +563,18 @@ def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> Non
     assert [one[0] for one in ranges_of(again)] == [0, 1, 2]  # type: ignore[arg-type]
 
 
-class FewerPort:
-    """A port of which only some partitions are asked for."""
+class FewerPartitions:
+    """A driver of which only some partitions are asked for."""
 
-    def __init__(self, port: ModelPort, partitions: set[int]) -> None:
-        self._port = port
+    def __init__(self, driver: ModelDriverClient, partitions: set[int]) -> None:
+        self._driver = driver
         self._partitions = partitions
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._port, name)
+        return getattr(self._driver, name)
 
     def numbers(self) -> Any:
-        rows = self._port.numbers()
+        rows = self._driver.numbers()
         return {number: row for number, row in rows.items() if number in self._partitions}
 
 

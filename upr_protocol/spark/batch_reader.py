@@ -12,8 +12,8 @@ from pyspark.sql.types import StructType
 from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, explained
 from upr_protocol.spark.errors import OptionError, PipelineError
-from upr_protocol.spark.port import Port, ServerPort, explained
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
@@ -45,13 +45,13 @@ class BatchReader(DataSourceReader):
         Raises:
             PipelineError: It cannot be read.
         """
-        port = ServerPort(self._options)
+        driver = BucketDriverClient(self._options)
         try:
-            return plan(self._options, port, self._lease_id) or [Task((), 0)]
+            return plan(self._options, driver, self._lease_id) or [Task((), 0)]
         except ServerError as error:
             raise _not_readable(error, self._options) from error
         finally:
-            port.close()
+            driver.close()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
@@ -59,7 +59,7 @@ class BatchReader(DataSourceReader):
         return read_task(partition, self._options, self._schema)
 
 
-def plan(options: ReadOptions, port: Port, lease_id: int) -> list[Task]:
+def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Task]:
     """The tasks of a read.
 
     Raises:
@@ -67,8 +67,8 @@ def plan(options: ReadOptions, port: Port, lease_id: int) -> list[Task]:
         ServerError: What was pinned is gone, or deletions behind a start are.
         PipelineError: The server cannot be asked.
     """
-    numbers = port.persist() if options.durable else port.numbers()
-    infos = port.infos()
+    numbers = driver.persist() if options.durable else driver.numbers()
+    infos = driver.infos()
     for option, named in (("startingOffsets", options.start), ("endingOffsets", options.end)):
         if not isinstance(named, str):
             check_named(option, named, numbers)
@@ -84,12 +84,12 @@ def plan(options: ReadOptions, port: Port, lease_id: int) -> list[Task]:
             )
         ranges.append((partition, SeqNo(start), SeqNo(end)))
     if not options.durable:
-        slices = [_slice(infos, *found) for found in ranges]
+        slices = [_slice(infos, *bounds) for bounds in ranges]
         lease_id = 0
     else:
-        slices = _pinned(options, port, infos, ranges, lease_id)
+        slices = _pinned(options, driver, infos, ranges, lease_id)
     return tasks_of(
-        [one for one in slices if one.start < one.end],
+        [part for part in slices if part.start < part.end],
         lease_id,
         bytes_max=options.task_bytes,
         tasks_min=options.min_tasks,
@@ -104,20 +104,22 @@ def _start(options: ReadOptions, partition: PartitionId) -> SeqNo:
 
 def _pinned(
     options: ReadOptions,
-    port: Port,
+    driver: DriverClient,
     infos: Mapping[PartitionId, PartitionInfo],
     ranges: list[tuple[PartitionId, SeqNo, SeqNo]],
     lease_id: int,
 ) -> list[Slice]:
     # To the end that is on disk when the lease is granted: nothing is overtaken there.
     to_the_end = isinstance(options.end, str)
-    held = port.acquire(
+    lease = driver.acquire(
         lease_id,
         [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in ranges],
     )
     return [
-        attrs.evolve(_slice(infos, found.partition, found.start, found.end), nbytes=found.nbytes)
-        for found in held.ranges
+        attrs.evolve(
+            _slice(infos, pinned.partition, pinned.start, pinned.end), nbytes=pinned.nbytes
+        )
+        for pinned in lease.ranges
     ]
 
 

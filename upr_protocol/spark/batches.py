@@ -130,8 +130,8 @@ def _sizes(column: pa.Array) -> NDArray[np.int64]:
 def _octets(column: pa.Array) -> Column:
     """A column of large binary, none null, without a copy."""
     _, offsets, data = column.buffers()
-    found = np.frombuffer(offsets, np.int64, len(column) + 1, 8 * column.offset)
-    return found, np.frombuffer(data or b"", np.uint8)
+    offset_array = np.frombuffer(offsets, np.int64, len(column) + 1, 8 * column.offset)
+    return offset_array, np.frombuffer(data or b"", np.uint8)
 
 
 def _slice(column: Column, first: int, end: int) -> tuple[memoryview, memoryview]:

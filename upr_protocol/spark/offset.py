@@ -51,23 +51,23 @@ class PartitionOffset:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "log": [[f"{history_id:016x}", seq] for history_id, seq in self.log.pairs()],
             "seq": self.seq,
             "snapshot": [self.snapshot_start, self.snapshot_end],
         }
         if self.came_from is not None:
-            found["came_from"] = self.came_from
-        return found
+            document["came_from"] = self.came_from
+        return document
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Self:
+    def of_json(cls, document: Mapping[str, Any]) -> Self:
         """The reverse of `to_json`."""
-        start, end = found["snapshot"]
-        came_from = found.get("came_from")
+        start, end = document["snapshot"]
+        came_from = document.get("came_from")
         return cls(
-            FailoverLog.of((int(text, 16), _number(seq)) for text, seq in found["log"]),
-            _number(found["seq"]),
+            FailoverLog.of((int(text, 16), _number(seq)) for text, seq in document["log"]),
+            _number(document["seq"]),
             _number(start),
             _number(end),
             None if came_from is None else _number(came_from),
@@ -100,38 +100,38 @@ class Offset:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON: equal offsets are equal texts."""
-        found: dict[str, Any] = {"version": _VERSION, "bucket": self.bucket}
+        document: dict[str, Any] = {"version": _VERSION, "bucket": self.bucket}
         if self.lease_id:
-            found["lease"] = f"{self.lease_id:016x}"
+            document["lease"] = f"{self.lease_id:016x}"
         if self.is_initial:
-            found["is_initial"] = True
+            document["is_initial"] = True
         if self.initial is not None:
-            found["initial"] = _partitions_to_json(self.initial)
-        found["partitions"] = _partitions_to_json(self.partitions)
-        return found
+            document["initial"] = _partitions_to_json(self.initial)
+        document["partitions"] = _partitions_to_json(self.partitions)
+        return document
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Self:
+    def of_json(cls, document: Mapping[str, Any]) -> Self:
         """The reverse of `to_json`.
 
         Raises:
             PipelineError: It is no offset of this data source.
         """
         try:
-            version = found["version"]
+            version = document["version"]
             if version != _VERSION:
                 raise PipelineError(
                     "UPR_OFFSET",
                     f"the checkpoint holds offsets of version {version}, and this library reads "
                     f"{_VERSION}: use the one it was made with, or begin with a new checkpoint",
                 )
-            initial = found.get("initial")
+            initial = document.get("initial")
             return cls(
-                str(found["bucket"]),
-                _partitions_of_json(found["partitions"]),
-                int(found.get("lease", "0"), 16),
+                str(document["bucket"]),
+                _partitions_of_json(document["partitions"]),
+                int(document.get("lease", "0"), 16),
                 None if initial is None else _partitions_of_json(initial),
-                bool(found.get("is_initial", False)),
+                bool(document.get("is_initial", False)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PipelineError(
@@ -147,9 +147,9 @@ def _partitions_to_json(
     return {str(number): partitions[number].to_json() for number in sorted(partitions)}
 
 
-def _partitions_of_json(found: Mapping[str, Any]) -> dict[PartitionId, PartitionOffset]:
-    numbered = sorted((PartitionId(int(name)), value) for name, value in found.items())
-    return {number: PartitionOffset.of_json(value) for number, value in numbered}
+def _partitions_of_json(documents: Mapping[str, Any]) -> dict[PartitionId, PartitionOffset]:
+    numbered = sorted((PartitionId(int(name)), value) for name, value in documents.items())
+    return {partition: PartitionOffset.of_json(value) for partition, value in numbered}
 
 
 def _number(value: Any) -> SeqNo:

@@ -42,18 +42,18 @@ class Options:
 
     def required(self, name: str, example: str) -> str:
         """The text of an option that must be given."""
-        found = self.text(name, None)
-        if not found:
+        text = self.text(name, None)
+        if not text:
             raise OptionError(f'the option {name} is missing: .option("{name}", "{example}")')
-        return found
+        return text
 
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
         """One of a few words."""
-        found = self.text(name, default)
+        text = self.text(name, default)
         for word in choices:
-            if found.lower() == word.lower():
+            if text.lower() == word.lower():
                 return word
-        raise OptionError(f"the option {name} is {found!r}, and not one of {', '.join(choices)}")
+        raise OptionError(f"the option {name} is {text!r}, and not one of {', '.join(choices)}")
 
     def flag(self, name: str, *, default: bool) -> bool:
         """`true` or `false`."""
@@ -61,16 +61,16 @@ class Options:
 
     def number(self, name: str, default: T, *, low: int = 0, high: int = (1 << 63) - 1) -> int | T:
         """A whole number from `low` to `high`; `default` when it was not given."""
-        found = self.text(name, None)
-        if found is None:
+        text = self.text(name, None)
+        if text is None:
             return default
         try:
-            number = int(found)
+            number = int(text)
         except ValueError:
             number = low - 1
         if not low <= number <= high:
             raise OptionError(
-                f"the option {name} is {found!r}, and no whole number from {low} to {high}"
+                f"the option {name} is {text!r}, and no whole number from {low} to {high}"
             )
         return number
 

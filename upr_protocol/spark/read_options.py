@@ -63,17 +63,17 @@ class ReadOptions:
     timeout_s: int
 
     @classmethod
-    def parse(cls, given: Mapping[str, str], *, streaming: bool | None = False) -> Self:
+    def parse(cls, texts: Mapping[str, str], *, streaming: bool | None = False) -> Self:
         """Takes them out of what Spark hands over.
 
         Args:
-            given: By name, in whatever case.
+            texts: By name, in whatever case.
             streaming: Whether a stream is asked for, or a read; None when that is not known yet.
 
         Raises:
             OptionError: One is missing, unknown, or wrong.
         """
-        options = Options(given)
+        options = Options(texts)
         address = options.address()
         partitions = _partitions(options.text("partitions", ""))
         start = _offsets(options, "startingOffsets", "earliest", ("earliest", "latest"))
@@ -125,7 +125,7 @@ class ReadOptions:
 
 def _partitions(text: str) -> tuple[int, ...]:
     """The partitions in a text like `0-3,7`."""
-    found: set[int] = set()
+    partitions: set[int] = set()
     for part in filter(None, text.replace(" ", "").split(",")):
         low, _, high = part.partition("-")
         try:
@@ -134,8 +134,8 @@ def _partitions(text: str) -> tuple[int, ...]:
             first, last = 1, 0
         if not 0 <= first <= last < PARTITIONS_END:
             raise OptionError(f"the option partitions is {text!r}; what it takes is like 0-3,7")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
+        partitions.update(range(first, last + 1))
+    return tuple(sorted(partitions))
 
 
 def _offsets(
@@ -147,12 +147,11 @@ def _offsets(
         return options.choice(name, default, words)
     try:
         named = msgspec.json.decode(text, type=dict[str, int])
-        numbers = {int(partition): number for partition, number in named.items()}
+        numbers = {int(partition): seq for partition, seq in named.items()}
     except (msgspec.DecodeError, ValueError):
         numbers = {-1: 0}
     if not all(
-        0 <= partition < PARTITIONS_END and 0 <= number < SEQ_MAX
-        for partition, number in numbers.items()
+        0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX for partition, seq in numbers.items()
     ):
         raise OptionError(
             f"the option {name} is {text!r}; what it takes is {', '.join(words)}, or numbers by "

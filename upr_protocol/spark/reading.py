@@ -19,9 +19,9 @@ from upr_protocol.client import (
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
+from upr_protocol.spark.driver_client import explained
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
-from upr_protocol.spark.port import explained
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import Columns, SnapshotColumns, sized
 from upr_protocol.spark.slices import Slice, Task
@@ -36,10 +36,10 @@ def read_task(task: Task, options: ReadOptions, schema: StructType) -> Iterator[
         PipelineError: They cannot be read, or are not there any more.
     """
     columns = Columns(schema)
-    for one in task.slices:
-        if one.marker is not None:
-            yield columns.of_marker(one.partition, one.marker)
-    slices = {one.partition: one for one in task.slices if one.start < one.end}
+    for part in task.slices:
+        if part.marker is not None:
+            yield columns.of_marker(part.partition, part.marker)
+    slices = {part.partition: part for part in task.slices if part.start < part.end}
     if slices:
         yield from sized(_batches(slices, task.lease_id, options, columns))
 
@@ -55,11 +55,11 @@ def _batches(
             resume=ResumeState(
                 options.address.bucket,
                 {
-                    number: Position(one.log, one.start, one.start, None)
-                    for number, one in slices.items()
+                    partition: Position(part.log, part.start, part.start, None)
+                    for partition, part in slices.items()
                 },
             ),
-            end={number: one.end for number, one in slices.items()},
+            end={partition: part.end for partition, part in slices.items()},
             lease_id=lease_id,
             identity=EXECUTOR,
             retry_timeout_s=options.timeout_s,
@@ -69,19 +69,19 @@ def _batches(
             consumer.connect()
             for event in consumer:
                 if isinstance(event, SnapshotStart):
-                    one = slices[event.partition]
+                    part = slices[event.partition]
                     snapshots[event.partition] = columns.of_snapshot(
                         event.partition,
                         f"{event.history_id:016x}",
-                        one.snapshot_start,
-                        one.snapshot_end,
+                        part.snapshot_start,
+                        part.snapshot_end,
                     )
                 elif isinstance(event, SnapshotEnd):
                     del snapshots[event.partition]
                 elif isinstance(event, ChunkReceived):
-                    one = slices[event.partition]
+                    part = slices[event.partition]
                     # One that is pinned ends where the slice ends; else its snapshot may go on.
-                    chunk = event.chunk.slice(one.start, one.end)
+                    chunk = event.chunk.slice(part.start, part.end)
                     if chunk.count:
                         yield snapshots[event.partition].of_chunk(chunk)
                 elif isinstance(event, RolledBack):
@@ -90,11 +90,11 @@ def _batches(
         raise explained(error, options.address) from error
 
 
-def rolled_back(one: Slice, event: RolledBack) -> PipelineError:
+def rolled_back(part: Slice, event: RolledBack) -> PipelineError:
     """What a user is told when the server's history parted from a slice's before it was read."""
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {event.partition} has to go back from {one.end} to {event.ceiling} "
+        f"partition {event.partition} has to go back from {part.end} to {event.ceiling} "
         f"({event.reason}): there was a failover, or data was lost. What was planned cannot be "
         "read any more. Read again from the beginning, or stream with onRollback=marker",
     )

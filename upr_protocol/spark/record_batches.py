@@ -163,20 +163,20 @@ def _codes(chunk: Chunk) -> pa.Array:
 
 
 def _long(column: memoryview, name: str) -> pa.Array:
-    found = pa.Array.from_buffers(pa.int64(), len(column), [None, pa.py_buffer(column)])
-    least = pc.min(found).as_py()
+    column_array = pa.Array.from_buffers(pa.int64(), len(column), [None, pa.py_buffer(column)])
+    least = pc.min(column_array).as_py()
     if least < 0:
         raise PipelineError(
             "UPR_TOO_LARGE",
             f"the column {name} holds {least + (1 << 64)}, and Spark has no type for it: leave the "
             "column out by .schema(...)",
         )
-    return found
+    return column_array
 
 
 def _unsigned(column: memoryview) -> pa.Array:
-    found = pa.Array.from_buffers(pa.uint32(), len(column), [None, pa.py_buffer(column)])
-    return found.cast(pa.int64())
+    column_array = pa.Array.from_buffers(pa.uint32(), len(column), [None, pa.py_buffer(column)])
+    return column_array.cast(pa.int64())
 
 
 def _bytes(offsets: memoryview, data: memoryview, present: pa.Buffer | None) -> pa.Array:
@@ -209,5 +209,5 @@ def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-batch.nbytes // BATCH_BYTES))
     size = max(1, -(-batch.num_rows // pieces))
-    for at in range(0, batch.num_rows, size):
-        yield batch.slice(at, size)
+    for start in range(0, batch.num_rows, size):
+        yield batch.slice(start, size)

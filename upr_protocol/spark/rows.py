@@ -74,8 +74,8 @@ class _Problems:
 
     @property
     def good(self) -> Mask:
-        found: Mask = self._first == 0
-        return found
+        mask: Mask = self._first == 0
+        return mask
 
     def bad(self) -> list[tuple[int, Status, str]]:
         return [
@@ -117,13 +117,15 @@ def encode(batch: pa.RecordBatch, options: WriteOptions) -> tuple[pa.RecordBatch
             columns.append(pa.array(numbers).cast(OPTIONAL_COLUMNS[name]))
             names.append(name)
     rows = pa.RecordBatch.from_arrays(columns, names=names)
-    found = problems.bad()
-    if not found:
+    problem_rows = problems.bad()
+    if not problem_rows:
         return rows, []
-    said = [Operation(number).name.lower() for number in operations]
+    names_of_operations = [Operation(number).name.lower() for number in operations]
     bad = [
-        BadRow(status, reason, said[index], keys[index].as_py(), values[index].as_py())
-        for index, status, reason in found
+        BadRow(
+            status, reason, names_of_operations[index], keys[index].as_py(), values[index].as_py()
+        )
+        for index, status, reason in problem_rows
     ]
     return rows.filter(pa.array(problems.good)), bad
 
@@ -133,14 +135,14 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _nulls(column: pa.Array) -> Mask:
-    found: Mask = column.is_null().to_numpy(zero_copy_only=False)
-    return found
+    mask: Mask = column.is_null().to_numpy(zero_copy_only=False)
+    return mask
 
 
 def _lengths(column: pa.Array) -> NDArray[np.int64]:
     """How many bytes each has; 1 where it is null."""
-    found: NDArray[np.int64] = pc.binary_length(column).fill_null(1).to_numpy()
-    return found
+    lengths: NDArray[np.int64] = pc.binary_length(column).fill_null(1).to_numpy()
+    return lengths
 
 
 def _operations(
@@ -151,13 +153,15 @@ def _operations(
     assert options.operation_column is not None
     words = pc.utf8_lower(_column(batch, options.operation_column).cast(pa.string()))
     known = pa.array(list(WORDS), pa.string())
-    at = pc.index_in(words, known).fill_null(len(WORDS)).to_numpy()
+    word_index = pc.index_in(words, known).fill_null(len(WORDS)).to_numpy()
     problems.add(
-        at == len(WORDS), Status.BAD_ARGUMENT, f"the operation is none of {', '.join(WORDS)}"
+        word_index == len(WORDS),
+        Status.BAD_ARGUMENT,
+        f"the operation is none of {', '.join(WORDS)}",
     )
-    numbers = np.array([*WORDS.values(), Operation.SET], np.uint8)
-    found: NDArray[np.uint8] = numbers[at]
-    return found
+    code_of_word = np.array([*WORDS.values(), Operation.SET], np.uint8)
+    codes: NDArray[np.uint8] = code_of_word[word_index]
+    return codes
 
 
 def _values(
@@ -191,19 +195,19 @@ def _deltas(
     values: pa.Array, operations: NDArray[np.uint8], counts: Mask, problems: _Problems
 ) -> pa.Array:
     """The values, with those of counters as the protocol has them."""
-    found: list[Any] = values.to_pylist()
-    wrong = np.zeros(len(found), np.bool_)
+    deltas: list[Any] = values.to_pylist()
+    wrong = np.zeros(len(deltas), np.bool_)
     for index in np.flatnonzero(counts).tolist():
-        text = found[index] or b""
+        text = deltas[index] or b""
         delta = int(text) if text.isdigit() and len(text) <= 20 else _U64_MAX + 1
         if delta > _U64_MAX:
             wrong[index] = True
         else:
-            found[index] = counter_delta(Operation(int(operations[index])), delta, None, True)
+            deltas[index] = counter_delta(Operation(int(operations[index])), delta, None, True)
     problems.add(
         wrong, Status.NOT_A_NUMBER, "a counter changes by a whole number from 0 to 2**64 - 1"
     )
-    return pa.array(found, TEXT)
+    return pa.array(deltas, TEXT)
 
 
 def _numbers(column: pa.Array, name: str, limit: int, problems: _Problems) -> NDArray[np.int64]:
@@ -212,10 +216,10 @@ def _numbers(column: pa.Array, name: str, limit: int, problems: _Problems) -> ND
         column = column.cast(pa.timestamp("s"))
     if pa.types.is_timestamp(column.type):
         column = pc.floor_temporal(column, unit="second").cast(pa.timestamp("s", column.type.tz))
-    found: NDArray[np.int64] = column.cast(pa.int64()).fill_null(0).to_numpy().copy()
-    wrong = found < 0
+    numbers: NDArray[np.int64] = column.cast(pa.int64()).fill_null(0).to_numpy().copy()
+    wrong = numbers < 0
     if limit == _U32_MAX:
-        wrong |= found > limit
+        wrong |= numbers > limit
     problems.add(wrong, Status.BAD_ARGUMENT, f"{name} is a number from 0 to {limit}")
-    found[wrong] = 0
-    return found
+    numbers[wrong] = 0
+    return numbers

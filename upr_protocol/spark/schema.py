@@ -65,7 +65,7 @@ def check_schema(schema: StructType) -> None:
         kind, _ = COLUMNS[field.name]
         allowed = [kind, StringType()] if field.name in _TEXTS else [kind]
         if field.dataType not in allowed:
-            names = " or ".join(one.simpleString() for one in allowed)
+            names = " or ".join(allowed_kind.simpleString() for allowed_kind in allowed)
             raise OptionError(
                 f"the column {field.name} is {names}, and not {field.dataType.simpleString()}"
             )

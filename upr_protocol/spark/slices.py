@@ -88,13 +88,13 @@ def tasks_of(
         bytes_max: What a task reads, about.
         tasks_min: Tasks there are at least, if there are numbers enough.
     """
-    found = sorted(slices, key=lambda one: one.partition)
-    total = sum(max(one.nbytes, 1) for one in found)
+    by_partition = sorted(slices, key=lambda part: part.partition)
+    total = sum(max(part.nbytes, 1) for part in by_partition)
     bytes_max = max(1, min(bytes_max, -(-total // tasks_min)))
     tasks: list[Task] = []
     group: dict[PartitionId, Slice] = {}
     nbytes = 0
-    for whole in found:
+    for whole in by_partition:
         for piece in whole.pieces(bytes_max):
             if group and (nbytes + piece.nbytes > bytes_max or piece.partition in group):
                 tasks.append(Task(tuple(group.values()), lease_id))

@@ -11,9 +11,9 @@ from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, RollBack, decide_start
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.driver_client import DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import Offset, PartitionOffset
-from upr_protocol.spark.port import Port
 from upr_protocol.spark.slices import Marker, Slice
 
 _NOTHING: Final = PartitionOffset()
@@ -43,7 +43,7 @@ class StreamPlan:
     where the partitions are consistent. Each offset says so.
 
     Args:
-        port: The server.
+        driver: The server.
         bucket: The bucket's name.
         durable: Whether only what is on disk is planned. Else the newest there is, unpinned.
         marks_rollback: Whether a rollback becomes a marker; else it raises.
@@ -52,14 +52,14 @@ class StreamPlan:
 
     def __init__(
         self,
-        port: Port,
+        driver: DriverClient,
         bucket: str,
         *,
         durable: bool,
         marks_rollback: bool,
         new_lease_id: Callable[[], int],
     ) -> None:
-        self._port = port
+        self._driver = driver
         self._bucket = bucket
         self._durable = durable
         self._marks_rollback = marks_rollback
@@ -81,36 +81,36 @@ class StreamPlan:
         """
         if start == "earliest":
             return Offset(self._bucket, {}, is_initial=True)
-        numbers, infos = self._port.numbers(), self._port.infos()
+        numbers, infos = self._driver.numbers(), self._driver.infos()
         if not isinstance(start, str):
             check_named("startingOffsets", start, numbers)
         partitions: Partitions = {}
-        for number, row in numbers.items():
+        for partition, row in numbers.items():
             if isinstance(start, str):
                 seq = row.persisted_seq if self._durable else row.high_seq
             else:
-                seq = SeqNo(start.get(number, 0))
+                seq = SeqNo(start.get(partition, 0))
             if seq > row.high_seq:
                 raise PipelineError(
                     "UPR_OPTION",
-                    f"startingOffsets names {seq} for partition {number}, which has numbers up to "
-                    f"{row.high_seq}",
+                    f"startingOffsets names {seq} for partition {partition}, which has numbers up "
+                    f"to {row.high_seq}",
                 )
             if seq:
-                partitions[number] = PartitionOffset(infos[number].log, seq, seq, seq)
+                partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
         return Offset(self._bucket, partitions, is_initial=True)
 
     def stop_at_what_there_is(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
         if self._durable:
-            rows = self._port.persist()
+            rows = self._driver.persist()
             ends = dict.fromkeys(rows, SEQ_MAX)
-            held = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
-            self._target = held.lease_id
-            self._target_numbers = {found.partition: found.end for found in held.ranges}
+            lease = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
+            self._target = lease.lease_id
+            self._target_numbers = {pinned.partition: pinned.end for pinned in lease.ranges}
         else:
-            rows = self._port.numbers()
-            self._target_numbers = {number: row.high_seq for number, row in rows.items()}
+            rows = self._driver.numbers()
+            self._target_numbers = {partition: row.high_seq for partition, row in rows.items()}
 
     # The next batch.
 
@@ -121,16 +121,16 @@ class StreamPlan:
             PipelineError: The server cannot be asked; or the stream has to go back, and is not to
                 mark that.
         """
-        rows = self._port.numbers()
+        rows = self._driver.numbers()
         partitions = self._after_rollbacks(start, rows)
-        went_back = any(found.came_from is not None for found in partitions.values())
+        went_back = any(offset.came_from is not None for offset in partitions.values())
         if not self._durable:
             partitions = self._newest(partitions, rows)
             return self._end(start, partitions, 0, limits, {})
         if not went_back and start.lease_id and _is_inside(partitions):
-            held = self._renewed(start.lease_id)
-            if held is not None:
-                return self._end(start, partitions, start.lease_id, limits, sizes_of(held))
+            lease = self._renewed(start.lease_id)
+            if lease is not None:
+                return self._end(start, partitions, start.lease_id, limits, sizes_of(lease))
         return self._from_a_new_lease(start, partitions, rows, limits)
 
     def _after_rollbacks(
@@ -138,57 +138,59 @@ class StreamPlan:
     ) -> Partitions:
         """Where the stream stands, having gone back where it must."""
         partitions: Partitions = {
-            number: attrs.evolve(found, came_from=None)
-            for number, found in start.partitions.items()
+            partition: attrs.evolve(offset, came_from=None)
+            for partition, offset in start.partitions.items()
         }
         changed = []
-        for number, found in partitions.items():
-            if number not in rows and self._port.has(number):
+        for partition, offset in partitions.items():
+            if partition not in rows and self._driver.has(partition):
                 # It is not asked for any more.
-                partitions[number] = attrs.evolve(found, snapshot_end=found.seq)
-            elif found.seq and (number not in rows or rows[number].history_id != found.log.current):
-                changed.append(number)
+                partitions[partition] = attrs.evolve(offset, snapshot_end=offset.seq)
+            elif offset.seq and (
+                partition not in rows or rows[partition].history_id != offset.log.current
+            ):
+                changed.append(partition)
         if not changed:
             return partitions
-        infos = self._port.infos()
-        for number in changed:
-            found, info = partitions[number], infos.get(number)
-            error = has_gone_back(number, found, info)
+        infos = self._driver.infos()
+        for partition in changed:
+            offset, info = partitions[partition], infos.get(partition)
+            error = has_gone_back(partition, offset, info)
             if error is not None:
                 if not self._marks_rollback:
                     raise error
-                partitions[number] = _back(found, info)
+                partitions[partition] = _back(offset, info)
         return partitions
 
     def _after_purges(self, partitions: Partitions) -> Partitions:
         """The same where the stream was away for so long that deletions behind it are forgotten."""
-        infos = self._port.infos(anew=True)
+        infos = self._driver.infos(anew=True)
         after = dict(partitions)
-        for number, found in partitions.items():
-            if number not in infos or not 0 < found.seq < infos[number].purge_seq:
+        for partition, offset in partitions.items():
+            if partition not in infos or not 0 < offset.seq < infos[partition].purge_seq:
                 continue
             if not self._marks_rollback:
                 raise PipelineError(
                     "UPR_RANGE_GONE",
-                    f"the stream was away for so long that deletions behind {found.seq} in "
-                    f"partition {number} are forgotten, up to {infos[number].purge_seq}: begin "
-                    "with a new checkpoint and an empty sink, or stream with onRollback=marker "
-                    "into a sink that can undo",
+                    f"the stream was away for so long that deletions behind {offset.seq} in "
+                    f"partition {partition} are forgotten, up to {infos[partition].purge_seq}: "
+                    "begin with a new checkpoint and an empty sink, or stream with "
+                    "onRollback=marker into a sink that can undo",
                 )
-            after[number] = _back(found, infos[number])
+            after[partition] = _back(offset, infos[partition])
         return after
 
     def _renewed(self, lease_id: int) -> HeldLease | None:
         """The lease under which the stream is inside a snapshot; None when it is gone. That does no
         harm: what it held of later batches was planned for none yet."""
         try:
-            held = self._port.renew(lease_id)
+            lease = self._driver.renew(lease_id)
         except ServerError as error:
             if error.status is not Status.RANGE_GONE:
                 raise
             return None
         self.holds(lease_id)
-        return held
+        return lease
 
     def _from_a_new_lease(
         self,
@@ -197,7 +199,9 @@ class StreamPlan:
         rows: Mapping[PartitionId, PartitionNumbers],
         limits: Limits,
     ) -> Offset:
-        ends = {number: self._limit(number, row.persisted_seq) for number, row in rows.items()}
+        ends = {
+            partition: self._limit(partition, row.persisted_seq) for partition, row in rows.items()
+        }
         behind = _behind(partitions, ends)
         if not behind:
             self.let_go_of_the_target()
@@ -206,36 +210,36 @@ class StreamPlan:
         # Without a target to whatever is on disk when the lease is granted: nothing is overtaken.
         to = ends if self._target_numbers else dict.fromkeys(ends, SEQ_MAX)
         try:
-            held = self._acquire(behind, to)
+            lease = self._acquire(behind, to)
         except ServerError as error:
             if error.status is not Status.ROLLBACK_NEEDED:
                 raise
             partitions = self._after_purges(partitions)
-            held = self._acquire(_behind(partitions, ends), to)
-        self.holds(held.lease_id)
+            lease = self._acquire(_behind(partitions, ends), to)
+        self.holds(lease.lease_id)
         self.let_go_of_the_target()
-        pinned = {found.partition: found.end for found in held.ranges}
-        partitions = _begun(partitions, self._port.infos(), pinned)
-        return self._end(start, partitions, held.lease_id, limits, sizes_of(held))
+        pinned = {range_.partition: range_.end for range_ in lease.ranges}
+        partitions = _begun(partitions, self._driver.infos(), pinned)
+        return self._end(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
     def let_go_of_the_target(self) -> None:
         """What the stream has yet to read is pinned by a lease that begins where it stands, or
         there is nothing."""
         if self._target:
             target, self._target = self._target, 0
-            self._port.release(target)
+            self._driver.release(target)
 
-    def _limit(self, number: PartitionId, end: SeqNo) -> SeqNo:
+    def _limit(self, partition: PartitionId, end: SeqNo) -> SeqNo:
         """How far a partition may be read."""
         if not self._target_numbers:
             return end
-        return min(end, self._target_numbers.get(number, SeqNo(0)))
+        return min(end, self._target_numbers.get(partition, SeqNo(0)))
 
     def _acquire(
         self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
     ) -> HeldLease:
-        ranges = [(number, seq, ends[number]) for number, seq in starts.items()]
-        return self._port.acquire(self._new_lease_id(), ranges)
+        ranges = [(partition, seq, ends[partition]) for partition, seq in starts.items()]
+        return self._driver.acquire(self._new_lease_id(), ranges)
 
     def holds(self, lease_id: int) -> None:
         """A lease is to be released when the batches are committed that are planned so far."""
@@ -244,11 +248,11 @@ class StreamPlan:
     def _newest(
         self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
-        ends = {number: self._limit(number, row.high_seq) for number, row in rows.items()}
+        ends = {partition: self._limit(partition, row.high_seq) for partition, row in rows.items()}
         if not _behind(partitions, ends):
             return _begun(partitions, {}, {})
         partitions = self._after_purges(partitions)
-        return _begun(partitions, self._port.infos(), ends)
+        return _begun(partitions, self._driver.infos(), ends)
 
     def _end(
         self,
@@ -261,12 +265,12 @@ class StreamPlan:
         """The offset behind as much as the limits allow of what lies before the snapshots' ends."""
         ends = shared(partitions, limits, sizes)
         moved = {
-            number: attrs.evolve(found, seq=ends.get(number, found.seq))
-            for number, found in partitions.items()
+            partition: attrs.evolve(offset, seq=ends.get(partition, offset.seq))
+            for partition, offset in partitions.items()
         }
         if all(
-            found.came_from is None and found.seq == start.at(number).seq
-            for number, found in moved.items()
+            offset.came_from is None and offset.seq == start.at(partition).seq
+            for partition, offset in moved.items()
         ):
             return start
         initial = start.partitions if start.is_initial else None
@@ -284,25 +288,25 @@ class StreamPlan:
             over.append(end.lease_id)
         for lease_id in over:
             self._held.pop(lease_id, None)
-            self._port.release(lease_id)
+            self._driver.release(lease_id)
 
     def latest(self) -> Offset:
         """How far the server is, for the query's progress."""
-        rows = self._port.numbers()
+        rows = self._driver.numbers()
         return Offset(
             self._bucket,
             {
-                number: PartitionOffset(
+                partition: PartitionOffset(
                     FailoverLog(), row.persisted_seq if self._durable else row.high_seq
                 )
-                for number, row in rows.items()
+                for partition, row in rows.items()
             },
         )
 
 
 def _is_inside(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     """Whether there is more of the snapshots that were begun."""
-    return any(found.seq < found.snapshot_end for found in partitions.values())
+    return any(offset.seq < offset.snapshot_end for offset in partitions.values())
 
 
 def _begun(
@@ -313,11 +317,14 @@ def _begun(
     """Where the stream stands, with a new snapshot begun up to each of `ends` that is behind that;
     of those before, nothing is to be read any more."""
     begun = {
-        number: attrs.evolve(found, snapshot_end=found.seq) for number, found in partitions.items()
+        partition: attrs.evolve(offset, snapshot_end=offset.seq)
+        for partition, offset in partitions.items()
     }
-    for number, seq in _behind(partitions, ends).items():
-        came_from = partitions.get(number, _NOTHING).came_from
-        begun[number] = PartitionOffset(infos[number].log, seq, seq, ends[number], came_from)
+    for partition, seq in _behind(partitions, ends).items():
+        came_from = partitions.get(partition, _NOTHING).came_from
+        begun[partition] = PartitionOffset(
+            infos[partition].log, seq, seq, ends[partition], came_from
+        )
     return begun
 
 
@@ -325,8 +332,8 @@ def _behind(
     partitions: Mapping[PartitionId, PartitionOffset], ends: Mapping[PartitionId, SeqNo]
 ) -> dict[PartitionId, SeqNo]:
     """Partitions of which there is more, and where the stream stands in them."""
-    seqs = {number: partitions.get(number, _NOTHING).seq for number in ends}
-    return {number: seq for number, seq in seqs.items() if seq < ends[number]}
+    seqs = {partition: partitions.get(partition, _NOTHING).seq for partition in ends}
+    return {partition: seq for partition, seq in seqs.items() if seq < ends[partition]}
 
 
 def shared(
@@ -343,82 +350,84 @@ def shared(
         sizes: Bytes a sequence number, by partition.
     """
     backlogs = {
-        number: found.snapshot_end - found.seq
-        for number, found in partitions.items()
-        if found.seq < found.snapshot_end
+        partition: offset.snapshot_end - offset.seq
+        for partition, offset in partitions.items()
+        if offset.seq < offset.snapshot_end
     }
     total = sum(backlogs.values())
     if not total:
         return {}
     allowed = total if limits.numbers is None else min(total, limits.numbers)
-    nbytes = sum(sizes.get(number, 0.0) * backlog for number, backlog in backlogs.items())
+    nbytes = sum(sizes.get(partition, 0.0) * backlog for partition, backlog in backlogs.items())
     if limits.nbytes is not None and nbytes > limits.nbytes:
         allowed = min(allowed, max(1, int(total * limits.nbytes / nbytes)))
-    parts = {number: allowed * backlog // total for number, backlog in backlogs.items()}
+    parts = {partition: allowed * backlog // total for partition, backlog in backlogs.items()}
     rest = allowed - sum(parts.values())
     # What rounding left goes to those that have most left.
-    for number in sorted(backlogs, key=lambda one: (parts[one] - backlogs[one], one))[:rest]:
-        parts[number] += 1
-    return {number: SeqNo(partitions[number].seq + part) for number, part in parts.items()}
+    for partition in sorted(
+        backlogs, key=lambda partition: (parts[partition] - backlogs[partition], partition)
+    )[:rest]:
+        parts[partition] += 1
+    return {partition: SeqNo(partitions[partition].seq + part) for partition, part in parts.items()}
 
 
-def sizes_of(held: HeldLease) -> dict[PartitionId, float]:
+def sizes_of(lease: HeldLease) -> dict[PartitionId, float]:
     """Bytes a sequence number of what a lease holds, by partition."""
     return {
-        found.partition: found.nbytes / (found.end - found.start)
-        for found in held.ranges
-        if found.end > found.start
+        pinned.partition: pinned.nbytes / (pinned.end - pinned.start)
+        for pinned in lease.ranges
+        if pinned.end > pinned.start
     }
 
 
 def check_named(
-    option: str, numbers: Mapping[int, int], rows: Mapping[PartitionId, PartitionNumbers]
+    option: str, named: Mapping[int, int], rows: Mapping[PartitionId, PartitionNumbers]
 ) -> None:
     """Makes sure that an option names only partitions that are read. Raises `OptionError`."""
-    for number in numbers:
-        if number not in rows:
+    for partition in named:
+        if partition not in rows:
             raise OptionError(
-                f"the option {option} names partition {number}, which is none of those that are "
+                f"the option {option} names partition {partition}, which is none of those that are "
                 f"read: {min(rows)} to {max(rows)}"
             )
 
 
-def _back(found: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
+def _back(offset: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
     """A partition that went back to the beginning."""
     log = FailoverLog() if info is None else info.log
-    return PartitionOffset(log, came_from=found.seq)
+    return PartitionOffset(log, came_from=offset.seq)
 
 
-def _has_to_go_back(found: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
+def _has_to_go_back(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
     """Whether the server's history has parted from a stream's below where that stands."""
     # Whether deletions are forgotten a lease will say; one that is held keeps them.
     log, high = (FailoverLog(), SeqNo(0)) if info is None else (info.log, info.high_seq)
-    position = found.position
+    position = offset.position
     decision = decide_start(log, max(high, position.highest_received), SeqNo(0), position)
     return decision if isinstance(decision, RollBack) else None
 
 
 def has_gone_back(
-    partition: PartitionId, found: PartitionOffset, info: PartitionInfo | None
+    partition: PartitionId, offset: PartitionOffset, info: PartitionInfo | None
 ) -> PipelineError | None:
     """What a user is told when a stream has to go back, and is not to mark it; None when it has
     not.
 
     Args:
         partition: The partition.
-        found: Where the stream stands in it.
+        offset: Where the stream stands in it.
         info: The partition as it is now; None when there is none.
     """
-    back = _has_to_go_back(found, info)
+    back = _has_to_go_back(offset, info)
     if back is None:
         return None
     theirs = FailoverLog() if info is None else info.log
-    to = back.ceiling if back.ceiling < found.seq else found.snapshot_start
+    to = back.ceiling if back.ceiling < offset.seq else offset.snapshot_start
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {partition} has to go back from {found.seq} to {to}, as "
+        f"partition {partition} has to go back from {offset.seq} to {to}, as "
         f"{back.reason.value}: there was a failover, or data was lost. The stream followed "
-        f"{_told(found.log)}; the server now has {_told(theirs)}. Rows above {to} are in the "
+        f"{_told(offset.log)}; the server now has {_told(theirs)}. Rows above {to} are in the "
         "sink and may be on no server. Begin with a new checkpoint and an empty sink; or stream "
         "with onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
     )
@@ -437,16 +446,16 @@ def slices_of(start: Offset, end: Offset) -> list[Slice]:
         end: Where it ends.
     """
     starts = start.partitions if end.initial is None else end.initial
-    found = []
-    for number, ends in end.partitions.items():
-        begins, marker = starts.get(number, _NOTHING), None
+    slices = []
+    for partition, ends in end.partitions.items():
+        begins, marker = starts.get(partition, _NOTHING), None
         if ends.came_from is not None:
             begins, marker = _NOTHING, Marker(ends.log.current, ends.came_from)
         if marker is None and begins.seq >= ends.seq:
             continue
-        found.append(
+        slices.append(
             Slice(
-                number,
+                partition,
                 ends.log,
                 begins.seq,
                 ends.seq,
@@ -455,4 +464,4 @@ def slices_of(start: Offset, end: Offset) -> list[Slice]:
                 marker=marker,
             )
         )
-    return found
+    return slices

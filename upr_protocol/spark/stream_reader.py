@@ -19,9 +19,14 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.client import HeldLease
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.spark.driver_client import (
+    BucketDriverClient,
+    DriverClient,
+    explained,
+    new_lease_id,
+)
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.offset import Offset
-from upr_protocol.spark.port import Port, ServerPort, explained, new_lease_id
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
@@ -36,24 +41,26 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     Args:
         options: What is asked for.
         schema: Which columns.
-        port: The server, where that is not the one that the options name.
+        driver: The server, where that is not the one that the options name.
     """
 
-    def __init__(self, options: ReadOptions, schema: StructType, port: Port | None = None) -> None:
+    def __init__(
+        self, options: ReadOptions, schema: StructType, driver: DriverClient | None = None
+    ) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
-        self._port = port
+        self._driver = driver
         self._plan: StreamPlan | None = None
         self._initial: Offset | None = None
 
     # Neither before it is asked for: executors get a copy of the reader, too.
 
     @property
-    def _server(self) -> Port:
-        if self._port is None:
-            self._port = ServerPort(self._options)
-        return self._port
+    def _server(self) -> DriverClient:
+        if self._driver is None:
+            self._driver = BucketDriverClient(self._options)
+        return self._driver
 
     @property
     def _planner(self) -> StreamPlan:
@@ -108,11 +115,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         lease_id = after.lease_id
         slices = self._without_what_went_back(slices_of(before, after), after)
         if lease_id and slices:
-            held = self._pinned(lease_id, slices)
-            lease_id, sizes = held.lease_id, sizes_of(held)
+            lease = self._pinned(lease_id, slices)
+            lease_id, sizes = lease.lease_id, sizes_of(lease)
             slices = [
-                attrs.evolve(one, nbytes=int(sizes.get(one.partition, 0) * (one.end - one.start)))
-                for one in slices
+                attrs.evolve(
+                    part, nbytes=int(sizes.get(part.partition, 0) * (part.end - part.start))
+                )
+                for part in slices
             ]
         return tasks_of(
             slices,
@@ -125,24 +134,24 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What can be read: of a partition whose history has parted from the batch's, nothing."""
         rows = self._server.numbers()
         infos = None
-        found = []
-        for one in slices:
-            offset = end.at(one.partition)
-            row = rows.get(one.partition)
-            if row is None and self._server.has(one.partition):
+        readable = []
+        for part in slices:
+            offset = end.at(part.partition)
+            row = rows.get(part.partition)
+            if row is None and self._server.has(part.partition):
                 # It is not asked for any more, but this batch has it.
-                found.append(one)
+                readable.append(part)
                 continue
             if row is None or row.history_id != offset.log.current:
                 infos = self._server.infos() if infos is None else infos
-                error = has_gone_back(one.partition, offset, infos.get(one.partition))
+                error = has_gone_back(part.partition, offset, infos.get(part.partition))
                 if error is not None:
                     if not self._options.marks_rollback:
                         raise error
                     # The next batch begins with a marker that undoes this one.
                     continue
-            found.append(one)
-        return found
+            readable.append(part)
+        return readable
 
     def _pinned(self, lease_id: int, slices: list[Slice]) -> HeldLease:
         """The lease of a batch; or a new one on what is left of it, if that is good enough."""
@@ -164,16 +173,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "with a new checkpoint",
             ) from error
         lease_id = new_lease_id()
-        ranges = [(one.partition, one.start, one.end) for one in slices]
+        ranges = [(part.partition, part.start, part.end) for part in slices]
         try:
-            held = self._server.acquire(lease_id, ranges)
+            lease = self._server.acquire(lease_id, ranges)
         except ServerError as refusal:
             if refusal.status is not Status.ROLLBACK_NEEDED:
                 raise explained(refusal, self._options.address) from refusal
             # Deletions are among what is lost; from the beginning anything can be held.
-            held = self._server.acquire(lease_id, [(one, 0, end) for one, _, end in ranges])
+            lease = self._server.acquire(lease_id, [(part, 0, end) for part, _, end in ranges])
         self._planner.holds(lease_id)
-        return held
+        return lease
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
@@ -186,12 +195,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         """The query is over. What it has pinned stays so for as long as its lease: it may be
         started again, and read its last batch again."""
-        if self._port is not None:
+        if self._driver is not None:
             self._planner.let_go_of_the_target()
-            self._port.close()
+            self._driver.close()
 
-    def _offset(self, found: Mapping[str, Any]) -> Offset:
-        offset = Offset.of_json(found)
+    def _offset(self, document: Mapping[str, Any]) -> Offset:
+        offset = Offset.of_json(document)
         bucket = self._options.address.bucket
         if offset.bucket != bucket:
             raise PipelineError(

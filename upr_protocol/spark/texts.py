@@ -61,8 +61,8 @@ def texts(column: pa.Array) -> pa.Array:
     if pa.types.is_nested(kind):
         return _json(column.to_pylist(), _plain(kind))
     if pa.types.is_decimal(kind) and kind.scale > _PLACES_MAX:
-        found = [None if value is None else f"{value:f}" for value in column.to_pylist()]
-        return pa.array(found, pa.large_string()).cast(TEXT)
+        decimals = [None if value is None else f"{value:f}" for value in column.to_pylist()]
+        return pa.array(decimals, pa.large_string()).cast(TEXT)
     if pa.types.is_timestamp(kind):
         if kind.tz is not None:
             column = column.cast(pa.timestamp("us", "UTC"))

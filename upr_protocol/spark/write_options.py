@@ -118,23 +118,25 @@ class WriteOptions:
             "a whole number of seconds since 1970, or a time",
         )
         cas = columns.optional("casColumn", bag, (types.IntegralType,), "a whole number")
-        said = bag.text("valueColumn", "value")
+        value_text = bag.text("valueColumn", "value")
         values: tuple[str, ...] = ()
         if operation == "delete":
             pass
-        elif said.strip() == "*":
+        elif value_text.strip() == "*":
             other = {key_column, operation_column, flags, expiry, cas}
             values = tuple(name for name in schema.fieldNames() if name not in other)
         else:
-            values = tuple(columns.named("valueColumn", name.strip()) for name in said.split(","))
+            values = tuple(
+                columns.named("valueColumn", name.strip()) for name in value_text.split(",")
+            )
         durability = _DURABILITIES[bag.choice("durability", "persisted", _DURABILITIES)]
-        wanted = cls(
+        parsed = cls(
             address,
             OPERATIONS.get(operation),
             operation_column,
             key_column,
             values,
-            said.strip() == "*" or len(values) > 1,
+            value_text.strip() == "*" or len(values) > 1,
             flags,
             expiry,
             cas,
@@ -147,7 +149,7 @@ class WriteOptions:
             bag.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1, high=7 * 24 * 3600),
         )
         bag.finish()
-        return wanted
+        return parsed
 
 
 def _copies(bag: Options, durability: Durability) -> int:
@@ -155,7 +157,7 @@ def _copies(bag: Options, durability: Durability) -> int:
     if durability in _REPLICATED:
         return copies or 1
     if copies is not None:
-        levels = " or ".join(name for name, one in _DURABILITIES.items() if one in _REPLICATED)
+        levels = " or ".join(name for name, level in _DURABILITIES.items() if level in _REPLICATED)
         raise OptionError(f"the option copies goes with durability {levels}")
     return 0
 
@@ -197,20 +199,20 @@ class _Columns:
         what: str = "of a type that has a text; cast it to string",
     ) -> str:
         """The column's own spelling."""
-        found = name if name in self._types else self._alike(name)
-        if found is None:
+        column = name if name in self._types else self._alike(name)
+        if column is None:
             raise OptionError(
                 f"there is no column {name}; name one with {option}: {_listed(self._types)}"
             )
-        kind = self._types[found]
+        kind = self._types[column]
         if not isinstance(kind, kinds):
             raise OptionError(
-                f"the column {found} ({option}) is {kind.simpleString()}, and not {what}"
+                f"the column {column} ({option}) is {kind.simpleString()}, and not {what}"
             )
-        return found
+        return column
 
     def _alike(self, name: str) -> str | None:
-        same = [found for found in self._types if found.lower() == name.lower()]
+        same = [column for column in self._types if column.lower() == name.lower()]
         return same[0] if len(same) == 1 else None
 
 

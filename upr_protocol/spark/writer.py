@@ -84,11 +84,11 @@ class WriteCounts(WriterCommitMessage):
     @classmethod
     def sum(cls, messages: Iterable[WriterCommitMessage | None]) -> WriteCounts:
         """All of them together."""
-        found = [message for message in messages if isinstance(message, WriteCounts)]
+        counts = [message for message in messages if isinstance(message, WriteCounts)]
         return cls(
-            sum(message.rows for message in found),
-            sum(message.failed for message in found),
-            sum(message.nbytes for message in found),
+            sum(message.rows for message in counts),
+            sum(message.failed for message in counts),
+            sum(message.nbytes for message in counts),
         )
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import Options
 from upr_protocol.spark.recipes.cut import Infos, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.folder import held, plain_path, remove, things_in
+from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
 from upr_protocol.spark.recipes.latest_state import Tell, quiet
 from upr_protocol.spark.recipes.manifest import DATA, MANIFEST, Manifest
 from upr_protocol.spark.recipes.snapshot import described
@@ -58,10 +58,10 @@ def backup(
             something else, or the bucket cannot be read.
     """
     folder = plain_path(path)
-    with plain_errors(), held(folder):
-        found = chain(folder)
-        last = found[-1] if found else None
-        number = len(found)
+    with plain_errors(), locked(folder):
+        increments = chain(folder)
+        last = increments[-1] if increments else None
+        index = len(increments)
         bucket = Options({"url": url}).address().bucket
         if last is not None and last.bucket != bucket:
             raise PipelineError(
@@ -74,14 +74,14 @@ def backup(
             return {} if last is None else _starts(last, infos)
 
         with consistent_cut(spark, url, options or {}, starts_of) as cut:
-            into = increment_folder(folder, number)
+            into = increment_folder(folder, index)
             into.mkdir(exist_ok=True)
             remove(things_in(into))
-            tell(f"increment {number}: {_numbers(cut.starts, cut.ends)} numbers to read")
+            tell(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
             cut.changes.write.parquet(str(into / DATA))
-            made = described(spark, cut, into, "increment", number)
+            made = described(spark, cut, into, "increment", index)
             made.write(into)
-            tell(f"increment {number}: {made.rows} rows, {made.deletions} of them deletions")
+            tell(f"increment {index}: {made.rows} rows, {made.deletions} of them deletions")
             return made
 
 
@@ -92,7 +92,7 @@ def chain(folder: Path) -> list[Manifest]:
         PipelineError: One is missing or damaged, or does not go on where the one before it ends;
             or the folder holds something else.
     """
-    found: list[Manifest] = []
+    increments: list[Manifest] = []
     gap: int | None = None
     for thing in things_in(folder):
         if not (thing.is_dir() and thing.name.isdigit() and len(thing.name) == _DIGITS):
@@ -104,15 +104,15 @@ def chain(folder: Path) -> list[Manifest]:
             # The last one may be unfinished. If another is behind it, it is missing.
             gap = number if gap is None else gap
             continue
-        missing = len(found) if gap is None else gap
-        if number != len(found) or gap is not None:
+        missing = len(increments) if gap is None else gap
+        if number != len(increments) or gap is not None:
             raise _gap(folder, f"increment {missing} is missing, and {number} is there")
         made = Manifest.read(thing)
         if made.kind != "increment" or made.number != number:
             raise _gap(folder, f"{thing.name} holds something else than increment {number}")
-        _check_joint(folder, found[-1] if found else None, made)
-        found.append(made)
-    return found
+        _check_joint(folder, increments[-1] if increments else None, made)
+        increments.append(made)
+    return increments
 
 
 def increment_folder(folder: Path, number: int) -> Path:
@@ -154,21 +154,22 @@ def _starts(last: Manifest, infos: Infos) -> Mapping[PartitionId, SeqNo]:
             f"the bucket has {len(infos)} partitions, and had {last.partition_count} at the last "
             f"increment: it is another one. {anew}",
         )
-    for number, info in infos.items():
-        part = last.partitions[str(number)]
+    for partition, info in infos.items():
+        part = last.partitions[str(partition)]
         if 0 < part.end < info.purge_seq:
             raise PipelineError(
                 "UPR_RANGE_GONE",
-                f"partition {number} has forgotten deletions up to {info.purge_seq}, and the last "
-                f"increment ends at {part.end}: it was made too long ago. {anew}",
+                f"partition {partition} has forgotten deletions up to {info.purge_seq}, and the "
+                f"last increment ends at {part.end}: it was made too long ago. {anew}",
             )
         decision = decide_start(info.log, info.high_seq, info.purge_seq, part.position)
         if not isinstance(decision, Start):
             ceiling = decision.ceiling if isinstance(decision, RollBack) else info.high_seq
             raise PipelineError(
                 "UPR_ROLLBACK",
-                f"partition {number} has parted from the backup: that has it up to {part.end}, and "
-                f"the server only shares {ceiling} ({decision.reason.value}). {anew}",
+                f"partition {partition} has another history than the backup: the backup has it up "
+                f"to {part.end}, and shares {ceiling} with the server ({decision.reason.value}). "
+                f"{anew}",
             )
     return last.ends
 

@@ -90,9 +90,9 @@ def bulk_load(
         writer.save()
     new = [] if folder is None else [path for path in _letters(folder) if path not in before]
     failed = sum(parquet.read_metadata(path).num_rows for path in new)
-    found = Loaded(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
-    tell(str(found))
-    return found
+    loaded = Loaded(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
+    tell(str(loaded))
+    return loaded
 
 
 def _letters(folder: Path) -> list[Path]:

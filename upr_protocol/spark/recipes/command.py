@@ -56,12 +56,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     Args:
         description: What the script does.
     """
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         description=description,
         epilog=EXIT_CODES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    arguments.add_argument(
         "--option",
         action="append",
         default=[],
@@ -69,7 +69,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         type=_pair,
         help="one more option of the data source (docs/spark.md); may be given often",
     )
-    return made
+    return arguments
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -87,10 +87,10 @@ def session(name: str) -> SparkSession:
     """
     # Workers are to be of the same Python, with the same packages.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    made = SparkSession.builder.appName(name).getOrCreate()
-    made.sparkContext.setLogLevel("ERROR")
-    made.dataSource.register(UprDataSource)
-    return made
+    spark = SparkSession.builder.appName(name).getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    spark.dataSource.register(UprDataSource)
+    return spark
 
 
 def say(sentence: str) -> None:
@@ -133,7 +133,7 @@ def run(
     Returns:
         The exit code. A fault of ours keeps its traceback instead.
     """
-    given = arguments.parse_args(argv)
+    options = arguments.parse_args(argv)
     # One that is there already is another's.
     is_ours = SparkSession.getActiveSession() is None
     spark = None
@@ -142,7 +142,7 @@ def run(
         if is_ours:
             signal.signal(signal.SIGINT, _interrupted)
         with plain_errors():
-            return work(spark, given)
+            return work(spark, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except UprError as error:

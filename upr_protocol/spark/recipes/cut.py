@@ -14,8 +14,8 @@ from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.spark.driver_client import BucketDriverClient, explained, new_lease_id
 from upr_protocol.spark.errors import OptionError, PipelineError
-from upr_protocol.spark.port import ServerPort, explained, new_lease_id
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.source import UprDataSource
 
@@ -75,24 +75,26 @@ def consistent_cut(
     Raises:
         PipelineError: The server cannot be asked, or deletions behind a start are forgotten.
     """
-    given = merged(url, options)
-    asked = ReadOptions.parse(given)
-    port = ServerPort(asked)
+    texts = merged(url, options)
+    read_options = ReadOptions.parse(texts)
+    driver = BucketDriverClient(read_options)
     lease_id = new_lease_id()
     try:
-        numbers = port.persist()
-        begins = starts_of(port.infos(anew=True))
-        starts = {number: begins.get(number, SeqNo(0)) for number in numbers}
-        held = port.acquire(lease_id, [(number, seq, SEQ_MAX) for number, seq in starts.items()])
+        numbers = driver.persist()
+        begins = starts_of(driver.infos(anew=True))
+        starts = {partition: begins.get(partition, SeqNo(0)) for partition in numbers}
+        lease = driver.acquire(
+            lease_id, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
+        )
         # A history that began since the lease was granted began behind its end.
-        port.numbers()
-        logs = {number: info.log for number, info in port.infos().items()}
-        ends = {found.partition: found.end for found in held.ranges}
+        driver.numbers()
+        logs = {partition: info.log for partition, info in driver.infos().items()}
+        ends = {pinned.partition: pinned.end for pinned in lease.ranges}
         spark.dataSource.register(UprDataSource)
-        reader = spark.read.format("upr").options(**given)
+        reader = spark.read.format("upr").options(**texts)
         reader = reader.option("startingOffsets", _offsets(starts))
         reader = reader.option("endingOffsets", _offsets(ends))
-        yield Cut(asked.address.bucket, logs, starts, ends, reader.load())
+        yield Cut(read_options.address.bucket, logs, starts, ends, reader.load())
     except ServerError as error:
         if error.status is Status.ROLLBACK_NEEDED:
             raise PipelineError(
@@ -100,10 +102,10 @@ def consistent_cut(
                 f"{url}: deletions behind the start are forgotten ({error.sentence}): begin anew, "
                 "with all that there is",
             ) from error
-        raise explained(error, asked.address) from error
+        raise explained(error, read_options.address) from error
     finally:
-        port.release(lease_id)
-        port.close()
+        driver.release(lease_id)
+        driver.close()
 
 
 def merged(url: str, options: Mapping[str, str]) -> dict[str, str]:

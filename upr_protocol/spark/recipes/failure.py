@@ -19,10 +19,10 @@ def pipeline_error(error: BaseException) -> PipelineError | None:
     The data source runs in processes of its own. What is left of its errors here is their text,
     among tracebacks of several languages.
     """
-    found = _CODED.search(str(error))
-    if found is None:
+    match = _CODED.search(str(error))
+    if match is None:
         return None
-    code, sentence = found[1], found[2].strip()
+    code, sentence = match[1], match[2].strip()
     return OptionError(sentence) if code == "UPR_OPTION" else PipelineError(code, sentence)
 
 
@@ -39,7 +39,7 @@ def plain_errors() -> Iterator[None]:
         raise
     except Exception as error:
         # Some come as Spark's, some as those of the bridge to the JVM.
-        found = pipeline_error(error)
-        if found is None:
+        plain = pipeline_error(error)
+        if plain is None:
             raise
-        raise found from error
+        raise plain from error

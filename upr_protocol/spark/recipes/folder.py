@@ -35,7 +35,7 @@ def plain_path(text: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Keeps a folder to oneself, for as long as the context; makes it when it is missing.
 
     Raises:

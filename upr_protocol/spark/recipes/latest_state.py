@@ -98,13 +98,13 @@ class LatestState:
             PipelineError: The table has rows of another query.
         """
         app_id = self._app_id or _query_id(batch)
-        found = self._open()
-        done = None if found is None else found.transaction_version(app_id)
+        table = self._open()
+        done = None if table is None else table.transaction_version(app_id)
         if done is not None and done >= batch_id:
             self._tell(f"batch {batch_id} is in the table already")
             return
-        is_first = found is not None and done is None
-        if is_first and not self._begin_anew and found.count():
+        is_first = table is not None and done is None
+        if is_first and not self._begin_anew and table.count():
             raise PipelineError(
                 "UPR_TABLE",
                 f"{self._table} has rows of another query, or the query has a new checkpoint: "
@@ -112,10 +112,10 @@ class LatestState:
             )
         rows, went_back = newest_of_batch(batch)
         properties = _properties(app_id, batch_id)
-        if found is None:
+        if table is None:
             self._make(rows, properties)
         else:
-            self._merge(found, rows, None if is_first else went_back, properties)
+            self._merge(table, rows, None if is_first else went_back, properties)
         back = f", after {len(went_back)} partitions went back" if went_back else ""
         self._tell(f"batch {batch_id}: {rows.num_rows} keys changed{back}")
 
@@ -197,10 +197,10 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
     newest = batch.groupBy("key", marker_of.alias("marker")).agg(
         F.max_by(F.struct(*columns), "seq").alias("newest")
     )
-    found = newest.select("newest.*").toArrow()
-    is_marker = pc.equal(found["op"], "rollback")
-    went_back = sorted(set(found.filter(is_marker)["partition"].to_pylist()))
-    rows = found.filter(pc.invert(is_marker)).select([*SCHEMA.names, "deleted"])
+    rows_and_markers = newest.select("newest.*").toArrow()
+    is_marker = pc.equal(rows_and_markers["op"], "rollback")
+    went_back = sorted(set(rows_and_markers.filter(is_marker)["partition"].to_pylist()))
+    rows = rows_and_markers.filter(pc.invert(is_marker)).select([*SCHEMA.names, "deleted"])
     # Of what is deleted there is no value; it is never put in.
     nullable = [field.with_nullable(field.name == "value") for field in SCHEMA]
     return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_back
@@ -245,11 +245,11 @@ def keep_latest_state(
         raise OptionError("available_now and interval exclude each other")
     sink = LatestState(table, begin_anew=begin_anew, storage_options=storage_options, tell=tell)
     spark.dataSource.register(UprDataSource)
-    given = {name.lower(): value for name, value in (options or {}).items()}
-    given.setdefault("onrollback", "marker")
-    if "maxoffsetspertrigger" not in given and given.get("stability", "").lower() != "any":
-        given.setdefault("maxbytespertrigger", str(BATCH_BYTES_DEFAULT))
-    changes = spark.readStream.format("upr").options(**given).option("url", url).load()
+    settings = {name.lower(): value for name, value in (options or {}).items()}
+    settings.setdefault("onrollback", "marker")
+    if "maxoffsetspertrigger" not in settings and settings.get("stability", "").lower() != "any":
+        settings.setdefault("maxbytespertrigger", str(BATCH_BYTES_DEFAULT))
+    changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
     writer = changes.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
     if available_now:
         writer = writer.trigger(availableNow=True)
@@ -259,10 +259,10 @@ def keep_latest_state(
 
 
 def _query_id(batch: DataFrame) -> str:
-    found = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
-    if not found:
-        raise OptionError("outside of a query nothing stands for it: give app_id")
-    return f"upr:{found}"
+    query_id = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+    if not query_id:
+        raise OptionError("there is no streaming query to take the ID from: give app_id")
+    return f"upr:{query_id}"
 
 
 def _properties(app_id: str, batch_id: int) -> Any:

@@ -100,26 +100,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"{folder} has no {MANIFEST}: it was never finished, or is something else",
             ) from None
         try:
-            found = msgspec.json.decode(text, type=cls)
+            manifest = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise PipelineError(
                 "UPR_FOLDER", f"{path} is damaged, or of another version: {error}"
             ) from error
-        if found.format_version != FORMAT_VERSION:
+        if manifest.format_version != FORMAT_VERSION:
             raise PipelineError(
                 "UPR_FOLDER",
-                f"{path} is of version {found.format_version}, and this library reads "
+                f"{path} is of version {manifest.format_version}, and this library reads "
                 f"{FORMAT_VERSION}: use the one it was made with",
             )
-        there = files_below(folder / DATA)
-        for name, nbytes in found.files.items():
-            if there.get(name) != nbytes:
+        lengths = files_below(folder / DATA)
+        for name, nbytes in manifest.files.items():
+            if lengths.get(name) != nbytes:
                 raise PipelineError(
                     "UPR_FOLDER",
-                    f"{folder / DATA / name} has {there.get(name, 'not a single one')} of its "
+                    f"{folder / DATA / name} has {lengths.get(name, 'not a single one')} of its "
                     f"{nbytes} bytes: get a whole copy",
                 )
-        return found
+        return manifest
 
 
 def files_below(folder: Path) -> Mapping[str, int]:

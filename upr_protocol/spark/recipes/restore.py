@@ -14,9 +14,9 @@ from pyspark.sql import functions as F
 
 from upr_protocol.client import BlockingClient
 from upr_protocol.errors import UprError
+from upr_protocol.spark.driver_client import explained
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.options import Options
-from upr_protocol.spark.port import explained
 from upr_protocol.spark.recipes.backup import chain, increment_folder
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
@@ -86,23 +86,25 @@ def restore(
     if not folder.exists():
         raise PipelineError("UPR_FOLDER", f"{folder} is not there")
     with plain_errors():
-        found = chain(folder)
-        if not found:
+        increments = chain(folder)
+        if not increments:
             raise PipelineError("UPR_FOLDER", f"{folder} has no increment that was finished")
         if through is not None:
-            if not 0 <= through < len(found):
-                raise OptionError(f"there is no increment {through}; the last is {len(found) - 1}")
-            found = found[: through + 1]
+            if not 0 <= through < len(increments):
+                raise OptionError(
+                    f"there is no increment {through}; the last is {len(increments) - 1}"
+                )
+            increments = increments[: through + 1]
         if not may_have_contents:
             _check_empty(url)
         spark.dataSource.register(UprDataSource)
         total = 0
-        for manifest in found:
+        for manifest in increments:
             where = increment_folder(folder, manifest.number)
             rows = _apply(spark, where, manifest, url, options or {})
             total += rows
             tell(f"increment {manifest.number}: {rows} rows")
-        return Restored(len(found), total, time.monotonic() - began)
+        return Restored(len(increments), total, time.monotonic() - began)
 
 
 def _check_empty(url: str) -> None:

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.recipes.cut import Cut, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.folder import held, plain_path, remove, things_in
+from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
 from upr_protocol.spark.recipes.latest import latest
 from upr_protocol.spark.recipes.latest_state import SCHEMA, Tell, quiet
 from upr_protocol.spark.recipes.manifest import (
@@ -58,7 +58,7 @@ def snapshot(
     """
     folder = plain_path(path)
     _check_may_be_used(folder, overwrite=overwrite)
-    with plain_errors(), held(folder), consistent_cut(spark, url, options or {}) as cut:
+    with plain_errors(), locked(folder), consistent_cut(spark, url, options or {}) as cut:
         _check_may_be_used(folder, overwrite=overwrite)
         # What makes the rest count goes first.
         remove(sorted(things_in(folder), key=lambda thing: thing.name != MANIFEST))
@@ -66,10 +66,10 @@ def snapshot(
         # A read has no markers: without `op` nobody looks for them, which would read it twice.
         rows = latest(cut.changes.drop("op")).select(*SCHEMA.names)
         rows.write.parquet(str(folder / DATA))
-        found = described(spark, cut, folder, "snapshot")
-        found.write(folder)
-        tell(f"{found.rows} rows in {len(found.files)} files")
-        return found
+        manifest = described(spark, cut, folder, "snapshot")
+        manifest.write(folder)
+        tell(f"{manifest.rows} rows in {len(manifest.files)} files")
+        return manifest
 
 
 def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFrame:
@@ -79,15 +79,15 @@ def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFram
         PipelineError: It is none, or was never finished, or is not whole.
     """
     folder = plain_path(path)
-    found = Manifest.read(folder)
-    if found.kind != "snapshot":
+    manifest = Manifest.read(folder)
+    if manifest.kind != "snapshot":
         raise PipelineError("UPR_FOLDER", f"{folder} is an increment of a backup, and no snapshot")
-    return rows_of(spark, folder, found)
+    return rows_of(spark, folder, manifest)
 
 
-def rows_of(spark: SparkSession, folder: Path, found: Manifest) -> DataFrame:
+def rows_of(spark: SparkSession, folder: Path, manifest: Manifest) -> DataFrame:
     """The rows that a manifest speaks of, and no others."""
-    paths = [str(folder / DATA / name) for name in found.files]
+    paths = [str(folder / DATA / name) for name in manifest.files]
     return spark.read.parquet(*paths)
 
 

@@ -49,8 +49,8 @@ class ModelLease:
     whole: bool = True
 
 
-class ModelPort:
-    """A port without a server behind it."""
+class ModelDriverClient:
+    """A driver client without a server behind it."""
 
     def __init__(self, partitions: int) -> None:
         self._histories = count(1)
@@ -117,7 +117,7 @@ class ModelPort:
         rows = self.partitions[number].rows
         return [(seq, rows[seq]) for seq in sorted(rows) if start < seq <= end]
 
-    # The port.
+    # What a driver client does.
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         return {

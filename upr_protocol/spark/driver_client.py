@@ -49,8 +49,8 @@ def new_lease_id() -> int:
     return int.from_bytes(os.urandom(8), "little") | 1
 
 
-class Port(Protocol):
-    """A bucket, as a driver sees it. What a method raises is a `PipelineError`."""
+class DriverClient(Protocol):
+    """What a Spark driver asks of a bucket. What a method raises is a `PipelineError`."""
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         """How far each partition of the bucket is."""
@@ -81,8 +81,8 @@ class Port(Protocol):
         """Closes the connection."""
 
 
-class ServerPort:
-    """The port to a server; connects when it is first asked, and again after a lost connection.
+class BucketDriverClient:
+    """Asks a server; connects at the first question, and again after a lost connection.
 
     Args:
         options: Which bucket; and how long to go on trying.
@@ -94,9 +94,9 @@ class ServerPort:
         self._numbers: dict[PartitionId, PartitionNumbers] = {}
         self._count = 0
 
-    def _patiently(self, ask: Callable[[BlockingClient], T]) -> T:
+    def _ask_until_timeout(self, ask: Callable[[BlockingClient], T]) -> T:
         """Asks, and asks again while that may help."""
-        patience = RetryPolicy(self._options.timeout_s, random.random)
+        retries = RetryPolicy(self._options.timeout_s, random.random)
         while True:
             is_fresh = self._client is None
             try:
@@ -118,78 +118,70 @@ class ServerPort:
                     trouble = BrokenError(trouble.sentence)
             self.close()
             try:
-                wait_s = patience.wait_s(trouble, time.monotonic())
+                wait_s = retries.wait_s(trouble, time.monotonic())
             except UprError as error:
                 raise explained(error, self._options.address) from error
             time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
-        """See `Port`."""
-        found = self._patiently(lambda client: client.seqnos())
-        self._count = len(found)
-        wanted = self._options.partitions
+        rows = self._ask_until_timeout(lambda client: client.seqnos())
+        self._count = len(rows)
+        selected = self._options.partitions
         self._numbers = {
-            row.partition: row for row in found if not wanted or row.partition in wanted
+            row.partition: row for row in rows if not selected or row.partition in selected
         }
-        for partition in wanted:
+        for partition in selected:
             if partition not in self._numbers:
                 raise OptionError(
                     f"the option partitions names {partition}, and the bucket has 0 to "
-                    f"{len(found) - 1}"
+                    f"{len(rows) - 1}"
                 )
         return self._numbers
 
     def has(self, partition: PartitionId) -> bool:
-        """See `Port`."""
         return partition < self._count
 
     def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
-        """See `Port`."""
-        found = self._told()
+        infos = self._fetch_infos()
         if anew or any(
-            number not in found or found[number].log.current != row.history_id
-            for number, row in self._numbers.items()
+            partition not in infos or infos[partition].log.current != row.history_id
+            for partition, row in self._numbers.items()
         ):
             # What a connection knows of the logs is from when it was made.
             self.close()
-            found = self._told()
-        return found
+            infos = self._fetch_infos()
+        return infos
 
-    def _told(self) -> Mapping[PartitionId, PartitionInfo]:
-        infos = self._patiently(lambda client: client.partitions())
+    def _fetch_infos(self) -> Mapping[PartitionId, PartitionInfo]:
+        infos = self._ask_until_timeout(lambda client: client.partitions())
         return {info.partition: info for info in infos if info.partition in self._numbers}
 
     def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
-        """See `Port`."""
         barrier = self.numbers()
         for row in barrier.values():
             if row.persisted_seq < row.high_seq:
-                self._patiently(partial(_await_persisted, row))
+                self._ask_until_timeout(partial(_await_persisted, row))
         return self.numbers()
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
-        """See `Port`."""
-        return self._patiently(
+        return self._ask_until_timeout(
             lambda client: client.acquire_lease(
                 ranges, time_to_live_s=self._options.lease_s, owner=OWNER, lease_id=lease_id
             )
         )
 
     def renew(self, lease_id: int) -> HeldLease:
-        """See `Port`."""
-        return self._patiently(
+        return self._ask_until_timeout(
             lambda client: client.renew_lease(lease_id, time_to_live_s=self._options.lease_s)
         )
 
     def release(self, lease_id: int) -> None:
-        """See `Port`."""
         # It would end by itself: that is not worth waiting for a server that is away.
         with suppress(UprError, TimeoutError):
             if self._client is not None:
                 self._client.release_lease(lease_id)
 
     def close(self) -> None:
-        """See `Port`."""
         if self._client is not None:
             self._client.close()
             self._client = None
