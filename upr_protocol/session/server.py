@@ -52,8 +52,8 @@ class Statistics:
 
 
 class ServerSession(Session):
-    """The side that listens. It answers `Hello` by itself, and brings barriers
-    back by itself while `next_partition` is called.
+    """The side that listens. It answers `Hello` by itself, and brings barriers back by itself while
+    `next_partition` is called.
 
     Args:
         identity: The server's own.
@@ -75,7 +75,8 @@ class ServerSession(Session):
         return self.hello.identity if self.hello else ""
 
     def send(self, message: Message) -> None:
-        """Queues `message` for `take`. A snapshot is sent only of the partition whose turn it is.
+        """Queues `message` for `take_outgoing`. Only the partition whose turn it is sends a
+        snapshot.
 
         Raises:
             LocalProtocolError: This side must not say it, or not now. Nothing was queued.
@@ -116,6 +117,7 @@ class ServerSession(Session):
         while True:
             turn = self._cycle.advance()
             if turn is None:
+                # Every stream has reached its newest number, so every barrier has been reached too.
                 self._return_barriers(self._barrier_queue.take_all())
                 return None
             self._return_due()
@@ -124,8 +126,8 @@ class ServerSession(Session):
             self.send(Completed(turn.cycle))
 
     def end_turn(self) -> None:
-        """The partition whose turn it is has nothing more to send, or nothing after all. Nothing
-        happens when no partition has the turn: its stream may have been closed in the meantime.
+        """The partition whose turn it is has nothing more to send, or nothing after all. When no
+        partition has the turn, because its stream was closed, this does nothing.
 
         Raises:
             LocalProtocolError: Its snapshot has begun and not ended.
@@ -143,8 +145,8 @@ class ServerSession(Session):
 
     @property
     def snapshot_ends(self) -> tuple[tuple[PartitionId, SeqNo], ...]:
-        """For each stream that was accepted and not closed, the last number at which the client is
-        consistent."""
+        """For each stream that was accepted and not closed, the last sequence number at which the
+        client is consistent."""
         return tuple(
             (record.partition, record.complete)
             for record in self.streams.values()
@@ -178,6 +180,7 @@ class ServerSession(Session):
             self._leave(message.partition)
 
     def _leave(self, partition: PartitionId) -> None:
+        # If it had the turn, the cycle has passed it now, and barriers may be due.
         self._cycle.remove(partition)
         if self.state is SessionState.STREAMING:
             self._return_due()

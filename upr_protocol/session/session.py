@@ -132,6 +132,8 @@ class Session(SessionContext):
                 message = decode(header, body)
                 if self._crossed(message):
                     continue
+                # A dropped message is processed all the same: it has used up the window, and its
+                # sequence numbers must follow those before it.
                 dropped = self._dropped(message)
                 self._process(message, HEADER_BYTES + header.length)
             except ProtocolError as error:
@@ -180,6 +182,8 @@ class Session(SessionContext):
     # The funnel: every message of either side, on either side, goes through here.
 
     def _admit(self, header: Header) -> None:
+        """Refuses a frame by its header, before a byte of its body is kept: a peer that may not say
+        it, or says too much, costs no memory."""
         kind = MESSAGES.get(header.opcode)
         if kind is None:
             raise ProtocolError(
@@ -198,6 +202,7 @@ class Session(SessionContext):
 
     def _check_length(self, kind: type[Message], length: int, sender: Role) -> None:
         limit = kind.body_bytes_max
+        # What the server says it takes binds the client alone.
         if sender is Role.CLIENT:
             limit = min(limit, self.agreed.frame_body_bytes_max)
         if length > limit:
@@ -217,12 +222,15 @@ class Session(SessionContext):
             self._check_request(message)
         elif rule.is_answer:
             self._check_answer(message)
+        # The last that may raise, and it changes the stream only if it does not: everything below
+        # cannot fail.
         if rule.is_of_stream:
             self._follow(message)
         if rule.effect is not None:
             rule.effect(self, message, frame_bytes)
         if rule.is_request:
             self._requests[message.opaque] = kind
+        # A stream that was accepted keeps its request's opaque in use until `StreamEnd`.
         elif rule.ends_request and not (kind is StreamReply and message.status == Status.OK):
             del self._requests[message.opaque]
         self.state = state
