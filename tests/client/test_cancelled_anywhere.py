@@ -7,6 +7,7 @@ operation works. An operation that is in no table here fails the last test.
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -28,6 +29,7 @@ from upr_protocol.client import (
     Address,
     ChunkReceived,
     Client,
+    Completed,
     Consumer,
     EventFeed,
     FileStore,
@@ -39,6 +41,7 @@ from upr_protocol.client import (
     RollbackConsumer,
     connect,
     consume,
+    consume_as_replica,
     consume_with_rollback,
     follow_events,
     keep_local_copy,
@@ -57,7 +60,8 @@ from upr_protocol.client.operator import (
 from upr_protocol.errors import ServerError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
-from upr_protocol.partition_map import PartitionMap
+from upr_protocol.partition_map import Assignment, PartitionMap
+from upr_protocol.transport import dial_tcp
 from upr_server.app import Server
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 
@@ -403,7 +407,7 @@ async def test_a_consumer_with_a_ring_buffer(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
     async with consume_with_rollback(
-        server.url("b"), tmp_path / "ring", resume=Store()
+        server.url("b"), tmp_path / "received-keys", resume=Store()
     ) as consumer:
         reader = Reader([server], consumer)
         work = getattr(reader, function.__name__.strip("_"))
@@ -414,7 +418,7 @@ async def test_a_consumer_with_a_ring_buffer(
     assert network.open == 0
 
 
-MAP: Final = (
+LOCAL_COPY: Final = (
     LocalCopy.__anext__,
     LocalCopy.save,
     LocalCopy.get,
@@ -422,11 +426,11 @@ MAP: Final = (
 )
 
 
-@pytest.mark.parametrize("function", MAP)
+@pytest.mark.parametrize("function", LOCAL_COPY)
 async def test_a_map(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
-    async with keep_local_copy(server.url("b"), tmp_path / "map") as copy:
+    async with keep_local_copy(server.url("b"), tmp_path / "local-copy") as copy:
         reader = Reader([server], copy)
         key = reader.write()
         await reader.follow(key)
@@ -490,10 +494,34 @@ async def _consume(server: Server, folder: Path) -> None:
         assert [event async for event in consumer]
 
 
-async def _consume_undoing(server: Server, folder: Path) -> None:
-    path = folder / "ring"
+async def _consume_with_rollback(server: Server, folder: Path) -> None:
+    path = folder / "received-keys"
     async with consume_with_rollback(server.url("b"), path, resume=Store(), end="now") as consumer:
         assert [event async for event in consumer]
+
+
+async def _consume_as_replica(server: Server, folder: Path) -> None:
+    if server.service.cluster.map_of("b") is None:
+        assignment = Assignment(active="a", replicas={"z": ""})
+        with_replica = PartitionMap(
+            bucket="b",
+            revision=1,
+            nodes={"a": f"{HOST}:{server.port}", "z": f"{HOST}:1"},
+            partitions=(assignment,) * PARTITIONS,
+        )
+        await NodeClient(Address.parse(server.url("b"))).set_map(0, with_replica)
+    async with consume_as_replica(
+        server.url("b"),
+        state=PartitionState.ACTIVE,
+        resume=Store(),
+        identity="replica:z",
+        retry_timeout_s=60,
+        dial=dial_tcp,
+        draw=random.Random(1).random,
+    ) as consumer:
+        async for event in consumer:
+            if isinstance(event, Completed):
+                break
 
 
 async def _keep_local_copy(server: Server, folder: Path) -> None:
@@ -536,7 +564,8 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _connect: (connect,),
     _publisher: (publisher,),
     _consume: (consume,),
-    _consume_undoing: (consume_with_rollback,),
+    _consume_with_rollback: (consume_with_rollback,),
+    _consume_as_replica: (consume_as_replica,),
     _keep_local_copy: (keep_local_copy,),
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
     _node_status: (NodeClient.status,),
@@ -722,7 +751,7 @@ def test_nothing_is_forgotten() -> None:
         *PUBLISHER,
         *(Consumer.__anext__, Consumer.barrier, Consumer.save),
         *(RollbackConsumer.__anext__, RollbackConsumer.barrier, RollbackConsumer.save),
-        *MAP,
+        *LOCAL_COPY,
         *(FileStore.load, FileStore.save),
         *WAITS_FOR_NOTHING,
         *(function for functions in CONTEXTS.values() for function in functions),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from upr_protocol.address import Address, AddressError
 from upr_protocol.client.blocking.client import BlockingClient
-from upr_protocol.client.blocking_consumer import BlockingConsumer
+from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.core.accumulator import Batch
 from upr_protocol.client.core.calls import (
     BucketInfo,

@@ -485,8 +485,8 @@ def test_a_caller_who_does_not_wait_ends_no_rest(
         now += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("upr_protocol.client.blocking_feeds.time", clock)
-    monkeypatch.setattr("upr_protocol.client.blocking_consumer.time", clock)
+    monkeypatch.setattr("upr_protocol.client.blocking.streams.time", clock)
+    monkeypatch.setattr("upr_protocol.client.blocking.consumer.time", clock)
     fake.server.put(b"k", b"v")
     with BlockingConsumer(URL, dial=fake.dial, sleep=sleep, draw=lambda: 1.0) as following:
         assert next(following) is not None

@@ -155,7 +155,7 @@ async def test_a_rollback_target_above_the_ceiling_is_refused(
         await until_completed(consumer)
         server.partitions[0].fail_over(77, 24)
         net.cut()
-        with pytest.raises(ValueError, match="went back to 25, not to 24"):
+        with pytest.raises(ValueError, match="rolled back to 25, above its ceiling 24"):
             await until_completed(consumer)
 
 

@@ -13,7 +13,7 @@ from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker
-from upr_protocol.client.course import Course
+from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -122,17 +122,17 @@ def takes_a_part_for_a_whole() -> Iterator[None]:
 def takes_any_copy_for_now() -> Iterator[None]:
     """What a node said of a partition when it greeted is "now", whatever it was for it then: a copy
     that was left behind, or had yet to be filled."""
-    settle: Any = Course.settle
+    decide_bounds: Any = SubscriptionState.decide_bounds
 
-    def settle_by_any(self: Course, partition: PartitionId, greeting: Any) -> bool:
-        told = greeting.logs[partition]
+    def decide_by_any_node(self: SubscriptionState, partition: PartitionId, handshake: Any) -> bool:
+        told = handshake.logs[partition]
         log = told.log if told.log.entries else FailoverLog.of([(1, 0)])
-        believed = msgspec.structs.replace(told, state=self.wishes.state, status=0, log=log)
-        return bool(settle(self, partition, SimpleNamespace(logs={partition: believed})))
+        believed = msgspec.structs.replace(told, state=self.subscription.state, status=0, log=log)
+        return bool(decide_bounds(self, partition, SimpleNamespace(logs={partition: believed})))
 
     with (
-        replaced(Course, "settle", settle_by_any),
-        replaced(Course, "confirm_end", lambda *_: True),
+        replaced(SubscriptionState, "decide_bounds", decide_by_any_node),
+        replaced(SubscriptionState, "confirm_end", lambda *_: True),
     ):
         yield
 

@@ -12,9 +12,9 @@ from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
+from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.blocking.dispatcher import BlockingDispatcher
 from upr_protocol.client.blocking.publish_run import PublishRun
-from upr_protocol.client.blocking_consumer import BlockingConsumer
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.accumulator import (
     BUFFER_BYTES_DEFAULT,
@@ -41,9 +41,9 @@ from upr_protocol.client.core.operations import OperationBatches
 from upr_protocol.client.core.results import Failure, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.subscription import End
 from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
-from upr_protocol.client.wishes import End
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S

@@ -16,6 +16,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
+from upr_protocol.client.core.subscription import End
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
@@ -27,7 +28,6 @@ from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.trio.consumer import Consumer
-from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.transport import Dial, dial_tcp

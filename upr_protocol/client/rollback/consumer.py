@@ -15,6 +15,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
+from upr_protocol.client.core.subscription import End
 from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
@@ -22,7 +23,6 @@ from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.client.trio.consumer import Consumer, Resume, load_resume_state
-from upr_protocol.client.wishes import End
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.transport import Dial, dial_tcp

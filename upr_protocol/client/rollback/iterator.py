@@ -13,6 +13,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.events import (
     ChunkReceived,
     Event,
@@ -26,7 +27,6 @@ from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, Resume, open_consumer
-from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId
@@ -40,12 +40,12 @@ class ServerDocumentReader:
     Attributes:
         address: The bucket.
         options: How to connect.
-        patience: When to give up.
+        retry: When to give up.
     """
 
     address: Address
     options: TrioOptions
-    patience: RetryPolicy
+    retry: RetryPolicy
 
     async def read_newest(
         self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
@@ -59,9 +59,9 @@ class ServerDocumentReader:
             try:
                 documents = await self._read_once(partition, keys, history_id)
             except UprError as error:
-                await trio.sleep(self.patience.wait_s(error, trio.current_time()))
+                await trio.sleep(self.retry.wait_s(error, trio.current_time()))
             else:
-                self.patience.progress()
+                self.retry.progress()
                 return documents
 
     async def _read_once(
@@ -170,13 +170,13 @@ async def consume_with_planner(
     options = TrioOptions(identity=identity, dial=dial)
     reader = ServerDocumentReader(address, options, RetryPolicy(retry_timeout_s, draw))
     planner = RollbackPlanner(received_keys, reader)
-    wishes = Wishes(
-        partitions_wanted(partitions), start == "now", end=end, with_logs=True, undoes=True
+    subscription = Subscription(
+        checked_partitions(partitions), start == "now", end=end, with_logs=True, has_undo=True
     )
     async with open_consumer(
         Consumer,
         address,
-        wishes,
+        subscription,
         options,
         resume=resume,
         undo=planner.choose_target,

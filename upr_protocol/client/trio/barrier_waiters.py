@@ -55,7 +55,7 @@ class BarrierWaiters:
         Raises:
             UprError: The reason why no barrier comes back any more.
         """
-        barriers = self._streams.course.rounds
+        barriers = self._streams.state.barriers
         await self._returned.wait_until(
             lambda: self._error is not None or len(barriers) < OPEN_BARRIERS_MAX
         )

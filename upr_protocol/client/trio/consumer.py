@@ -21,7 +21,8 @@ from upr_protocol.client.core.delivery_tracker import (
 )
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
-from upr_protocol.client.course import Course
+from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
+from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore, ResumeStore
@@ -29,7 +30,6 @@ from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.trio.streams import ConsumerStreams
-from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.failover import Position
@@ -142,7 +142,7 @@ class Consumer:
     @property
     def partition_count(self) -> int:
         """How many partitions the bucket has."""
-        return self._streams.course.partition_count
+        return self._streams.state.partition_count
 
     # Events.
 
@@ -223,7 +223,7 @@ class Consumer:
         if isinstance(event, RollbackRequest):
             assert self._undo is not None
             to = await self._undo(event.partition, event.ceiling, event.reason)
-            delivery = self._streams.node_of(event.partition).rolled_back(event.partition, to)
+            delivery = self._streams.rolled_back(event.partition, to)
         self._rollback, self._rolled_back = None, delivery
 
     # Barriers.
@@ -322,7 +322,7 @@ class Consumer:
     async def _start(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._run)
         await self._streams.opened.wait()
-        if not self._streams.course.connections:
+        if not self._streams.state.connection_count:
             await self._streams.queue.wait()  # raises why there was no connection
 
     async def _leave(self) -> None:
@@ -334,13 +334,13 @@ class Consumer:
         """The figures of the consumer."""
         streams, counts = self._streams, self._tracker.counts
         return ConsumerStatistics(
-            streams.course.connections,
+            streams.state.connection_count,
             streams.is_connected,
             counts.events,
             counts.chunks,
             counts.mutations,
             counts.nbytes,
-            streams.course.rollbacks,
+            streams.state.rollback_count,
             self._saves,
             len(streams.queue),
             streams.pool.last_failure,
@@ -372,7 +372,7 @@ async def load_resume_state(resume: Resume, bucket: str) -> tuple[ResumeState, R
 async def open_consumer(
     consumer_class: type[C],
     address: Address,
-    wishes: Wishes,
+    subscription: Subscription,
     options: TrioOptions,
     *,
     resume: Resume,
@@ -389,13 +389,15 @@ async def open_consumer(
         address,
         options,
         retry_timeout_s=retry_timeout_s,
-        state=wishes.state,
+        state=subscription.state,
         by_map=by_map,
         draw=draw,
-        opened=wishes.partitions,
+        opened=subscription.partitions,
     )
     streams = ConsumerStreams(
-        Course(wishes, state.copy()), lambda: RetryPolicy(retry_timeout_s, draw), new_pool
+        SubscriptionState(subscription, state.copy()),
+        lambda: RetryPolicy(retry_timeout_s, draw),
+        new_pool,
     )
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
     async with background() as nursery:
@@ -474,19 +476,19 @@ async def consume(
         ServerError: The server refused, for instance with `NO_BUCKET`.
         OSError: The resume file cannot be read or written.
     """
-    wishes = Wishes(
-        partitions_wanted(partitions),
+    subscription = Subscription(
+        checked_partitions(partitions),
         start == "now",
         state,
         end,
         lease_id,
         with_logs=with_logs,
-        undoes=undo is not None,
+        has_undo=undo is not None,
     )
     async with open_consumer(
         Consumer,
         Address.parse(target) if isinstance(target, str) else target,
-        wishes,
+        subscription,
         TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
         resume=resume,
         undo=undo,

@@ -52,12 +52,12 @@ class EventFeed:
         self,
         address: Address,
         options: TrioOptions,
-        patience: RetryPolicy,
+        retry: RetryPolicy,
         new_request: Callable[[int], calls.Call[EventsReply]],
     ) -> None:
         self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each())
         self._options = options
-        self._patience = patience
+        self._retry = retry
         self._new_request = new_request
         self._acknowledged_batch = 0
         self._events: deque[BucketEvent | LookAtEverything] = deque()
@@ -76,7 +76,7 @@ class EventFeed:
     @property
     def last_failure(self) -> str:
         """Why the last connection, or attempt to connect, ended."""
-        return self._patience.last_failure
+        return self._retry.last_failure
 
     def __aiter__(self) -> Self:
         return self
@@ -107,7 +107,7 @@ class EventFeed:
                 except UprError as error:
                     self._is_connected = False
                     self._addresses.rotate(-1)
-                    await trio.sleep(self._patience.wait_s(error, trio.current_time()))
+                    await trio.sleep(self._retry.wait_s(error, trio.current_time()))
         except UprError as error:
             self._end(error)
         finally:
@@ -121,7 +121,7 @@ class EventFeed:
             while True:
                 reply = await channel.ask(self._new_request(self._acknowledged_batch))
                 self._is_connected = True
-                self._patience.progress()
+                self._retry.progress()
                 if reply.batch:
                     await self._hand_out(reply)
 

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.subscription import Subscription, checked_partitions
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
-from upr_protocol.client.wishes import Wishes, partitions_wanted
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.transport import Dial
 from upr_protocol.wire import ReplicaAck
@@ -33,9 +33,7 @@ class ReplicaConsumer(Consumer):
             received: The last end received.
             persisted: The last end on disk.
         """
-        self._streams.node_of(partition).report(
-            ReplicaAck(history_id, received, persisted, partition=partition)
-        )
+        self._streams.report(ReplicaAck(history_id, received, persisted, partition=partition))
 
 
 @asynccontextmanager
@@ -53,17 +51,17 @@ async def consume_as_replica(
     draw: Callable[[], float],
 ) -> AsyncIterator[ReplicaConsumer]:
     """A consumer of one node, also of the answers that it gave to publishers; see `consume`."""
-    wishes = Wishes(
-        partitions_wanted(partitions),
+    subscription = Subscription(
+        checked_partitions(partitions),
         state=state,
         with_answers=True,
         with_logs=True,
-        undoes=undo is not None,
+        has_undo=undo is not None,
     )
     async with open_consumer(
         ReplicaConsumer,
         Address.parse(target),
-        wishes,
+        subscription,
         TrioOptions(identity=identity, dial=dial),
         resume=resume,
         undo=undo,

@@ -10,8 +10,8 @@ import trio
 
 from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import RetryPolicy
-from upr_protocol.client.course import Course
-from upr_protocol.client.follower import PROGRESS, Follower
+from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
+from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.trio.connection import Connection
 from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.concurrency import Notifier
@@ -91,26 +91,26 @@ class DeliveryQueue:
 
 
 class NodeStreams:
-    """The streams of one node, through any number of connections; a connection's handler.
+    """The streams of one node; handles one connection after another to it.
 
     Args:
         follower: Turns messages into deliveries.
         retry: Notified of progress.
         queue: Where deliveries go.
-        opened: Set when a connection is greeted.
+        opened: Set when a connection is made.
         pool: Notified of what concerns other nodes.
     """
 
     def __init__(
         self,
-        follower: Follower,
+        follower: StreamFollower,
         retry: RetryPolicy,
         queue: DeliveryQueue,
         opened: trio.Event,
         pool: ConnectionPool[NodeStreams],
     ) -> None:
+        self.follower = follower
         self.retry = retry
-        self._follower = follower
         self._queue = queue
         self._opened = opened
         self._pool = pool
@@ -121,16 +121,39 @@ class NodeStreams:
         """Whether there is a connection."""
         return self._connection is not None
 
-    # The connection's side; `ConnectionHandler` documents it.
+    def flush(self) -> None:
+        """Has what the follower sent written."""
+        if self._connection is not None:
+            self._connection.flush()
+
+    def react(self) -> None:
+        """Acts on what the follower has concluded, and has written what it sent."""
+        connection, follower = self._connection, self.follower
+        refused_streams, follower.refused_streams = follower.refused_streams, []
+        for refused in refused_streams:
+            if self._pool.metadata.is_single_node and connection is not None:
+                connection.fail(refused.error)  # there is no other node to try meanwhile
+                return
+            self._pool.refused(refused.partition, refused.error, refused.map_revision)
+        if connection is None:
+            return
+        if follower.failure is not None:
+            connection.fail(follower.failure)
+        elif follower.is_finished:
+            connection.finish()
+        else:
+            connection.flush()
+
+    # What the connection and the pool call; `ConnectionHandler` and `NodeHandler` document it.
 
     def connected(self, connection: Connection) -> None:
-        for delivery in self._follower.enter(connection.handshake):
+        for delivery in self.follower.learn_partitions(connection.handshake):
             self._queue.put(delivery)
         self._pool.connected(self, connection)
-        self._follower.begin(connection.session, connection.handshake)
+        self.follower.connected(connection.session, connection.handshake)
         self._connection = connection
         self._opened.set()
-        self._react()
+        self.react()
 
     def received(self, message: Message) -> None:
         if self._connection is None:
@@ -138,33 +161,15 @@ class NodeStreams:
         if isinstance(message, MapReply):
             self._pool.received_map(self, message)
             return
-        for delivery in self._follower.take(message):
+        for delivery in self.follower.receive(message):
             self._queue.put(delivery)
-        if isinstance(message, PROGRESS):
+        if isinstance(message, PROGRESS_MESSAGES):
             self.retry.progress()
         if type(message) in SNAPSHOT_MESSAGES:
             return  # there are many, and none of them refuses or ends anything
         if isinstance(message, StreamReply) and not message.status:
             self._pool.works(message.partition)
-        self._react()
-
-    def _react(self) -> None:
-        """Acts on what the follower has concluded, and has its messages written."""
-        connection, follower = self._connection, self._follower
-        strays, follower.strays = follower.strays, []
-        for stray in strays:
-            if self._pool.metadata.is_single_node and connection is not None:
-                connection.fail(stray.error)  # there is no other node to try meanwhile
-                return
-            self._pool.refused(stray.partition, stray.error, stray.map_revision)
-        if connection is None:
-            return
-        if follower.trouble is not None:
-            connection.fail(follower.trouble)
-        elif follower.done:
-            connection.finish()
-        else:
-            connection.flush()
+        self.react()
 
     def writable(self) -> None:
         pass
@@ -175,118 +180,72 @@ class NodeStreams:
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  the pool has it, and connects again
         self._connection = None
-        self._follower.disconnected()
-
-    # The pool's side.
+        self.follower.disconnected()
 
     async def drain(self) -> None:
         """Waits for nothing: what has not arrived comes from another node."""
-
-    def take_on(self, partition: PartitionId) -> None:
-        """Follows one more partition."""
-        self._follower.take_on(partition)
-        self._react()
-
-    def let_go(self, partition: PartitionId) -> None:
-        """Stops following a partition."""
-        if self.follows(partition):
-            self._follower.let_go(partition)
-            self._react()
-
-    def follows(self, partition: PartitionId) -> bool:
-        """Whether this node is to stream the partition."""
-        return partition in self._follower.mine
-
-    # The application's side.
-
-    def acknowledge(self, delivery: Delivery) -> None:
-        """The application has processed a delivery: the server may send as many bytes again."""
-        if self._follower.acknowledge(delivery) and self._connection is not None:
-            self._connection.flush()
-
-    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
-        """The application has rolled back to `to`.
-
-        Returns:
-            `RolledBack`, for the application before anything else: it stands there now.
-
-        Raises:
-            ValueError: `to` is above the ceiling.
-        """
-        delivery = self._follower.rolled_back(partition, to)
-        self._react()
-        return delivery
-
-    def report(self, report: ReplicaAck) -> None:
-        """Sends what a replica has, or drops the report if there is no connection."""
-        if self._follower.report(report) and self._connection is not None:
-            self._connection.flush()
-
-    def send_barriers(self) -> None:
-        """Sends the barriers that have yet to pass this node."""
-        self._follower.send_barriers()
-        self._react()
 
 
 class ConsumerStreams:
     """The streams of all nodes, with one queue.
 
     Args:
-        course: How far the subscription is.
+        state: How far the subscription is.
         new_retry_policy: Gives each node's.
         new_pool: Gives the pool of connections whose client this is.
 
     Attributes:
         queue: The deliveries that the application has not taken.
-        opened: Set when the first connection is greeted.
-        course: See above.
+        opened: Set when the first connection is made.
+        state: See above.
         pool: The pool of connections.
     """
 
     def __init__(
         self,
-        course: Course,
+        state: SubscriptionState,
         new_retry_policy: Callable[[], RetryPolicy],
         new_pool: Callable[[ConsumerStreams], ConnectionPool[NodeStreams]],
     ) -> None:
         self.queue = DeliveryQueue()
         self.opened = trio.Event()
-        self.course = course
+        self.state = state
         self._new_retry_policy = new_retry_policy
         self._nodes: list[NodeStreams] = []
         self.pool = new_pool(self)
 
-    # The pool's side; `PoolClient` documents it.
+    # What the pool calls; `PoolClient` documents it.
 
     @property
     def is_finished(self) -> bool:
-        return self.course.done
+        return self.state.is_finished
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
-        return sorted(self.course.left)
+        return sorted(self.state.remaining)
 
     def is_waiting_for(self, partition: PartitionId) -> bool:
-        return partition in self.course.left
+        return partition in self.state.remaining
 
     def new_handler(self) -> NodeStreams:
-        node = NodeStreams(
-            Follower(self.course), self._new_retry_policy(), self.queue, self.opened, self.pool
-        )
+        follower = StreamFollower(self.state)
+        node = NodeStreams(follower, self._new_retry_policy(), self.queue, self.opened, self.pool)
         self._nodes.append(node)
         return node
 
     def place(self, partition: PartitionId, handler: NodeStreams | None) -> None:
         for node in self._nodes:
-            if node is not handler:
-                node.let_go(partition)
+            if node is not handler and partition in node.follower.partitions:
+                node.follower.remove_partition(partition)
+                node.react()
         if handler is not None:
-            handler.take_on(partition)
+            handler.follower.add_partition(partition)
+            handler.react()
 
     def remove_handler(self, handler: NodeStreams) -> None:
         self._nodes.remove(handler)
 
-    # The application's side.
+    # What the consumer calls.
 
     @property
     def is_connected(self) -> bool:
@@ -297,12 +256,28 @@ class ConsumerStreams:
         """The application has processed a delivery: its node may send as many bytes again."""
         if delivery.nbytes:
             for node in self._nodes:
-                node.acknowledge(delivery)
+                if node.follower.acknowledge(delivery):
+                    node.flush()
 
-    def node_of(self, partition: PartitionId) -> NodeStreams:
-        """The node that streams a partition; any node while the partition is with none."""
-        nodes = (node for node in self._nodes if node.follows(partition))
-        return next(nodes, self._nodes[0])
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """The application has rolled back to `to`.
+
+        Returns:
+            `RolledBack`, for the application before anything else: it stands there now.
+
+        Raises:
+            ValueError: `to` is above the ceiling.
+        """
+        node = self._node_of(partition)
+        delivery = node.follower.rolled_back(partition, to)
+        node.react()
+        return delivery
+
+    def report(self, report: ReplicaAck) -> None:
+        """Sends what a replica has, or drops the report if there is no connection."""
+        node = self._node_of(report.partition)
+        if node.follower.report(report):
+            node.flush()
 
     def send_barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes, now or as soon as they stream.
@@ -310,6 +285,12 @@ class ConsumerStreams:
         Raises:
             LocalProtocolError: Too many barriers are open, this one is, or the cookie is too long.
         """
-        self.course.rounds.open_barrier(cookie)
+        self.state.barriers.open_barrier(cookie)
         for node in self._nodes:
-            node.send_barriers()
+            node.follower.send_barriers()
+            node.react()
+
+    def _node_of(self, partition: PartitionId) -> NodeStreams:
+        """The node that streams a partition; any node while the partition is with none."""
+        nodes = (node for node in self._nodes if partition in node.follower.partitions)
+        return next(nodes, self._nodes[0])

@@ -11,15 +11,15 @@ from typing import Literal, Self
 from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
-from upr_protocol.client.blocking_feeds import BlockingFeeds
+from upr_protocol.client.blocking.streams import BlockingStreams
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
-from upr_protocol.client.course import Course
+from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
+from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.events import Event, RolledBack
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore
-from upr_protocol.client.wishes import End, Wishes, partitions_wanted
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
@@ -27,34 +27,18 @@ from upr_protocol.transport import SocketDial, dial_socket
 
 
 class BlockingConsumer:
-    """`Consumer` for programs that block: an iterator of events; not to be shared between threads.
+    """`Consumer` for programs that block: an iterator of events. Threads must not share one.
 
-    To ask for the next event is to say that the one before is dealt with. Between two calls nobody
-    listens: a program that is busy for longer than twice the idle interval loses its connection,
-    and goes on with a new one.
+    By asking for the next event the application acknowledges the one before. Between two calls the
+    connection is not read: a program that is busy for longer than twice `idle_interval_s` loses the
+    connection, and goes on with a new one.
 
-    Args:
-        target: `upr://host:port/bucket`.
-        partitions: Those to stream; by default all. An empty list is a ValueError.
-        start: Where partitions without a position start.
-        resume: A state to begin with, or the path of a file in which it is kept.
-        state: The state that partitions must be in on that server.
-        end: Where the streams end; see `consume`.
-        lease_id: A lease under which a range is read; see `consume`.
-        by_map: Whether to go by the partition map; see `consume`.
-        window_bytes: How many bytes may be on their way.
-        identity: `what:who`, for the server's logs and statistics.
-        retry_timeout_s: How long it goes on without a connection that streams before it gives up.
-        save_limits: How much may be read again after a crash.
-        idle_interval_s: See above.
-        connect_timeout_s: How long a connection and its first answers may take.
-        dial: How to reach an address, where that is not plain TCP.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
-        sleep: Waits for so many seconds.
+    The arguments are those of `consume`, but that `resume` is a state or a file's path, rollbacks
+    start at 0, and `sleep` waits for so many seconds.
 
     Raises:
-        AddressError: The URL is none, or names no bucket.
-        ResumeStateError: What was loaded is no resume state, or that of another bucket.
+        AddressError: The URL is malformed, or names no bucket.
+        ResumeStateError: What was loaded is not a resume state, or the state of another bucket.
         OSError: The resume file cannot be read.
     """
 
@@ -81,35 +65,28 @@ class BlockingConsumer:
     ) -> None:
         address = Address.parse(target) if isinstance(target, str) else target
         self.address = address.with_bucket()
-        self._options = SocketOptions(
-            identity, window_bytes, idle_interval_s, connect_timeout_s, dial
-        )
         self._store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
-        found = self._store.load_now() if self._store else resume
-        assert not isinstance(found, str | os.PathLike)
-        if found is None:
-            found = ResumeState(address.bucket)
-        found.check_bucket(address.bucket)
-        self._wishes = Wishes(partitions_wanted(partitions), start == "now", state, end, lease_id)
-        self._course = Course(self._wishes, found.copy())
-        self._feeds = BlockingFeeds(
-            self._course,
-            BlockingConnectionPool(
-                self.address,
-                self._options,
-                draw,
-                state=state,
-                by_map=by_map,
-                opened=self._wishes.partitions,
-            ),
-            RetryPolicy(retry_timeout_s, draw),
-            retry_timeout_s,
+        saved = self._store.load_now() if self._store else resume
+        assert not isinstance(saved, str | os.PathLike)
+        processed = ResumeState(address.bucket) if saved is None else saved.copy()
+        processed.check_bucket(address.bucket)
+        subscription = Subscription(
+            checked_partitions(partitions), start == "now", state, end, lease_id
+        )
+        self._state = SubscriptionState(subscription, processed.copy())
+        pool = BlockingConnectionPool(
+            self.address,
+            SocketOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
+            draw,
+            state=state,
+            by_map=by_map,
+            opened=subscription.partitions,
+        )
+        self._streams = BlockingStreams(
+            self._state, pool, RetryPolicy(retry_timeout_s, draw), retry_timeout_s
         )
         self._tracker = DeliveryTracker(
-            found.copy(),
-            save_limits or SaveLimits(),
-            self._feeds.acknowledge,
-            time.monotonic(),
+            processed, save_limits or SaveLimits(), self._streams.acknowledge, time.monotonic()
         )
         self._connecting = RetryPolicy(retry_timeout_s, draw)
         self._sleep = sleep
@@ -122,7 +99,7 @@ class BlockingConsumer:
         self.close()
 
     def close(self) -> None:
-        """Saves what was dealt with and closes the connection. Closing again does nothing.
+        """Saves what was processed and closes the connections. Closing again does nothing.
 
         Raises:
             OSError: The resume file cannot be written.
@@ -131,22 +108,22 @@ class BlockingConsumer:
             return
         self._closed = True
         self._tracker.discard()
-        self._feeds.close()
+        self._streams.close()
         self.save()
 
     def connect(self) -> None:
-        """Connects if it is not connected, and tries again for as long as `retry_timeout_s`: for a
-        server that is known to be one. Otherwise the first event asked for connects, and what
-        cannot be reached then is an error at once.
+        """Connects, if there is no connection, and retries for `retry_timeout_s`. Without this call
+        the first event asked for connects, and a server that cannot be reached then is an error
+        at once.
 
         Raises:
             BrokenError: The server could not be reached for too long.
-            ServerError: It refused the bucket.
+            ServerError: The server refused the bucket.
             ClosedError: The consumer was closed.
         """
         while not self._closed:
             try:
-                self._feeds.connect()
+                self._streams.connect()
             except UprError as error:
                 self._sleep(self._connecting.wait_s(error, time.monotonic()))
             else:
@@ -167,17 +144,17 @@ class BlockingConsumer:
 
     @property
     def done(self) -> bool:
-        """Whether every stream has ended for good, and every event was handed on."""
-        return self._course.done and not self._feeds.inbox
+        """Whether every stream has ended for good, and every event was handed out."""
+        return self._state.is_finished and not self._streams.deliveries
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
-        """The next event; the one before is dealt with.
+        """The next event; acknowledges the one before.
 
         Args:
             timeout_s: How long to wait; by default as long as it takes.
 
         Returns:
-            None when none came in time, or `done`.
+            None if there was none in time, or if `done`.
 
         Raises:
             ServerError: The server refused, and went on refusing.
@@ -191,10 +168,10 @@ class BlockingConsumer:
         tracker.finish()
         while True:
             self._save_when_due()
-            if self._feeds.inbox:
-                delivery = self._feeds.inbox.popleft()
+            if self._streams.deliveries:
+                delivery = self._streams.deliveries.popleft()
                 event = delivery.event
-                assert not isinstance(event, RollbackRequest)  # nobody undoes here
+                assert not isinstance(event, RollbackRequest)  # there is no undo callback
                 if isinstance(event, RolledBack):
                     tracker.begin_rollback(event)
                     self.save()
@@ -202,35 +179,39 @@ class BlockingConsumer:
                     tracker.hand_out(delivery, event)
                     return event
                 tracker.finish_delivery(delivery)
-            elif self._course.done:
+            elif self._state.is_finished:
                 self.save()
                 return None
             elif not self._receive(deadline):
                 return None
 
     def _receive(self, deadline: float) -> bool:
-        """Takes in some messages; whether there is time left for more."""
+        """Receives some messages.
+
+        Returns:
+            Whether there is an event, or time left to wait for one.
+        """
         due_at = self._tracker.schedule.due_at if self._store else deadline
-        rest_s = self._feeds.receive(min(deadline, due_at))
-        if rest_s:
-            self._sleep(rest_s)
-            self._feeds.rested()
-        return time.monotonic() < deadline or bool(self._feeds.inbox)
+        idle_s = self._streams.receive(min(deadline, due_at))
+        if idle_s:
+            self._sleep(idle_s)
+            self._streams.idle_time_over()
+        return time.monotonic() < deadline or bool(self._streams.deliveries)
 
     def barrier(self, cookie: bytes) -> None:
         """Sends a barrier; `BarrierReached` with its cookie will be among the events."""
-        self._feeds.barrier(cookie)
+        self._streams.send_barrier(cookie)
 
     # The resume state.
 
     @property
     def resume_state(self) -> ResumeState:
-        """A copy of the resume state as it is once the event in hand is dealt with; see
+        """A copy of the resume state as it is once the event in hand is processed; see
         `Consumer.resume_state`."""
         return self._tracker.state_after_current()
 
     def save(self) -> None:
-        """Says that the event in hand is dealt with, and saves now, if there is a file.
+        """Acknowledges the event in hand and saves now, if there is a file.
 
         Raises:
             OSError: The resume file cannot be written.

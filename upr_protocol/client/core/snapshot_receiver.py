@@ -1,0 +1,121 @@
+"""Turns the messages of snapshots into deliveries, and moves the positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.client.core import resume_state
+from upr_protocol.client.core.delivery_tracker import Delivery, SavePriority
+from upr_protocol.client.core.resume_state import ResumeState
+from upr_protocol.client.events import AnswersReceived, ChunkReceived, SnapshotEnd, SnapshotStart
+from upr_protocol.failover import Position
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    Message,
+    PartitionAnswers,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionSnapshot,
+    PartitionStart,
+)
+
+
+class SnapshotReceiver:
+    """Receives the snapshots of one node.
+
+    Args:
+        received: The positions to move.
+    """
+
+    __slots__ = ("_received", "_starts")
+
+    def __init__(self, received: ResumeState) -> None:
+        self._received = received
+        # By partition the start of its last snapshot. The session knows it too, but may be ahead:
+        # it takes in everything that has arrived before any of that comes here.
+        self._starts: dict[PartitionId, PartitionStart] = {}
+
+    def receive(self, message: Message, connection: int) -> Iterable[Delivery]:
+        """The deliveries of one of `SNAPSHOT_MESSAGES`, which came on a connection."""
+        if isinstance(message, PartitionSnapshot):
+            return self._whole_snapshot(message, connection)
+        if isinstance(message, PartitionChunk):
+            start = self._starts[message.partition]
+            return (self._chunk(message.partition, message.chunk, start, start.end, connection),)
+        if isinstance(message, PartitionStart):
+            self._starts[message.partition] = message
+            return (
+                Delivery(
+                    SnapshotStart(
+                        message.partition,
+                        message.history_id,
+                        message.start,
+                        message.end,
+                        message.kind,
+                        message.may_repeat,
+                        message.purge_seq,
+                    )
+                ),
+            )
+        if isinstance(message, PartitionAnswers):
+            return (Delivery(AnswersReceived(message.partition, message.rows)),)
+        assert isinstance(message, PartitionEnd)
+        return (self._end(message.partition, message.end),)
+
+    def _whole_snapshot(
+        self, message: PartitionSnapshot, connection: int
+    ) -> tuple[Delivery, Delivery, Delivery]:
+        partition, chunk = message.partition, message.chunk
+        last = self._starts[partition]
+        start = SnapshotStart(
+            partition,
+            last.history_id,
+            chunk.start,
+            chunk.end,
+            SnapshotKind.MEMORY,
+            False,
+            last.purge_seq,
+        )
+        return (
+            Delivery(start),
+            self._chunk(partition, chunk, last, chunk.end, connection),
+            self._end(partition, chunk.end),
+        )
+
+    def _chunk(
+        self,
+        partition: PartitionId,
+        chunk: Chunk,
+        start: PartitionStart,
+        snapshot_end: SeqNo,
+        connection: int,
+    ) -> Delivery:
+        position = resume_state.chunk_received(
+            self._received.position(partition), start.history_id, snapshot_end, chunk.end
+        )
+        return Delivery(
+            ChunkReceived(partition, chunk),
+            self._move(partition, position),
+            HEADER_BYTES + chunk.nbytes,
+            connection,
+        )
+
+    def _end(self, partition: PartitionId, end: SeqNo) -> Delivery:
+        position = resume_state.snapshot_completed(self._received.position(partition), end)
+        return Delivery(
+            SnapshotEnd(partition, end),
+            self._move(partition, position),
+            priority=SavePriority.COMPLETE,
+        )
+
+    def _move(self, partition: PartitionId, position: Position) -> tuple[PartitionId, Position]:
+        self._received.positions[partition] = position
+        return partition, position
+
+
+def missing_end(partition: PartitionId, history_id: HistoryId, end: SeqNo) -> list[Delivery]:
+    """The deliveries of a snapshot that lacked only its end."""
+    start = SnapshotStart(partition, history_id, end, end, SnapshotKind.MEMORY, False)
+    return [Delivery(start), Delivery(SnapshotEnd(partition, end), priority=SavePriority.COMPLETE)]

@@ -1,0 +1,403 @@
+"""Which streams a consumer asks one node for, and what the node's answers come to.
+
+No I/O: a follower sends through a session, receives messages, and gives deliveries. It lives
+through any number of connections to its node. What outlives the node, because partitions may move
+to another, is in the consumer's `SubscriptionState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import attrs
+
+from upr_protocol.client.core import resume_state
+from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
+from upr_protocol.client.core.handshake import Handshake
+from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.retry import is_retryable
+from upr_protocol.client.core.snapshot_receiver import SnapshotReceiver, missing_end
+from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.events import Completed, RolledBack, StreamAccepted, StreamEnded
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import Position
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.session import ClientSession, SessionState
+from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
+from upr_protocol.wire import (
+    Barrier,
+    BarrierReply,
+    CloseStream,
+    Go,
+    Message,
+    PartitionChunk,
+    PartitionEnd,
+    ReplicaAck,
+    Stream,
+    StreamEnd,
+    StreamReply,
+)
+from upr_protocol.wire import Completed as CompletedMessage
+
+_FINAL_STATUSES: Final = frozenset(
+    {Status.END_REACHED, Status.STREAM_CLOSED, Status.BUCKET_DELETED}
+)
+"""Why a stream may end without being requested again."""
+
+PROGRESS_MESSAGES: Final = (PartitionChunk, PartitionEnd)
+"""What shows that a stream makes progress. A connection does not: a server may accept streams and
+end them again for ever."""
+
+
+@attrs.frozen
+class RefusedStream:
+    """A stream that one node does not give, or not any more, and that another node may give.
+
+    Attributes:
+        partition: The partition.
+        error: Why.
+        map_revision: The revision of the node's partition map; 0 if it did not tell.
+    """
+
+    partition: PartitionId
+    error: ServerError
+    map_revision: int
+
+
+class StreamFollower:
+    """Follows the streams of one node.
+
+    Args:
+        state: What it shares with the followers of other nodes.
+
+    Attributes:
+        partitions: The partitions to follow on this node; see `add_partition`.
+        failure: Why the connection is of no more use; None while it is.
+        refused_streams: Streams that this node refused. The follower has removed them; whoever
+            finds another node for them takes them from this list.
+    """
+
+    def __init__(self, state: SubscriptionState) -> None:
+        self.partitions: set[PartitionId] = set()
+        self.failure: ServerError | None = None
+        self.refused_streams: list[RefusedStream] = []
+        self._state = state
+        self._snapshots = SnapshotReceiver(state.received)
+        # All of the following is of the current connection.
+        self._session: ClientSession | None = None
+        self._handshake: Handshake | None = None
+        self._connection = 0
+        self._is_flowing = False
+        """Whether `Go` was sent: data may come."""
+        self._has_new_logs = False
+        """Whether an answer has changed a position that is yet to be saved."""
+        self._requested: set[PartitionId] = set()
+        """Streams that the server has yet to answer for."""
+        self._streaming: set[PartitionId] = set()
+        """Streams that the server gives."""
+        self._reopening: set[PartitionId] = set()
+        """Streams to request once an earlier stream of the partition has ended."""
+        self._sent_barriers: dict[bytes, set[PartitionId]] = {}
+        """By cookie the streams that a barrier passes."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every stream, of all nodes, has ended for good."""
+        return self._state.is_finished
+
+    # The life of a connection.
+
+    def learn_partitions(self, handshake: Handshake) -> Iterable[Delivery]:
+        """A connection is made; precedes `connected`, because it tells which partitions there are.
+
+        Raises:
+            ServerError: See `SubscriptionState.learn_partitions`.
+        """
+        reason = "the bucket does not have this partition any more"
+        return [
+            self._roll_back(RollbackRequest(partition, SeqNo(0), reason), SeqNo(0))
+            for partition in self._state.learn_partitions(handshake)
+        ]
+
+    def connected(self, session: ClientSession, handshake: Handshake) -> None:
+        """Requests the remaining streams on a new connection."""
+        self._session = session
+        self._handshake = handshake
+        self._connection = self._state.new_connection()
+        self.failure = None
+        self._is_flowing = False
+        self._has_new_logs = False
+        for partitions in (self._requested, self._streaming, self._reopening):
+            partitions.clear()
+        self._sent_barriers.clear()
+        for partition in sorted(self.partitions & self._state.remaining):
+            self._open_stream(partition)
+
+    def disconnected(self) -> None:
+        """The connection is lost; what was received stays."""
+        self._is_flowing = False
+        self._session = None
+        self._sent_barriers.clear()
+
+    # Which partitions.
+
+    def add_partition(self, partition: PartitionId) -> None:
+        """Follows one more partition, now or on the next connection."""
+        if partition in self.partitions:
+            return
+        self.partitions.add(partition)
+        if self._session is None:
+            return
+        if partition in self._session.streams:
+            # It was here before, and its closing is not answered yet.
+            self._reopening.add(partition)
+        else:
+            self._open_stream(partition)
+
+    def remove_partition(self, partition: PartitionId) -> None:
+        """Stops following a partition: another node has it."""
+        if partition not in self.partitions:
+            return
+        self._forget(partition)
+        session = self._session
+        if session is None:
+            return
+        stream = session.streams.get(partition)
+        if stream is not None and stream.state in (StreamState.BETWEEN, StreamState.INSIDE):
+            session.send(CloseStream(partition=partition, opaque=stream.opaque))
+        self._go_if_all_answered()
+
+    def _forget(self, partition: PartitionId) -> None:
+        self.partitions.discard(partition)
+        for partitions in (self._requested, self._streaming, self._reopening):
+            partitions.discard(partition)
+        for partitions in self._sent_barriers.values():
+            partitions.discard(partition)
+
+    def _open_stream(self, partition: PartitionId) -> None:
+        assert self._handshake is not None
+        if not self._state.decide_bounds(partition, self._handshake):
+            wanted_state = self._state.subscription.state.name.lower()
+            self._reconnect(
+                f"partition {partition} was not {wanted_state} on this node when it was asked for "
+                "its numbers"
+            )
+            return
+        self._requested.add(partition)
+        if partition not in self._state.rollbacks:
+            self._request_stream(partition)
+
+    def _reconnect(self, reason: str) -> None:
+        """Gives the connection up: only a handshake tells a partition's numbers."""
+        self.failure = ServerError(Status.WRONG_STATE, reason)
+
+    def _request_stream(self, partition: PartitionId) -> None:
+        assert self._session is not None
+        state, subscription = self._state, self._state.subscription
+        position = state.received.position(partition)
+        if subscription.lease_id:
+            # A leased range is the same on any server and in any history, so it does not matter
+            # that the reader was cut inside of a snapshot.
+            received = position.highest_received
+            position = Position(position.log, received, received, None)
+        self._session.send(
+            Stream(
+                subscription.state,
+                position,
+                state.end_of(partition),
+                subscription.lease_id,
+                subscription.with_answers,
+                partition=partition,
+                opaque=self._session.new_opaque(),
+            )
+        )
+
+    def _go_if_all_answered(self) -> None:
+        """Has the server send data, once every stream is answered for. So the new logs of all
+        streams are saved at once, before any data."""
+        if self._requested or self._is_flowing or self.failure is not None:
+            return
+        if self._session is not None and self._streaming:
+            self._session.send(Go())
+            self._is_flowing = True
+            self.send_barriers()
+
+    # What the application has to say.
+
+    def acknowledge(self, delivery: Delivery) -> bool:
+        """The application has processed a delivery: the server may send as many bytes again.
+
+        Returns:
+            Whether there may be something to write.
+        """
+        session = self._session
+        if (
+            session is None
+            or not delivery.nbytes
+            or delivery.connection != self._connection
+            or session.state is not SessionState.STREAMING
+        ):
+            return False
+        session.acknowledge(delivery.nbytes)
+        return True
+
+    def send_barriers(self) -> None:
+        """Sends the barriers that have yet to pass this node's streams, if it streams."""
+        if not self._is_flowing:
+            return
+        assert self._session is not None
+        for cookie in self._state.barriers.cookies_to_send(self._streaming):
+            if cookie not in self._sent_barriers:
+                self._session.send(Barrier(cookie))
+                self._sent_barriers[cookie] = set(self._streaming)
+
+    def report(self, report: ReplicaAck) -> bool:
+        """Sends what a replica has, if the connection can take it.
+
+        Returns:
+            Whether there is something to write.
+        """
+        session = self._session
+        if session is None or session.state not in (SessionState.OPEN, SessionState.STREAMING):
+            return False
+        session.send(report)
+        return True
+
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """The application has rolled back to `to`, from where the stream is requested now, or on
+        the next connection.
+
+        Raises:
+            ValueError: `to` is above the ceiling.
+        """
+        delivery = self._roll_back(self._state.finish_rollback(partition, to), to)
+        if self._session is not None and partition in self._requested:
+            self._request_stream(partition)
+        return delivery
+
+    # What the server has to say.
+
+    def receive(self, message: Message) -> Iterable[Delivery]:
+        """Receives a message; ignores answers to other requests."""
+        if type(message) in SNAPSHOT_MESSAGES:
+            return self._snapshots.receive(message, self._connection)
+        if isinstance(message, CompletedMessage):
+            return (Delivery(Completed(message.cycle)),)
+        if isinstance(message, BarrierReply):
+            return self._barrier_returned(message)
+        if isinstance(message, StreamReply):
+            return self._stream_answered(message)
+        if isinstance(message, StreamEnd):
+            return self._stream_ended(message)
+        return ()
+
+    def _barrier_returned(self, message: BarrierReply) -> Iterable[Delivery]:
+        barriers = self._state.barriers
+        passed = self._sent_barriers.pop(message.cookie, set())
+        ends = {partition: end for partition, end in message.ends if partition in passed}
+        barriers.add_passed(message.cookie, passed, ends)
+        completed = barriers.close_completed(self._state.remaining)
+        # The barrier may have yet to pass partitions that came to this node meanwhile.
+        self.send_barriers()
+        return [Delivery(event) for event in completed]
+
+    def _stream_answered(self, message: StreamReply) -> Iterable[Delivery]:
+        partition, status = message.partition, status_of(message.status)
+        if self._is_removed(partition):
+            if status is not Status.OK:
+                self._reopen(partition)
+            elif self._session is not None:
+                self._session.send(CloseStream(partition=partition, opaque=message.opaque))
+            return ()
+        if status is Status.OK:
+            return self._stream_accepted(message)
+        if status is Status.ROLLBACK and self._state.received.position(partition).highest_received:
+            return (self._rollback_ordered(message),)
+        error = ServerError(status, f"partition {partition}: {message.reason}")
+        self._stream_refused(partition, error, message.map_revision)
+        return ()
+
+    def _stream_accepted(self, message: StreamReply) -> Iterable[Delivery]:
+        partition, log, state = message.partition, message.log, self._state
+        if not state.confirm_end(partition, log.current):
+            self._reconnect(f"partition {partition} is in another history than its end was read in")
+            return ()
+        self._requested.discard(partition)
+        self._streaming.add(partition)
+        before = state.received.position(partition)
+        after = resume_state.stream_accepted(before, log)
+        state.received.positions[partition] = after
+        # The first time the position itself may be new to the application: that of "now".
+        self._has_new_logs |= partition not in state.accepted or after != before
+        state.accepted.add(partition)
+        self._go_if_all_answered()
+        self.send_barriers()
+        # The last answer before `Go` has the logs of all streams saved, before any data. Only a
+        # snapshot's missing end comes before `Go`: it has its own log saved.
+        has_missing_end = after.last_complete != before.last_complete
+        is_urgent = has_missing_end or (self._is_flowing and self._has_new_logs)
+        if self._is_flowing:
+            self._has_new_logs = False
+        event = StreamAccepted(partition, log) if state.subscription.with_logs else None
+        priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
+        deliveries = [Delivery(event, (partition, after), priority=priority)]
+        if has_missing_end:
+            deliveries += missing_end(partition, log.current, after.last_complete)
+        return deliveries
+
+    def _rollback_ordered(self, message: StreamReply) -> Delivery:
+        request = RollbackRequest(message.partition, message.seq, message.reason)
+        if self._state.subscription.has_undo:
+            self._state.rollbacks[request.partition] = request
+            return Delivery(request)
+        delivery = self._roll_back(request, SeqNo(0))
+        self._request_stream(request.partition)
+        return delivery
+
+    def _roll_back(self, request: RollbackRequest, to: SeqNo) -> Delivery:
+        partition, state = request.partition, self._state
+        state.rollback_count += 1
+        position = resume_state.rolled_back(state.received.position(partition), to)
+        state.received.positions[partition] = position
+        event = RolledBack(partition, request.ceiling, to, request.reason)
+        return Delivery(event, (partition, position), priority=SavePriority.URGENT)
+
+    def _stream_ended(self, message: StreamEnd) -> Iterable[Delivery]:
+        partition, status = message.partition, status_of(message.status)
+        if self._is_removed(partition):
+            self._reopen(partition)
+            return ()
+        self._streaming.discard(partition)
+        if status not in _FINAL_STATUSES:
+            reason = status.name.replace("_", " ").lower()
+            error = ServerError(status, f"the stream of partition {partition} ended, {reason}")
+            self._stream_refused(partition, error, 0)
+            return ()
+        state = self._state
+        state.finished.add(partition)
+        deliveries = [Delivery(StreamEnded(partition, status))]
+        if state.remaining:
+            # Barriers may have waited for this stream and no other.
+            completed = state.barriers.close_completed(state.remaining)
+            deliveries += [Delivery(event) for event in completed]
+        return deliveries
+
+    def _is_removed(self, partition: PartitionId) -> bool:
+        """Whether a message belongs to a stream that this follower has removed."""
+        return partition in self._reopening or partition not in self.partitions
+
+    def _reopen(self, partition: PartitionId) -> None:
+        if partition in self._reopening:
+            self._reopening.discard(partition)
+            self._open_stream(partition)
+
+    def _stream_refused(
+        self, partition: PartitionId, error: ServerError, map_revision: int
+    ) -> None:
+        if not is_retryable(error):
+            self.failure = error
+            return
+        self._forget(partition)
+        self.refused_streams.append(RefusedStream(partition, error, map_revision))
+        self._go_if_all_answered()
