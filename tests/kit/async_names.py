@@ -33,8 +33,8 @@ def _below(module: ModuleType) -> Iterator[str]:
     for name, thing in vars(module).items():
         if not name.startswith("_") and getattr(thing, "__module__", "") == module.__name__:
             yield from _names(thing)
-    for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
-        yield from _below(importlib.import_module(f"{module.__name__}.{found.name}"))
+    for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        yield from _below(importlib.import_module(f"{module.__name__}.{submodule.name}"))
 
 
 def _names(thing: Any) -> Iterator[str]:

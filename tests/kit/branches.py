@@ -19,12 +19,12 @@ class Branches:
         self._left: dict[int, list[Mutation]] = {}
         self.failovers = 0
 
-    def fail_over(self, number: int, at: int) -> None:
-        """A partition begins a new history at the number `at`."""
+    def fail_over(self, number: int, end: int) -> None:
+        """A partition begins a new history at the number `end`."""
         partition = self._server.partitions[number]
         self._left[partition.log.current] = list(partition.history)
         self.failovers += 1
-        partition.fail_over(10_000 + self.failovers, at)
+        partition.fail_over(10_000 + self.failovers, end)
 
     def is_current(self, partition: PartitionId, history_id: int) -> bool:
         """Whether the server is in that history."""
@@ -32,14 +32,14 @@ class Branches:
 
     def history(self, partition: PartitionId, history_id: int) -> list[Mutation]:
         """Every mutation that led to where the history is, or was when it was left."""
-        found = self._server.partitions[partition]
-        return found.history if found.log.current == history_id else self._left[history_id]
+        fake = self._server.partitions[partition]
+        return fake.history if fake.log.current == history_id else self._left[history_id]
 
-    def contents(self, partition: PartitionId, history_id: int, at: int) -> dict[bytes, bytes]:
-        """Key -> value of the history at the number `at`."""
+    def contents(self, partition: PartitionId, history_id: int, through: int) -> dict[bytes, bytes]:
+        """Key -> value of the history through the number `through`."""
         items: dict[bytes, bytes] = {}
         for mutation in self.history(partition, history_id):
-            if mutation.seq > at:
+            if mutation.seq > through:
                 break
             if mutation.op is Operation.SET:
                 items[mutation.key] = mutation.value

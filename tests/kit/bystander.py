@@ -84,15 +84,15 @@ async def bystanders(server: ServerProcess) -> AsyncIterator[Bystanders]:
         await client.create_bucket(BUCKET, PARTITIONS)
     url = server.url(BUCKET)
     async with consume(url) as consumer, publisher(url) as sink, connect(url) as client:
-        found = Bystanders(consumer, sink)
+        bystanders = Bystanders(consumer, sink)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(found._follow)
-            nursery.start_soon(found._work)
-            await found.more_rounds(2)
-            yield found
-            await found.more_rounds()
+            nursery.start_soon(bystanders._follow)
+            nursery.start_soon(bystanders._work)
+            await bystanders.more_rounds(2)
+            yield bystanders
+            await bystanders.more_rounds()
             nursery.cancel_scope.cancel()
-        found.check()
+        bystanders.check()
         await sink.flush()
-        written = found._written
+        written = bystanders._written
         assert_same(written, await server_contents(client, written), PARTITIONS)

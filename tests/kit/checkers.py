@@ -68,10 +68,10 @@ def check(history: History) -> None:
         truth.learn(history)
     durability, ends = Durability(), Ends()
     finals: list[FinalState] = []
-    for at, event in history.events:
+    for time_s, event in history.events:
         truth.take(event)
         order.take(event)
-        durability.take(at, event)
+        durability.take(time_s, event)
         ends.take(event)
         if isinstance(event, Failed) and event.after:
             raise BrokenPromiseError(
@@ -81,7 +81,7 @@ def check(history: History) -> None:
             finals.append(event)
     check_replicas_agree(finals)
     actives = {final.partition: final for final in finals if final.is_active}
-    durability.check({key: value for one in actives.values() for key, value in one.items.items()})
+    durability.check({key: value for copy in actives.values() for key, value in copy.items.items()})
     for final in actives.values():
         expected = truth.items(final.partition, final.log, final.high)
         if expected != final.items:
@@ -105,11 +105,11 @@ def check_replicas_agree(finals: Iterable[FinalState]) -> None:
             raise BrokenPromiseError("I9", f"{where}: {differences(other.items, final.items)}")
 
 
-def differences(found: Items, expected: Items) -> str:
+def differences(actual: Items, expected: Items) -> str:
     """The keys of two contents that differ, some of them."""
-    keys = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+    keys = sorted(k for k in actual.keys() | expected.keys() if actual.get(k) != expected.get(k))
     return "; ".join(
-        f"{key!r} is {found.get(key)!r:.60}, not {expected.get(key)!r:.60}" for key in keys[:5]
+        f"{key!r} is {actual.get(key)!r:.60}, not {expected.get(key)!r:.60}" for key in keys[:5]
     )
 
 
@@ -150,14 +150,14 @@ class Truth:
         """Of a cluster that nobody looked into: takes what consumers were told for what there was.
         So they are compared with each other, and with what was sent."""
         under_way: dict[tuple[str, PartitionId], list[Row]] = defaultdict(list)
-        found: dict[tuple[PartitionId, HistoryId], dict[SeqNo, Row]] = defaultdict(dict)
+        rows_of: dict[tuple[PartitionId, HistoryId], dict[SeqNo, Row]] = defaultdict(dict)
         for event in history:
             if isinstance(event, Received):
                 under_way[event.consumer, event.partition] += event.rows
                 self._known[event.partition].update(event.rows)
             elif isinstance(event, Ended):
                 for row in under_way.pop((event.consumer, event.partition), ()):
-                    branch = found[event.partition, event.log.branch_of(row.seq)]
+                    branch = rows_of[event.partition, event.log.branch_of(row.seq)]
                     if branch.setdefault(row.seq, row) != row:
                         raise BrokenPromiseError(
                             "I4", f"{row} and {branch[row.seq]} have one number"
@@ -167,7 +167,7 @@ class Truth:
             elif isinstance(event, Restarted):
                 for who in [who for who in under_way if who[0] == event.consumer]:
                     del under_way[who]
-        for where, rows in found.items():
+        for where, rows in rows_of.items():
             self._rows[where] = [rows[seq] for seq in sorted(rows)]
 
     def _accept(self, event: Accepted) -> None:
@@ -201,7 +201,7 @@ class Truth:
             rows = self._rows.get((partition, HistoryId(history_id)), ())
             start = max(start, fold.end)
             if rows and last > start:
-                first, end_at = (bisect_right(rows, at, key=_SEQ) for at in (start, last))
+                first, end_at = (bisect_right(rows, seq, key=_SEQ) for seq in (start, last))
                 apply(fold.items, rows[first:end_at])
         fold.end = end
         return fold.items
@@ -248,9 +248,9 @@ class Snapshots:
         elif isinstance(event, Restarted):
             for who in [who for who in self._copies if who[0] == event.consumer]:
                 del self._copies[who]
-            for partition, (at, items) in event.kept.items():
+            for partition, (seq, items) in event.kept.items():
                 copy = self._copies[event.consumer, partition]
-                copy.at, copy.items = at, dict(items)
+                copy.at, copy.items = seq, dict(items)
 
     def _began(self, event: Began) -> None:
         copy = self._copies[event.consumer, event.partition]
@@ -264,15 +264,15 @@ class Snapshots:
         inside = copy.inside
         if inside is None or event.start != copy.at or event.end > inside.end:
             raise BrokenPromiseError("I3", f"{event} inside {inside} follows {copy.at}")
-        at = event.start
+        seq = event.start
         for row in event.rows:
-            if not at < row.seq <= event.end:
-                raise BrokenPromiseError("I3", f"{event.consumer}: {row} follows {at}")
+            if not seq < row.seq <= event.end:
+                raise BrokenPromiseError("I3", f"{event.consumer}: {row} follows {seq}")
             if row.key in copy.keys and not inside.may_repeat:
                 raise BrokenPromiseError(
                     "I5", f"{event.consumer}: {row} comes again in one snapshot"
                 )
-            at = row.seq
+            seq = row.seq
             copy.keys.add(row.key)
         apply(copy.items, event.rows)
         copy.at = event.end
@@ -345,7 +345,7 @@ class Durability:
         self._faults: list[tuple[float, Fault]] = []
         self._numbered_at: dict[tuple[PartitionId, HistoryId, SeqNo], float] = {}
 
-    def take(self, at: float, event: Event) -> None:
+    def take(self, time_s: float, event: Event) -> None:
         """The next event."""
         if isinstance(event, Sent):
             operations = self._operations[event.key]
@@ -354,13 +354,13 @@ class Durability:
             operations.append(_Operation(event))
         elif isinstance(event, Answered):
             operation = self._operations[event.key][event.number]
-            operation.done, operation.done_at = event.done, at
+            operation.done, operation.done_at = event.done, time_s
             number = event.partition, event.history_id, event.seq
-            operation.numbered_at = self._numbered_at.get(number, at)
+            operation.numbered_at = self._numbered_at.get(number, time_s)
         elif isinstance(event, Accepted):
-            self._numbered_at[event.partition, event.history_id, event.row.seq] = at
+            self._numbered_at[event.partition, event.history_id, event.row.seq] = time_s
         elif isinstance(event, Fault):
-            self._faults.append((at, event))
+            self._faults.append((time_s, event))
 
     def _is_owed(self, operation: _Operation) -> bool:
         """Whether it must be there in the end."""
@@ -368,9 +368,9 @@ class Durability:
             return False
         level: Level = operation.sent.level
         later = [
-            (at, one)
-            for at, one in self._faults
-            if at >= (operation.numbered_at if one.on_the_way else operation.done_at)
+            (time_s, fault)
+            for time_s, fault in self._faults
+            if time_s >= (operation.numbered_at if fault.on_the_way else operation.done_at)
         ]
         if any(level not in fault.survives and fault.takes == 1 for _, fault in later):
             return False
@@ -378,30 +378,34 @@ class Durability:
         most = operation.done_at + MEMORY_S if level == "replicated" else math.inf
         taken = [
             fault
-            for at, fault in later
-            if level not in fault.survives and (at <= most or fault.is_late)
+            for time_s, fault in later
+            if level not in fault.survives and (time_s <= most or fault.is_late)
         ]
         return len(taken) < 2
 
-    def check(self, found: Items) -> None:
+    def check(self, contents: Items) -> None:
         """Whether all is there that must be, and nothing else.
 
         Args:
-            found: What the cluster holds in the end.
+            contents: What the cluster holds in the end.
         """
         for key, operations in self._operations.items():
-            value = found[key][1] if key in found else None
+            value = contents[key][1] if key in contents else None
             if operations[0].sent.delta:
                 _check_counter(key, operations, value, self._is_owed)
             else:
                 self._check_value(key, operations, value)
-        for key in found.keys() - self._operations.keys():
+        for key in contents.keys() - self._operations.keys():
             raise BrokenPromiseError("I2", f"{key!r} is there, and nobody sent it")
 
     def _check_value(self, key: bytes, operations: list[_Operation], value: bytes | None) -> None:
-        owed = max((n for n, one in enumerate(operations) if self._is_owed(one)), default=-1)
-        can_be = [n for n, one in enumerate(operations) if one.sent.value == value]
-        if value is None and (owed < 0 or any(one.sent.expires for one in operations[owed:])):
+        owed = max(
+            (n for n, operation in enumerate(operations) if self._is_owed(operation)), default=-1
+        )
+        can_be = [n for n, operation in enumerate(operations) if operation.sent.value == value]
+        if value is None and (
+            owed < 0 or any(operation.sent.expires for operation in operations[owed:])
+        ):
             return
         if value is not None and not can_be:
             raise BrokenPromiseError("I2", f"{key!r} holds {value!r}, which nobody sent")
@@ -420,8 +424,8 @@ def _check_counter(
 ) -> None:
     count = 0 if value is None else int(value)
     assert callable(is_owed)
-    least = sum(one.sent.delta for one in operations if is_owed(one))
-    most = sum(one.sent.delta for one in operations if one.done is not False)
+    least = sum(operation.sent.delta for operation in operations if is_owed(operation))
+    most = sum(operation.sent.delta for operation in operations if operation.done is not False)
     if count > most:
         raise BrokenPromiseError(
             "I2", f"{key!r} was counted to {count}, and increments come to {most}"

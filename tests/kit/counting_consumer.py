@@ -59,7 +59,7 @@ class Counted:
     """What one consumer has seen.
 
     Args:
-        wanted: The numbers of the mutations that it is to see.
+        numbers: The numbers of the mutations that it is to see.
         count: How many mutations there are.
         partitions: How many partitions they go to.
 
@@ -70,15 +70,15 @@ class Counted:
         snapshots: By kind, snapshots that began.
     """
 
-    def __init__(self, wanted: frozenset[PartitionId], count: int, partitions: int) -> None:
+    def __init__(self, numbers: frozenset[PartitionId], count: int, partitions: int) -> None:
         self._seen = bytearray(count)
-        self._wanted = wanted
+        self._wanted = numbers
         self._partitions = partitions
         self._ends: dict[PartitionId, SeqNo] = {}
         self._goal = sum(
             min(CHUNK_MUTATIONS, count - first)
             for first in range(0, count, CHUNK_MUTATIONS)
-            if partition_of_number(first, partitions) in wanted
+            if partition_of_number(first, partitions) in numbers
         )
         self.mutations = self.keys = self.wrong = 0
         self.snapshots: dict[str, int] = {}
@@ -135,12 +135,12 @@ async def main(url: str, count: int, partitions: int, consumers: int, stops: boo
     """Follows with all consumers; says when they are ready and what they saw."""
     every = [PartitionId(number) for number in range(partitions)]
     wishes = [every] if consumers == 1 else [[every[n % partitions]] for n in range(consumers)]
-    counts = [Counted(frozenset(wanted), count, partitions) for wanted in wishes]
+    counts = [Counted(frozenset(partition_ids), count, partitions) for partition_ids in wishes]
 
-    async def one(index: int, wanted: list[PartitionId], counted: Counted) -> None:
+    async def follow_some(index: int, partition_ids: list[PartitionId], counted: Counted) -> None:
         async with consume(
             url,
-            partitions=wanted,
+            partitions=partition_ids,
             window_bytes=WINDOW_BYTES_MIN if stops else WINDOW_BYTES_DEFAULT,
             idle_interval_s=SILENCE_S,
             identity=f"counting:{index}",
@@ -148,8 +148,8 @@ async def main(url: str, count: int, partitions: int, consumers: int, stops: boo
             await follow(consumer, counted, stops)
 
     async with trio.open_nursery() as nursery:
-        for index, (wanted, counted) in enumerate(zip(wishes, counts, strict=True)):
-            nursery.start_soon(one, index, wanted, counted)
+        for index, (partition_ids, counted) in enumerate(zip(wishes, counts, strict=True)):
+            nursery.start_soon(follow_some, index, partition_ids, counted)
         for counted in counts:
             await counted.ready.wait()
         say(ready=True)

@@ -16,12 +16,12 @@ TOLD: Final = 5
 
 
 def differences(
-    found: Mapping[Key, Value], expected: Mapping[Key, Value]
+    actual: Mapping[Key, Value], expected: Mapping[Key, Value]
 ) -> dict[str, tuple[int, list[Key]]]:
     """For each kind of difference how many keys have it, and the first few; empty if equal."""
     kinds = {
-        "missing": [key for key in expected if key not in found],
-        "too many": [key for key in found if key not in expected],
-        "other value": [k for k, value in expected.items() if k in found and found[k] != value],
+        "missing": [key for key in expected if key not in actual],
+        "too many": [key for key in actual if key not in expected],
+        "other value": [k for k, value in expected.items() if k in actual and actual[k] != value],
     }
     return {kind: (len(keys), keys[:TOLD]) for kind, keys in kinds.items() if keys}

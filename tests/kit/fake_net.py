@@ -83,14 +83,14 @@ class CuttableStream(trio.abc.Stream):
         self._close()
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        some = bytes(data)[: self._out_bytes]
-        self._out_bytes -= len(some)
+        part = bytes(data)[: self._out_bytes]
+        self._out_bytes -= len(part)
         try:
-            if some:
-                await self._stream.send_all(some)
+            if part:
+                await self._stream.send_all(part)
         except trio.ClosedResourceError as error:
             raise _broken() from error
-        if len(some) < len(data):
+        if len(part) < len(data):
             self.cut()
             raise _broken()
 

@@ -32,17 +32,17 @@ class FakePartition:
     def high(self) -> SeqNo:
         return self.history[-1].seq if self.history else SeqNo(0)
 
-    def contents(self, at: int | None = None) -> dict[bytes, bytes]:
-        """Key -> value as of the number `at`, or of now."""
-        found: dict[bytes, bytes] = {}
+    def contents(self, through: int | None = None) -> dict[bytes, bytes]:
+        """Key -> value as of the number `through`, or of now."""
+        items: dict[bytes, bytes] = {}
         for mutation in self.history:
-            if at is not None and mutation.seq > at:
+            if through is not None and mutation.seq > through:
                 break
             if mutation.op is Operation.SET:
-                found[mutation.key] = mutation.value
+                items[mutation.key] = mutation.value
             else:
-                found.pop(mutation.key, None)
-        return found
+                items.pop(mutation.key, None)
+        return items
 
     def newest(self, key: bytes) -> Mutation | None:
         for mutation in reversed(self.history):
@@ -50,10 +50,10 @@ class FakePartition:
                 return mutation if mutation.op is Operation.SET else None
         return None
 
-    def fail_over(self, history_id: int, at: int) -> None:
-        """A new history begins at the number `at`; what is above it is lost."""
-        self.history = [mutation for mutation in self.history if mutation.seq <= at]
-        self.log = self.log.branch(HistoryId(history_id), SeqNo(at))
+    def fail_over(self, history_id: int, end: int) -> None:
+        """A new history begins at the number `end`. What is above it is lost."""
+        self.history = [mutation for mutation in self.history if mutation.seq <= end]
+        self.log = self.log.branch(HistoryId(history_id), SeqNo(end))
         self._answers.clear()
 
     # Changes.
@@ -102,24 +102,24 @@ class FakePartition:
         )
 
     def _one(self, request: Mutation) -> tuple[Operation, bytes] | Status:
-        found = self.newest(request.key)
-        if request.cas and (found is None or found.cas != request.cas):
+        newest = self.newest(request.key)
+        if request.cas and (newest is None or newest.cas != request.cas):
             return Status.CAS_MISMATCH
         if request.op is Operation.SET:
             return Operation.SET, request.value
         if request.op is Operation.ADD:
-            return (Operation.SET, request.value) if found is None else Status.EXISTS
+            return (Operation.SET, request.value) if newest is None else Status.EXISTS
         if request.op is Operation.INCREMENT:
             delta = CounterDelta.decode(request.value)
-            if found is None:
+            if newest is None:
                 return Operation.SET, b"%d" % delta.initial
-            return Operation.SET, b"%d" % (int(found.value) + delta.delta)
-        if found is None:
+            return Operation.SET, b"%d" % (int(newest.value) + delta.delta)
+        if newest is None:
             return Status.NOT_FOUND
         if request.op is Operation.DELETE:
             return Operation.DELETE, b""
         if request.op is Operation.APPEND:
-            return Operation.SET, found.value + request.value
+            return Operation.SET, newest.value + request.value
         return Status.UNSUPPORTED
 
     # Streaming.
@@ -130,13 +130,13 @@ class FakePartition:
         assert end >= at_least
         newest = {mutation.key: mutation for mutation in self.history}
         rows = [m for m in self.history if m.seq > start and newest[m.key] is m]
-        pieces = [rows[at : at + size] for at in range(0, len(rows), size)]
+        pieces = [rows[first : first + size] for first in range(0, len(rows), size)]
 
         def chunks() -> Iterator[Chunk]:
-            at = start
+            chunk_start = start
             for index, piece in enumerate(pieces):
                 through = end if index == len(pieces) - 1 else piece[-1].seq
-                yield Chunk.build(piece, at, through)
-                at = through
+                yield Chunk.build(piece, chunk_start, through)
+                chunk_start = through
 
         return end, chunks()

@@ -132,10 +132,10 @@ class FakeServer:
         return self.partitions[partition_of(key, len(self.partitions))]
 
     def contents(self) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = {}
+        contents: dict[bytes, bytes] = {}
         for partition in self.partitions:
-            found |= partition.contents()
-        return found
+            contents |= partition.contents()
+        return contents
 
     def put(self, key: bytes, value: bytes, op: Operation = Operation.SET) -> None:
         """One change, as another client would make it."""
@@ -312,10 +312,10 @@ class FakeConnection:
 
     def _misdirected(self, message: Message, state: PartitionState) -> bool:
         """Whether the partition is not `state` here; then that is the answer."""
-        found = self._server.state_of(message.partition)
-        if found is state:
+        current = self._server.state_of(message.partition)
+        if current is state:
             return False
-        dead = found is PartitionState.DEAD
+        dead = current is PartitionState.DEAD
         self._refuse(message, Status.NOT_MY_PARTITION if dead else Status.WRONG_STATE)
         return True
 
@@ -329,8 +329,8 @@ class FakeConnection:
         self._answer(message)
 
     def release(self) -> None:
-        held, self._held = self._held, []
-        for message in held:
+        messages, self._held = self._held, []
+        for message in messages:
             self._answer(message)
         self.wake()
 
@@ -460,12 +460,12 @@ class FakeConnection:
             return
         builder = ChunkBuilder()
         for key in message.keys[: self._server.get_items_max]:
-            found = partition.newest(key)
-            if found is None:
+            item = partition.newest(key)
+            if item is None:
                 builder.append(Operation.DELETE, key)
             else:
                 builder.append(
-                    found.op, key, found.value, found.seq, found.cas, found.flags, found.expiry
+                    item.op, key, item.value, item.seq, item.cas, item.flags, item.expiry
                 )
         chunk = builder.build(_NOTHING, partition.high)
         self.session.send(

@@ -66,12 +66,12 @@ class Mirror:
         snapshot = self._inside[partition]
         seen = self._keys[partition]
         items = self.items.setdefault(partition, {})
-        at = self._at[partition]
-        assert chunk.start == at, (event, at)
+        seq = self._at[partition]
+        assert chunk.start == seq, (event, seq)
         assert chunk.end <= snapshot.end, (event, snapshot)
         for mutation in chunk:
-            assert at < mutation.seq <= chunk.end, (mutation, at, chunk)
-            at = mutation.seq
+            assert seq < mutation.seq <= chunk.end, (mutation, seq, chunk)
+            seq = mutation.seq
             assert snapshot.may_repeat or mutation.key not in seen, mutation
             seen.add(mutation.key)
             apply_mutation(items, mutation)

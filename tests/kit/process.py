@@ -47,12 +47,12 @@ async def eventually(
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a process: this one's without any settings for us, and `changes`."""
-    kept = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name == VARIABLE or not name.startswith("UPR_")
     }
-    return {**kept, **changes}
+    return {**variables, **changes}
 
 
 class ServerProcess:
@@ -87,8 +87,8 @@ class ServerProcess:
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """The log's events, or those with this name."""
         lines = self.log_text.splitlines()
-        found = [json.loads(line) for line in lines if not line.startswith("upr-server: ")]
-        return [event for event in found if name in ("", event["event"])]
+        events = [json.loads(line) for line in lines if not line.startswith("upr-server: ")]
+        return [event for event in events if name in ("", event["event"])]
 
     @property
     def faults(self) -> list[dict[str, Any]]:

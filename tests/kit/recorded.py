@@ -125,10 +125,10 @@ class RecordedPublisher:
 
     def _lane(self, partition: int) -> Lane:
         keys: list[bytes] = []
-        at = 0
+        count = 0
         while len(keys) < 8:
-            key = b"%s.%d/%d" % (self.name.encode(), self._generation, at)
-            at += 1
+            key = b"%s.%d/%d" % (self.name.encode(), self._generation, count)
+            count += 1
             if partition_of(key, self._partitions) == partition:
                 keys.append(key)
         return Lane(PartitionId(partition), keys[:6], keys[6:])
@@ -169,8 +169,8 @@ class RecordedPublisher:
                 reply = await sink.publish_and_wait(lane.partition, chunk)
             except NotDurableError:
                 continue
-            found = results_of(lane.partition, chunk, reply)
-            for row, number, what in zip(rows, numbers, found, strict=True):
+            results = results_of(lane.partition, chunk, reply)
+            for row, number, what in zip(rows, numbers, results, strict=True):
                 if isinstance(what, WriteResult):
                     self.acknowledged += 1
                     self._history.add(
@@ -218,17 +218,17 @@ async def contents_of(
     url: str, numbers: list[PartitionId], state: PartitionState, dial: Dial = dial_tcp
 ) -> dict[PartitionId, Items]:
     """What one node holds of partitions that are all in one state there."""
-    found: dict[PartitionId, Items] = {number: {} for number in numbers}
+    items_of: dict[PartitionId, Items] = {number: {} for number in numbers}
     if not numbers:
         await trio.lowlevel.checkpoint()
-        return found
+        return items_of
     async with consume(
         url, partitions=numbers, state=state, end="now", by_map=False, dial=dial
     ) as consumer:
         async for event in consumer:
             if isinstance(event, ChunkReceived):
-                apply(found[event.partition], rows_of(event.chunk))
-    return found
+                apply(items_of[event.partition], rows_of(event.chunk))
+    return items_of
 
 
 def rows_of(chunk: Chunk) -> tuple[Row, ...]:
@@ -314,7 +314,7 @@ class RecordedConsumer:
 
     def ends(self) -> dict[PartitionId, SeqNo]:
         """How far it is."""
-        return {p: one.last_complete for p, one in self._now.state.positions.items()}
+        return {p: position.last_complete for p, position in self._now.state.positions.items()}
 
     async def run(self) -> None:
         """Follows, whatever happens."""
@@ -341,14 +341,14 @@ class RecordedConsumer:
                     raise
                 self._history.add(Said(self.name, f"{error}"))
 
-    async def catch_up_from(self, kept: Kept) -> None:
+    async def catch_up_from(self, saved: Kept) -> None:
         """Goes on from what it had at some time, to what there is now."""
-        self._restart(kept)
+        self._restart(saved)
         self._history.add(AskedForNow(self.name))
         await self._follow(end="now")
 
-    def _restart(self, kept: Kept) -> None:
-        self._now = kept.copy()
+    def _restart(self, saved: Kept) -> None:
+        self._now = saved.copy()
         self._history.add(
             Restarted(
                 self.name,
@@ -437,9 +437,9 @@ class RecordedConsumer:
         now = self._now
         versions = now.versions.setdefault(partition, {})
         was = now.state.position(partition).highest_received
-        found = versions[to] if to else Version({}, FailoverLog())
+        version = versions[to] if to else Version({}, FailoverLog())
         ends = tuple(versions)
-        self._history.add(WentBack(self.name, partition, ceiling, to, was, ends, found.log))
-        now.items[partition] = dict(found.items)
+        self._history.add(WentBack(self.name, partition, ceiling, to, was, ends, version.log))
+        now.items[partition] = dict(version.items)
         for end in [end for end in versions if end > to]:
             del versions[end]

@@ -75,15 +75,15 @@ class Journal:
         self.ended = False
         self._file = file
         data = file.read()
-        at = 0
-        while at + _HEAD.size <= len(data):
-            length, crc = _HEAD.unpack_from(data, at)
-            payload = data[at + _HEAD.size : at + _HEAD.size + length]
+        offset = 0
+        while offset + _HEAD.size <= len(data):
+            length, crc = _HEAD.unpack_from(data, offset)
+            payload = data[offset + _HEAD.size : offset + _HEAD.size + length]
             if len(payload) < length or crc32(payload) != crc:
                 break  # its writer was killed
             self._apply(msgspec.msgpack.decode(payload, type=Entry))
-            at += _HEAD.size + length
-        self._whole = at
+            offset += _HEAD.size + length
+        self._whole = offset
 
     @classmethod
     def read(cls, path: Path) -> Self:

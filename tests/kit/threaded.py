@@ -111,10 +111,10 @@ class ShortLived(trio.abc.Stream):
         self._budget = budget
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        some = bytes(data)[: self._budget]
-        self._budget -= len(some)
-        await self._stream.send_all(some)
-        if len(some) < len(data):
+        part = bytes(data)[: self._budget]
+        self._budget -= len(part)
+        await self._stream.send_all(part)
+        if len(part) < len(data):
             await self._stream.aclose()
             raise trio.BrokenResourceError("the fake network cut the connection")
 
