@@ -60,7 +60,7 @@ async def follow(consumer: Consumer, mirror: Mirror) -> None:
 def cutting(
     rng: random.Random, times: int, out_bytes: int, back_bytes: int
 ) -> Callable[[Address], Awaitable[trio.abc.Stream]]:
-    """Dials TCP connections; the first is greeted, some more break soon, and the rest last."""
+    """Dials TCP connections. The first opens the bucket, some break soon, the rest last."""
     budgets: Iterator[tuple[int, int]] = iter(
         [
             (out_bytes, back_bytes),

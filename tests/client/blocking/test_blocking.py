@@ -113,7 +113,7 @@ def test_buckets(fake: ThreadedFake) -> None:
             admin.get("k")
 
 
-def test_it_connects_again(fake: ThreadedFake) -> None:
+def test_a_blocking_client_reconnects(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         kv.set("k", "v")
         fake.cut()
@@ -126,7 +126,7 @@ def test_it_connects_again(fake: ThreadedFake) -> None:
         kv.get("k")
 
 
-def test_nobody_listens(fake: ThreadedFake) -> None:
+def test_connecting_to_a_closed_port_fails(fake: ThreadedFake) -> None:
     fake.down = True
     with pytest.raises(BrokenError, match="cannot connect"), client(fake):
         pass
@@ -141,7 +141,7 @@ def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:
     assert caught.value.status is Status.NO_BUCKET
 
 
-def test_a_peer_that_speaks_something_else() -> None:
+def test_a_peer_that_speaks_another_protocol_is_rejected() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -158,7 +158,7 @@ def test_a_peer_that_says_nothing() -> None:
     assert ours.fileno() == -1
 
 
-def test_an_answer_that_does_not_come(fake: ThreadedFake) -> None:
+def test_a_request_without_an_answer_times_out(fake: ThreadedFake) -> None:
     fake.server.held = {Stats}
     with client(fake, timeout_s=0.01) as kv:
         with pytest.raises(TimeoutError, match=r"did not answer in 0\.01 s"):
@@ -168,7 +168,7 @@ def test_an_answer_that_does_not_come(fake: ThreadedFake) -> None:
     assert fake.dialled == 1
 
 
-def test_no_credit_for_too_long(fake: ThreadedFake) -> None:
+def test_a_change_fails_when_no_credit_arrives_in_time(fake: ThreadedFake) -> None:
     fake.server.credit_bytes = 0
     with client(fake, credit_timeout_s=0.01) as kv:
         with pytest.raises(ServerError, match="over its memory quota"):
@@ -178,7 +178,7 @@ def test_no_credit_for_too_long(fake: ThreadedFake) -> None:
     assert fake.server.contents() == {}
 
 
-def test_a_published_chunk(fake: ThreadedFake) -> None:
+def test_publish_sends_a_chunk_and_returns_its_answer(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         reply = kv.publish(PartitionId(1), plain_chunk([b"a", b"b"], [b"1", b"2"]))
         assert (reply.first_seq, reply.last_seq) == (1, 2)
@@ -188,7 +188,7 @@ def test_a_published_chunk(fake: ThreadedFake) -> None:
         assert caught.value.status is Status.UNSUPPORTED
 
 
-def test_the_same_writer_again_has_no_second_effect(fake: ThreadedFake) -> None:
+def test_the_same_batches_of_the_same_writer_have_no_second_effect(fake: ThreadedFake) -> None:
     def task() -> list[Failure]:
         writer = WriterIdentity(b"task 7 of 9".ljust(16))
         chunk = plain_chunk([b"n"], [CounterDelta(1, 1).encode()], bytes([Operation.INCREMENT]))
@@ -199,7 +199,7 @@ def test_the_same_writer_again_has_no_second_effect(fake: ThreadedFake) -> None:
     assert fake.server.contents() == {b"n": b"10"}
 
 
-def test_a_publisher_of_its_own_gives_no_chain(fake: ThreadedFake) -> None:
+def test_only_the_writer_of_a_task_chains_its_batches(fake: ThreadedFake) -> None:
     heard: list[Mutate] = []
 
     def hear(message: Message) -> None:
@@ -217,12 +217,12 @@ def test_a_publisher_of_its_own_gives_no_chain(fake: ThreadedFake) -> None:
     ]
 
 
-def test_the_id_of_a_task_has_16_bytes() -> None:
+def test_a_writer_id_has_16_bytes() -> None:
     with pytest.raises(ValueError, match="16 bytes, not 3"):
         WriterIdentity.of_task(b"abc")
 
 
-def test_what_on_answer_raises_ends_the_call(fake: ThreadedFake) -> None:
+def test_an_exception_of_on_answer_ends_the_call(fake: ThreadedFake) -> None:
     def refuse(batch: Batch) -> None:
         raise LocalProtocolError(f"no more after {batch.counter}")
 
@@ -254,7 +254,7 @@ def test_a_large_batch_while_answers_come_back(fake: ThreadedFake) -> None:
     assert len(fake.server.contents()) == 200
 
 
-def test_outcomes_are_in_order_though_connections_are_cut(fake: ThreadedFake) -> None:
+def test_results_are_in_order_though_connections_are_cut(fake: ThreadedFake) -> None:
     rng = random.Random(7)
     mutations = []
     for number in range(3000):
@@ -279,7 +279,7 @@ def test_outcomes_are_in_order_though_connections_are_cut(fake: ThreadedFake) ->
     assert fake.dialled > 2
 
 
-def test_a_refusal_of_a_whole_batch_fails_each(fake: ThreadedFake) -> None:
+def test_apply_fails_every_operation_of_a_refused_batch(fake: ThreadedFake) -> None:
     fake.server.refuse = lambda m: Status.BAD_ARGUMENT if isinstance(m, Mutate) else None
     with client(fake) as kv:
         results = kv.apply(Mutation(Operation.SET, b"%d" % number, b"v") for number in range(9))
@@ -299,20 +299,20 @@ class Clock:
 def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: ThreadedFake) -> None:
     clock = Clock()
     options = SocketOptions(idle_interval_s=20, dial=fake.dial, clock=clock)
-    link = BlockingConnection(Address("fake", 12000, "b"), options)
-    while link.receive(clock.now) is not None:
+    connection = BlockingConnection(Address("fake", 12000, "b"), options)
+    while connection.receive(clock.now) is not None:
         pass
     clock.now += 10_000
-    assert link.receive(clock.now) is None
+    assert connection.receive(clock.now) is None
     # What counts is how long it listened in vain.
-    link._silent_s = 39.9
-    assert link.receive(clock.now) is None
-    link._silent_s = 40.0
+    connection._silent_s = 39.9
+    assert connection.receive(clock.now) is None
+    connection._silent_s = 40.0
     with pytest.raises(BrokenError, match="idle timeout"):
-        link.receive(clock.now)
+        connection.receive(clock.now)
     with pytest.raises(BrokenError, match="idle timeout"):
-        link.receive(clock.now)
-    link.close()
+        connection.receive(clock.now)
+    connection.close()
 
 
 # Consuming.
@@ -362,10 +362,10 @@ def test_some_partitions_from_now_with_a_barrier(fake: ThreadedFake) -> None:
         keys = [event.chunk.keys() for event in events if isinstance(event, ChunkReceived)]
         expected = {b"key-%d" % n for n in range(10)}
         of_two = {key for key in expected if fake.server.partition_of(key).id < 2}
-        assert {key for some in keys for key in some} == of_two
+        assert {key for chunk_keys in keys for key in chunk_keys} == of_two
 
 
-def test_cut_and_resumed_from_a_file(fake: ThreadedFake, tmp_path: Path) -> None:
+def test_a_blocking_consumer_resumes_from_a_file(fake: ThreadedFake, tmp_path: Path) -> None:
     rng = random.Random(3)
     path = tmp_path / "resume.json"
     items: dict[int, dict[bytes, tuple[int, bytes]]] = {}
@@ -388,7 +388,7 @@ def test_cut_and_resumed_from_a_file(fake: ThreadedFake, tmp_path: Path) -> None
     assert mirror.contents == fake.server.contents()
 
 
-def test_a_partition_that_fails_over(fake: ThreadedFake) -> None:
+def test_a_blocking_consumer_follows_a_failover(fake: ThreadedFake) -> None:
     fill(fake, 50)
     mirror = Mirror()
     with consumer(fake, end="now") as stream:
@@ -407,7 +407,7 @@ def test_a_partition_that_fails_over(fake: ThreadedFake) -> None:
     assert mirror.contents == fake.server.contents()
 
 
-def test_killed_before_it_has_gone_back_it_is_told_again(
+def test_a_blocking_consumer_killed_during_a_rollback_is_told_again(
     fake: ThreadedFake, tmp_path: Path
 ) -> None:
     """Though it asks a server then that has all it had."""
@@ -420,11 +420,11 @@ def test_killed_before_it_has_gone_back_it_is_told_again(
         assert any(isinstance(event, RolledBack) for event in stream)  # it is in hand
     fake.server.partitions[1] = not_parted
     with consumer(fake, resume=path, end="now") as stream:
-        told = [event for event in stream if isinstance(event, RolledBack)]
-    assert [(event.partition, event.ceiling) for event in told] == [(1, 3)]
+        rollbacks = [event for event in stream if isinstance(event, RolledBack)]
+    assert [(event.partition, event.ceiling) for event in rollbacks] == [(1, 3)]
 
 
-def test_a_refusal_that_stays(fake: ThreadedFake) -> None:
+def test_a_blocking_consumer_gives_up_on_a_lasting_refusal(fake: ThreadedFake) -> None:
     fake.server.refuse = lambda m: (
         Status.SEQ_TOO_HIGH if type(m).__name__ == "Stream" and m.partition == 2 else None
     )
@@ -434,7 +434,7 @@ def test_a_refusal_that_stays(fake: ThreadedFake) -> None:
         assert caught.value.status is Status.SEQ_TOO_HIGH
 
 
-def test_the_state_of_another_bucket(fake: ThreadedFake) -> None:
+def test_a_resume_state_of_another_bucket_is_refused(fake: ThreadedFake) -> None:
     from upr_protocol.client import ResumeStateError
 
     with pytest.raises(ResumeStateError):
@@ -448,7 +448,7 @@ def test_a_closed_consumer(fake: ThreadedFake) -> None:
         next(stream)
 
 
-def test_a_server_that_is_known_to_be_one_is_waited_for(fake: ThreadedFake) -> None:
+def test_connect_waits_for_a_server_that_is_down(fake: ThreadedFake) -> None:
     away = [OSError("refused"), OSError("refused")]
     waits: list[float] = []
 
@@ -475,7 +475,7 @@ def test_a_server_that_is_known_to_be_one_is_waited_for(fake: ThreadedFake) -> N
         following.connect()
 
 
-def test_a_caller_who_does_not_wait_ends_no_rest(
+def test_polling_without_waiting_does_not_shorten_the_backoff(
     fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0

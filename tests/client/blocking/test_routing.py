@@ -56,45 +56,45 @@ def read(consumer: BlockingConsumer, mirror: Mirror) -> None:
 
 
 def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
-    with client(nodes, "upr://c/b") as asker:
+    with client(nodes, "upr://c/b") as kv:
         for key in KEYS:
-            asker.set(key, "1")
+            kv.set(key, "1")
         nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
         for key in KEYS:
-            asker.increment(key)
-        items = asker.get_many(KEYS)
+            kv.increment(key)
+        items = kv.get_many(KEYS)
         assert [item and item.value for item in items] == [b"2"] * 60
-        assert [row.partition for row in asker.seqnos()] == list(range(PARTITIONS))
-        assert [info.partition for info in asker.partitions()] == list(range(PARTITIONS))
+        assert [row.partition for row in kv.seqnos()] == list(range(PARTITIONS))
+        assert [info.partition for info in kv.partitions()] == list(range(PARTITIONS))
         nodes.kill("a")
         nodes.move({3: Assignment(active="b")}, tell="bc")
         with pytest.raises(BrokenError):
-            asker.seqnos()  # nobody listened while it was lost
-        assert len(asker.seqnos()) == PARTITIONS
+            kv.seqnos()  # nobody listened while it was lost
+        assert len(kv.seqnos()) == PARTITIONS
         with pytest.raises(BrokenError):
             client(nodes, "upr://a/b", retry_timeout_s=0.1).connect()
 
 
 def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
-    with client(nodes, "upr://nobody,b/b") as asker:
-        assert all(isinstance(result, WriteResult) for result in asker.apply(increments(300)))
+    with client(nodes, "upr://nobody,b/b") as kv:
+        assert all(isinstance(result, WriteResult) for result in kv.apply(increments(300)))
         nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
-        asker.apply(increments(300))
+        kv.apply(increments(300))
         nodes.kill("a")
         nodes.move({3: Assignment(active="b")}, tell="bc")
-        asker.apply(increments(300))
+        kv.apply(increments(300))
         nodes.move({number: Assignment(active="c") for number in range(PARTITIONS)}, tell="bc")
-        asker.apply(increments(300))
+        kv.apply(increments(300))
     assert counted(nodes) == 1200
 
 
-def test_nobody_is_active(nodes: ThreadedCluster) -> None:
+def test_requests_fail_when_a_partition_has_no_active_node(nodes: ThreadedCluster) -> None:
     nodes.move({2: Assignment()})
     with (
-        client(nodes, retry_timeout_s=1.0) as asker,
+        client(nodes, retry_timeout_s=1.0) as kv,
         pytest.raises(BrokenError, match="no node takes a partition"),
     ):
-        asker.apply(increments(60))
+        kv.apply(increments(60))
     with (
         BlockingConsumer(URL, dial=nodes.dial, retry_timeout_s=1.0) as consumer,
         pytest.raises(BrokenError, match="no node is active for partition 2"),
@@ -104,24 +104,24 @@ def test_nobody_is_active(nodes: ThreadedCluster) -> None:
 
 def test_streams_follow_their_partitions(nodes: ThreadedCluster) -> None:
     mirror = Mirror()
-    with client(nodes) as asker, BlockingConsumer("upr://b/b", dial=nodes.dial) as consumer:
-        asker.apply(increments(300))
+    with client(nodes) as kv, BlockingConsumer("upr://b/b", dial=nodes.dial) as consumer:
+        kv.apply(increments(300))
         read(consumer, mirror)
         assert mirror.contents == nodes.cluster.any.contents()
         nodes.move({0: Assignment(active="b"), 1: Assignment(active="c")})
-        asker.apply(increments(300))
+        kv.apply(increments(300))
         read(consumer, mirror)
         assert mirror.contents == nodes.cluster.any.contents()
         nodes.kill("a")
         nodes.move({3: Assignment(active="b")}, tell="bc")
-        asker.apply(increments(300))
+        kv.apply(increments(300))
         read(consumer, mirror)
         assert mirror.contents == nodes.cluster.any.contents()
 
 
-def test_until_now_of_several_nodes(nodes: ThreadedCluster) -> None:
-    with client(nodes) as asker:
-        asker.apply(increments(300))
+def test_a_blocking_consumer_until_now_ends_on_every_node(nodes: ThreadedCluster) -> None:
+    with client(nodes) as kv:
+        kv.apply(increments(300))
     mirror = Mirror()
     with BlockingConsumer(URL, dial=nodes.dial, end="now") as consumer:
         for event in consumer:

@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        unanswered = [b for some in self.added.values() for b in some if b.reply is None]
+        unanswered = [b for batches in self.added.values() for b in batches if b.reply is None]
         assert self.accumulator.unanswered == len(unanswered)
         assert self.accumulator.nbytes == sum(batch.nbytes for batch in unanswered)
         assert self.accumulator.is_full == (self.accumulator.nbytes >= 4000)

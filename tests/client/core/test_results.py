@@ -40,11 +40,13 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
     chunk = Chunk.build(rows)
     reply = partition.mutate(chunk, bytes(16), 0)
     assert isinstance(reply, MutateReply)
-    found = results_of(_P, chunk, reply)
-    assert len(found) == len(rows)
-    assert [one for one in found if isinstance(one, Failure)] == failures(_P, chunk, reply)
+    results = results_of(_P, chunk, reply)
+    assert len(results) == len(rows)
+    assert [result for result in results if isinstance(result, Failure)] == failures(
+        _P, chunk, reply
+    )
     history = iter(partition.history)
-    for row, outcome in zip(rows, found, strict=True):
+    for row, outcome in zip(rows, results, strict=True):
         if isinstance(outcome, Failure):
             assert (outcome.key, outcome.operation) == (row.key, row.op)
             continue

@@ -63,7 +63,7 @@ async def test_counters(net: FakeNet, autojump_clock: MockClock) -> None:
         (lambda c: c.get(""), Status.BAD_KEY),
     ],
 )
-async def test_a_failure_has_its_status(
+async def test_a_refused_change_raises_an_error_with_its_status(
     net: FakeNet, operation: object, status: Status, autojump_clock: MockClock
 ) -> None:
     async with connect(URL, dial=net.dial) as client:
@@ -74,7 +74,7 @@ async def test_a_failure_has_its_status(
             assert caught.value.status is status
 
 
-async def test_many_keys_come_in_their_order_in_several_answers(
+async def test_get_many_keeps_the_order_of_keys_across_several_answers(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.get_items_max = 7
@@ -89,7 +89,7 @@ async def test_many_keys_come_in_their_order_in_several_answers(
     ]
 
 
-async def test_more_keys_than_one_request_takes(
+async def test_get_many_splits_more_keys_than_one_request_takes(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     asked: list[int] = []
@@ -123,7 +123,7 @@ async def test_buckets(net: FakeNet, autojump_clock: MockClock) -> None:
             await client.get("k")
 
 
-async def test_partitions_and_numbers(
+async def test_partitions_and_seqnos_tell_every_partition(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.put(b"k", b"v")
@@ -140,7 +140,9 @@ async def test_partitions_and_numbers(
         assert await client.await_durable(written, Durability.MEMORY) == written.seq
 
 
-async def test_a_missing_bucket_is_refused_at_once(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_connecting_to_a_missing_bucket_fails_at_once(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     with pytest.raises(ServerError) as caught:
         async with connect("upr://fake/other", dial=net.dial):
             pass
@@ -148,20 +150,22 @@ async def test_a_missing_bucket_is_refused_at_once(net: FakeNet, autojump_clock:
     assert net.open == 0
 
 
-async def test_a_url_that_is_none(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_an_invalid_url_raises_an_address_error(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     with pytest.raises(AddressError):
         async with connect("http://fake/b", dial=net.dial):
             pass
 
 
-async def test_nobody_listens(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_connecting_to_a_closed_port_fails(net: FakeNet, autojump_clock: MockClock) -> None:
     net.down = True
     with pytest.raises(BrokenError, match="cannot connect to upr://fake:12000/b"):
         async with connect(URL, dial=net.dial):
             pass
 
 
-async def test_a_server_that_does_not_answer(
+async def test_connecting_to_a_silent_server_times_out(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async def dial(address: object) -> trio.abc.Stream:
@@ -175,7 +179,9 @@ async def test_a_server_that_does_not_answer(
     assert trio.current_time() > 0
 
 
-async def test_a_peer_that_speaks_something_else(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_a_peer_that_speaks_another_protocol_is_rejected(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     async def dial(address: object) -> trio.abc.Stream:
         ours, theirs = trio.testing.memory_stream_pair()
         await theirs.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -281,7 +287,7 @@ async def test_a_change_waits_for_credit(
         assert trio.current_time() - began_at == pytest.approx(20)
 
 
-async def test_no_credit_for_too_long(
+async def test_a_change_fails_when_no_credit_arrives_in_time(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.credit_bytes = 0
@@ -293,14 +299,14 @@ async def test_no_credit_for_too_long(
     assert server.contents() == {}
 
 
-async def test_an_idle_connection_stays(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_an_idle_connection_stays_open(net: FakeNet, autojump_clock: MockClock) -> None:
     async with connect(URL, dial=net.dial) as client:
         await trio.sleep(100 * IDLE_INTERVAL_S_DEFAULT)
         await client.set("k", "v")
     assert net.dialled == 1
 
 
-async def test_a_silent_server_is_noticed(
+async def test_a_connection_to_a_server_that_falls_silent_times_out(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async def swallow(stream: trio.abc.Stream) -> None:
@@ -343,7 +349,9 @@ async def test_credit_is_not_spent_by_reading(
         assert await client.get("k") is not None
 
 
-async def test_a_refused_batch(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_a_client_reports_a_refused_batch(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     server.refuse = lambda m: Status.NOT_MY_PARTITION if isinstance(m, Mutate) else None
     async with connect(URL, dial=net.dial) as client:
         with pytest.raises(ServerError) as caught:

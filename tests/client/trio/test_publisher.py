@@ -23,7 +23,7 @@ from upr_protocol.wire import Message, Mutate
 URL = "upr://fake/b"
 
 
-async def test_operations_arrive(
+async def test_published_operations_arrive(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
@@ -69,7 +69,7 @@ async def test_a_batch_is_sent_at_its_bytes(
         assert server.contents() == {b"k": bytes(2000)}
 
 
-async def test_failures_are_told_by_item(
+async def test_failures_are_reported_for_each_operation(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
@@ -78,8 +78,8 @@ async def test_failures_are_told_by_item(
         await sink.delete("not there")
         await sink.set("after", "3")
         await sink.flush()
-        told = {(f.key, f.operation, f.status) for f in sink.failures}
-        assert told == {
+        failures = {(f.key, f.operation, f.status) for f in sink.failures}
+        assert failures == {
             (b"there", Operation.ADD, Status.EXISTS),
             (b"not there", Operation.DELETE, Status.NOT_FOUND),
         }
@@ -88,7 +88,7 @@ async def test_failures_are_told_by_item(
     assert sink.statistics().failed == 2
 
 
-async def test_failures_that_nobody_looked_at_are_raised(
+async def test_failures_left_over_are_raised_when_the_context_ends(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:
     with pytest.raises(PublishError, match="1 operations failed; the first: delete of b'k'"):
@@ -96,26 +96,28 @@ async def test_failures_that_nobody_looked_at_are_raised(
             await sink.delete("k")
 
 
-async def test_failures_go_to_the_callback(net: FakeNet, autojump_clock: MockClock) -> None:
-    told: list[Failure] = []
-    async with publisher(URL, dial=net.dial, on_failure=told.append) as sink:
+async def test_failures_go_to_the_callback_if_there_is_one(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
+    failures: list[Failure] = []
+    async with publisher(URL, dial=net.dial, on_failure=failures.append) as sink:
         await sink.delete("k")
-    assert [failure.key for failure in told] == [b"k"]
+    assert [failure.key for failure in failures] == [b"k"]
 
 
-async def test_a_batch_that_is_refused_whole_fails_item_by_item(
+async def test_every_operation_of_a_refused_batch_fails(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.refuse = lambda m: Status.UNSUPPORTED if isinstance(m, Mutate) else None
-    told: list[Failure] = []
-    async with publisher(URL, dial=net.dial, on_failure=told.append) as sink:
+    failures: list[Failure] = []
+    async with publisher(URL, dial=net.dial, on_failure=failures.append) as sink:
         for number in range(10):
             await sink.set(b"%d" % number, "v")
-    assert {failure.key for failure in told} == {b"%d" % number for number in range(10)}
-    assert {failure.status for failure in told} == {Status.UNSUPPORTED}
+    assert {failure.key for failure in failures} == {b"%d" % number for number in range(10)}
+    assert {failure.status for failure in failures} == {Status.UNSUPPORTED}
 
 
-async def test_what_no_server_takes_is_refused_here(
+async def test_keys_and_values_that_no_server_takes_are_refused_locally(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
@@ -127,7 +129,7 @@ async def test_what_no_server_takes_is_refused_here(
         assert caught.value.status is Status.TOO_LARGE
 
 
-async def test_ready_made_chunks(
+async def test_a_chunk_can_be_published_as_it_is(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     answered: list[int] = []
@@ -142,7 +144,7 @@ async def test_ready_made_chunks(
         assert answered == list(range(2, 42))
 
 
-async def test_a_chunk_that_is_refused(
+async def test_publish_and_wait_raises_the_refusal_of_a_chunk(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.refuse = lambda m: Status.BAD_ARGUMENT if isinstance(m, Mutate) else None
@@ -152,7 +154,7 @@ async def test_a_chunk_that_is_refused(
         assert caught.value.status is Status.BAD_ARGUMENT
 
 
-async def test_few_batches_of_a_partition_are_in_flight(
+async def test_the_batches_in_flight_of_a_partition_are_bounded(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.held = {Mutate}
@@ -174,7 +176,7 @@ async def test_few_batches_of_a_partition_are_in_flight(
     assert len(server.partitions[3].history) == 3
 
 
-async def test_it_waits_for_room(
+async def test_a_publisher_waits_for_room_in_its_buffer(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.held = {Mutate}
@@ -193,7 +195,7 @@ async def test_it_waits_for_room(
     assert len(server.partitions[1].history) == 14
 
 
-async def test_it_waits_for_credit_and_says_when_it_waited_too_long(
+async def test_a_publisher_waits_for_credit_and_fails_after_the_timeout(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.credit_bytes = 100
@@ -214,7 +216,7 @@ async def test_it_waits_for_credit_and_says_when_it_waited_too_long(
         assert server.contents() == {b"first": bytes(100), b"second": b"v"}
 
 
-async def test_credit_that_comes_late_is_no_error(
+async def test_late_credit_within_the_timeout_raises_no_error(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.credit_bytes = 1
@@ -235,7 +237,7 @@ async def test_credit_that_comes_late_is_no_error(
 
 
 def small_budgets(rng: random.Random, connections: int) -> Iterator[tuple[int, int]]:
-    """Enough to be greeted, mostly, and then not for long."""
+    """Enough for the handshake, mostly, and then not for long."""
     for _ in range(connections):
         yield rng.randrange(0, 3000), rng.randrange(0, 3000)
 
@@ -283,7 +285,7 @@ async def test_order_holds_across_connections(
     assert [int(mutation.value) for mutation in history] == list(range(1000))
 
 
-async def test_a_batch_refused_for_what_passes_is_sent_again_in_order(
+async def test_a_batch_refused_for_a_passing_reason_is_sent_again_in_order(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     def refuse(message: Message) -> Status | None:
@@ -304,14 +306,16 @@ async def test_a_batch_refused_for_too_long_fails(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.refuse = lambda m: Status.NOT_MY_PARTITION if isinstance(m, Mutate) else None
-    told: list[Failure] = []
-    async with publisher(URL, dial=net.dial, retry_timeout_s=20, on_failure=told.append) as sink:
+    failures: list[Failure] = []
+    async with publisher(
+        URL, dial=net.dial, retry_timeout_s=20, on_failure=failures.append
+    ) as sink:
         await sink.set("k", "v")
-    assert [failure.status for failure in told] == [Status.NOT_MY_PARTITION]
+    assert [failure.status for failure in failures] == [Status.NOT_MY_PARTITION]
     assert 20 <= trio.current_time() < 30
 
 
-async def test_it_gives_up_on_a_server_that_stays_away(
+async def test_a_publisher_gives_up_on_a_server_that_stays_away(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     with pytest.raises(BrokenError, match="cannot connect") as caught:  # noqa: PT012
@@ -336,7 +340,7 @@ async def test_an_address_that_never_answered_is_tried_once(
     assert net.dialled == 1
 
 
-async def test_a_bucket_that_is_gone_is_not_tried_again(
+async def test_a_publisher_does_not_retry_after_the_bucket_was_deleted(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     with pytest.raises(ServerError) as caught:  # noqa: PT012
@@ -348,7 +352,7 @@ async def test_a_bucket_that_is_gone_is_not_tried_again(
     assert caught.value.status is Status.NO_BUCKET
 
 
-async def test_a_client_lends_its_address(
+async def test_a_publisher_takes_address_and_options_from_a_client(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with connect(URL, dial=net.dial, identity="test:me") as client, publisher(client) as sink:
@@ -356,7 +360,7 @@ async def test_a_client_lends_its_address(
     assert server.identities == ["test:me", "test:me"]
 
 
-async def test_left_by_an_exception_it_does_not_wait(
+async def test_leaving_a_publisher_by_an_exception_does_not_wait(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.held = {Mutate}
@@ -367,7 +371,7 @@ async def test_left_by_an_exception_it_does_not_wait(
     assert net.open == 0
 
 
-async def test_many_tasks_hand_over(
+async def test_many_tasks_may_share_a_publisher(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial, batch_mutations=5, buffer_bytes=5000) as sink:
@@ -398,7 +402,7 @@ async def test_a_refusal_and_a_lost_connection_together(
     assert server.contents() == {b"n": b"200", b"k": b"199"}
 
 
-async def test_a_chunk_that_cannot_be_sent_is_not_taken(
+async def test_a_chunk_of_an_unknown_partition_or_longer_than_a_frame_is_not_added(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
@@ -416,13 +420,13 @@ async def test_a_chunk_that_cannot_be_sent_is_not_taken(
 @pytest.mark.parametrize(
     "wrong", [{"in_flight": 65}, {"in_flight": 0}, {"batch_bytes": 1 << 24}, {"batch_mutations": 0}]
 )
-async def test_limits_that_cannot_be(net: FakeNet, wrong: dict[str, int]) -> None:
+async def test_invalid_limits_are_refused(net: FakeNet, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
         async with publisher(URL, dial=net.dial, **wrong):  # type: ignore[arg-type]
             pass
 
 
-async def test_why_a_connection_was_lost_is_kept(
+async def test_statistics_keep_the_reason_of_the_last_failure(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
@@ -434,7 +438,7 @@ async def test_why_a_connection_was_lost_is_kept(
         assert sink.statistics().connections == 2
 
 
-async def test_a_bucket_made_anew_with_other_partitions_is_told(
+async def test_a_bucket_made_anew_with_other_partitions_ends_the_publisher(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async def publish() -> None:

@@ -77,7 +77,7 @@ async def test_each_partition_is_read_where_it_is_active(
 
 
 @pytest.mark.parametrize("url", ["upr://nowhere,b/b", "upr://c/b", "upr://b:12000/b"])
-async def test_any_node_tells_where_to_go(
+async def test_any_node_of_the_cluster_can_be_named_in_the_url(
     cluster: FakeCluster, autojump_clock: MockClock, url: str
 ) -> None:
     fill(cluster, 50)
@@ -86,13 +86,15 @@ async def test_any_node_tells_where_to_go(
         assert mirror.contents == cluster.any.contents()
 
 
-async def test_an_address_where_nobody_is(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+async def test_connecting_fails_when_no_named_node_answers(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
     with pytest.raises(BrokenError, match="nothing at upr://nowhere"):
         async with consume("upr://nobody,nowhere/b", dial=cluster.dial):
             pass
 
 
-async def test_without_a_map_nothing_is_asked_for(
+async def test_a_single_node_is_never_asked_for_a_map(
     nursery: trio.Nursery, autojump_clock: MockClock
 ) -> None:
     cluster = FakeCluster(nursery, "a")
@@ -111,7 +113,7 @@ async def test_without_a_map_nothing_is_asked_for(
         assert not any(connection.counts[GetMap] for connection in server.connections)
 
 
-async def test_a_bucket_that_gets_a_map_later(
+async def test_clients_of_a_single_node_follow_when_it_joins_a_cluster(
     nursery: trio.Nursery, autojump_clock: MockClock
 ) -> None:
     cluster = FakeCluster(nursery, "ab")
@@ -133,7 +135,9 @@ async def test_a_bucket_that_gets_a_map_later(
         assert cluster.server("b").connections
 
 
-async def test_a_partition_moves(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+async def test_consumers_and_publishers_follow_a_partition_that_moves(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
     fill(cluster, 100)
     async with (
         mirrored(cluster) as (consumer, mirror),
@@ -170,7 +174,7 @@ async def test_publishing_goes_to_the_active_and_counts_once(
     assert cluster.open == 0
 
 
-async def test_a_node_is_gone_and_its_partitions_elsewhere(
+async def test_clients_follow_the_partitions_of_a_lost_node(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
@@ -193,7 +197,7 @@ async def test_a_node_is_gone_and_its_partitions_elsewhere(
         assert set(mirror.contents.values()) == {b"after"}
 
 
-async def test_a_node_that_does_not_even_refuse(
+async def test_a_node_that_accepts_connections_and_stays_silent_holds_up_nobody(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     """Waiting for it does not hold up what others tell."""
@@ -230,7 +234,7 @@ def dials(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Counter[str]
     return counted
 
 
-async def test_nodes_to_which_there_is_a_link_are_asked_on_it(
+async def test_connected_nodes_are_asked_for_the_map_on_their_connection(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
@@ -246,7 +250,7 @@ async def test_nodes_to_which_there_is_a_link_are_asked_on_it(
     assert dials == began
 
 
-async def test_waiting_for_a_node_does_not_keep_the_others_busy(
+async def test_waiting_for_a_node_does_not_flood_the_others_with_requests(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
     """A failover that takes a while: each client asks, but not all the time."""
@@ -255,11 +259,11 @@ async def test_waiting_for_a_node_does_not_keep_the_others_busy(
         await consumer.barrier()
         began = dials.copy()
         asked = [cluster.server(name).connections for name in "bc"]
-        before = sum(one.counts[GetMap] for some in asked for one in some)
+        before = sum(c.counts[GetMap] for connections in asked for c in connections)
         cluster.move({0: Assignment(), 3: Assignment()})
         cluster.kill("a")
         await trio.sleep(60)
-        after = sum(one.counts[GetMap] for some in asked for one in some)
+        after = sum(c.counts[GetMap] for connections in asked for c in connections)
         assert dials - began == {"a": dials["a"] - began["a"]}
         # Twice a second to four times, as waits are drawn.
         assert 60 * 2 < after - before < 60 * 4 * 2
@@ -268,7 +272,7 @@ async def test_waiting_for_a_node_does_not_keep_the_others_busy(
         assert mirror.contents == cluster.any.contents()
 
 
-async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_reason(
+async def test_other_nodes_are_asked_for_the_map_on_one_lasting_connection(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
     cluster.move({number: Assignment(active="a") for number in range(6)})
@@ -285,7 +289,7 @@ async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_
         assert dials["b"] == began["b"] + 1
         (asked,) = c.connections
         assert 60 < asked.counts[GetMap] < 60 * 4
-        # It falls silent, and another link may fare better; and it is lost, and made again.
+        # It falls silent, and another connection may fare better; and it is lost, and made again.
         c.held.add(GetMap)
         await trio.sleep(10)
         c.held.clear()
@@ -302,7 +306,7 @@ async def test_nodes_that_are_not_needed_are_asked_on_one_link_while_there_is_a_
         assert not c.connections
 
 
-async def test_a_link_that_says_nothing_is_not_relied_on(
+async def test_a_silent_connection_is_not_relied_on_for_the_map(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
@@ -321,7 +325,7 @@ async def test_a_link_that_says_nothing_is_not_relied_on(
         assert mirror.contents == cluster.any.contents()
 
 
-async def test_the_host_that_was_asked_first_is_needed_no_more(
+async def test_the_first_node_is_let_go_when_it_holds_no_partition(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     async with publisher("upr://a/b", dial=cluster.dial) as sink:
@@ -386,7 +390,9 @@ async def test_a_partition_without_an_active_is_waited_for(
         assert len(mirror.ends) == 6
 
 
-async def test_patience_ends(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+async def test_clients_give_up_on_a_partition_without_an_active_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
     cluster.move({2: Assignment()})
     gave_up = pytest.raises(BrokenError, match="no node is active for partition 2")
     async with consume(URL, dial=cluster.dial, retry_timeout_s=20) as consumer:
@@ -399,7 +405,7 @@ async def test_patience_ends(cluster: FakeCluster, autojump_clock: MockClock) ->
     assert 20 <= trio.current_time() - began < 25
 
 
-async def test_patience_is_for_one_time_without_a_node(
+async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_node(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     """A partition for which nothing came since the last takeover is not waited for since then."""
@@ -498,7 +504,7 @@ async def test_a_consumer_may_stay_with_one_node(
         assert not connection.counts[GetMap]
 
 
-async def test_until_now_ends_on_every_node(
+async def test_a_consumer_until_now_ends_on_every_node(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
@@ -515,7 +521,9 @@ async def test_until_now_ends_on_every_node(
     assert cluster.open == 0
 
 
-async def test_from_now_on_every_node(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+async def test_a_consumer_from_now_starts_on_every_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
     fill(cluster, 100)
     async with mirrored(cluster, start="now") as (consumer, mirror):
         await consumer.barrier()
@@ -554,7 +562,7 @@ async def test_a_barrier_comes_back_though_partitions_move(
         assert mirror.contents == cluster.any.contents()
 
 
-async def test_barriers_are_told_as_events_once(
+async def test_a_barrier_through_several_nodes_is_one_event(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     async with consume(URL, dial=cluster.dial) as consumer:
@@ -571,7 +579,7 @@ async def test_barriers_are_told_as_events_once(
         assert consumer.statistics().connections >= 3
 
 
-async def test_what_is_resumed_from_a_file_goes_on_anywhere(
+async def test_a_resume_state_is_valid_on_any_node(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)

@@ -31,7 +31,7 @@ def key_of(cluster: FakeCluster, partition: int) -> str:
     return next(key for key in KEYS if cluster.any.partition_of(key.encode()).id == partition)
 
 
-async def test_each_key_is_asked_for_where_it_is(
+async def test_each_key_is_read_at_the_node_of_its_partition(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     async with connect("upr://b/b", dial=cluster.dial) as client:
@@ -81,7 +81,7 @@ async def left_with_a_change(cluster: FakeCluster, client: Client) -> AsyncItera
     assert not a.connections
 
 
-async def test_a_node_that_is_not_needed_may_answer_what_it_was_asked(
+async def test_a_node_that_is_let_go_still_answers_open_requests(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     """It had made the change already."""
@@ -98,7 +98,7 @@ async def test_a_node_that_is_not_needed_may_answer_what_it_was_asked(
         assert client.statistics().open == 0
 
 
-async def test_a_node_that_is_not_needed_may_end_as_it_likes(
+async def test_a_node_that_is_let_go_may_fail_without_harm(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     key = key_of(cluster, 0)
@@ -117,7 +117,9 @@ async def test_a_node_that_is_not_needed_may_end_as_it_likes(
         assert (await client.increment(key)).count == 1
 
 
-async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock: MockClock) -> None:
+async def test_requests_wait_until_their_partition_has_an_active_node(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
     key = key_of(cluster, 2)
     async with connect(URL, dial=cluster.dial, retry_timeout_s=10) as client:
         await client.set(key, "1")
@@ -141,7 +143,7 @@ async def test_requests_wait_for_an_active(cluster: FakeCluster, autojump_clock:
         assert item.value == b"4"
 
 
-async def test_a_lost_node_breaks_what_is_open_and_nothing_later(
+async def test_a_lost_node_breaks_its_open_requests_and_no_later_ones(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     key = key_of(cluster, 0)
@@ -164,7 +166,7 @@ async def test_a_lost_node_breaks_what_is_open_and_nothing_later(
         assert client.statistics().open == 0
 
 
-async def test_numbers_and_histories_come_from_each_partition_s_node(
+async def test_seqnos_come_from_the_node_of_each_partition(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     async with connect(URL, dial=cluster.dial) as client:
@@ -181,7 +183,7 @@ async def test_numbers_and_histories_come_from_each_partition_s_node(
         assert len(await client.seqnos()) == 6
 
 
-async def test_a_change_whose_durability_is_not_known(
+async def test_a_change_without_durability_in_time_raises_not_durable(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     for name in "abc":
@@ -195,7 +197,7 @@ async def test_a_change_whose_durability_is_not_known(
         assert caught.value.written is None
 
 
-async def test_a_client_begins_when_its_nodes_are_reached(
+async def test_connect_returns_once_all_nodes_were_tried(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     async with connect("upr://b/b", dial=cluster.dial) as client:
@@ -212,7 +214,7 @@ async def test_a_client_begins_when_its_nodes_are_reached(
     assert trio.current_time() == pytest.approx(3)
 
 
-async def test_a_lease_is_renewed_at_every_node_or_not_said_to_be(
+async def test_renewing_a_lease_fails_unless_every_node_has_renewed_it(
     cluster: FakeCluster, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lease(connection: FakeConnection, message: Lease) -> None:
