@@ -24,7 +24,7 @@ from upr_server.net import Service
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, FindItems, ReadChunks
-from upr_server.storage.online.backfill import BUDGET_SHARE, PIECE_BYTES, WAIT_FOR_DISK, Wait
+from upr_server.storage.online.backfill import BUDGET_SHARE, READ_BYTES_MIN, WAIT_FOR_DISK, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.stream_reader import StreamReader
 from upr_server.storage.processes import open_store
@@ -346,7 +346,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
         model.forget()
         total = 60 * 20 * 10_000
         budget = int(service.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
-        assert budget + many * PIECE_BYTES < many * total / 10, "else it is about nothing"
+        assert budget + many * READ_BYTES_MIN < many * total / 10, "else it is about nothing"
         readers = [Reader(model) for _ in range(many)]
         for reader in readers:
             assert reader.step() is WAIT_FOR_DISK
@@ -355,7 +355,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
             await trio.sleep(0.001)
             most = max(most, memory.backfills)
         # Each may read one piece whatever the budget, and a piece ends with a chunk.
-        assert budget / 2 < most <= budget + many * (PIECE_BYTES + 256 * 1024)
+        assert budget / 2 < most <= budget + many * (READ_BYTES_MIN + 256 * 1024)
 
         async def read(reader: Reader) -> None:
             nonlocal most
@@ -367,7 +367,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
         async with trio.open_nursery() as nursery:
             for reader in readers[: many // 2]:
                 nursery.start_soon(read, reader)
-        assert most <= budget + many * (PIECE_BYTES + 256 * 1024)
+        assert most <= budget + many * (READ_BYTES_MIN + 256 * 1024)
         # Those that are given up give back what they had.
         for reader in readers[many // 2 :]:
             reader.close()

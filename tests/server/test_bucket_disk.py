@@ -219,7 +219,7 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
         for _ in range(10):
             with trio.move_on_after(1):
                 await disk.flusher.wait_until_persisted(partition, partition.high_seq)
-        assert not disk.flusher._waiting
+        assert not disk.flusher._callbacks
         assert disk.flusher._waiters == 0
         store.released.set()
         await disk.flusher.wait_until_persisted(partition, partition.high_seq)

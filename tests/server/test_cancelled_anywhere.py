@@ -248,7 +248,7 @@ async def test_what_is_asked_of_a_disk(
 
     def look() -> None:
         check(server)
-        assert not disk.flusher._waiting
+        assert not disk.flusher._callbacks
         assert disk.flusher._waiters == 0
 
     work = partial(case, disk, numbers)
@@ -271,7 +271,7 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
 
     def look() -> None:
         check(server)
-        assert not disk.maintenance._asked
+        assert not disk.maintenance._waiters
 
     async def settle() -> None:
         await trio.sleep(5)

@@ -85,10 +85,10 @@ async def compact(server: Server) -> None:
     maintenance = disk.maintenance
     before = maintenance.statistics().get("compactions", 0)
     async with maintenance.paused():
-        maintenance._asked += 1
+        maintenance._waiters += 1
         while await maintenance._step():
             pass
-        maintenance._asked -= 1
+        maintenance._waiters -= 1
     assert maintenance.statistics()["compactions"] != before
 
 

@@ -21,7 +21,7 @@ SMALL: Final = (
     (collapse, "COLLAPSE_SNAPSHOTS_MIN", 3),
     (collapse, "COLLAPSE_BYTES_MIN", 512),
     (backfill, "READ_BYTES", 2048),
-    (backfill, "PIECE_BYTES", 1024),
+    (backfill, "READ_BYTES_MIN", 1024),
 )
 
 

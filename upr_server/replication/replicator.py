@@ -280,7 +280,7 @@ class Replicator:
                 for write in writes:
                     self._committed(write)
         self._written.notify()
-        self._disk.committed()
+        self._disk.has_committed()
 
     def _partition_write(
         self, partition_id: PartitionId, received: ReceivedSnapshots

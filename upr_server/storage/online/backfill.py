@@ -1,4 +1,4 @@
-"""Reading a range of one partition from disk: a task that fills a queue (seed 001)."""
+"""Backfills: reading a range of one partition from disk, by a task that fills a queue."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Chunk
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import SeqNo, SnapshotKind
 from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEnd, SnapshotStart
@@ -20,17 +21,18 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leases import BACKFILL_LEASE_S
 
 READ_BYTES: Final = 1024 * 1024
-"""What is read from the log in one transaction."""
+"""Bytes that are read from the log in one transaction."""
 
 QUEUE_BYTES: Final = 4 * 1024 * 1024
-"""What one backfill reads ahead, as far as the budget allows."""
+"""Bytes that one backfill reads ahead, if the budget allows."""
 
 BUDGET_SHARE: Final = 1 / 16
-"""The part of a bucket's quota that all its backfills may hold together."""
+"""The share of a bucket's quota that all its backfills may hold together."""
 
-PIECE_BYTES: Final = 16 * 1024
-"""One backfill that holds nothing reads so much, about, even beyond the budget: its partition has
-its connection's turn, and else nothing would move there while others stand still."""
+READ_BYTES_MIN: Final = 16 * 1024
+"""About what a backfill that holds nothing reads even beyond the budget. Its partition may have its
+connection's turn in the partition cycle: then nothing would move on the whole connection until
+other backfills let go of their memory."""
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +52,7 @@ class StreamBrokenError(UprError):
     """The stream cannot go on.
 
     Attributes:
-        status: What its `StreamEnd` says.
+        status: The status that its `StreamEnd` carries.
     """
 
     def __init__(self, status: Status) -> None:
@@ -59,17 +61,22 @@ class StreamBrokenError(UprError):
 
 
 class Backfill:
-    """One disk snapshot, being read.
+    """One disk snapshot that is being read.
 
     Args:
-        disk: What readers of the bucket share.
+        disk: The bucket's disk.
         partition: The partition.
-        start: What is there already.
-        on_disk: Called when there is something to take after there was nothing.
-        end: Where it ends; by default at the persisted snapshot end of the moment when it begins.
-        lease_id: The lease under which it reads, which must be whole when it begins; 0 for none.
-        end_at_least: That end must not be below this.
-        register: Enters a memory cursor at the end, if the reader is to go on there.
+        start: Where the reader stands.
+        on_disk: Called when there is something to take after `take` found nothing.
+        end: Where the snapshot ends; by default at the persisted snapshot end when it begins.
+        lease_id: The lease that it reads under, which must be whole when it begins; 0 for none.
+        end_at_least: A default end must not be below this: the backfill waits for the disk first.
+        register: Registers a memory cursor at the end, if the reader goes on from there.
+
+    Attributes:
+        cursor: The memory cursor that was registered.
+        is_done: Whether all was read. The queue may still hold some of it.
+        unsent_bytes: Bytes that were taken and not sent yet. They count as the backfill's memory.
     """
 
     def __init__(
@@ -94,18 +101,16 @@ class Backfill:
         self._on_disk = on_disk
         self._queue: deque[CursorItem] = deque()
         self._queue_bytes = 0
-        self._taken = trio.Event()
+        self._taken = Notifier()
         self._broken: Status | None = None
         self._scope = trio.CancelScope()
         self._is_closed = False
         self.cursor: Cursor | None = None
         self.is_done = False
-        """Whether all was read; the queue may still hold some of it."""
         self.unsent_bytes = 0
-        """Bytes that were taken, and still count as this one's."""
 
     def start(self) -> None:
-        """Begins to read."""
+        """Starts the task that reads."""
         self._disk.backfills += 1
         self._disk.nursery.start_soon(self._run)
 
@@ -114,23 +119,23 @@ class Backfill:
         if not self._queue:
             if self._broken is not None:
                 raise StreamBrokenError(self._broken)
-            self._taken.set()
+            self._taken.notify()
             return None
         item = self._queue.popleft()
         if isinstance(item, Chunk):
             self._queue_bytes -= item.nbytes
             self.unsent_bytes += item.nbytes
-            self._taken.set()
+            self._taken.notify()
         return item
 
     def sent(self) -> None:
-        """What was taken is on its way to the consumer, and takes no memory here any more."""
+        """Tells that what was taken has been sent: it takes no memory here any more."""
         self._disk.memory.backfills -= self.unsent_bytes
         self.unsent_bytes = 0
-        self._taken.set()
+        self._taken.notify()
 
     def close(self) -> None:
-        """Ends it, wherever it is."""
+        """Ends the backfill, however far it has come, and gives back what it holds."""
         self._is_closed = True
         self._scope.cancel()
         self._disk.memory.backfills -= self._queue_bytes
@@ -142,12 +147,12 @@ class Backfill:
             self.cursor.close()
 
     async def _run(self) -> None:
-        """Reads it. Whatever goes wrong ends the stream, and nothing else."""
+        """Reads. Whatever goes wrong ends this stream, and nothing else."""
         with self._scope:
             try:
-                with trio.move_on_after(BACKFILL_LEASE_S) as patience:
+                with trio.move_on_after(BACKFILL_LEASE_S) as deadline:
                     await self._read()
-                if patience.cancelled_caught:
+                if deadline.cancelled_caught:
                     self._broken = Status.TOO_SLOW
             except ServerError as error:
                 self._broken = error.status
@@ -169,10 +174,12 @@ class Backfill:
             await disk.flusher.wait_until_persisted(partition, self._end_at_least)
         async with disk.maintenance.paused():
             if self._is_closed:
-                # It is not always cancelled here: the lock may have been there for the taking.
+                # The lock may have been free, so that no checkpoint has raised `Cancelled`.
                 return
+            # In this block there is no checkpoint. So the end, the range that is held up to it, and
+            # the memory cursor that goes on there are of one moment: nothing is lost in between.
             if self._lease_id:
-                # From here on the range is held for as long as this reads, though the lease lapse.
+                # From here on the backfill itself holds the range, even if the lease lapses.
                 disk.leases.get_whole(self._lease_id)
             elif 0 < self._start < partition.purge_seq:
                 self._broken = Status.ROLLBACK_NEEDED
@@ -187,12 +194,13 @@ class Backfill:
             after = await self._read_chunks(after, end)
             if self._is_closed:
                 return
-            await self._wait_for_room()
+            await self._taken.wait_until(self._may_read_ahead)
         self.is_done = True
         self._put(SnapshotEnd(end))
 
     async def _read_chunks(self, after: SeqNo, end: SeqNo) -> SeqNo:
-        """Puts some into the queue, and keeps none of them; gives up to where."""
+        """Puts the next chunks into the queue. Returns where they end. It keeps no reference to
+        them: the slot of shared memory that they lie in is lent again once the last is sent."""
         disk = self._disk
         chunks = await self._chunks(after, end)
         if not self._is_closed:
@@ -204,9 +212,10 @@ class Backfill:
         return chunks[-1].end
 
     async def _chunks(self, after: SeqNo, end: SeqNo) -> list[Chunk]:
-        """As much as the budget allows, which is taken from it meanwhile: many read at once."""
+        """As much as the budget allows. It counts while the read is under way, as many backfills
+        read at once."""
         disk = self._disk
-        nbytes = max(PIECE_BYTES, min(READ_BYTES, self._budget_left()))
+        nbytes = max(READ_BYTES_MIN, min(READ_BYTES, self._budget_left()))
         disk.memory.backfills += nbytes
         try:
             return await disk.store.ask(
@@ -224,12 +233,15 @@ class Backfill:
         if len(self._queue) == 1:
             self._on_disk()
 
-    async def _wait_for_room(self) -> None:
-        """Until it may read ahead, or holds nothing. No more than what is left for all: one from
-        which nobody takes has half of the budget at most, and others go on in large pieces."""
-        while (self._queue or self.unsent_bytes) and (
-            self._queue_bytes >= QUEUE_BYTES
-            or self._budget_left() < max(PIECE_BYTES, self._queue_bytes + self.unsent_bytes)
-        ):
-            self._taken = trio.Event()
-            await self._taken.wait()
+    def _may_read_ahead(self) -> bool:
+        """Whether it holds nothing, or little enough.
+
+        It may hold no more than is left for all others. So one from which nobody takes ends with
+        half of the budget at most, and the others go on in large reads.
+        """
+        if not self._queue and not self.unsent_bytes:
+            return True
+        held_bytes = self._queue_bytes + self.unsent_bytes
+        return self._queue_bytes < QUEUE_BYTES and self._budget_left() >= max(
+            READ_BYTES_MIN, held_bytes
+        )

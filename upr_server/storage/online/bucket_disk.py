@@ -1,4 +1,4 @@
-"""One bucket and its disk: what carries mutations down, and what brings them up again."""
+"""One bucket and its disk: what writes its mutations, and what reads them again."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from upr_server.storage.online.maintenance import IDLE_S, Maintenance
 from upr_server.storage.records import LeaseRecord, PartitionRecord
 
 DUE_MAX: Final = 512
-"""Expired items that are taken from disk at a time."""
+"""Expired items that are read from disk at a time."""
 
 log = structlog.get_logger(__name__)
 
 
 class BucketDisk:
-    """See the module.
+    """A bucket, and what connects it with its disk.
 
     Args:
         store: The disk.
         bucket: The bucket.
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number.
-        purge_age_s: How old a tombstone must be to go.
+        purge_age_s: How old a tombstone must be to be dropped.
         nursery: Where backfills run; it must outlive `run`.
-        leases: Those that were there.
+        leases: The leases that the disk has.
         on_memory_freed: Called when memory may have become free.
-        rest_s: See `Maintenance`.
+        rest_s: How long maintenance leaves a bucket alone that needs nothing.
 
     Attributes:
         store: The disk.
         bucket: The bucket.
-        memory: What the bucket holds.
-        flusher: Carries mutations to disk.
-        leases: What must be left readable.
+        memory: What the bucket holds in memory.
+        flusher: Writes its mutations to disk.
+        leases: Ranges that must stay readable.
         maintenance: Has the log indexed and compacted.
         nursery: Where backfills run.
-        backfills: Backfills that were begun, ever.
-        backfill_bytes: What they have read, ever.
+        backfills: How many backfills were started, ever.
+        backfill_bytes: How many bytes they have read, ever.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BucketDisk:
         self.bucket = bucket
         self.memory = bucket.memory
         self._on_memory_freed = on_memory_freed
-        self.flusher = Flusher(store, bucket, self.committed)
+        self.flusher = Flusher(store, bucket, self.has_committed)
         self.leases = LeaseBook(store, bucket, time, new_id, leases)
         self.maintenance = Maintenance(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
@@ -90,16 +90,20 @@ class BucketDisk:
         self.backfill_bytes = 0
         self._fetches = self._fetched = 0
         self._flushed = trio.Event()
-        self._left: DiskFullError | None = None
+        self._unwritten: DiskFullError | None = None
         self._ended = trio.Event()
 
-    def committed(self) -> None:
-        """Something was put on disk."""
-        self.maintenance.committed()
+    def has_committed(self) -> None:
+        """Tells that something was put on disk: maintenance may have work, and memory can go."""
+        self.maintenance.has_committed()
         self._on_memory_freed()
 
     async def run(self) -> None:
-        """Carries mutations to disk until `stop`, and what is left then."""
+        """Writes mutations to disk until `stop`, and then what is left.
+
+        Raises:
+            StoreFailedError: The disk has failed.
+        """
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -107,7 +111,7 @@ class BucketDisk:
                     try:
                         await self.flusher.run()
                     except DiskFullError as error:
-                        self._left = error
+                        self._unwritten = error
                     self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
@@ -115,7 +119,7 @@ class BucketDisk:
             self._ended.set()
 
     async def stop(self) -> None:
-        """Brings what there is to disk, and ends; no more mutations may come. When the disk fails,
+        """Writes what there is to disk, and ends; no more mutations may come. If the disk fails,
         this does not return: `run` raises.
 
         Raises:
@@ -123,11 +127,11 @@ class BucketDisk:
         """
         self.flusher.stop()
         await self._flushed.wait()
-        if self._left is not None:
-            raise self._left
+        if self._unwritten is not None:
+            raise self._unwritten
 
     async def abandon(self) -> None:
-        """Ends, and leaves what is not on disk: the bucket was deleted."""
+        """Ends without writing what is left: the bucket was deleted."""
         self.maintenance.abandon()
         self._scope.cancel()
         await self._ended.wait()
@@ -161,8 +165,9 @@ class BucketDisk:
     async def find(
         self, partition: Partition, requests: Sequence[FetchRequest]
     ) -> dict[bytes, Mutation | None]:
-        """Items from disk: as many of those wanted as come to a bounded number of bytes, and at
-        least one. The partition's eviction must be pinned.
+        """Items from disk, by key: as many of those asked for as fit into a bounded number of
+        bytes, and at least one. None for a key that does not exist. The partition's eviction must
+        be pinned.
 
         Raises:
             StorageError: The disk cannot tell.
@@ -176,25 +181,27 @@ class BucketDisk:
         return {request.key: row for request, row in zip(requests, rows, strict=False)}
 
     async def expire(self, now: float) -> None:
-        """Makes deletions of items that the disk says have expired. As these stay in memory until
-        they are indexed, it goes on another time when memory is short."""
-        if all(one.state is not PartitionState.ACTIVE for one in self.bucket.partitions):
+        """Deletes items that have expired on disk. Deletions stay in memory until they are indexed;
+        so it stops when memory is short, and a later call goes on."""
+        if all(
+            partition.state is not PartitionState.ACTIVE for partition in self.bucket.partitions
+        ):
             return
-        after, more = b"", True
-        while more and self.bucket.relief() is Relief.NOTHING:
+        after, has_more = b"", True
+        while has_more and self.bucket.relief() is Relief.NOTHING:
             pins = {partition.id: partition.eviction.pin() for partition in self.bucket.partitions}
             try:
-                due, after = await self.store.ask(
+                items, after = await self.store.ask(
                     FindExpired(self.bucket.name, int(now), after, DUE_MAX)
                 )
-                for item in due:
+                for item in items:
                     partition = self.bucket.partitions[item.partition]
                     if partition.eviction.is_index_ready:
                         partition.expire_stored(item.key, item.seq, now)
-                more = bool(after)
+                has_more = bool(after)
             finally:
-                for number, pin in pins.items():
-                    self.bucket.partitions[number].eviction.unpin(pin)
+                for partition_id, pin in pins.items():
+                    self.bucket.partitions[partition_id].eviction.unpin(pin)
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes, times in seconds."""
@@ -207,20 +214,21 @@ class BucketDisk:
         }
 
 
-# What is on disk, as the engine takes it.
+# What is on disk, in the engine's terms.
 
 
 def recover_partitions(
     stored: StoredBucket, new_history_id: Callable[[], HistoryId]
 ) -> tuple[list[PartitionImage], list[tuple[int, PartitionRecord]]]:
-    """The partitions of a bucket, as they are to be served.
+    """The partitions of a bucket as the server takes them up after a start.
 
-    After anything but a clean stop each active partition begins a new history, at its persisted
-    snapshot end: what it had above may have been seen, and is gone. Of a bucket with a partition
-    map, whether it is active still, and in which history, is decided when that is confirmed.
+    After a stop that was not clean each active partition begins a new history at its persisted
+    snapshot end: what it had above is gone, and consumers may have seen it. For a bucket with a
+    partition map, the confirmation of the map decides whether a partition is still active, and in
+    which history.
 
     Args:
-        stored: What was found.
+        stored: The bucket as the disk has it.
         new_history_id: Draws a fresh non-zero random ID.
 
     Returns:
@@ -231,8 +239,8 @@ def recover_partitions(
     for number, partition in enumerate(stored.partitions):
         record = partition.record
         failover_log = FailoverLog.of(record.failover_log)
-        alone = not stored.cluster_map
-        if alone and not stored.is_clean and record.state == PartitionState.ACTIVE:
+        has_map = bool(stored.cluster_map)
+        if not has_map and not stored.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())
             changed.append((number, msgspec.structs.replace(record, failover_log=pairs)))
@@ -246,7 +254,7 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         WriterToken(token.writer, token.counter): decode_answer(token.answer)
         for token in partition.tokens
     }
-    # The order of the map is by writer; that of the numbers tells who was heard of last.
+    # On disk they are ordered by publisher. The engine needs them by age, to forget the oldest.
     by_age = dict(sorted(answers.items(), key=lambda item: (item[1].last_seq, item[0].counter)))
     return PartitionImage(
         PartitionState(record.state),
@@ -261,3 +269,4 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
 
 
 decode_answer: Final = msgspec.msgpack.Decoder(MutateResult).decode
+"""The reverse of `flusher.encode_answer`."""

@@ -1,8 +1,8 @@
-"""The flusher: carries whole snapshots of a bucket's partitions to disk, many in one commit.
+"""The flusher: writes whole snapshots of a bucket's partitions to disk, many in one commit.
 
-One commit is under way at a time, and what comes meanwhile goes into the next: throughput is all in
-the batching. When somebody waits for durability the next commit begins at once; otherwise after a
-short while, in which what is overwritten need not be written.
+One commit is under way at a time, and what arrives meanwhile goes into the next: throughput comes
+from batching. When a client waits for durability the next commit begins at once. Otherwise it waits
+a moment, and what is overwritten in that time need not be written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Chunk
+from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition, SnapshotEnd
 from upr_server.storage.api import Store
@@ -26,42 +27,46 @@ from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import PartitionRecord
 
 FLUSH_INTERVAL_S: Final = 0.1
-"""How long what nobody waits for may stay in memory only."""
+"""How long changes may stay in memory only if nobody waits for their durability."""
 
 COMMIT_BYTES: Final = 8 * 1024 * 1024
-"""A commit takes no further snapshot once it has come to this: it stays within 100 ms on a plain
-disk, and what it takes in memory on both sides of the pipe stays small."""
+"""A commit takes no further snapshot once it has so many bytes. So it stays within 100 ms on a
+plain disk, and takes little memory on both sides of the pipe."""
 
 UNINDEXED_MAX: Final = 512 * 1024
-"""Mutations that may be on disk and not yet in its index. Beyond it commits wait: what a load
-overwrites meanwhile need not be written, memory fills, and then publishers slow down. Else the
-index, and compaction, which needs it, would fall behind for as long as the load lasts."""
+"""Mutations that may be on disk and not yet in the index. Beyond it commits wait. Then memory fills
+and publishers slow down, and what is overwritten meanwhile need not be written. Else the index, and
+compaction, which needs it, would fall behind for as long as the load lasts."""
 
 RETRY_S: Final = 1.0
-"""How long to wait before trying again on a full disk."""
+"""How long to wait before a retry while the disk is full."""
 
 STEP_BYTES: Final = 1024 * 1024
-"""What is encoded before others have their turn, a millisecond or so."""
+"""Bytes that are encoded before other tasks run: a millisecond or so."""
 
 SNAPSHOT_BYTES: Final = 16 * 1024
-"""What closing and encoding a snapshot of one mutation comes to, in the same coin."""
+"""What closing and encoding a snapshot of one mutation costs, in the same unit."""
 
 STEP_PARTITIONS: Final = 8
-"""Partitions whose commits are told before others have their turn."""
+"""Partitions whose waiters are answered before other tasks run."""
 
 log = structlog.get_logger(__name__)
 
 Persisted = Callable[[bool], None]
-"""Called with True once a number is on disk, or with False when that cannot be promised."""
+"""Called with True once a sequence number is on disk, or with False if that cannot be promised."""
 
 
 class Flusher:
-    """See the module.
+    """Writes one bucket's changes to disk.
 
     Args:
         store: The disk.
-        bucket: What to carry there.
+        bucket: The bucket.
         on_commit: Called after each commit.
+
+    Attributes:
+        full: Why nothing can be written now; empty when it can.
+        last_commit_at: When the last commit ended, by Trio's clock.
     """
 
     def __init__(self, store: Store, bucket: Bucket, on_commit: Callable[[], None]) -> None:
@@ -71,20 +76,19 @@ class Flusher:
         # Partitions with something to persist; a dict, so that they take turns.
         self._dirty: dict[PartitionId, None] = {}
         self._dirty_since = 0.0
-        self._wakeup = trio.Event()
-        self._waiting: dict[PartitionId, deque[tuple[SeqNo, Persisted]]] = {}
-        # Tasks that wait in `wait_until_persisted`; the event is set, and replaced, at each commit.
+        # There is something to write, somebody waits for it, or `stop` was called.
+        self._wakeup = Notifier()
+        self._callbacks: dict[PartitionId, deque[tuple[SeqNo, Persisted]]] = {}
+        # Tasks in `wait_until_persisted`.
         self._waiters = 0
-        self._progress = trio.Event()
-        self._stopping = False
-        self._indexed = trio.Event()
-        self._index_moves = True
+        self._committed = Notifier()
+        self._is_stopping = False
+        self._index_moved = Notifier()
+        self._index_can_move = True
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
         self.full = ""
-        """Why nothing can be written now; empty when it can."""
         self.last_commit_at = trio.current_time()
-        """When the last commit ended."""
         for partition in bucket.partitions:
             partition.deduplicator.keep_pending()
             cursor = partition.manager.persistence
@@ -95,105 +99,107 @@ class Flusher:
     def _is_dirty(self, partition: PartitionId) -> None:
         if not self._dirty:
             self._dirty_since = trio.current_time()
-            self._wakeup.set()
+            self._wakeup.notify()
         self._dirty[partition] = None
 
     # Waiting for the disk.
 
     def when_persisted(self, partition: Partition, seq: SeqNo, call: Persisted) -> None:
-        """Has `call` called when everything up to `seq` is on disk; perhaps at once."""
+        """Calls `call` when everything up to `seq` is on disk; perhaps at once."""
         if partition.manager.persistence.committed >= seq:
             call(True)
         elif self.full:
             call(False)
         else:
-            self._waiting.setdefault(partition.id, deque()).append((seq, call))
-            self._wakeup.set()
+            self._callbacks.setdefault(partition.id, deque()).append((seq, call))
+            self._wakeup.notify()
 
     async def wait_until_persisted(self, partition: Partition, seq: SeqNo) -> None:
-        """Waits until everything up to `seq` is on disk, however long the disk is full. Cancelled,
-        nothing is left of it, also while a commit takes for ever."""
+        """Waits until everything up to `seq` is on disk, however long the disk is full. It can be
+        cancelled at any time, even while a commit never ends, and leaves nothing behind."""
         self._waiters += 1
-        self._wakeup.set()
+        self._wakeup.notify()
         try:
-            while partition.manager.persistence.committed < seq:
-                await self._progress.wait()
+            await self._committed.wait_until(lambda: partition.manager.persistence.committed >= seq)
         finally:
             self._waiters -= 1
 
     def _answer(self, partition: Partition) -> None:
-        waiting = self._waiting.get(partition.id)
+        callbacks = self._callbacks.get(partition.id)
         committed = partition.manager.persistence.committed
-        # Numbers are asked for in the order in which they are given, but for late questions.
-        while waiting and waiting[0][0] <= committed:
-            waiting.popleft()[1](True)
-        if not waiting:
-            self._waiting.pop(partition.id, None)
+        # They are in the order of their numbers, except that a late one may stand behind higher
+        # numbers. It is then answered with these, which is not too early.
+        while callbacks and callbacks[0][0] <= committed:
+            callbacks.popleft()[1](True)
+        if not callbacks:
+            self._callbacks.pop(partition.id, None)
 
     def refuse_all(self) -> None:
-        """Nobody who waits is promised anything."""
-        waiting, self._waiting = self._waiting, {}
-        for calls in waiting.values():
-            for _, call in calls:
+        """Answers all callbacks that durability cannot be promised now."""
+        refused, self._callbacks = self._callbacks, {}
+        for callbacks in refused.values():
+            for _, call in callbacks:
                 call(False)
 
     # Flushing.
 
     async def run(self) -> None:
-        """Flushes for ever; after `stop`, until everything is on disk."""
+        """Flushes until it is cancelled; after `stop`, until everything is on disk.
+
+        Raises:
+            DiskFullError: The disk is full, and `stop` was called.
+            StoreFailedError: The disk has failed.
+        """
         while True:
+            await self._wakeup.wait_until(lambda: bool(self._dirty) or self._is_stopping)
             if not self._dirty:
-                if self._stopping:
-                    return
-                self._wakeup = trio.Event()
-                if not self._dirty:
-                    await self._wakeup.wait()
-                continue
+                return
             await self._linger()
             await self._keep_pace()
             await self._commit(await self._collect())
 
     def stop(self) -> None:
-        """No more mutations will come: `run` is to bring what there is to disk, and to end."""
-        self._stopping = True
-        self._wakeup.set()
-        self._indexed.set()
+        """Makes `run` write what there is to disk, and end. No more mutations may come."""
+        self._is_stopping = True
+        self._wakeup.notify()
+        self._index_moved.notify()
 
     async def _linger(self) -> None:
-        """Lets more come together, unless somebody waits."""
+        """Lets more changes gather, unless somebody waits for durability."""
         with trio.move_on_at(self._dirty_since + FLUSH_INTERVAL_S):
             await trio.lowlevel.checkpoint()
-            while not self._waiting and not self._waiters and not self._stopping:
-                self._wakeup = trio.Event()
-                await self._wakeup.wait()
+            await self._wakeup.wait_until(
+                lambda: bool(self._callbacks or self._waiters) or self._is_stopping
+            )
 
     async def _keep_pace(self) -> None:
-        """Lets the index come nearer, if it is far behind and moves."""
+        """Lets the index catch up if it is far behind, and can."""
         await trio.lowlevel.checkpoint()
-        while self._index_moves and not self._stopping and self.unindexed() > UNINDEXED_MAX:
-            self._indexed = trio.Event()
-            await self._indexed.wait()
+        await self._index_moved.wait_until(
+            lambda: (
+                not self._index_can_move or self._is_stopping or self.unindexed() <= UNINDEXED_MAX
+            )
+        )
 
     def unindexed(self) -> int:
-        """How many mutations are on disk that the index has not taken in. O(partitions)."""
+        """How many mutations are on disk and not yet in the index. O(partitions)."""
         return sum(
             partition.manager.persistence.committed - partition.eviction.indexed
             for partition in self._bucket.partitions
         )
 
-    def index_moves(self, moves: bool) -> None:
-        """The index has come further; or it cannot, and nobody is to wait for it."""
-        self._index_moves = moves
-        self._indexed.set()
+    def set_index_can_move(self, can_move: bool) -> None:
+        """Tells that the index has come further; or that it cannot, and commits must not wait."""
+        self._index_can_move = can_move
+        self._index_moved.notify()
 
     async def _collect(self) -> list[PartitionWrite]:
-        """Reads whole snapshots of partitions that have any, each partition's as far as it has come
-        now."""
+        """Reads the whole snapshots that partitions have now, until they fill a commit."""
         writes: list[PartitionWrite] = []
         self._dirty_since = trio.current_time()
         total = unyielded = 0
-        for number in list(self._dirty):
-            partition = self._bucket.partitions[number]
+        for partition_id in list(self._dirty):
+            partition = self._bucket.partitions[partition_id]
             chunks: list[Chunk] = []
             ends: list[SeqNo] = []
             for item in self._snapshots(partition, COMMIT_BYTES - total):
@@ -208,26 +214,27 @@ class Flusher:
                     await trio.lowlevel.checkpoint()
             if chunks:
                 writes.append(self._write(partition, chunks, ends))
-            del self._dirty[number]
+            del self._dirty[partition_id]
             if partition.manager.persistence.poll():
-                self._dirty[number] = None
+                # More has come meanwhile. It goes to the end: partitions take turns.
+                self._dirty[partition_id] = None
             if total >= COMMIT_BYTES:
                 break
         return writes
 
-    def _snapshots(self, partition: Partition, room: int) -> Iterator[Chunk | SnapshotEnd]:
+    def _snapshots(self, partition: Partition, bytes_max: int) -> Iterator[Chunk | SnapshotEnd]:
         cursor = partition.manager.persistence
-        goal = partition.high_seq
-        # To the end of the snapshot that holds the goal: others may close it, and with it what came
-        # since.
-        while cursor.seq < goal or cursor.is_reading:
+        high_seq = partition.high_seq
+        # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
+        # `_collect` others may write more, and close the snapshot.
+        while cursor.seq < high_seq or cursor.is_reading:
             item = cursor.next()
             if isinstance(item, Chunk):
-                room -= item.nbytes
+                bytes_max -= item.nbytes
                 yield item
             elif isinstance(item, SnapshotEnd):
                 yield item
-                if room <= 0:
+                if bytes_max <= 0:
                     return
 
     def _write(
@@ -253,7 +260,7 @@ class Flusher:
                     log.error("disk full", bucket=self._bucket.name, error=str(error))
                 self.full = str(error)
                 self.refuse_all()
-                if self._stopping:
+                if self._is_stopping:
                     raise
                 await trio.sleep(RETRY_S)
         if self.full:
@@ -263,16 +270,15 @@ class Flusher:
         self._last_commit_s = self.last_commit_at - began
         self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
         self._commits += 1
-        for at, write in enumerate(writes, 1):
+        for position, write in enumerate(writes, 1):
             self._committed_bytes += sum(chunk.nbytes for chunk in write.chunks)
             self._committed_mutations += sum(chunk.count for chunk in write.chunks)
             partition = self._bucket.partitions[write.partition]
             partition.manager.persistence.commit(write.record.high)
             self._answer(partition)
-            if at % STEP_PARTITIONS == 0:
+            if position % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        progress, self._progress = self._progress, trio.Event()
-        progress.set()
+        self._committed.notify()
         self._on_commit()
 
     def statistics(self) -> dict[str, object]:
@@ -293,9 +299,10 @@ class Flusher:
 
 
 encode_answer: Final = msgspec.msgpack.Encoder().encode
+"""Encodes the answer to a batch as tokens keep it; `bucket_disk.decode_answer` is the reverse."""
 
 
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:
-    """What the disk is to know of a partition that it has up to `high`."""
+    """The record of a partition that is on disk up to `high`."""
     log_pairs = tuple(partition.failover_log.pairs())
     return PartitionRecord(partition.state, log_pairs, high, partition.last_cas)

@@ -1,4 +1,4 @@
-"""Reading a leased range of one partition: from disk, with every version in it, to its end."""
+"""Reading a leased range of one partition from disk, with every version in it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ class LeasedReader:
     the disk has more than once.
 
     Args:
-        disk: What readers of the bucket share.
+        disk: The bucket's disk.
         partition: The partition.
         start: Where the range begins, exclusive.
         end: Where it ends.
         lease_id: The lease that holds it.
         on_disk: Called when there is something to read after `next` answered `WAIT_FOR_DISK`.
+
+    Attributes:
+        seq: Everything up to here was handed on.
+        is_reading: Whether the start of the snapshot was handed on, and its end was not.
     """
 
     __slots__ = ("_backfill", "is_reading", "seq")
@@ -39,19 +43,17 @@ class LeasedReader:
         self._backfill = Backfill(disk, partition, start, on_disk, end=end, lease_id=lease_id)
         self._backfill.start()
         self.seq = start
-        """Everything up to here was handed on."""
         self.is_reading = False
-        """Whether a start was handed on and its end was not."""
 
     def poll(self) -> bool:
-        """There is something to read, or will be when the disk has answered."""
+        """True: there is always something to read, now or once the disk has answered."""
         return True
 
     def next(self) -> CursorItem | Wait:
         """The next item; `WAIT_FOR_DISK` when it has yet to be read.
 
         Raises:
-            StreamBrokenError: It cannot go on.
+            StreamBrokenError: The stream cannot go on.
         """
         item = self._backfill.take()
         if item is None:
@@ -65,14 +67,14 @@ class LeasedReader:
         return item
 
     def sent(self) -> None:
-        """Everything that was handed on so far has left this process."""
+        """Tells that everything that was handed on so far has been sent."""
         self._backfill.sent()
 
     @property
     def reads_disk(self) -> bool:
-        """Whether what it hands on now comes from disk."""
+        """True: everything that it hands on comes from disk."""
         return True
 
     def close(self) -> None:
-        """Gives up everything that it holds."""
+        """Ends it, and gives back what it holds."""
         self._backfill.close()

@@ -1,4 +1,4 @@
-"""Maintenance: has a bucket's log indexed and compacted, step by step, beside everything else."""
+"""Maintenance: has a bucket's log indexed and compacted, step by step, while it is served."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 import structlog
 import trio
 
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionState
 from upr_server.engine import Bucket, Partition
@@ -20,13 +21,14 @@ from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LeaseBook
 
 IDLE_S: Final = 0.5
-"""With no commit for so long the index takes in whatever there is."""
+"""After so long without a commit the index takes in what there is, however little."""
 
 REST_S: Final = 10.0
-"""How long a bucket with nothing to do is left alone by who hears of its updates otherwise: leases
-lapse, and a wakeup may come late where the disk of the events is full."""
+"""How long a bucket with nothing to do is left alone by a server whose event bus wakes it after
+updates. Not for ever: leases lapse."""
 
 RETRY_S: Final = 1.0
+"""How long to wait before a retry while the disk is full."""
 
 _NANOSECONDS: Final = 1_000_000_000
 
@@ -34,17 +36,21 @@ log = structlog.get_logger(__name__)
 
 
 class Maintenance:
-    """See the module.
+    """Maintains one bucket's disk.
 
     Args:
         store: The disk.
         bucket: The bucket.
-        flusher: Tells when something was committed.
-        leases: What must be left readable.
+        flusher: Its flusher, which may wait for the index.
+        leases: Its leases, which protect ranges from compaction.
         time: Seconds since 1970.
-        purge_age_s: How old a tombstone must be to go.
+        purge_age_s: How old a tombstone must be to be dropped.
         on_progress: Called when the index or a compaction has come further.
-        rest_s: How long to leave a bucket alone with which there is nothing to do, unless woken.
+        rest_s: How long to leave a bucket alone that needs nothing, unless `wake` is called.
+
+    Attributes:
+        undo_mutations: So many of the newest mutations stay out of the index, unless memory is
+            short or they are looked up: what is not indexed can be undone exactly.
     """
 
     def __init__(
@@ -67,147 +73,150 @@ class Maintenance:
         self._on_progress = on_progress
         self._rest_s = rest_s
         self._turn = trio.Lock()
-        self._wakeup = trio.Event()
-        self._progress = trio.Event()
-        self._asked = 0
-        self._corrupted = self._full = ""
+        self._wakeup = Notifier()
+        self._progress = Notifier()
+        # Tasks in `wait_until_indexed`.
+        self._waiters = 0
+        self._damage = self._full = ""
         self._is_abandoned = False
         self._figures: dict[str, object] = {}
         self.undo_mutations = 0
-        """So many of the newest mutations are left out of the index, unless memory is short or they
-        are asked for: what is not indexed can be undone."""
 
     def wake(self) -> None:
-        """There may be something to do."""
-        self._wakeup.set()
+        """Has it look for something to do."""
+        self._wakeup.notify()
 
-    def committed(self) -> None:
-        """Something was put on disk. Little of it can wait until somebody wakes this, or looks."""
+    def has_committed(self) -> None:
+        """Tells of a commit. If there is little to index, it can wait until `run` looks again."""
         if self._flusher.unindexed() >= INDEX_LAG_MUTATIONS:
             self.wake()
 
     def abandon(self) -> None:
-        """The bucket was deleted."""
+        """Tells that the bucket was deleted."""
         self._is_abandoned = True
-        self._progress.set()
+        self._progress.notify()
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """No step is under way for as long as the context: what is persisted now, and the purge
-        numbers, are what the next step will respect.
+        """Keeps steps away for as long as the context: the next one respects what leases hold and
+        what is persisted then.
 
         Raises:
-            ServerError: `NO_BUCKET`.
+            ServerError: `NO_BUCKET`: the bucket was deleted.
         """
         async with self._turn:
             self.check_not_deleted()
             yield
 
     def check_not_deleted(self) -> None:
-        """There may be another bucket of that name already. Raises `ServerError`."""
+        """Raises `ServerError` once the bucket was deleted. Calls to the disk name the bucket, and
+        another of the same name may be there already."""
         if self._is_abandoned:
             raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
 
     async def wait_until_indexed(self, partition: Partition) -> None:
-        """Waits until the index knows all that was on disk when the server started.
+        """Waits until the index has all that was on disk when the server started.
 
         Raises:
-            StorageError: It will not, as it stands.
-            ServerError: `NO_BUCKET`.
+            StorageError: It cannot be indexed now.
+            ServerError: `NO_BUCKET`: the bucket was deleted.
         """
-        self._asked += 1
+        self._waiters += 1
         try:
             while not partition.eviction.is_index_ready:
-                if self._corrupted:
-                    raise CorruptionError(self._corrupted)
+                if self._damage:
+                    raise CorruptionError(self._damage)
                 self.check_not_deleted()
                 if self._full:
                     raise DiskFullError(self._full)
-                if self._progress.is_set():
-                    # Others may wait for the one that there is.
-                    self._progress = trio.Event()
                 self.wake()
                 await self._progress.wait()
         finally:
-            self._asked -= 1
+            self._waiters -= 1
 
     async def run(self) -> None:
-        """Does what there is to do, for ever."""
+        """Does what there is to do, until it is cancelled.
+
+        Raises:
+            StoreFailedError: The disk has failed.
+        """
         while True:
-            more = False
-            self._wakeup = trio.Event()
+            has_more = False
+            # Taken before the step: a wakeup during the step counts.
+            wakeup = self._wakeup.next_event()
             try:
                 async with self._turn:
-                    more = await self._step()
+                    has_more = await self._step()
                 self._full = ""
             except DiskFullError as error:
-                # Indexing can wait, and compaction cannot make room without some; who asks cannot.
+                # Indexing can wait, and even compaction needs some space. But those who wait for
+                # the index must not.
                 self._full = str(error)
-                self._flusher.index_moves(False)
-                self._progress.set()
+                self._flusher.set_index_can_move(False)
+                self._progress.notify()
                 await trio.sleep(RETRY_S)
             except CorruptionError as error:
-                if not self._corrupted:
+                if not self._damage:
                     log.error(
                         "damaged record; indexing and compaction stopped; run upr-server check",
                         bucket=self._bucket.name,
                         error=str(error),
                     )
-                self._corrupted = str(error)
-                self._flusher.index_moves(False)
-                self._progress.set()
+                self._damage = str(error)
+                self._flusher.set_index_can_move(False)
+                self._progress.notify()
                 await trio.sleep_forever()
-            if not more:
+            if not has_more:
                 with trio.move_on_after(self._rest_s if self._is_settled() else IDLE_S):
-                    await self._wakeup.wait()
+                    await wakeup.wait()
 
     def _is_settled(self) -> bool:
-        """Whether there is nothing to do before something changes."""
+        """Whether there is nothing to do until something changes."""
         partitions = self._bucket.partitions
         behind = sum(partition.high_seq - partition.eviction.indexed for partition in partitions)
-        return behind <= self.undo_mutations and not self._full and not self._is_asked()
+        return behind <= self.undo_mutations and not self._full and not self._is_urgently_needed()
 
-    def _is_asked(self) -> bool:
-        # A new active cannot be asked for what it does not know before that is indexed; with `keep`
-        # that would else be never.
-        return bool(self._asked) or (
+    def _is_urgently_needed(self) -> bool:
+        # A partition that has just become active answers look-ups of stored keys only once all that
+        # it had then is indexed. With `undo_mutations` that would be never.
+        return bool(self._waiters) or (
             self.undo_mutations > 0
             and any(
-                one.state is PartitionState.ACTIVE and not one.eviction.is_index_ready
-                for one in self._bucket.partitions
+                partition.state is PartitionState.ACTIVE and not partition.eviction.is_index_ready
+                for partition in self._bucket.partitions
             )
         )
 
     async def _step(self) -> bool:
-        idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
-        short = self._bucket.quota.is_short(self._bucket.memory)
-        asked = self._is_asked()
+        """Returns whether there is more to do at once."""
+        is_idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
+        needs_index = self._bucket.quota.is_short(self._bucket.memory) or self._is_urgently_needed()
         await self._leases.delete_lapsed()
-        done, self._figures = await self._store.ask(
+        step, self._figures = await self._store.ask(
             Maintain(
                 self._bucket.name,
-                urgent=idle or short or asked,
+                urgent=is_idle or needs_index,
                 leases=self._leases.ranges(),
                 lapsed=self._leases.lapsed(),
                 purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
-                keep_unindexed=0 if short or asked else self.undo_mutations,
+                keep_unindexed=0 if needs_index else self.undo_mutations,
             )
         )
-        self._leases.mark_broken(done.broken)
-        self._flusher.index_moves(True)
-        if done.partition < 0:
+        self._leases.mark_broken(step.broken)
+        self._flusher.set_index_can_move(True)
+        if step.partition < 0:
             return False
-        partition = self._bucket.partitions[done.partition]
-        partition.index_advanced(done.indexed, done.items)
-        partition.purge_seq = max(partition.purge_seq, done.purge_seq)
-        self._progress.set()
+        partition = self._bucket.partitions[step.partition]
+        partition.index_advanced(step.indexed, step.items)
+        partition.purge_seq = max(partition.purge_seq, step.purge_seq)
+        self._progress.notify()
         self._on_progress()
-        return done.has_more
+        return step.has_more
 
     def statistics(self) -> dict[str, object]:
         """Figures of the bucket's disk, as of the last step, and of what is left to do."""
         return {
             **self._figures,
             "unindexed_mutations": self._flusher.unindexed(),
-            "damaged": self._corrupted,
+            "damaged": self._damage,
         }

@@ -1,12 +1,12 @@
-"""Reading one partition's mutations from wherever they are: disk first, then memory (seed 001).
+"""Reading one partition's mutations from wherever they are: disk first, then memory.
 
-A reader whose start is no longer in memory gets one snapshot from disk. Its end is the persisted
-snapshot end of the moment when it begins, a lease holds the range, and a memory cursor is entered
-there at the same time. A task reads the log in short transactions into a queue that is bounded in
-bytes; when the queue has come to its end, the cursor goes on. If that was dropped meanwhile, the
-same happens again, from where the reader stands.
+A reader whose start is no longer in memory gets one snapshot from disk. In one synchronous step the
+backfill's end is fixed at the persisted snapshot end, the range up to there is protected from
+compaction, and a memory cursor is registered there. A task reads the log in short transactions into
+a queue that is bounded in bytes. When the queue has come to its end the cursor goes on. If the
+cursor was dropped meanwhile, the same happens again from where the reader stands.
 
-Whoever reads notices the kind of the next snapshot, and nothing else.
+A consumer notices nothing of this except the kind of its next snapshot.
 """
 
 from __future__ import annotations
@@ -33,13 +33,18 @@ class StreamReader:
     It has the interface of the engine's `Cursor`, and one answer more: `WAIT_FOR_DISK`.
 
     Args:
-        disk: What readers of the bucket share.
+        disk: The bucket's disk.
         partition: The partition.
-        name: Whose it is, for statistics.
-        start: What is there already.
-        end_at_least: The first snapshot must not end below this; see `MutationManager.register`.
+        name: The name of the cursor's owner, for statistics.
+        start: Where the consumer stands.
+        end_at_least: The first snapshot must not end below this; `MutationManager.register` says
+            why.
         on_ready: Called when there is something to read again after `next` or `poll` found nothing.
         on_disk: Called when there is something to read after `next` answered `WAIT_FOR_DISK`.
+
+    Attributes:
+        seq: Everything up to here was handed on.
+        is_reading: Whether the start of a snapshot was handed on, and its end was not.
     """
 
     __slots__ = (
@@ -76,13 +81,11 @@ class StreamReader:
         self._backfill: Backfill | None = None
         self._cursor: Cursor | None = None
         self.seq = start
-        """Everything up to here was handed on."""
         self.is_reading = False
-        """Whether a start was handed on and its end was not."""
-        self._enter()
+        self._register_in_memory()
 
-    def _enter(self) -> None:
-        """Enters a memory cursor where the reader stands, if what is there is in memory."""
+    def _register_in_memory(self) -> None:
+        """Registers a memory cursor where the reader stands, if memory reaches back so far."""
         if self.seq >= self._partition.manager.oldest:
             self._cursor = self._register(self.seq, self._end_at_least)
 
@@ -90,12 +93,12 @@ class StreamReader:
         registration = self._partition.manager.register(
             self._name, start, end_at_least=end_at_least, on_ready=self._on_ready
         )
-        assert registration.backfill is None, "what the disk ends with is in memory"
+        assert registration.backfill is None, "memory begins after the persisted snapshot end"
         return registration.cursor
 
     def poll(self) -> bool:
-        """Whether there is something to read, or will be when the disk has answered; if not,
-        `on_ready` is called when there is."""
+        """Whether there is something to read, now or once the disk has answered. If not, `on_ready`
+        is called when there is."""
         return self._cursor is None or self._backfill is not None or self._cursor.poll()
 
     def next(self) -> CursorItem | Wait | None:
@@ -103,7 +106,7 @@ class StreamReader:
         more.
 
         Raises:
-            StreamBrokenError: It cannot go on.
+            StreamBrokenError: The stream cannot go on.
         """
         item: CursorItem | Wait | None = None
         if self._backfill is not None:
@@ -123,16 +126,17 @@ class StreamReader:
             item = self._cursor.next()
             if not isinstance(item, BackfillNeeded):
                 return item
-            # It was dropped. What it was in the middle of must be finished, by a later end.
+            # The cursor was dropped. The snapshot that it was in must still be finished, by an end
+            # that is not below its own.
             self._cursor.close()
             self._cursor = None
             if self.is_reading and self.seq == self._end:
-                # Only the end is missing, and there may be nothing behind it to read.
-                self._enter()
+                # All its chunks were handed on. A backfill might wait for ever for more to read.
+                self._register_in_memory()
                 return SnapshotEnd(self._end)
             if self.is_reading:
                 self._end_at_least = self._end
-            self._enter()
+            self._register_in_memory()
             if self._cursor is not None:
                 return self._from_memory()
         self._begin_backfill()
@@ -160,7 +164,7 @@ class StreamReader:
             self.is_reading = False
 
     def sent(self) -> None:
-        """Everything that was handed on so far has left this process."""
+        """Tells that everything that was handed on so far has been sent."""
         if self._backfill is not None:
             self._backfill.sent()
 
@@ -170,7 +174,7 @@ class StreamReader:
         return self._backfill is not None
 
     def close(self) -> None:
-        """Gives up everything that it holds."""
+        """Ends it, and gives back what it holds."""
         if self._backfill is not None:
             self._backfill.close()
         if self._cursor is not None:
