@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.indexer.test_keys import compare
+from tests.indexer.pure.test_keys import compare
 from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.indexer.definition import IndexDefinition, IndexName, design_key
-from upr_server.indexer.extractor import Extractor, decode_value
 from upr_server.indexer.indexer import Indexer, Settings, running_indexer
-from upr_server.indexer.keys import decode_parts
 from upr_server.indexer.pipeline import Work
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
+from upr_server.indexer.pure.extractor import Extractor, decode_value
+from upr_server.indexer.pure.keys import decode_parts
 from upr_server.indexer.query import Query
 from upr_server.storage.simulated import SimulatedStore
 

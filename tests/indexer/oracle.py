@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 from tests.indexer.kit import by_brute_force, define, name_of, scan, until_ready
-from tests.indexer.test_keys import compare
+from tests.indexer.pure.test_keys import compare
 from tests.kit.process import eventually
 from upr_protocol.client import Client
-from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.pure.definition import IndexDefinition
 
 KEYS = [f"k{number}" for number in range(40)]
 DEFINITIONS = [

@@ -30,9 +30,9 @@ from upr_server.app import Server
 from upr_server.events import EventBus
 from upr_server.indexer import announcements
 from upr_server.indexer.announcements import consumer_name
-from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import RequiredWrite
 from upr_server.net.requests import CONSUMER_NAME
 

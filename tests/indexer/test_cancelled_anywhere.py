@@ -41,13 +41,13 @@ from upr_server.indexer.app import serve, serving
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.config import Config
-from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
+from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.stream import Stream
 

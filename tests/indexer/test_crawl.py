@@ -30,8 +30,8 @@ from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process
 from tests.kit.process import ServerProcess, server_process
 from upr_protocol.client import ChunkReceived, IndexClient, connect, consume, publisher
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT
-from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.pool import STREAM_SHARE
+from upr_server.indexer.pure.definition import IndexDefinition
 
 T = TypeVar("T")
 

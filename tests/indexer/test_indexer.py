@@ -22,9 +22,9 @@ from tests.indexer.kit import (
 )
 from tests.kit.process import eventually
 from upr_protocol.client import connect
-from upr_server.indexer.definition import DefinitionError, IndexDefinition, IndexName
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.pipeline import worker_thread
+from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
 from upr_server.indexer.query import Query, RequiredWrite
 from upr_server.indexer.scanner import BuildingError, NotFreshError
 

@@ -21,7 +21,7 @@ from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process
 from tests.kit.process import POLL_S
 from upr_protocol.client import BlockingClient, IndexClient, IndexerError, WriteResult
-from upr_server.indexer.definition import IndexDefinition
+from upr_server.indexer.pure.definition import IndexDefinition
 
 KILLS = int(os.environ.get("UPR_INDEXER_KILLS", "2"))
 WRITES = int(os.environ.get("UPR_INDEXER_WRITES", "300"))

@@ -14,8 +14,8 @@ from tests.kit.server_group import running_servers
 from upr_protocol.client import WriteResult
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import Durability
-from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import RequiredWrite
 
 BY_A = IndexDefinition(("a",))

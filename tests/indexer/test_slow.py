@@ -15,12 +15,12 @@ from tests.indexer.kit import a_server, an_indexer, by_brute_force, define, scan
 from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
 from upr_protocol.ids import PartitionId
-from upr_server.indexer.definition import IndexDefinition
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
 from upr_server.indexer.pipeline import QUEUE_BATCHES_MAX, Pipeline, worker_thread
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool, OverloadedError
+from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.scanner import NotFreshError
 
 T = TypeVar("T")

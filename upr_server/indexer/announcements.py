@@ -15,8 +15,8 @@ from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventKind
 from upr_protocol.client import Address, connect, follow_events
 from upr_protocol.errors import UprError
 from upr_server.indexer.catalog import Catalog
-from upr_server.indexer.definition import design_name
 from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.pure.definition import design_name
 
 log = structlog.get_logger(__name__)
 

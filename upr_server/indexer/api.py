@@ -13,17 +13,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from upr_protocol.errors import UprError
-from upr_server.indexer.definition import DefinitionError, IndexName
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
+from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.query import Query, QueryError
 from upr_server.indexer.scanner import BuildingError, NotFreshError
 
 BODY_BYTES_MAX: Final = 1024 * 1024
-"""What a request may bring: design documents and questions are small."""
+"""The largest body of a request: design documents and queries are small."""
 
 _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (DefinitionError, 400, "bad_definition"),
@@ -38,7 +38,7 @@ _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
 
 
 class _TooLongError(UprError):
-    """A request's body is too long."""
+    """The body of a request is too long."""
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -59,7 +59,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def _answering(handler: Handler) -> Handler:
-    """What a handler raises and can be told is an answer, too."""
+    """Turns what a handler raises into an error response."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -79,8 +79,8 @@ def _answering(handler: Handler) -> Handler:
 async def _body(request: Request) -> bytes:
     body = bytearray()
     async with aclosing(request.stream()) as stream:
-        async for batch in stream:
-            body += batch
+        async for part in stream:
+            body += part
             if len(body) > BODY_BYTES_MAX:
                 raise _TooLongError(f"a request's body is at most {BODY_BYTES_MAX} bytes")
     return bytes(body)

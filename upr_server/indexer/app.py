@@ -42,7 +42,7 @@ async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
 
 
 async def serve(config: Config, on_listening: Callable[[str], None]) -> None:
-    """Runs an indexer until SIGINT or SIGTERM. Then what was read is applied; a second signal ends
+    """Runs an indexer until SIGINT or SIGTERM, and then applies what was read. A second signal ends
     it at once.
 
     Args:

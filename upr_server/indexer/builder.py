@@ -53,7 +53,7 @@ PAUSE_S: Final = 0.25
 """The longest pause of the running indexes' stream."""
 
 PAUSE_INTERVAL_S: Final = 1.0
-"""How often it pauses."""
+"""The time between two pauses."""
 
 PAUSE_MUTATIONS: Final = 20_000
 """It pauses only while the new indexes are no further behind: so much is caught up in that time."""
@@ -74,7 +74,7 @@ class Builder:
             file of each, which takes the partitions that have joined.
         stream: The running indexes' stream.
         running: Its pipeline.
-        queues: Rings of its own pipeline.
+        queues: How many queues its own pipeline has.
 
     Attributes:
         pipeline: Applies what this stream reads.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import trio
 
-from upr_server.indexer.definition import DESIGN_PREFIX, design_name
 from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.pipeline import Member
+from upr_server.indexer.pure.definition import DESIGN_PREFIX, design_name
 
 
 class Catalog:

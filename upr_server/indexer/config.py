@@ -20,7 +20,7 @@ from upr_server.runtime import ConfigError, load_settings, parse_listen
 ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
 
 POOL_SHARE: Final = 0.3
-"""How much of the machine's memory the pool takes when nobody says (seed 003)."""
+"""How much of the machine's memory the pool takes by default."""
 
 POOL_BYTES_MIN: Final = 8 * 1024 * 1024
 
@@ -28,7 +28,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an indexer can be told.
+    """The settings of an indexer.
 
     Attributes:
         bucket: The bucket, as `upr://HOST:PORT/BUCKET`.
@@ -53,10 +53,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: Literal["console", "json"] = "console"
 
     def address(self) -> Address:
-        """The bucket.
+        """The address of the bucket.
 
         Raises:
-            ConfigError: There is none named.
+            ConfigError: The setting does not name a bucket.
         """
         try:
             return Address.parse(self.bucket).with_bucket()
@@ -64,7 +64,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"bucket is {self.bucket!r}: {error}") from error
 
     def settings(self) -> Settings:
-        """How an indexer works that is told this.
+        """The settings with their defaults resolved.
 
         Raises:
             ConfigError: A field is wrong.
@@ -92,7 +92,7 @@ def load_config(
 ) -> Config:
     """The configuration from `path` (if any), then `environment`, then `options`.
 
-    Options that are None are not given. Environment variables are a field's name in capitals behind
+    An option that is None is not set. Environment variables are a field's name in capitals behind
     `UPR_INDEXER_`.
 
     Raises:

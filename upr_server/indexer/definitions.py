@@ -20,7 +20,13 @@ from upr_protocol.ids import Durability
 from upr_server.indexer.announcements import Announcements, consumer_name
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.catalog import Catalog
-from upr_server.indexer.definition import (
+from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.index_batch import DocumentChange
+from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.pipeline import Member, Pipeline, Work
+from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.pure.definition import (
     Design,
     IndexDefinition,
     IndexName,
@@ -28,13 +34,7 @@ from upr_server.indexer.definition import (
     fingerprint,
     parse_design,
 )
-from upr_server.indexer.extractor import Extractor
-from upr_server.indexer.freshness import Barriers
-from upr_server.indexer.index_batch import DocumentChange
-from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.overlay import Overlay
-from upr_server.indexer.pipeline import Member, Pipeline, Work
-from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.pure.extractor import Extractor
 from upr_server.indexer.stream import Stream
 
 log = structlog.get_logger(__name__)

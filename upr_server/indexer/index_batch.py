@@ -9,9 +9,9 @@ import attrs
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId
-from upr_server.indexer.extractor import NOT_JSON, decode_value
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.pure.extractor import NOT_JSON, decode_value
 
 BATCH_OVERHEAD_BYTES: Final = 256
 """What a batch counts for beside its chunks."""

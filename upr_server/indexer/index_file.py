@@ -1,6 +1,6 @@
 """An index on disk: LMDB, three trees in one file that change in one transaction.
 
-- **main**: the entry (encoded key, document's key) -> what belongs to it; nothing, in an index.
+- **main**: the entry (encoded key, document's key) -> its payload; empty in an index.
 - **back**: partition and document's key -> the document's entry, so that an update takes the old
   one out, and a partition can be dropped.
 - **meta**: by partition the mark, and how many partitions are not settled. It stands in the same
@@ -52,24 +52,24 @@ class IndexFileError(UprError):
 
 
 class NotSettledError(Exception):
-    """Just now the index is between two states that the server had."""
+    """The index is between two states that the server had: a snapshot is half applied."""
 
 
 class EntrySource(Protocol):
-    """Says what is in an index."""
+    """Makes the entries of an index."""
 
     def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
-        """The entry of a document and what belongs to it; None when it has none."""
+        """The entry of a document and the entry's payload; None when the index leaves it out."""
 
 
 @attrs.frozen
 class KeyRange:
-    """Which entries, and which way: those in [low, high).
+    """A range [low, high) of entries, and its direction.
 
     Attributes:
-        low: The first that may be among them.
-        high: The first that is not, above.
-        descending: Whether they are read from above.
+        low: The lowest bytes in the range.
+        high: The lowest bytes above it.
+        descending: Whether the highest entry comes first.
     """
 
     low: bytes = b""
@@ -79,7 +79,7 @@ class KeyRange:
 
 @attrs.frozen
 class ScanResult:
-    """What a scan found, in one moment.
+    """What a scan has read, all of one moment.
 
     Attributes:
         entries: The entries, in order.
@@ -95,7 +95,7 @@ class ScanResult:
 class IndexFile:
     """One index. Writing is for one thread at a time, reading for any.
 
-    Once it is closed, what writes does nothing: who had it in hand may not have heard.
+    After `close` a write does nothing: the round under way may still have it.
 
     Args:
         path: Its folder; made when there is none.
@@ -129,17 +129,17 @@ class IndexFile:
             self._back = self._env.open_db(b"back")
             self._meta = self._env.open_db(b"meta")
         with self._write() as transaction:
-            found = transaction.get(_BUCKET, db=self._meta)
-            if found is None:
+            stored_bucket = transaction.get(_BUCKET, db=self._meta)
+            if stored_bucket is None:
                 transaction.put(_BUCKET, bucket.encode(), db=self._meta)
-            elif found != bucket.encode():
+            elif stored_bucket != bucket.encode():
                 raise IndexFileError(
-                    f"{path} holds an index of the bucket {found.decode()!r}, not of {bucket!r}"
+                    f"{path} holds an index of the bucket {stored_bucket.decode()!r}, not of "
+                    f"{bucket!r}; choose another --data-dir"
                 )
             self._joined = transaction.get(_JOINED, db=self._meta) is not None
             for key, value in _between(transaction, self._meta, _MARK, _MARKS_END):
-                (number,) = _PARTITION.unpack(key[1:])
-                partition = PartitionId(number)
+                partition = PartitionId(_PARTITION.unpack(key[1:])[0])
                 self.marks[partition] = Mark.decode(bucket, partition, value)
 
     @contextmanager
@@ -148,18 +148,18 @@ class IndexFile:
             yield transaction
 
     def mark(self, partition: PartitionId) -> Mark:
-        """How far the partition is."""
+        """How far the index is in a partition."""
         return self.marks.get(partition, NO_MARK)
 
     # Changes.
 
     @property
     def is_built(self) -> bool:
-        """Whether it was built, and has gone over to the running indexes' stream."""
+        """Whether the index is complete, and follows the running indexes' stream."""
         return self._joined
 
     def mark_built(self) -> None:
-        """From now on it is one of the running indexes."""
+        """Makes it one of the running indexes."""
         if self._is_closed:
             return
         with self._write() as transaction:
@@ -189,16 +189,16 @@ class IndexFile:
             trees = _Trees(transaction, self._main, self._back)
             for batch, changes in batches:
                 partition = batch.partition
-                was = marks.get(partition) or self.mark(partition)
+                previous = marks.get(partition) or self.mark(partition)
                 prefix = _PARTITION.pack(partition)
                 if batch.clears_partition:
                     changed += trees.forget(prefix)
-                # Where indexes are not equally far, one may have some of a batch already.
-                through = 0 if batch.is_rollback else was.seq + 1
+                # Indexes may be differently far: this one may have a part of the batch already.
+                first_seq = 0 if batch.is_rollback else previous.seq + 1
                 for change in changes:
-                    if change.seq >= through:
+                    if change.seq >= first_seq:
                         changed += trees.put(prefix, change, source)
-                marks[partition] = _moved(was, batch)
+                marks[partition] = _mark_after(previous, batch)
             self._put_marks(transaction, marks)
         self.marks.update(marks)
         return changed
@@ -206,8 +206,7 @@ class IndexFile:
     def _put_marks(
         self, transaction: lmdb.Transaction[bytes], marks: Mapping[PartitionId, Mark]
     ) -> None:
-        found = transaction.get(_UNSETTLED, db=self._meta)
-        unsettled: int = 0 if found is None else _COUNT.unpack(found)[0]
+        unsettled = self._unsettled_count(transaction)
         for partition, mark in marks.items():
             unsettled += self.mark(partition).is_settled - mark.is_settled
             data = mark.encode(self._bucket, partition)
@@ -215,7 +214,7 @@ class IndexFile:
         transaction.put(_UNSETTLED, _COUNT.pack(unsettled), db=self._meta)
 
     def sync(self) -> None:
-        """What was committed survives a crash of the machine, too."""
+        """Makes what was committed survive a crash of the machine."""
         if self._is_closed:
             return
         with _translated(self.path):
@@ -231,16 +230,16 @@ class IndexFile:
         settled: bool = True,
         with_timestamps: bool = False,
     ) -> ScanResult:
-        """Up to `limit` entries, all of one moment.
+        """Reads up to `limit` entries, all of one moment.
 
         Args:
             key_range: Which ones.
             limit: How many at most.
-            settled: Whether it must be a moment in which every partition is what the server had.
+            settled: Whether every partition must be in a state that the server had.
             with_timestamps: Whether to tell how far each partition was.
 
         Raises:
-            NotSettledError: It is no such moment.
+            NotSettledError: A partition is not.
             IndexFileError: It cannot be read.
         """
         with self._read(settled) as transaction:
@@ -262,7 +261,7 @@ class IndexFile:
             return sum(1 for _ in _entries(transaction, self._main, key_range))
 
     def payloads(self) -> dict[bytes, bytes]:
-        """All entries and what belongs to them."""
+        """All entries with their payloads."""
         with self._read(settled=False) as transaction:
             return dict(_between(transaction, self._main, b"", _END_OF_KEYS))
 
@@ -273,10 +272,13 @@ class IndexFile:
     @contextmanager
     def _read(self, settled: bool) -> Iterator[lmdb.Transaction[bytes]]:
         with _translated(self.path), self._env.begin() as transaction:
-            found = transaction.get(_UNSETTLED, db=self._meta)
-            if settled and found is not None and _COUNT.unpack(found)[0]:
+            if settled and self._unsettled_count(transaction):
                 raise NotSettledError
             yield transaction
+
+    def _unsettled_count(self, transaction: lmdb.Transaction[bytes]) -> int:
+        data = transaction.get(_UNSETTLED, db=self._meta)
+        return 0 if data is None else int(_COUNT.unpack(data)[0])
 
     def _timestamps(
         self, transaction: lmdb.Transaction[bytes]
@@ -287,18 +289,18 @@ class IndexFile:
         }
 
     def disk_bytes(self) -> int:
-        """What its file takes."""
+        """How large its file is."""
         return (self.path / "data.mdb").stat().st_size
 
     # The end.
 
     def close(self) -> None:
-        """Lets go of it. Nobody may read or write any more."""
+        """Closes the file. Nobody may read it any more."""
         self._is_closed = True
         self._env.close()
 
     def destroy(self) -> None:
-        """Lets go of it, and removes it."""
+        """Closes the file and removes it."""
         self.close()
         shutil.rmtree(self.path)
 
@@ -311,8 +313,7 @@ class IndexFile:
             for key, entry in back.items():
                 assert entry.endswith(key[_PARTITION.size :])
             unsettled = sum(not mark.is_settled for mark in self.marks.values())
-            found = transaction.get(_UNSETTLED, db=self._meta)
-            assert (0 if found is None else _COUNT.unpack(found)[0]) == unsettled
+            assert self._unsettled_count(transaction) == unsettled
             for partition, (history_id, seq) in self._timestamps(transaction).items():
                 assert (self.mark(partition).history_id, self.mark(partition).seq) == (
                     history_id,
@@ -329,7 +330,7 @@ class _Trees:
     back: _Tree
 
     def put(self, prefix: bytes, change: DocumentChange, source: EntrySource) -> bool:
-        """The entry of a document is what its newest value says; whether that is another."""
+        """Puts the entry of a document's new state in place of the old one; whether it differs."""
         transaction, back_key = self.transaction, prefix + change.key
         old = transaction.get(back_key, db=self.back)
         new = None if change.value is None else source.entry(change)
@@ -350,41 +351,41 @@ class _Trees:
         return True
 
     def forget(self, prefix: bytes) -> int:
-        """Takes out all of a partition. O(its entries)."""
+        """Removes all entries of a partition. O(its entries)."""
         count = 0
         with self.transaction.cursor(self.back) as cursor:
-            found = cursor.set_range(prefix)
-            while found and cursor.key().startswith(prefix):
+            has_key = cursor.set_range(prefix)
+            while has_key and cursor.key().startswith(prefix):
                 self.transaction.delete(cursor.value(), db=self.main)
                 count += 1
-                # The cursor is at the next one then.
-                found = cursor.delete() and bool(cursor.key())
+                # A deletion moves the cursor to the next key.
+                has_key = cursor.delete() and bool(cursor.key())
         return count
 
 
-def _moved(was: Mark, batch: IndexBatch) -> Mark:
-    """The mark behind a batch."""
-    to = batch.mark
+def _mark_after(previous: Mark, batch: IndexBatch) -> Mark:
+    """The mark of a partition after a batch."""
+    mark = batch.mark
     if batch.is_rollback:
-        return to
-    if to.seq >= was.seq:
-        return Mark(to.position, was.settles_at)
-    # It is ahead of the stream still, in the history that the stream is in now.
-    ahead = was.position
-    log = to.position.log
-    return Mark(
-        Position(log, ahead.last_complete, ahead.highest_received, ahead.partial), was.settles_at
+        return mark
+    if mark.seq >= previous.seq:
+        return Mark(mark.position, previous.settles_at)
+    # The index is still ahead of the stream, in the history that the stream is in now.
+    ahead = previous.position
+    position = Position(
+        mark.position.log, ahead.last_complete, ahead.highest_received, ahead.partial
     )
+    return Mark(position, previous.settles_at)
 
 
 def _between(
     transaction: lmdb.Transaction[bytes], tree: _Tree, low: bytes, high: bytes
 ) -> Iterator[tuple[bytes, bytes]]:
     with transaction.cursor(tree) as cursor:
-        found = cursor.set_range(low) if low else cursor.first()
-        while found and cursor.key() < high:
+        has_key = cursor.set_range(low) if low else cursor.first()
+        while has_key and cursor.key() < high:
             yield cursor.item()
-            found = cursor.next()
+            has_key = cursor.next()
 
 
 def _entries(
@@ -393,15 +394,15 @@ def _entries(
     low, high = key_range.low, key_range.high
     with transaction.cursor(tree) as cursor:
         if key_range.descending:
-            found = cursor.prev() if cursor.set_range(high) else cursor.last()
-            keys = cursor.iterprev(keys=True, values=False) if found else iter(())
+            has_key = cursor.prev() if cursor.set_range(high) else cursor.last()
+            keys = cursor.iterprev(keys=True, values=False) if has_key else iter(())
             for key in keys:
                 if key < low:
                     return
                 yield key
         else:
-            found = cursor.set_range(low) if low else cursor.first()
-            for key in cursor.iternext(keys=True, values=False) if found else iter(()):
+            has_key = cursor.set_range(low) if low else cursor.first()
+            for key in cursor.iternext(keys=True, values=False) if has_key else iter(()):
                 if key >= high:
                     return
                 yield key

@@ -1,4 +1,4 @@
-"""A stability timestamp: how far an index is in one partition."""
+"""Marks: how far an index is in one partition, as a stability timestamp."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Mark:
     """How far an index is in one partition.
 
     Attributes:
-        position: What of the stream is in it.
-        settles_at: After a rollback the partition is what the server had from the first snapshot
-            end at or above this number.
+        position: What of the stream the index has.
+        settles_at: After a rollback the partition equals a state of the server again from the first
+            snapshot end at or above this number.
     """
 
     position: Position = NOTHING_YET
@@ -29,26 +29,26 @@ class Mark:
 
     @property
     def seq(self) -> SeqNo:
-        """The highest number that is in it."""
+        """The highest sequence number that the index has."""
         return self.position.highest_received
 
     @property
     def history_id(self) -> HistoryId:
-        """The history that it is in; 0 when nothing was ever streamed."""
+        """The history of that number; 0 if nothing was ever streamed."""
         return self.position.log.current
 
     @property
     def is_settled(self) -> bool:
-        """Whether the partition is just what the server had at `seq`."""
+        """Whether the partition equals the server's state at `seq`."""
         return self.position.partial is None and self.seq >= self.settles_at
 
     def has(self, history_id: HistoryId, seq: SeqNo) -> bool:
-        """Whether the change that `history_id` gave this number is in it."""
+        """Whether the index has the change with this number in `history_id`."""
         return self.position.last_complete >= seq and self.position.log.holds(history_id, seq)
 
     def lost(self, history_id: HistoryId, seq: SeqNo) -> bool:
-        """Whether the server's history has left `history_id` below this number, so that the change
-        never was, as far as anyone knows."""
+        """Whether the server's history left `history_id` below this number, so that the change is
+        lost."""
         ids = [entry.history_id for entry in self.position.log]
         return history_id in ids and not self.position.log.holds(history_id, seq)
 
@@ -62,7 +62,7 @@ class Mark:
         """The reverse of `encode`.
 
         Raises:
-            ResumeStateError: It is none, or that of another bucket.
+            ResumeStateError: The data is not a mark, or of another bucket.
         """
         _, _, settles_at = _HEAD.unpack_from(data)
         state = ResumeState.decode(data[_HEAD.size :])

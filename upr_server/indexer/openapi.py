@@ -6,18 +6,18 @@ from typing import Any, Final
 
 import msgspec
 
-from upr_server.indexer.definition import Design
+from upr_server.indexer.pure.definition import Design
 from upr_server.indexer.query import Answer, Query
 from upr_server.indexer.scanner import IndexStatus
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why there is no answer.
+    """Why a request failed.
 
     Attributes:
         code: A word for programs.
         message: A sentence for people.
-        place: Where in the request the mistake is, if it is one.
+        place: Where in the request the mistake is, if the request is wrong.
         retry_after_s: When to ask again, if that may help.
     """
 
@@ -28,7 +28,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """The body of an answer that is none."""
+    """The body of an error response."""
 
     error: Failure
 

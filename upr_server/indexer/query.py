@@ -12,7 +12,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
 from upr_server.indexer.freshness import RequiredWrites
 from upr_server.indexer.index_file import KeyRange, ScanResult
-from upr_server.indexer.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
+from upr_server.indexer.pure.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
 
 LIMIT_MAX: Final = 10_000
 """Entries in one answer; a continuation gives more."""

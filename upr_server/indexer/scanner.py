@@ -11,12 +11,12 @@ import attrs
 import trio
 
 from upr_protocol.errors import UprError
-from upr_server.indexer.definition import IndexName
 from upr_server.indexer.definitions import Definitions, Index, NoIndexError
 from upr_server.indexer.freshness import Barriers, RequiredWrites, has_writes
 from upr_server.indexer.index_file import KeyRange, NotSettledError
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.pure.definition import IndexName
 from upr_server.indexer.query import Answer, Query, answer
 from upr_server.indexer.stream import Stream
 

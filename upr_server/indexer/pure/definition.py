@@ -1,11 +1,11 @@
-"""Design documents: which indexes there are to be.
+"""Design documents, which define indexes.
 
 A design document is a JSON object under a key `_design/NAME`::
 
     {"indexes": {"by_origin": {"key": ["origin", "sched_dep_time"], "filter": "dest == 'LAX'"}}}
 
-`key` is one or more JMESPath expressions over the document, `filter` another that says whether it
-is in the index at all; `document_key()` in them is the document's key.
+`key` is one or more JMESPath expressions over the document. `filter`, another one, leaves documents
+out. In both, `document_key()` is the document's key.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import msgspec
 
 from upr_protocol.errors import UprError
 from upr_protocol.limits import KEY_BYTES_MAX
-from upr_server.indexer.expressions import ExpressionError, check
+from upr_server.indexer.pure.expressions import ExpressionError, check
 
 DESIGN_PREFIX: Final = b"_design/"
-"""Keys of design documents begin so. They are in no index."""
+"""The prefix of design documents' keys. No index contains them."""
 
 INDEXES_MAX: Final = 64
 """Indexes of one design document: each costs every mutation its expressions."""
@@ -33,10 +33,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class DefinitionError(UprError, ValueError):
-    """A design document that is none.
+    """A text is not a valid design document.
 
     Attributes:
-        place: Where in it, as `indexes.by_origin.key[1]`; empty for the whole.
+        place: The place of the mistake, as `indexes.by_origin.key[1]`; empty for the whole text.
         reason: What is wrong there.
     """
 
@@ -59,7 +59,7 @@ class IndexDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IndexName(msgspec.Struct, frozen=True, order=True):
-    """What an index is called: `DESIGN/INDEX`."""
+    """The name of an index: `DESIGN/INDEX`."""
 
     design: str
     index: str
@@ -84,11 +84,13 @@ def design_key(name: str) -> bytes:
     """The key of the design document `name`.
 
     Raises:
-        DefinitionError: That is no name.
+        DefinitionError: The name is not valid.
     """
     key = DESIGN_PREFIX + name.encode()
     if not _NAME.fullmatch(name) or len(key) > KEY_BYTES_MAX:
-        raise DefinitionError("", f"{name!r} is no name: write up to 100 letters, digits, _ . -")
+        raise DefinitionError(
+            "", f"invalid design name {name!r}: use 1 to 100 letters, digits, _ . -"
+        )
     return key
 
 
@@ -98,21 +100,21 @@ def design_name(key: bytes) -> str:
 
 
 def parse_design(name: str, text: bytes) -> Design:
-    """The design document that `text` is.
+    """Parses a design document.
 
     Raises:
-        DefinitionError: It is none; with the place of the mistake.
+        DefinitionError: The text is not valid; with the place of the mistake.
     """
     design_key(name)
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DefinitionError("", f"the design document is no JSON: {error}") from error
+        raise DefinitionError("", f"the design document is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise DefinitionError("", "a design document is an object, as {'indexes': {…}}")
     for field in document:
         if field != "indexes":
-            raise DefinitionError(field, "there is no such field; 'indexes' is the only one")
+            raise DefinitionError(field, "unknown field; 'indexes' is the only one")
     indexes = document.get("indexes")
     if not isinstance(indexes, dict) or not indexes:
         raise DefinitionError("indexes", "name at least one index, as {'by_city': {'key': […]}}")
@@ -124,7 +126,7 @@ def parse_design(name: str, text: bytes) -> Design:
 def _parse_index(name: str, fields: Any) -> IndexDefinition:
     place = f"indexes.{name}"
     if not _NAME.fullmatch(name):
-        raise DefinitionError(place, "that is no name: write up to 100 letters, digits, _ . -")
+        raise DefinitionError(place, "invalid index name: use 1 to 100 letters, digits, _ . -")
     try:
         definition = msgspec.convert(fields, IndexDefinition)
     except msgspec.ValidationError as error:
@@ -147,6 +149,6 @@ def _check(place: str, text: str) -> None:
 
 
 def fingerprint(name: IndexName, definition: IndexDefinition) -> str:
-    """A name for an index of just this definition: one that is changed is another index."""
+    """A file name for an index with this very definition: a changed definition is another index."""
     text = msgspec.json.encode([str(name), definition])
     return hashlib.sha256(text).hexdigest()[:16]

@@ -12,7 +12,7 @@ from upr_protocol.errors import UprError
 
 
 class ExpressionError(UprError, ValueError):
-    """An expression that is none, or the place in it where it goes wrong."""
+    """A text is not a valid expression; the message says where it goes wrong."""
 
 
 class _Functions(functions.Functions):  # type: ignore[misc]
@@ -32,7 +32,7 @@ class Expressions:
         texts: The expressions.
 
     Raises:
-        ExpressionError: One of them is none; `check` says which.
+        ExpressionError: One of them is not valid.
     """
 
     def __init__(self, *texts: str) -> None:
@@ -41,22 +41,22 @@ class Expressions:
         self._compiled = [check(text) for text in texts]
 
     def values(self, key: str, document: object) -> list[Any]:
-        """What the expressions give for `document`; None where it has nothing of the kind, or
-        something of another type than the expression can use."""
+        """The expressions' values for `document`; None where the document lacks what an expression
+        asks for, or has it in a type that the expression cannot use."""
         self._functions.key = key
-        found = []
+        values = []
         for compiled in self._compiled:
             try:
-                found.append(compiled.search(document, self._options))
+                values.append(compiled.search(document, self._options))
             except Exception:  # noqa: BLE001
-                # Also what is no JMESPathError: jmespath lets out what Python says of a number in
-                # a string, of strings and numbers that are compared, of infinity made an integer.
-                found.append(None)
-        return found
+                # Not only JMESPathError: jmespath passes on what Python raises for a number in a
+                # string, for strings compared with numbers, for infinity made an integer.
+                values.append(None)
+        return values
 
 
 def is_true(value: object) -> bool:
-    """Whether JMESPath takes `value` for true: all but false, null and what is empty."""
+    """Whether JMESPath takes `value` for true: everything but false, null and empty values."""
     return bool(value) or (value == 0 and value is not False)
 
 
@@ -68,11 +68,11 @@ or three."""
 
 
 def check(text: str) -> Any:
-    """The compiled expression.
+    """Compiles an expression.
 
     Raises:
-        ExpressionError: It is none, or calls a function that there is not; with the column.
-            Or it is too deep.
+        ExpressionError: It is not valid, calls an unknown function, or is too deep; with the
+            column.
     """
     try:
         compiled = jmespath.compile(text)
@@ -88,12 +88,12 @@ def check(text: str) -> Any:
         known = _Functions.FUNCTION_TABLE.get(name)
         column = text.find(name) + _COUNTS_FROM
         if known is None:
-            raise ExpressionError(f"column {column}: there is no function {name}()")
-        wanted = known["signature"]
-        variadic = bool(wanted) and bool(wanted[-1].get("variadic"))
-        if arguments < len(wanted) or (arguments > len(wanted) and not variadic):
+            raise ExpressionError(f"column {column}: unknown function {name}()")
+        signature = known["signature"]
+        variadic = bool(signature) and bool(signature[-1].get("variadic"))
+        if arguments < len(signature) or (arguments > len(signature) and not variadic):
             raise ExpressionError(
-                f"column {column}: {name}() takes {len(wanted)} arguments, not {arguments}"
+                f"column {column}: {name}() takes {len(signature)} arguments, not {arguments}"
             )
     return compiled
 

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_server.indexer.definition import (
+from upr_server.indexer.pure.definition import (
     DefinitionError,
     IndexDefinition,
     IndexName,
     fingerprint,
     parse_design,
 )
-from upr_server.indexer.expressions import is_true
-from upr_server.indexer.extractor import Extractor, decode_value
-from upr_server.indexer.keys import encode_parts
+from upr_server.indexer.pure.expressions import is_true
+from upr_server.indexer.pure.extractor import Extractor, decode_value
+from upr_server.indexer.pure.keys import encode_parts
 
 
 def test_a_design_names_its_indexes() -> None:
@@ -32,12 +32,12 @@ def test_a_design_names_its_indexes() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "reason"),
     [
-        ("{", "", "no JSON"),
+        ("{", "", "not valid JSON"),
         ("[]", "", "an object"),
         ("{}", "indexes", "at least one"),
         ('{"indexes": {}}', "indexes", "at least one"),
-        ('{"indexes": {"a": {"key": ["x"]}}, "more": 1}', "more", "no such field"),
-        ('{"indexes": {"a b": {"key": ["x"]}}}', "indexes.a b", "no name"),
+        ('{"indexes": {"a": {"key": ["x"]}}, "more": 1}', "more", "unknown field"),
+        ('{"indexes": {"a b": {"key": ["x"]}}}', "indexes.a b", "invalid index name"),
         ('{"indexes": {"a": {}}}', "indexes.a", "key"),
         ('{"indexes": {"a": {"key": "x"}}}', "indexes.a.key", "array"),
         ('{"indexes": {"a": {"key": []}}}', "indexes.a.key", "1 to 16"),
@@ -48,7 +48,7 @@ def test_a_design_names_its_indexes() -> None:
         (
             '{"indexes": {"a": {"key": ["x"], "filter": "x && nope(x)"}}}',
             "indexes.a.filter",
-            "column 6: there is no function nope()",
+            "column 6: unknown function nope()",
         ),
         (
             '{"indexes": {"a": {"key": ["length()"]}}}',

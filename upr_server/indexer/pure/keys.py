@@ -29,7 +29,7 @@ from typing import Final
 from upr_protocol.errors import UprError
 
 Part = None | bool | int | float | str | list["Part"]
-"""What a key is made of."""
+"""A part of a key."""
 
 _NULL, _FALSE, _TRUE = b"\x05", b"\x06", b"\x07"
 _NUMBER, _STRING, _ARRAY = b"\x08", b"\x09", b"\x0a"
@@ -48,18 +48,18 @@ _EXACT_MAX: Final = (1 << 64) - 1
 _PLAIN: Final[dict[bytes, bool | None]] = {_NULL: None, _FALSE: False, _TRUE: True}
 
 DEPTH_MAX: Final = 32
-"""Arrays within arrays: deeper ones are no keys."""
+"""How deep arrays in a key may be nested."""
 
 
 class IndexKeyError(UprError, ValueError):
-    """A value that no key can be made of, or bytes that are none."""
+    """A value cannot be a key, or bytes are not an encoded key."""
 
 
 def encode_parts(parts: Sequence[object]) -> bytes:
     """The bytes of `parts`, one behind the other.
 
     Raises:
-        IndexKeyError: One of them is no key, an object for instance.
+        IndexKeyError: One of them cannot be a key, an object for instance.
     """
     return b"".join([_encode(part, 0) for part in parts])
 
@@ -69,7 +69,7 @@ def _encode(part: object, depth: int) -> bytes:
         try:
             return _STRING + part.encode().replace(b"\0", b"\0\xff") + _END_OF_STRING
         except UnicodeEncodeError as error:
-            raise IndexKeyError("a string with half a surrogate pair is no key") from error
+            raise IndexKeyError("a string with half a surrogate pair cannot be a key") from error
     if part is None:
         return _NULL
     if isinstance(part, bool):
@@ -78,19 +78,21 @@ def _encode(part: object, depth: int) -> bytes:
         return _NUMBER + _encode_number(part)
     if isinstance(part, list | tuple):
         if depth == DEPTH_MAX:
-            raise IndexKeyError(f"arrays in more than {DEPTH_MAX} others are no keys")
+            raise IndexKeyError(f"arrays nested deeper than {DEPTH_MAX} cannot be keys")
         return _ARRAY + b"".join([_encode(each, depth + 1) for each in part]) + _END
     kind = "object" if isinstance(part, dict) else type(part).__name__
-    raise IndexKeyError(f"an {kind} is no key; null, booleans, numbers, strings and arrays are")
+    raise IndexKeyError(
+        f"an {kind} cannot be a key; use null, booleans, numbers, strings and arrays"
+    )
 
 
 def _encode_number(number: float) -> bytes:
     try:
         double = float(number)
     except OverflowError as error:
-        raise IndexKeyError("a number beyond the range of a double is no key") from error
+        raise IndexKeyError("a number beyond the range of a double cannot be a key") from error
     if not math.isfinite(double):
-        raise IndexKeyError("infinity and what is no number are no keys")
+        raise IndexKeyError("infinity and NaN cannot be keys")
     rest = 0
     if isinstance(number, int) and _EXACT_MIN <= number <= _EXACT_MAX:
         rest = number - int(double)
@@ -108,55 +110,55 @@ def decode_parts(data: bytes, count: int) -> tuple[list[Part], int]:
         The parts, and where the last one ended.
 
     Raises:
-        IndexKeyError: The bytes are no such key.
+        IndexKeyError: The bytes are not an encoded key.
     """
     parts: list[Part] = []
-    at = 0
+    offset = 0
     try:
         for _ in range(count):
-            part, at = _decode(data, at)
+            part, offset = _decode(data, offset)
             parts.append(part)
     except (IndexError, ValueError, OverflowError) as error:
-        raise IndexKeyError(f"these bytes are no key: {data!r}") from error
-    return parts, at
+        raise IndexKeyError(f"these bytes are not a key: {data!r}") from error
+    return parts, offset
 
 
-def _decode(data: bytes, at: int) -> tuple[Part, int]:
-    tag = data[at : at + 1]
-    at += 1
+def _decode(data: bytes, offset: int) -> tuple[Part, int]:
+    tag = data[offset : offset + 1]
+    offset += 1
     if tag == _STRING:
-        return _decode_string(data, at)
+        return _decode_string(data, offset)
     if tag == _NUMBER:
-        return _decode_number(data, at), at + 10
+        return _decode_number(data, offset), offset + 10
     if tag == _ARRAY:
         parts: list[Part] = []
-        while data[at] != 0:
-            part, at = _decode(data, at)
+        while data[offset] != 0:
+            part, offset = _decode(data, offset)
             parts.append(part)
-        return parts, at + 1
+        return parts, offset + 1
     if tag not in _PLAIN:
         raise ValueError(f"{tag!r} begins no part")
-    return _PLAIN[tag], at
+    return _PLAIN[tag], offset
 
 
-def _decode_string(data: bytes, at: int) -> tuple[str, int]:
-    batches = []
+def _decode_string(data: bytes, offset: int) -> tuple[str, int]:
+    segments = []
     while True:
-        zero = data.index(b"\0", at)
-        batches.append(data[at:zero])
+        zero = data.index(b"\0", offset)
+        segments.append(data[offset:zero])
         if data[zero + 1] == 1:
-            return b"".join(batches).decode(), zero + 2
+            return b"".join(segments).decode(), zero + 2
         if data[zero + 1] != 0xFF:
             raise ValueError("a zero byte that neither ends a string nor is in it")
-        batches.append(b"\0")
-        at = zero + 2
+        segments.append(b"\0")
+        offset = zero + 2
 
 
-def _decode_number(data: bytes, at: int) -> float:
-    if len(data) < at + 10:
+def _decode_number(data: bytes, offset: int) -> float:
+    if len(data) < offset + 10:
         raise ValueError("a number is cut off")
-    (bits,) = _BITS.unpack_from(data, at)
-    (rest,) = _REST.unpack_from(data, at + 8)
+    (bits,) = _BITS.unpack_from(data, offset)
+    (rest,) = _REST.unpack_from(data, offset + 8)
     bits = bits ^ _SIGN if bits & _SIGN else bits ^ _ALL
     (double,) = _DOUBLE.unpack(_BITS.pack(bits))
     rest -= _REST_ZERO

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from upr_server.indexer.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
+from upr_server.indexer.pure.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
 
 NUMBERS = (
     st.integers(-(2**63), 2**64 - 1)

@@ -7,9 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from upr_protocol.limits import KEY_BYTES_MAX
-from upr_server.indexer.definition import DESIGN_PREFIX, IndexDefinition
-from upr_server.indexer.expressions import Expressions, is_true
-from upr_server.indexer.keys import IndexKeyError, encode_parts
+from upr_server.indexer.pure.definition import DESIGN_PREFIX, IndexDefinition
+from upr_server.indexer.pure.expressions import Expressions, is_true
+from upr_server.indexer.pure.keys import IndexKeyError, encode_parts
 
 STORED_BYTES_MAX: Final = 511
 """The longest key that LMDB takes, as everybody builds it."""
@@ -18,11 +18,11 @@ ENCODED_BYTES_MAX: Final = STORED_BYTES_MAX - KEY_BYTES_MAX
 """The longest encoded key; the document's key stands behind it."""
 
 NOT_JSON: Final = object()
-"""What stands for a value that is no JSON."""
+"""Stands for a value that is not JSON."""
 
 
 def decode_value(value: bytes) -> Any:
-    """The value as JSON, or `NOT_JSON`."""
+    """Decodes a value as JSON; `NOT_JSON` if it is not."""
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -36,7 +36,7 @@ class Extractor:
         definition: The index.
 
     Attributes:
-        too_long: Documents that were left out as their encoded key is longer than 261 bytes.
+        too_long: How many documents were left out because their encoded key exceeds 261 bytes.
     """
 
     def __init__(self, definition: IndexDefinition) -> None:
@@ -48,8 +48,9 @@ class Extractor:
     def entry(self, key: bytes, document: Any) -> bytes | None:
         """The encoded key of `document`, or None when it is not in the index.
 
-        It is not when it is no JSON; the first part of its key is null or missing; the filter is
-        not true; a part is an object or holds one; or the encoded key is too long.
+        The index leaves a document out if it is not JSON, if the first part of its key is null or
+        missing, if the filter is not true, if a part is an object or holds one, or if the encoded
+        key is too long.
 
         Args:
             key: The document's key.
