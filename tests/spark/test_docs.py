@@ -79,7 +79,7 @@ def test_the_defaults_are_as_told() -> None:
     for heading in (READ, STREAM):
         for name, rest in table(heading).items():
             said = rest.partition(" | ")[0].strip("`")
-            if said not in ("must be given", "none", "all"):
+            if said not in ("required", "none", "all"):
                 given[name] = said
     read = ReadOptions.parse({**URL, **given}, streaming=None)
     assert read == ReadOptions.parse(URL, streaming=None)
@@ -88,7 +88,7 @@ def test_the_defaults_are_as_told() -> None:
     given = {}
     for name, rest in table(WRITE).items():
         said = rest.partition(" | ")[0].strip("`")
-        if said not in ("must be given", "none") and name != "operationColumn":
+        if said not in ("required", "none") and name != "operationColumn":
             given[name] = said
     write = WriteOptions.parse({**URL, **given}, ROWS, overwrite=False)
     assert write == WriteOptions.parse(URL, ROWS, overwrite=False)
