@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from functools import partial
 from typing import Final
 
@@ -12,15 +17,19 @@ import structlog
 import trio
 
 from upr_protocol.bucket_event import EventFilter, EventKind
-from upr_server.config import BucketConfig, Config
+from upr_protocol.errors import Status
+from upr_protocol.ids import PartitionId
+from upr_server.buckets import BucketCatalog, Upkeep
+from upr_server.config import Config
 from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
-from upr_server.net import Service
+from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, Membership
 from upr_server.runtime import BoundListeners, System, run_until_signal
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
+from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.maintenance import IDLE_S, REST_S
 from upr_server.storage.processes import open_store
 
@@ -31,23 +40,83 @@ log = structlog.get_logger(__name__)
 
 
 class Server:
-    """A running server.
+    """A server: its parts, put together. Nothing runs yet.
+
+    Args:
+        config: What it is told.
+        store: Its disk.
+        system: Its clock, random numbers and network.
+        bus: The event bus; None for none.
+        port: The port it listens on.
 
     Attributes:
         host: The address it listens on.
-        port: The port it listens on, never 0.
-        service: Its buckets and connections.
+        port: The port it listens on; 0 for a server that does not listen.
+        upkeep: Works on the buckets.
+        catalog: The buckets.
+        cluster: Their partition maps.
+        events: The event bus; None for none.
+        connections: Serves connections.
     """
 
-    def __init__(self, host: str, port: int, service: Service) -> None:
-        self.host = host
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        system: System,
+        bus: EventBus | None = None,
+        port: int = 0,
+    ) -> None:
+        self.host, _ = config.address()
         self.port = port
-        self.service = service
+        identity = config.identity or socket.gethostname()
+        self.upkeep = Upkeep(system.time)
+        self.catalog = BucketCatalog(
+            store,
+            self.upkeep,
+            quota_bytes_default=config.quota_bytes,
+            time=system.time,
+            new_history_id=system.new_history_id,
+            purge_age_s=config.purge_age_s,
+            listener=None if bus is None else bus.producer,
+            rest_s=IDLE_S if bus is None else REST_S,
+        )
+        self.cluster = Membership(self, config.node or identity, system, config.undo_mutations)
+        self.events = bus
+        self.connections = ConnectionServer(
+            self.catalog,
+            self.upkeep,
+            self.cluster,
+            bus,
+            HANDLERS,
+            identity=identity,
+            time=system.time,
+            connections_max=config.connections_max,
+            send_timeout_s=config.send_timeout_s,
+            replication_timeout_s=config.replication_timeout_s,
+        )
 
     def url(self, bucket: str = "") -> str:
         """`upr://HOST:PORT/bucket`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"upr://{host}:{self.port}/{bucket}"
+
+    def recovered(self) -> AbstractAsyncContextManager[None]:
+        """The buckets that are on disk, for as long as the context; see `BucketCatalog`."""
+        return self.catalog.recovered(self.cluster)
+
+    # What replication needs: `Host` documents these.
+
+    def disk_of(self, bucket: str) -> BucketDisk | None:
+        return self.catalog.disk_of(bucket)
+
+    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
+        return await self.catalog.create_held(name, partition_count)
+
+    def end_streams(
+        self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
+    ) -> None:
+        self.connections.end_streams(bucket, partition, status, of_replicas=of_replicas)
 
 
 @asynccontextmanager
@@ -85,29 +154,12 @@ async def running_server(
 async def _serving(
     config: Config, store: Store, bus: EventBus | None, system: System
 ) -> AsyncIterator[Server]:
-    service = Service(
-        store,
-        identity=config.identity or socket.gethostname(),
-        quota_bytes_default=config.quota_bytes,
-        time=system.time,
-        new_history_id=system.new_history_id,
-        connections_max=config.connections_max,
-        send_timeout_s=config.send_timeout_s,
-        purge_age_s=config.purge_age_s,
-        replication_timeout_s=config.replication_timeout_s,
-        listener=None if bus is None else bus.producer,
-        rest_s=IDLE_S if bus is None else REST_S,
-    )
-    if bus is not None:
-        service.events = bus
-    node = config.node or config.identity or socket.gethostname()
-    membership = Membership(service, node, system, config.undo_mutations)
-    service.cluster = membership
-    # An address that is not to be had is noticed before anything of a bucket is touched; who
-    # connects before it is read waits for that.
+    # An address that is not to be had is noticed before anything of a bucket is touched; a client
+    # that connects before it is served waits for that.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
-        nursery.start_soon(_watch, store)
-        async with service.recovered():
+        server = Server(config, store, system, bus, bound.port)
+        nursery.start_soon(_end_when_failed, store)
+        async with server.recovered():
             # Not before the disk was found to be in order: a start that fails changes nothing. And
             # before any bucket changes, as that has to be counted in the restored queues.
             if bus is not None:
@@ -115,17 +167,8 @@ async def _serving(
             else:
                 # A later start with a bus must not find queues that miss what happens now.
                 await _discard_event_queues(store)
-            for wanted in config.buckets:
-                found = service.buckets.get(wanted.name)
-                if found is None:
-                    quota_bytes = wanted.quota_bytes or config.quota_bytes
-                    await service.create_bucket(wanted.name, wanted.partitions, quota_bytes)
-                else:
-                    _adapt(found, wanted)
-            async with (
-                _told(service, bus),
-                _accepting(config, service, membership, bound) as server,
-            ):
+            await _create_configured(server.catalog, config)
+            async with _maintaining(server), _accepting(config, server, bound):
                 yield server
         # Everything is on disk.
         if bus is not None:
@@ -134,16 +177,16 @@ async def _serving(
 
 
 @asynccontextmanager
-async def _told(service: Service, bus: EventBus | None) -> AsyncIterator[None]:
-    """Has the bus tell, the server's own upkeep among others: it indexes and compacts the buckets
-    that were updated, which rest otherwise."""
+async def _maintaining(server: Server) -> AsyncIterator[None]:
+    """Runs the event bus. It wakes the maintenance of updated buckets, which rests otherwise."""
+    bus = server.events
     if bus is None:
         yield
         return
 
     def wake_maintenance(batch: EventBatch) -> None:
         updated = {event.bucket for event in batch.events}
-        for bucket, disk in service.disks.items():
+        for bucket, disk in server.catalog.disks.items():
             if batch.everything or bucket.name in updated:
                 disk.maintenance.wake()
 
@@ -159,44 +202,47 @@ async def _discard_event_queues(store: Store) -> None:
         await store.ask(TakeEventQueues())
 
 
-def _adapt(found: Bucket, wanted: BucketConfig) -> None:
-    """Gives a bucket that is there already the quota of the configuration."""
-    if wanted.quota_bytes:
-        found.quota.limit_bytes = wanted.quota_bytes
-    if wanted.partitions != len(found.partitions):
-        log.warning(
-            "the bucket keeps the partitions that it was made with",
-            bucket=found.name,
-            partitions=len(found.partitions),
-            configured=wanted.partitions,
-        )
+async def _create_configured(catalog: BucketCatalog, config: Config) -> None:
+    """Creates the buckets of the configuration, or gives those that exist its quotas."""
+    for bucket_config in config.buckets:
+        bucket = catalog.buckets.get(bucket_config.name)
+        if bucket is None:
+            quota_bytes = bucket_config.quota_bytes or config.quota_bytes
+            await catalog.create_bucket(bucket_config.name, bucket_config.partitions, quota_bytes)
+            continue
+        if bucket_config.quota_bytes:
+            bucket.quota.limit_bytes = bucket_config.quota_bytes
+        if bucket_config.partitions != len(bucket.partitions):
+            log.warning(
+                "bucket keeps its partitions; their number cannot be changed",
+                bucket=bucket.name,
+                partitions=len(bucket.partitions),
+                configured=bucket_config.partitions,
+            )
 
 
-async def _watch(store: Store) -> None:
+async def _end_when_failed(store: Store) -> None:
     """Ends the server when its disk has failed: nothing may be acknowledged any more."""
     await store.failed.wait()
     raise StoreFailedError(store.failure)
 
 
 @asynccontextmanager
-async def _accepting(
-    config: Config, service: Service, membership: Membership, bound: BoundListeners
-) -> AsyncIterator[Server]:
-    host, _ = config.address()
+async def _accepting(config: Config, server: Server, bound: BoundListeners) -> AsyncIterator[None]:
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(service.collapse)
-            nursery.start_soon(service.free_memory)
-            nursery.start_soon(service.expire)
-            nursery.start_soon(membership.run)
-            nursery.start_soon(MapExchange(membership).run)
+            nursery.start_soon(server.upkeep.collapse)
+            nursery.start_soon(server.upkeep.free_memory)
+            nursery.start_soon(server.upkeep.expire)
+            nursery.start_soon(server.cluster.run)
+            nursery.start_soon(MapExchange(server.cluster).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
-            await nursery.start(accept, service.serve, bound.listeners)
-            yield Server(host, bound.port, service)
+            await nursery.start(accept, server.connections.serve, bound.listeners)
+            yield
             nursery.cancel_scope.cancel()
-        service.shut_down()
+        server.connections.shut_down()
         handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s
 
 

@@ -77,7 +77,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
 @pytest.fixture
 async def server(network: MemoryNetwork) -> AsyncIterator[Server]:
     async with node("a", "b") as server:
-        bucket = server.service.bucket("b")
+        bucket = server.catalog.bucket("b")
         for key in KEYS:
             put(bucket.partitions[partition_of(key, PARTITIONS)], key)
         yield server
@@ -205,16 +205,18 @@ async def try_request(
             credit = 0
             for server in servers:
                 check(server)
-                for connection in server.service.connections:
+                for connection in server.connections.connections:
                     if connection.session.client_identity == identity:
                         credit += connection.session.credit.left
             statistics = client.statistics()
             assert (statistics.open, statistics.credit_left) == (0, credit)
 
         async def delete() -> None:
-            for service in (server.service for server in servers):
-                for name in [bucket.name for bucket in service.buckets if bucket.name != "b"]:
-                    await service.delete_bucket(name)
+            for server in servers:
+                for name in [
+                    bucket.name for bucket in server.catalog.buckets if bucket.name != "b"
+                ]:
+                    await server.catalog.delete_bucket(name)
 
         steps = await cancelled_at_each_step(work, look, then=work, undo=delete)
     steps.check_inside(Client._change if function in KEY_OPERATIONS else function)
@@ -329,7 +331,7 @@ class Reader:
         (active,) = (
             partition
             for server in self._servers
-            for partition in server.service.bucket("b").partitions
+            for partition in server.catalog.bucket("b").partitions
             if partition.id == number and partition.state is PartitionState.ACTIVE
         )
         put(active, key)
@@ -501,7 +503,7 @@ async def _consume_with_rollback(server: Server, folder: Path) -> None:
 
 
 async def _consume_as_replica(server: Server, folder: Path) -> None:
-    if server.service.cluster.map_of("b") is None:
+    if server.cluster.map_of("b") is None:
         assignment = Assignment(active="a", replicas={"z": ""})
         with_replica = PartitionMap(
             bucket="b",
@@ -546,7 +548,7 @@ async def _node_status_with_partitions(server: Server, folder: Path) -> None:
 
 async def _set_map(server: Server, folder: Path) -> None:
     node = NodeClient(Address.parse(server.url("b")))
-    current = server.service.cluster.map_of("b")
+    current = server.cluster.map_of("b")
     if current is None:
         own = f"{HOST}:{server.port}"
         await node.set_map(0, PartitionMap.of_one("b", PARTITIONS, "a", own))
@@ -588,7 +590,7 @@ async def test_from_the_connection_to_its_end(
     def look() -> None:
         check(server)
         assert network.open == 0
-        assert not server.service.connections
+        assert not server.connections.connections
 
     steps = await cancelled_at_each_step(work, look)
     assert steps.times > 10
@@ -602,7 +604,7 @@ def whole(servers: list[Server]) -> None:
     for server in servers:
         check(server)
     for number in range(PARTITIONS):
-        there = [server.service.buckets.get("b") for server in servers]
+        there = [server.catalog.buckets.get("b") for server in servers]
         active = [
             bucket.partitions[number].failover_log.current
             for bucket in there
@@ -729,9 +731,9 @@ async def caught_up(servers: list[Server]) -> None:
     """Both have one map and one history."""
 
     def same() -> bool:
-        maps = [server.service.cluster.map_of("b") for server in servers]
+        maps = [server.cluster.map_of("b") for server in servers]
         logs = [
-            [partition.failover_log for partition in server.service.bucket("b").partitions]
+            [partition.failover_log for partition in server.catalog.bucket("b").partitions]
             for server in servers
         ]
         return maps[0] == maps[1] and logs[0] == logs[1]

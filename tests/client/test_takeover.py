@@ -129,7 +129,7 @@ def _lose_answers(
 ) -> list[list[FailoverLog]]:
     """Cuts the connection to `b` after it has applied the next map: for a moment, or for good.
     Returns the logs with which `b` was active then."""
-    cluster = group.servers["b"].service.cluster
+    cluster = group.servers["b"].cluster
     real = cluster.set_map
     active_logs: list[list[FailoverLog]] = []
 
@@ -217,7 +217,7 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
 async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> None:
     async with running_servers("ab") as group:
         before = logs(group, "a")
-        cluster: Any = group.servers["b"].service.cluster
+        cluster: Any = group.servers["b"].cluster
         await cluster.stop()
         await group.set("a", {"k": "v"})
         operator = group.operator()
@@ -356,7 +356,7 @@ async def test_a_target_that_accepted_changes_stays_active_though_its_answer_was
             if "it may or may not be active now" in sentence:
                 group.proxies["b"].heal()
 
-        cluster = group.servers["b"].service.cluster
+        cluster = group.servers["b"].cluster
         real = cluster.set_map
         operator = group.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=5)
         await take_over(operator, to="b", all_of="a")

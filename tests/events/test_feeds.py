@@ -41,7 +41,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 def bus_of(server: Server) -> EventBus:
-    bus = server.service.events
+    bus = server.events
     assert isinstance(bus, EventBus)
     return bus
 
@@ -277,9 +277,9 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
 
 async def test_what_is_wrong_is_refused_and_the_connection_goes_on(server: Server) -> None:
     for options, said in (
-        ({"consumer": "no name"}, "no name of a consumer"),
-        ({"consumer": ".compaction"}, "no name of a consumer"),
-        ({"consumer": "x" * 101}, "no name of a consumer"),
+        ({"consumer": "no name"}, "invalid consumer name"),
+        ({"consumer": ".compaction"}, "invalid consumer name"),
+        ({"consumer": "x" * 101}, "invalid consumer name"),
         ({"consumer": "c", "timeout_s": 3601}, "the timeout is"),
         ({"consumer": "c", "timeout_s": 0}, "the timeout is"),
         ({"consumer": "c", "pattern": "x" * 201}, "a pattern is"),

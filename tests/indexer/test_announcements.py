@@ -34,7 +34,7 @@ from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import RequiredWrite
-from upr_server.net.requests import CONSUMER_NAME
+from upr_server.net.handlers.events import CONSUMER_NAME
 
 CITY = IndexDefinition(("city",))
 NUMBER = IndexDefinition(("n",))
@@ -53,7 +53,7 @@ async def a_town(data_dir: Path, **options: Any) -> AsyncIterator[tuple[Server, 
             await client.set(key, value)
         await define(client, "d", {"city": CITY})
         await until_ready(indexer, "d/city")
-        bus = server.service.events
+        bus = server.events
         if isinstance(bus, EventBus):
             await eventually(lambda: bus.statistics()["asking"] == 1, "it listens")
         yield server, client, indexer

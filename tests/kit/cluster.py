@@ -61,7 +61,7 @@ class Node:
     def held(self) -> tuple[Partition, ...]:
         """The bucket's partitions."""
         assert self.server is not None
-        bucket = self.server.service.buckets.get(BUCKET)
+        bucket = self.server.catalog.buckets.get(BUCKET)
         assert bucket is not None
         return bucket.partitions
 
@@ -134,7 +134,7 @@ class TestCluster:
             while True:
                 server = self.nodes[name].server
                 assert server is not None
-                revision = server.service.cluster.revision(BUCKET)
+                revision = server.cluster.revision(BUCKET)
                 try:
                     await node.set_map(revision, new_map)
                     break

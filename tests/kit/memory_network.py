@@ -20,8 +20,8 @@ import trio.testing
 from tests.kit.fake_net import CuttableStream
 from upr_server import app
 from upr_server.app import Server, running_server
+from upr_server.buckets import upkeep
 from upr_server.config import BucketConfig, Config
-from upr_server.net import service as net_service
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.api import Store
 from upr_server.storage.simulated import SimulatedStore
@@ -69,7 +69,7 @@ class MemoryNetwork:
         monkeypatch.setattr(app, "System", partial(System, bind=self._bind))
         # Looking for what has expired is never at rest, as it would begin each second, and whoever
         # looks then finds partitions pinned.
-        monkeypatch.setattr(net_service, "EXPIRY_INTERVAL_S", math.inf)
+        monkeypatch.setattr(upkeep, "EXPIRY_INTERVAL_S", math.inf)
 
     @property
     def open(self) -> int:
@@ -126,12 +126,11 @@ async def node(
 
 def check(server: Server) -> None:
     """Nobody holds anything of a server, and every structure is whole."""
-    service = server.service
-    assert service.frame_budget.used == 0
-    assert not service._turn.locked()
-    assert not any(line._queues or line._turn.locked() for line in service._lines.values())
-    for bucket in service.buckets:
-        disk = service.disks[bucket]
+    assert server.connections.resources.frame_budget.used == 0
+    assert server.connections.resources.queues.are_idle
+    assert not server.catalog._lock.locked()
+    for bucket in server.catalog.buckets:
+        disk = server.catalog.disks[bucket]
         bucket.check_invariants()
         assert not is_left(disk.maintenance._turn)
         assert disk.memory.backfills == 0

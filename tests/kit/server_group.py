@@ -147,7 +147,7 @@ class ServerGroup:
 
     def partition(self, name: str, number: int = 0) -> Partition:
         """A partition in a server's memory."""
-        bucket = self.servers[name].service.buckets.get(BUCKET)
+        bucket = self.servers[name].catalog.buckets.get(BUCKET)
         assert bucket is not None
         return bucket.partitions[PartitionId(number)]
 
@@ -157,7 +157,7 @@ class ServerGroup:
 
     def map(self, name: str) -> PartitionMap:
         """The map that a server has."""
-        partition_map = self.servers[name].service.cluster.map_of(BUCKET)
+        partition_map = self.servers[name].cluster.map_of(BUCKET)
         assert partition_map is not None
         return partition_map
 
@@ -178,13 +178,13 @@ class ServerGroup:
     ) -> None:
         """Gives one node a map, whichever map it has."""
         assignments = {PartitionId(number): assignment for number, assignment in changed.items()}
-        cluster = self.servers[name].service.cluster
+        cluster = self.servers[name].cluster
         new_map = base.with_assignments(assignments, revision)
         await cluster.set_map(cluster.revision(BUCKET), new_map.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:
         """Calls `call` once, right before this node applies a map."""
-        membership: Any = self.servers[name].service.cluster
+        membership: Any = self.servers[name].cluster
         following = membership._buckets[BUCKET].following
         real = following.stop_all_but
 
@@ -212,7 +212,7 @@ class ServerGroup:
             ]
             assert len(set(active)) == len(active), f"partition {number}: two in one history"
         for server in self.servers.values():
-            bucket = server.service.buckets.get(BUCKET)
+            bucket = server.catalog.buckets.get(BUCKET)
             assert bucket is not None
             bucket.check_invariants()
 

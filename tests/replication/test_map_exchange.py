@@ -11,8 +11,7 @@ from upr_protocol.client import Address
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
-from upr_server.net import connection
-from upr_server.net.requests import HANDLERS
+from upr_server.net import HANDLERS
 from upr_server.replication.map_exchange import NodeConnections
 
 PORT = 77
@@ -90,11 +89,11 @@ async def test_a_question_without_an_answer_closes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
     autojump_clock: MockClock,
 ) -> None:
-    async with node("z", "b", port=PORT):
+    async with node("z", "b", port=PORT) as server:
         await connections.status(THERE)
         silent: dict[type[Message], object] = {**HANDLERS, GetMap: lambda *_: None}
         with monkeypatch.context() as patch:
-            patch.setattr(connection, "HANDLERS", silent)
+            patch.setattr(server.connections.resources, "handlers", silent)
             with trio.move_on_after(2.0) as timeout:
                 await connections.status(THERE)
             assert timeout.cancelled_caught

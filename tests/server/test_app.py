@@ -17,6 +17,7 @@ from upr_protocol.ids import Operation, PartitionState
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket, MutationBatch
+from upr_server.runtime import System
 from upr_server.storage.calls import Call, Maintain
 from upr_server.storage.online.maintenance import REST_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -61,7 +62,7 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
     buckets = (BucketConfig("updated", 1), BucketConfig("idle", 1))
     config = Config(listen="127.0.0.1:0", buckets=buckets, events=events)
     async with running_server(config, SimulatedStore(delay=delay)) as server:
-        bucket = server.service.bucket("updated")
+        bucket = server.catalog.bucket("updated")
         (partition,) = bucket.partitions
         for number in range(1, 4):
             await trio.sleep(30.0)
@@ -84,13 +85,13 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
     gc.disable()  # it would be found by chance
     try:
         async with running_server(Config(listen="127.0.0.1:0"), SimulatedStore()) as server:
-            await server.service.create_bucket("short-lived", 2, 64 * MIB)
-            server.service.bucket("short-lived").partitions[1].mutate(
+            await server.catalog.create_bucket("short-lived", 2, 64 * MIB)
+            server.catalog.bucket("short-lived").partitions[1].mutate(
                 MutationBatch(batch(0, 100)), now=0.0
             )
             await trio.sleep(3.0)
             assert "short-lived" in names_of_buckets()
-            await server.service.delete_bucket("short-lived")
+            await server.catalog.delete_bucket("short-lived")
             await trio.sleep(3.0)
             assert "short-lived" not in names_of_buckets()
     finally:
@@ -107,21 +108,22 @@ async def test_what_has_expired_where_nobody_is_active_keeps_nobody_busy(
 ) -> None:
     """A node that hands over still knows when its items expire, and is not to delete them."""
     config = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
-    async with running_server(config, SimulatedStore()) as server:
-        bucket = server.service.buckets.get("b")
+    ahead_s = 0.0
+    system = System(time=lambda: time.time() + ahead_s)
+    async with running_server(config, SimulatedStore(), system) as server:
+        bucket = server.catalog.buckets.get("b")
         assert bucket is not None
         (partition,) = bucket.partitions
         chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", expiry=int(time.time()) + 1)])
         partition.mutate(MutationBatch(chunk), now=time.time())
         partition.become(PartitionState.PENDING, partition.failover_log)
-        due = time.time() + 10
-        server.service.time = lambda: due
+        ahead_s = 10.0
         with trio.CancelScope() as scope:
             steps = StepCounter(scope)
             trio.lowlevel.add_instrument(steps)
             await trio.sleep(10)
         trio.lowlevel.remove_instrument(steps)
-        server.service.time = lambda: 0.0
+        ahead_s = -time.time()
         assert not scope.cancelled_caught
         assert partition.next_expiry() is not None
 

@@ -19,8 +19,8 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
+from upr_server.app import Server
 from upr_server.engine import CursorItem, MutationBatch, Partition, SnapshotEnd, SnapshotStart
-from upr_server.net import Service
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, FindItems, ReadChunks
@@ -96,10 +96,10 @@ class Model:
 @asynccontextmanager
 async def a_partition(
     store: Store | None = None,
-) -> AsyncIterator[tuple[Service, Model]]:
-    async with serving(store or SimulatedStore(), 1) as service:
-        bucket = service.bucket(BUCKET)
-        yield service, Model(service.disks[bucket], bucket.partitions[0])
+) -> AsyncIterator[tuple[Server, Model]]:
+    async with serving(store or SimulatedStore(), 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        yield server, Model(server.catalog.disks[bucket], bucket.partitions[0])
 
 
 class Reader:
@@ -338,14 +338,14 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     many = 30
-    async with a_partition() as (service, model):
+    async with a_partition() as (server, model):
         memory = model.disk.memory
         for turn in range(60):
             model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(20)))
             await model.persist()
         model.forget()
         total = 60 * 20 * 10_000
-        budget = int(service.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
+        budget = int(server.catalog.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
         assert budget + many * READ_BYTES_MIN < many * total / 10, "else it is about nothing"
         readers = [Reader(model) for _ in range(many)]
         for reader in readers:
@@ -387,12 +387,12 @@ async def test_one_that_nobody_takes_from_leaves_room_for_others(
             reads.append(call.bytes_max)
         return 0.0
 
-    async with a_partition(SimulatedStore(delay=delay)) as (service, model):
+    async with a_partition(SimulatedStore(delay=delay)) as (server, model):
         for turn in range(100):
             model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(20)))
             await model.persist()
         model.forget()
-        budget = int(service.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
+        budget = int(server.catalog.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
         assert budget < 100 * 20 * 10_000 / 2, "else it is about nothing"
         idle, other = Reader(model), Reader(model)
         assert idle.step() is WAIT_FOR_DISK
@@ -453,11 +453,11 @@ async def test_readers_see_what_the_model_says_whatever_happens(
 # Keys that only the disk has.
 
 
-async def evicted(service: Service) -> None:
+async def evicted(server: Server) -> None:
     """Waits until the index has everything, and frees all."""
-    bucket = service.bucket(BUCKET)
+    bucket = server.catalog.bucket(BUCKET)
     await trio.sleep(INDEXED_S)
-    Model(service.disks[bucket], bucket.partitions[0]).forget()
+    Model(server.catalog.disks[bucket], bucket.partitions[0]).forget()
     assert bucket.statistics()["keys"] == 0
 
 
@@ -474,11 +474,11 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
 ) -> None:
     """After a restart each waits for its own index, and all of them at once."""
     store, partitions = SimulatedStore(), 5
-    async with serving(store, partitions) as service, speaking(service) as peer:
+    async with serving(store, partitions) as server, speaking(server) as peer:
         for number in range(partitions):
             await peer.mutate(sets(b"k"), PartitionId(number))
-    async with serving(SimulatedStore(store.directory)) as service, speaking(service) as peer:
-        bucket = service.bucket(BUCKET)
+    async with serving(SimulatedStore(store.directory)) as server, speaking(server) as peer:
+        bucket = server.catalog.bucket(BUCKET)
         assert not any(partition.eviction.is_index_ready for partition in bucket.partitions)
         for number in range(partitions):
             await peer.say(Get((b"k",), partition=PartitionId(number), opaque=peer.opaque()))
@@ -493,13 +493,13 @@ async def test_requests_for_an_evicted_key_keep_their_order(
 ) -> None:
     store = HeldReads(FindItems)
     async with (
-        serving(store, 1) as service,
-        speaking(service) as first,
-        speaking(service) as second,
+        serving(store, 1) as server,
+        speaking(server) as first,
+        speaking(server) as second,
     ):
         await first.mutate(sets(b"k", value=b"old"))
         await first.mutate(sets(b"l", value=b"other"))
-        await evicted(service)
+        await evicted(server)
         store.released = trio.Event()
         await ask_for(first, b"k")
         await trio.testing.wait_all_tasks_blocked()
@@ -517,7 +517,7 @@ async def test_requests_for_an_evicted_key_keep_their_order(
         seen = [(await first.hear(GetReply)).chunk.mutation(0).value for _ in range(2)]
         assert seen == [b"old", b"new"]
         assert (await second.hear(GetReply)).chunk.mutation(0).value == b"newest"
-        await evicted(service)
+        await evicted(server)
         assert await value_of(first, b"k") == b"newest"
         assert await value_of(first, b"l") == b"other"
 
@@ -527,14 +527,14 @@ async def test_counters_and_expected_cas_of_evicted_keys(
 ) -> None:
     store = HeldReads(FindItems)
     async with (
-        serving(store, 1) as service,
-        speaking(service) as first,
-        speaking(service) as second,
+        serving(store, 1) as server,
+        speaking(server) as first,
+        speaking(server) as second,
     ):
         await first.mutate(increment(b"n", 100))
         cas = (await first.mutate(sets(b"k", value=b"0"))).first_cas
         for turn in range(1, 6):
-            await evicted(service)
+            await evicted(server)
             store.released = trio.Event()
             for peer in (first, second):
                 await mutate(peer, increment(b"n", 1))
@@ -592,31 +592,31 @@ async def test_no_older_version_is_ever_seen(
             reads += 1
             await trio.sleep(draw.random() / 50)
 
-    async def forget(service: Service) -> None:
-        bucket = service.bucket(BUCKET)
-        model = Model(service.disks[bucket], bucket.partitions[0])
+    async def forget(server: Server) -> None:
+        bucket = server.catalog.bucket(BUCKET)
+        model = Model(server.catalog.disks[bucket], bucket.partitions[0])
         while True:
             await trio.sleep(draw.random() * draw.choice((0.1, 1.0)))
             model.forget()
 
     async with (
-        serving(store, 1) as service,
-        speaking(service) as one,
-        speaking(service) as two,
-        speaking(service) as three,
+        serving(store, 1) as server,
+        speaking(server) as one,
+        speaking(server) as two,
+        speaking(server) as three,
         trio.open_nursery() as readers,
     ):
         readers.start_soon(read, three)
-        readers.start_soon(forget, service)
+        readers.start_soon(forget, server)
         async with trio.open_nursery() as writers:
             writers.start_soon(write, one, keys[:2])
             writers.start_soon(write, two, keys[2:])
-        await evicted(service)
+        await evicted(server)
         assert int(await value_of(one, b"n") or b"0") == counted == 120
         for key in keys:
             assert int(await value_of(one, key) or b"0") == written[key]
-        bucket = service.bucket(BUCKET)
-        fetched = service.disks[bucket].statistics()["fetch"]
+        bucket = server.catalog.bucket(BUCKET)
+        fetched = server.catalog.disks[bucket].statistics()["fetch"]
         assert isinstance(fetched, dict)
         assert fetched["batches"] > 10
         assert reads > 50

@@ -60,8 +60,8 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
 ) -> None:
     monkeypatch.setattr(flusher, "STEP_BYTES", 10_000)
     store = _Prompt()
-    async with serving(store, 1) as service:
-        partition = service.bucket(BUCKET).partitions[0]
+    async with serving(store, 1) as server:
+        partition = server.catalog.bucket(BUCKET).partitions[0]
         persistence = partition.manager.persistence
         partition.mutate(MutationBatch(batch(0, 1)), now=NOW)
         await trio.sleep(1)
@@ -71,7 +71,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
         cursor = partition.manager.register("a consumer", SeqNo(1)).cursor
         cursor.next()
         partition.mutate(MutationBatch(batch(3001, 1)), now=NOW)
-        disk = service.disks[service.bucket(BUCKET)]
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         disk.flusher.when_persisted(partition, partition.high_seq, lambda _persisted: None)
         store.released.set()
         for _ in range(100):
@@ -107,15 +107,17 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     store = SimulatedStore(directory)
 
     async def live_and_stop() -> None:
-        async with serving(store, 1) as service:
-            await service.create_bucket("other", 1, 1 << 26)
+        async with serving(store, 1) as server:
+            await server.catalog.create_bucket("other", 1, 1 << 26)
             log_of(store).bytes_max = 1000
             for name in (BUCKET, "other"):
-                service.bucket(name).partitions[0].mutate(MutationBatch(batch(0, 1)), now=NOW)
+                server.catalog.bucket(name).partitions[0].mutate(
+                    MutationBatch(batch(0, 1)), now=NOW
+                )
                 # The first has found no room, and waits to try again.
                 await trio.sleep(3.05)
 
-            service.bucket("other").partitions[0].mutate(MutationBatch(batch(1, 1)), now=NOW)
+            server.catalog.bucket("other").partitions[0].mutate(MutationBatch(batch(1, 1)), now=NOW)
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
@@ -141,13 +143,13 @@ async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     directory = SimulatedDirectory()
-    async with serving(_NoMaintenance(directory), 1) as service, speaking(service) as peer:
+    async with serving(_NoMaintenance(directory), 1) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
-    async with serving(_NoMaintenance(directory), 1) as service, speaking(service) as peer:
+    async with serving(_NoMaintenance(directory), 1) as server, speaking(server) as peer:
         opaque = peer.opaque()
         await peer.say(Get((b"a",), partition=P0, opaque=opaque))
         await trio.sleep(1)
-        await service.delete_bucket(BUCKET)
+        await server.catalog.delete_bucket(BUCKET)
         answer = await answer_to(peer, opaque)
         assert isinstance(answer, Refusal)
         assert answer.status == Status.NO_BUCKET
@@ -157,8 +159,8 @@ async def test_items_that_expire_together_stay_within_the_quota(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     count, quota_bytes = 20_000, 1 << 20
-    async with serving(SimulatedStore(), 1) as service:
-        bucket = service.bucket(BUCKET)
+    async with serving(SimulatedStore(), 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
         partition = bucket.partitions[0]
         for first in range(0, count, 1000):
             partition.mutate(MutationBatch(batch(first, 1000, expiry=1060, nbytes=1)), now=NOW)
@@ -168,7 +170,7 @@ async def test_items_that_expire_together_stay_within_the_quota(
         bucket.quota.limit_bytes = quota_bytes
         peak = 0
         async with trio.open_nursery() as nursery:
-            for task in (service.expire, service.free_memory, service.collapse):
+            for task in (server.upkeep.expire, server.upkeep.free_memory, server.upkeep.collapse):
                 nursery.start_soon(task)
             with trio.fail_after(100_000):
                 await trio.lowlevel.checkpoint()
@@ -212,8 +214,8 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store, 1) as service:
-        disk = service.disks[service.bucket(BUCKET)]
+    async with serving(store, 1) as server:
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         partition = disk.bucket.partitions[0]
         partition.mutate(MutationBatch(sets(b"k")), now=NOW)
         for _ in range(10):
@@ -239,8 +241,8 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
 ) -> None:
     """After a restart it would be there again, and nobody would know what was dropped of it."""
     store = _NothingIsForgotten()
-    async with serving(store, 1) as service:
-        disk = service.disks[service.bucket(BUCKET)]
+    async with serving(store, 1) as server:
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         async with disk.maintenance.paused():
             await disk.leases.acquire(5, "o", [(0, 0, SeqNo(0))], 1)
         autojump_clock.jump(2 * LAPSED_S)

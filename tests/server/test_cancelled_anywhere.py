@@ -32,20 +32,18 @@ from tests.storage.test_store import BUCKET, create, some_write
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
-from upr_protocol.errors import ServerError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server, serve
+from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.config import Config
 from upr_server.engine import QUOTA_BYTES_MIN, FetchRequest
 from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
-from upr_server.net import Connection, Service
-from upr_server.net.budget import FrameBudget
-from upr_server.net.cluster import Alone
+from upr_server.net import Connection, ConnectionServer
 from upr_server.net.connection import REPLIES_BYTES_MAX
-from upr_server.net.events import NoEvents
+from upr_server.net.frame_budget import FrameBudget
 from upr_server.replication import MapExchange, Membership
 from upr_server.replication.following import Following
 from upr_server.replication.map_application import MappedBucket
@@ -83,7 +81,7 @@ Function = Callable[..., Any]
 
 P0: Final = PartitionId(0)
 CALL_S: Final = 0.001
-PACKAGES: Final = ("app", "runtime", "events", "net", "replication", "storage")
+PACKAGES: Final = ("app", "buckets", "runtime", "events", "net", "replication", "storage")
 TRIED: Final[set[Function]] = set()
 """Those that tests below say they cancel; each test sees that it does."""
 
@@ -116,7 +114,7 @@ async def server(
 
 
 def disk_of(server: Server) -> BucketDisk:
-    found = server.service.disk_of("b")
+    found = server.disk_of("b")
     assert found is not None
     return found
 
@@ -124,24 +122,24 @@ def disk_of(server: Server) -> BucketDisk:
 # Buckets.
 
 
-async def _create_and_delete(service: Service) -> None:
-    await service.create_bucket("c", 1, QUOTA_BYTES_MIN)
-    await service.delete_bucket("c")
+async def _create_and_delete(server: Server) -> None:
+    await server.catalog.create_bucket("c", 1, QUOTA_BYTES_MIN)
+    await server.catalog.delete_bucket("c")
 
 
-async def _hold_and_delete(service: Service) -> None:
-    await service.create_held("c", 1)
-    await service.delete_bucket("c")
+async def _hold_and_delete(server: Server) -> None:
+    await server.create_held("c", 1)
+    await server.catalog.delete_bucket("c")
 
 
-BUCKETS: Final[dict[Callable[[Service], Awaitable[None]], tuple[Function, ...]]] = {
+BUCKETS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
     _create_and_delete: tries(
-        Service.create_bucket,
-        Service.delete_bucket,
+        BucketCatalog.create_bucket,
+        BucketCatalog.delete_bucket,
         BucketDisk.abandon,
         Store.ask,
     ),
-    _hold_and_delete: tries(Service.create_held),
+    _hold_and_delete: tries(BucketCatalog.create_held, Server.create_held),
 }
 
 
@@ -150,22 +148,21 @@ async def test_a_bucket(
     server: Server,
     directory: SimulatedDirectory,
     autojump_clock: MockClock,
-    case: Callable[[Service], Awaitable[None]],
+    case: Callable[[Server], Awaitable[None]],
 ) -> None:
     """It is on disk and in memory, or neither."""
-    service = server.service
 
     def look() -> None:
         check(server)
-        assert {bucket.name for bucket in service.buckets} == set(directory.names()) == {"b"}
+        assert {bucket.name for bucket in server.catalog.buckets} == set(directory.names()) == {"b"}
 
     async def undo() -> None:
-        names = {bucket.name for bucket in service.buckets}
+        names = {bucket.name for bucket in server.catalog.buckets}
         assert names == set(directory.names())
         if "c" in names:
-            await service.delete_bucket("c")
+            await server.catalog.delete_bucket("c")
 
-    work = partial(case, service)
+    work = partial(case, server)
     found = await cancelled_at_each_step(work, look, then=work, undo=undo)
     found.check_inside(*BUCKETS[case])
 
@@ -340,35 +337,35 @@ async def test_room_for_large_frames(autojump_clock: MockClock) -> None:
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
 
 
-OWED: Final = tries(Connection.until_it_may_be_answered)
+OWED: Final = tries(Connection.wait_for_reply_room)
 
 
-async def test_a_line_whose_peer_is_owed_too_much(
+async def test_a_queue_whose_peer_has_too_many_replies_to_take(
     server: Server, network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with connect(server.url("b")):
-        (connection,) = server.service.connections
+        (connection,) = server.connections.connections
 
         async def relieve() -> None:
             await trio.sleep(1)
             connection._has_sent()
 
         async def work() -> None:
-            connection._replies_being_written = REPLIES_BYTES_MAX + 1
+            connection._reply_bytes_being_written = REPLIES_BYTES_MAX + 1
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(relieve)
-                await connection.until_it_may_be_answered()
+                await connection.wait_for_reply_room()
 
         (await cancelled_at_each_step(work, then=work)).check_inside(*OWED)
 
 
-SERVED: Final = tries(Service.serve, Connection.run)
+SERVED: Final = tries(ConnectionServer.serve, Connection.run)
 
 
 async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
     """With a cold key, a stream from disk, a lease, a question about events and a batch that waits
     for the disk."""
-    service, disk = server.service, disk_of(server)
+    disk = disk_of(server)
     bucket = disk.bucket
     model = Model(disk, bucket.partitions[0])
     model.write((b"key", b"v"))
@@ -382,7 +379,7 @@ async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
             async def dial(address: Address) -> trio.abc.Stream:
                 ours, theirs = trio.testing.memory_stream_pair()
                 theirs.socket = _Nowhere()  # type: ignore[attr-defined]
-                nursery.start_soon(service.serve, theirs)
+                nursery.start_soon(server.connections.serve, theirs)
                 await trio.lowlevel.checkpoint()
                 return ours
 
@@ -399,9 +396,10 @@ async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
 
     def look() -> None:
         check(server)
-        assert not service.connections
-        assert not service._waiting_for_room
-        assert not service.credit_shares._publishers[bucket]
+        assert not server.connections.connections
+        shares = server.connections.resources.credit_shares
+        assert not shares._refused
+        assert not shares._publishers[bucket]
         assert not disk.leases._backfills
         for partition in bucket.partitions:
             assert partition.manager.cursor_count == 1, "there is the disk's own, and no other"
@@ -423,14 +421,14 @@ class _Nowhere:
 
 
 def _map(server: Server) -> PartitionMap:
-    found = server.service.cluster.map_of("b")
+    found = server.cluster.map_of("b")
     if found is not None:
         return found.with_assignments({})
     return PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
 
 
 def _membership(server: Server) -> Membership:
-    found = server.service.cluster
+    found = server.cluster
     assert isinstance(found, Membership)
     return found
 
@@ -468,7 +466,7 @@ async def test_a_map(
     await _give(server)
 
     async def then() -> None:
-        found = server.service.cluster.map_of("b")
+        found = server.cluster.map_of("b")
         assert found is not None
         (stored,) = await SimulatedStore(directory).ask(LoadBuckets())
         assert stored.cluster_map == found.encode()
@@ -505,8 +503,8 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
             await _membership(other).join("b", f"{HOST}:{server.port}")
 
         async def undo() -> None:
-            if other.service.buckets.get("b") is not None:
-                await other.service.delete_bucket("b")
+            if other.catalog.buckets.get("b") is not None:
+                await other.catalog.delete_bucket("b")
 
         def look() -> None:
             check(server)
@@ -518,10 +516,10 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
 
 WHOLE: Final = tries(
     running_server,
-    Service.recovered,
-    Service.collapse,
-    Service.free_memory,
-    Service.expire,
+    BucketCatalog.recovered,
+    Upkeep.collapse,
+    Upkeep.free_memory,
+    Upkeep.expire,
     BucketDisk.run,
     BucketDisk.stop,
     Flusher.run,
@@ -540,7 +538,7 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
 
     async def work() -> None:
         async with node("a", "b", store=slow_store(directory)) as server:
-            (bucket,) = server.service.buckets
+            (bucket,) = server.catalog.buckets
             partition = bucket.partitions[0]
             disk = disk_of(server)
             pin = partition.eviction.pin()
@@ -581,9 +579,9 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
     numbers = count()
 
     async def follows(node: Server) -> None:
-        if node.service.buckets.get("b") is None:
+        if node.catalog.buckets.get("b") is None:
             await _membership(node).join("b", f"{HOST}:{server.port}")
-        ours, theirs = server.service.bucket("b"), node.service.bucket("b")
+        ours, theirs = server.catalog.bucket("b"), node.catalog.bucket("b")
         key = b"key-%d" % next(numbers)
         for partition in ours.partitions:
             put(partition, key)
@@ -713,29 +711,6 @@ async def test_listening() -> None:
 
 
 # What cannot be cancelled, or is nothing.
-
-WAITS_FOR_NOTHING: Final = tries(Alone.set_map, Alone.join, Alone.stop)
-
-
-def test_what_waits_for_nothing() -> None:
-    alone = Alone()
-    with pytest.raises(ServerError):
-        alone.set_map(0, "").send(None)
-    with pytest.raises(ServerError):
-        alone.join("b", "").send(None)
-    with pytest.raises(StopIteration):
-        alone.stop().send(None)
-
-
-NOBODY: Final = tries(NoEvents.next_events)
-
-
-async def test_nobody_is_told() -> None:
-    async def work() -> None:
-        with pytest.raises(ServerError):
-            await NoEvents().next_events("c", EventFilter(), timeout_s=1, acknowledged=0, wait_s=1)
-
-    (await cancelled_at_each_step(work)).check_inside(*NOBODY)
 
 
 def test_nothing_is_forgotten() -> None:

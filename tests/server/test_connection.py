@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import pytest
 import trio
@@ -73,9 +73,13 @@ from upr_protocol.wire import (
     StreamReply,
     decode,
 )
-from upr_server.net import Connection, Service
-from upr_server.net.budget import BUDGET_BYTES
+from upr_server.app import Server
+from upr_server.config import Config
+from upr_server.net import Connection
 from upr_server.net.credit import CREDIT_BYTES_MIN
+from upr_server.net.frame_budget import BUDGET_BYTES
+from upr_server.runtime import System
+from upr_server.storage.api import Store
 from upr_server.storage.simulated import SimulatedStore
 
 M = TypeVar("M", bound=Message)
@@ -154,16 +158,21 @@ def sets(*keys: bytes, value: bytes = b"v") -> Chunk:
     return plain_chunk(keys, [value] * len(keys))
 
 
-def make_service(connections_max: int = 10, store: SimulatedStore | None = None) -> Service:
-    ids = count(1)
-    return Service(
-        SimulatedStore() if store is None else store,
-        identity="test-server",
-        quota_bytes_default=64 * 1024 * 1024,
-        time=lambda: 1000.0 + trio.current_time(),
-        new_history_id=lambda: HistoryId(next(ids)),
-        connections_max=connections_max,
+QUOTA_BYTES: Final = 64 * 1024 * 1024
+
+
+def make_server(
+    store: Store | None = None, connections_max: int = 10, ids: Iterator[int] | None = None
+) -> Server:
+    """A server that does not listen, and whose history IDs count up."""
+    numbers = count(1) if ids is None else ids
+    config = Config(
+        identity="test-server", quota_bytes=QUOTA_BYTES, connections_max=connections_max
     )
+    system = System(
+        time=lambda: 1000.0 + trio.current_time(), random_bits=lambda _bits: next(numbers)
+    )
+    return Server(config, SimulatedStore() if store is None else store, system)
 
 
 StreamPair = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
@@ -171,16 +180,16 @@ StreamPair = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
 
 @asynccontextmanager
 async def connected(
-    service: Service, streams: StreamPair | None = None, **options: int
+    server: Server, streams: StreamPair | None = None, **options: int
 ) -> AsyncIterator[Peer]:
     ours, theirs = streams or trio.testing.memory_stream_pair()
     async with AsyncExitStack() as stack:
-        if not service.disks:
-            await stack.enter_async_context(service.recovered())
-            await service.create_bucket("b", 1, service.quota_bytes_default)
+        if not server.catalog.disks:
+            await stack.enter_async_context(server.recovered())
+            await server.catalog.create_bucket("b", 1, server.catalog.quota_bytes_default)
         async with trio.open_nursery() as nursery:
-            connection = Connection(service, theirs, "memory")
-            service.connections[connection] = None
+            connection = Connection(server.connections.resources, theirs, "memory")
+            server.connections.connections[connection] = None
             nursery.start_soon(connection.run)
             yield Peer(ours, **options)
             await ours.aclose()
@@ -188,7 +197,7 @@ async def connected(
 
 
 async def test_buckets_are_made_listed_and_deleted() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.say()
         await peer.hear(HelloReply)
         await peer.say(CreateBucket("c", 4, 2_000_000, opaque=peer.opaque()))
@@ -210,7 +219,7 @@ async def test_buckets_are_made_listed_and_deleted() -> None:
 
 
 async def test_a_batch_is_answered_and_read_back() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         reply = await peer.mutate(
             Chunk.build(
@@ -238,7 +247,7 @@ async def test_a_batch_is_answered_and_read_back() -> None:
 
 
 async def test_a_batch_of_failures_only_has_no_numbers() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         reply = await peer.mutate(
             Chunk.build([Mutation(Operation.DELETE, b"k")], SeqNo(0), SeqNo(0))
@@ -248,7 +257,7 @@ async def test_a_batch_of_failures_only_has_no_numbers() -> None:
 
 
 async def test_what_this_server_cannot_do_is_refused() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"k"))
         ours, other = HistoryId(1), HistoryId(7)
@@ -284,7 +293,7 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
 
 
 async def test_a_long_answer_is_cut_and_goes_on() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         keys = tuple(b"k%d" % number for number in range(5))
         await peer.mutate(sets(*keys, value=bytes(400_000)))
@@ -301,7 +310,7 @@ async def test_a_long_answer_is_cut_and_goes_on() -> None:
 
 
 async def test_partitions_that_are_not_there_are_said_to_be_not_ours() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.say()
         await peer.hear(HelloReply)
         await peer.say(Open("b", (0, 7), opaque=1))
@@ -320,7 +329,7 @@ async def test_what_a_socket_does_not_take_at_once_goes_before_what_is_said_next
     """An answer is longer than a socket takes, and the next question comes in that very moment: the
     loop may let either go on first."""
     ends = [trio.SocketStream(end) for end in trio.socket.socketpair()]
-    async with connected(make_service(), (ends[0], ends[1])) as peer:
+    async with connected(make_server(), (ends[0], ends[1])) as peer:
         await peer.open()
         values = {key: key * 1_000_000 for key in (b"a", b"b")}
         for key, value in values.items():
@@ -338,7 +347,7 @@ async def test_who_says_everything_at_once_has_greeted_too(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The bucket is open before the greeting was answered: no `Hello` is missed later."""
-    async with connected(make_service(), idle_interval_s=3600) as peer:
+    async with connected(make_server(), idle_interval_s=3600) as peer:
         hello = b"".join(peer.session.take_outgoing(trio.current_time()))
         opens = b"".join(Open("b", (), opaque=1).frame())
         await peer.stream.send_all(hello + opens)
@@ -356,7 +365,7 @@ async def test_who_says_everything_at_once_has_greeted_too(
 
 
 async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"a", b"b", b"a"))
         assert (await peer.ask()).seq == 0
@@ -380,8 +389,8 @@ async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
 
 
 async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> None:
-    service = make_service()
-    async with connected(service) as peer:
+    server = make_server()
+    async with connected(server) as peer:
         await peer.open()
         await peer.mutate(sets(b"a"))
         await peer.ask()
@@ -400,7 +409,7 @@ async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> N
         assert await snapshot() == ["PartitionStart", "PartitionChunk", "PartitionEnd"]
         await change(b"b")
         assert await snapshot() == ["PartitionSnapshot"]
-        service.bucket("b").partitions[P0].purge_seq = SeqNo(1)
+        server.catalog.bucket("b").partitions[P0].purge_seq = SeqNo(1)
         await change(b"c")
         assert (await peer.hear(PartitionStart)).purge_seq == 1
         assert await snapshot() == ["PartitionChunk", "PartitionEnd"]
@@ -409,7 +418,7 @@ async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> N
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"a", b"b", b"c"))
         await peer.ask(end_seq=SeqNo(2))
@@ -423,7 +432,7 @@ async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
 
 
 async def test_a_consumer_cut_inside_a_snapshot_goes_on_there() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(*(b"%d" % number for number in range(9))))
         log = FailoverLog.of([(1, 0)])
@@ -446,7 +455,7 @@ async def test_a_consumer_cut_inside_a_snapshot_goes_on_there() -> None:
 
 async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> None:
     """The client has a higher number than its end, and is consistent nowhere above 0."""
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(*(b"%d" % number for number in range(9))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
@@ -457,7 +466,7 @@ async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> 
 
 
 async def test_a_consumer_of_another_history_is_rolled_back() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"a"))
         position = Position(FailoverLog.of([(99, 0)]), SeqNo(5), SeqNo(5))
@@ -471,7 +480,7 @@ async def test_a_consumer_of_another_history_is_rolled_back() -> None:
 async def test_the_window_holds_the_stream_until_it_is_acknowledged(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with connected(make_service(), window_bytes=WINDOW_BYTES_MIN) as peer:
+    async with connected(make_server(), window_bytes=WINDOW_BYTES_MIN) as peer:
         await peer.open()
         for number in range(8):
             await peer.mutate(sets(b"k%d" % number, value=bytes(100_000)))
@@ -500,7 +509,7 @@ async def test_the_window_holds_the_stream_until_it_is_acknowledged(
 async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
     """The one chunk there is fills the window; the snapshot's end and the barrier come all the
     same. What is written then waits in the open snapshot, where it is deduplicated."""
-    async with connected(make_service(), window_bytes=WINDOW_BYTES_MIN) as peer:
+    async with connected(make_server(), window_bytes=WINDOW_BYTES_MIN) as peer:
         await peer.open()
         await peer.mutate(sets(b"k", value=bytes(WINDOW_BYTES_MIN)))
         await peer.ask()
@@ -520,11 +529,11 @@ async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
 
 async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_closed() -> None:
     """A barrier that comes back tells even the slowest that it has everything."""
-    service = make_service()
+    server = make_server()
     async with (
-        connected(service) as publisher,
-        connected(service) as fast,
-        connected(service, window_bytes=WINDOW_BYTES_MIN) as slow,
+        connected(server) as publisher,
+        connected(server) as fast,
+        connected(server, window_bytes=WINDOW_BYTES_MIN) as slow,
     ):
         await publisher.open()
         for peer in (fast, slow):
@@ -555,13 +564,13 @@ async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_clos
 
 
 async def test_deleting_the_bucket_ends_its_streams() -> None:
-    service = make_service()
-    async with connected(service) as peer:
+    server = make_server()
+    async with connected(server) as peer:
         await peer.open()
         await peer.ask()
         await peer.say(Go())
         await peer.hear(Completed)
-        await service.delete_bucket("b")
+        await server.catalog.delete_bucket("b")
         assert (await peer.hear(StreamEnd)).status == Status.BUCKET_DELETED
         await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
         assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
@@ -571,10 +580,10 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    service = make_service(store=store)
-    async with connected(service) as peer, trio.open_nursery() as nursery:
-        nursery.start_soon(service.free_memory)
-        await service.create_bucket("small", 1, 8 * 1024 * 1024)
+    server = make_server(store=store)
+    async with connected(server) as peer, trio.open_nursery() as nursery:
+        nursery.start_soon(server.upkeep.free_memory)
+        await server.catalog.create_bucket("small", 1, 8 * 1024 * 1024)
         await peer.open("small")
         assert peer.session.credit.left == CREDIT_BYTES_MIN
         sent = 0
@@ -588,14 +597,14 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
         # What is on disk may leave memory, and what is owed is then paid.
         store.released.set()
         await peer.hear(Credit)
-        bucket = service.buckets.get("small")
+        bucket = server.catalog.buckets.get("small")
         assert bucket is not None
         assert bucket.memory.total < bucket.quota.high_bytes
         nursery.cancel_scope.cancel()
 
 
 async def test_silence_before_hello_is_ended(autojump_clock: trio.testing.MockClock) -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.hangs_up()
         (error,) = peer.heard
         assert isinstance(error, Error)
@@ -606,7 +615,7 @@ async def test_silence_before_hello_is_ended(autojump_clock: trio.testing.MockCl
 async def test_an_idle_server_says_noop_and_a_dead_peer_is_dropped(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with connected(make_service(), idle_interval_s=3) as peer:
+    async with connected(make_server(), idle_interval_s=3) as peer:
         await peer.say()
         began = trio.current_time()
         await peer.hear(Noop)
@@ -621,11 +630,11 @@ async def test_an_idle_server_says_noop_and_a_dead_peer_is_dropped(
 async def test_a_peer_that_takes_nothing_is_dropped(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    service = make_service()
+    server = make_server()
     ours, theirs = trio.testing.lockstep_stream_pair()
     peer = Peer(ours)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Connection(service, theirs, "memory").run)
+        nursery.start_soon(Connection(server.connections.resources, theirs, "memory").run)
         began = trio.current_time()
         await peer.say()
     assert trio.current_time() - began == pytest.approx(SEND_TIMEOUT_S, abs=0.1)
@@ -635,24 +644,24 @@ async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Its large frame waits for others to end, five idle intervals long, and is not read."""
-    service = make_service()
-    async with connected(service, idle_interval_s=1) as peer:
+    server = make_server()
+    async with connected(server, idle_interval_s=1) as peer:
         await peer.open()
-        await service.frame_budget.acquire(BUDGET_BYTES)
+        await server.connections.resources.frame_budget.acquire(BUDGET_BYTES)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.mutate, sets(b"k", value=bytes(2_000_000)))
             await trio.sleep(5)
-            service.frame_budget.release(BUDGET_BYTES)
+            server.connections.resources.frame_budget.release(BUDGET_BYTES)
 
 
 async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = make_service()
+    server = make_server()
 
     def fault(bucket: str) -> None:
         raise RuntimeError(bucket)
 
-    monkeypatch.setattr(service, "statistics", fault)
-    async with connected(service) as peer:
+    monkeypatch.setattr(server.connections.resources, "statistics_of", fault)
+    async with connected(server) as peer:
         await peer.say()
         await peer.hear(HelloReply)
         await peer.say(Stats("a secret", opaque=1))
@@ -663,7 +672,7 @@ async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:
-    async with connected(make_service()) as peer:
+    async with connected(make_server()) as peer:
         await peer.stream.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await peer.hangs_up()
         (error,) = peer.heard
@@ -673,13 +682,13 @@ async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:
 
 
 async def test_shutting_down_says_why_everywhere() -> None:
-    service = make_service()
-    async with connected(service) as peer:
+    server = make_server()
+    async with connected(server) as peer:
         await peer.open()
         await peer.ask()
         await peer.say(Go())
         await peer.hear(Completed)
-        service.shut_down()
+        server.connections.shut_down()
         assert (await peer.hear(StreamEnd)).status == Status.SHUTTING_DOWN
         assert (await peer.hear(Error)).status == Status.SHUTTING_DOWN
         assert await peer.hangs_up()

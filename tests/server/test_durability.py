@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from tests.kit.held_store import HeldStore
-from tests.server.test_connection import P0, Peer, connected, sets
+from tests.server.test_connection import P0, Peer, connected, make_server, sets
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
@@ -37,7 +37,7 @@ from upr_protocol.wire import (
     Stats,
     StatsReply,
 )
-from upr_server.net import Service
+from upr_server.app import Server
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Call,
@@ -65,26 +65,19 @@ _ids = count(1)
 
 
 @asynccontextmanager
-async def serving(store: Store, partitions: int = 2) -> AsyncIterator[Service]:
-    """A service with a bucket on `store`; the bucket is made, or found."""
-    service = Service(
-        store,
-        identity="test-server",
-        quota_bytes_default=QUOTA_BYTES,
-        time=lambda: 1000.0 + trio.current_time(),
-        new_history_id=lambda: HistoryId(next(_ids)),
-        connections_max=10,
-    )
-    async with service.recovered():
-        if BUCKET not in service.buckets:
-            await service.create_bucket(BUCKET, partitions, QUOTA_BYTES)
-        yield service
+async def serving(store: Store, partitions: int = 2) -> AsyncIterator[Server]:
+    """A server with a bucket on `store`; the bucket is made, or found."""
+    server = make_server(store, ids=_ids)
+    async with server.recovered():
+        if BUCKET not in server.catalog.buckets:
+            await server.catalog.create_bucket(BUCKET, partitions, QUOTA_BYTES)
+        yield server
 
 
 @asynccontextmanager
-async def speaking(service: Service) -> AsyncIterator[Peer]:
+async def speaking(server: Server) -> AsyncIterator[Peer]:
     """A peer that has the bucket open."""
-    async with connected(service) as peer:
+    async with connected(server) as peer:
         await peer.open()
         yield peer
 
@@ -160,7 +153,7 @@ async def test_memory_is_said_before_the_commit_and_persisted_after(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store) as service, speaking(service) as peer:
+    async with serving(store) as server, speaking(server) as peer:
         commits = log_of(store).commits
         assert isinstance(await answer_to(peer, await send(peer, sets(b"a"), MEMORY)), MutateReply)
         opaque = await send(peer, sets(b"b"), PERSISTED)
@@ -181,7 +174,7 @@ async def test_a_batch_that_fails_is_answered_when_what_made_it_fail_is_on_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store) as service, speaking(service) as peer:
+    async with serving(store) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(b"k"), MEMORY))
         add = Chunk.build([Mutation(Operation.ADD, b"k", b"2")], SeqNo(0), SeqNo(0))
         opaque = await send(peer, add, PERSISTED)
@@ -196,7 +189,7 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store) as service, speaking(service) as peer, speaking(service) as other:
+    async with serving(store) as server, speaking(server) as peer, speaking(server) as other:
         levels = [PERSISTED, MEMORY, PERSISTED, MEMORY, MEMORY, PERSISTED]
         sent = [await send(peer, sets(b"%d" % n), level) for n, level in enumerate(levels)]
         assert await is_silent(peer)
@@ -220,7 +213,7 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
         return 0.25 if isinstance(call, Commit) else 0.0
 
     store = SimulatedStore(delay=delay)
-    async with serving(store) as service, speaking(service) as peer:
+    async with serving(store) as server, speaking(server) as peer:
         first = await send(peer, sets(b"first"), PERSISTED)
         await trio.sleep(0.01)
         # The first commit is under way: these go into the next, both partitions'.
@@ -247,7 +240,7 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store) as service, speaking(service) as peer:
+    async with serving(store) as server, speaking(server) as peer:
         reply = await answer_to(peer, await send(peer, sets(b"a", b"b"), MEMORY))
         assert isinstance(reply, MutateReply)
 
@@ -279,7 +272,7 @@ async def test_streams_and_barriers_do_not_wait_for_the_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store, 1) as service, speaking(service) as peer:
+    async with serving(store, 1) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(b"a", b"b"), MEMORY))
         await peer.ask()
         await peer.say(Go(), Barrier(b"all"))
@@ -296,7 +289,7 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = SimulatedStore()
-    async with serving(store, 1) as service, speaking(service) as peer:
+    async with serving(store, 1) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(b"before"), PERSISTED))
         log = log_of(store)
         log.bytes_max = log.statistics()["bytes_used"]
@@ -365,7 +358,7 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     large = Chunk.build([Mutation(Operation.SET, b"k", bytes(1 << 20))], SeqNo(0), SeqNo(0))
 
     async def live_and_stop() -> None:
-        async with serving(store, 1) as service, speaking(service) as peer:
+        async with serving(store, 1) as server, speaking(server) as peer:
             await answer_to(peer, await send(peer, sets(b"on disk"), PERSISTED))
             log = log_of(store)
             log.bytes_max = log.statistics()["bytes_used"] + len(large.encode()) // 2
@@ -404,7 +397,7 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
     monkeypatch.setattr(flusher, "UNINDEXED_MAX", 10)
     store = _HeldIndex()
     store.is_full = is_full
-    async with serving(store, 1) as service, speaking(service) as peer:
+    async with serving(store, 1) as server, speaking(server) as peer:
         for number in range(11):
             await answer_to(peer, await send(peer, sets(b"%d" % number), PERSISTED))
         waiting = await send(peer, sets(b"far behind"), PERSISTED)
@@ -422,7 +415,7 @@ async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
 ) -> None:
     """It was refused, and its publisher sends it again when there is room."""
     store = SimulatedStore()
-    async with serving(store) as service, speaking(service) as peer:
+    async with serving(store) as server, speaking(server) as peer:
         log = log_of(store)
         log.bytes_max = log.statistics()["bytes_used"]
         refusal = await answer_to(peer, await send(peer, increment(b"n", 5), PERSISTED, P0, 1))
@@ -489,9 +482,9 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
 
     with pytest.RaisesGroup(StoreFailedError, flatten_subgroups=True, allow_unwrapped=True):
         async with (
-            serving(store) as service,
-            speaking(service) as peer,
-            speaking(service) as other,
+            serving(store) as server,
+            speaking(server) as peer,
+            speaking(server) as other,
             trio.open_nursery() as nursery,
         ):
             await answer_to(peer, await send(peer, sets(b"before"), PERSISTED))
@@ -507,8 +500,8 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
     for disk in store.directory.disks[BUCKET]:
         disk.crash()
     async with (
-        serving(SimulatedStore(store.directory)) as service,
-        speaking(service) as peer,
+        serving(SimulatedStore(store.directory)) as server,
+        speaking(server) as peer,
     ):
         assert await value_of(peer, b"before") == b"v"
         assert await value_of(peer, b"k") == (b"v" if is_kept else None)
@@ -519,11 +512,11 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
 # What a restart leaves.
 
 
-async def crashed(store: SimulatedStore, live: Callable[[Service], Any]) -> None:
+async def crashed(store: SimulatedStore, live: Callable[[Server], Any]) -> None:
     """A life that ends as a crash does."""
     with trio.CancelScope() as scope:
-        async with serving(store) as service:
-            await live(service)
+        async with serving(store) as server:
+            await live(server)
             scope.cancel()
             await trio.lowlevel.checkpoint()
 
@@ -535,8 +528,8 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
     directory = SimulatedDirectory()
     first: list[MutateReply] = []
 
-    async def live(service: Service) -> None:
-        async with speaking(service) as peer:
+    async def live(server: Server) -> None:
+        async with speaking(server) as peer:
             for number in (1, 2, 3):
                 opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
                 if is_answered:
@@ -547,7 +540,7 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
             await trio.sleep(1)
 
     await crashed(SimulatedStore(directory), live)
-    async with serving(SimulatedStore(directory)) as service, speaking(service) as peer:
+    async with serving(SimulatedStore(directory)) as server, speaking(server) as peer:
         counters, numbers = [], []
         for number in (1, 2, 3, 4):
             opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
@@ -568,12 +561,12 @@ async def test_a_batch_that_a_crash_lost_is_done_when_it_is_sent_again(
     """Its token is lost with it, and not before or after it."""
     directory = SimulatedDirectory()
 
-    async def live(service: Service) -> None:
-        async with speaking(service) as peer:
+    async def live(server: Server) -> None:
+        async with speaking(server) as peer:
             await answer_to(peer, await send(peer, increment(b"n", 1), MEMORY, P0, 1))
 
     await crashed(HeldStore(directory), live)
-    async with serving(SimulatedStore(directory)) as service, speaking(service) as peer:
+    async with serving(SimulatedStore(directory)) as server, speaking(server) as peer:
         assert await value_of(peer, b"n") is None
         for _ in range(2):
             reply = await answer_to(peer, await send(peer, increment(b"n", 1), PERSISTED, P0, 1))
@@ -588,20 +581,20 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store) as service, speaking(service) as peer:
+    async with serving(store) as server, speaking(server) as peer:
         sent = [await send(peer, sets(b"%d" % n), PERSISTED, PartitionId(n % 2)) for n in range(6)]
         await peer.say(Seqnos(opaque=peer.opaque()))
         history_id = HistoryId((await peer.hear(SeqnosReply)).rows[0][1])
         waiting = peer.opaque()
         await peer.say(Await(history_id, SeqNo(1), 20_000, PERSISTED, partition=P0, opaque=waiting))
         await trio.testing.wait_all_tasks_blocked()
-        await service.delete_bucket(BUCKET)
+        await server.catalog.delete_bucket(BUCKET)
         refused = [await peer.hear(Refusal) for _ in range(len(sent) + 1)]
         assert sorted(refusal.opaque for refusal in refused) == [*sent, waiting]
         assert store.directory.disks == {}
         store.released.set()
-        await service.create_bucket(BUCKET, 2, QUOTA_BYTES)
-        async with speaking(service) as again:
+        await server.catalog.create_bucket(BUCKET, 2, QUOTA_BYTES)
+        async with speaking(server) as again:
             assert await value_of(again, b"0") is None
             reply = await answer_to(again, await send(again, sets(b"0"), PERSISTED))
             assert isinstance(reply, MutateReply)
@@ -617,13 +610,13 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
     draw = Random(seed)
     store = SimulatedStore(delay=lambda _call: draw.random() / 100)
     acknowledged = 0
-    async with serving(store) as service:
+    async with serving(store) as server:
         for life in range(8):
             written: set[bytes] = set()
             answered: set[bytes] = set()
 
             async def load(life: int, written: set[bytes], answered: set[bytes]) -> None:
-                async with speaking(service) as peer:
+                async with speaking(server) as peer:
                     while True:
                         key = b"%d-%d" % (life, len(written))
                         written.add(key)
@@ -636,13 +629,13 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
                 for _ in range(3):
                     nursery.start_soon(load, life, written, answered)
                 await trio.sleep(draw.random() / 4)
-                async with speaking(service) as peer:
+                async with speaking(server) as peer:
                     for key in sorted(answered):
                         assert await value_of(peer, key) == b"v"
                     for number in range(20):
                         assert await value_of(peer, b"%d-%d" % (life - 1, number)) is None
-                await service.delete_bucket(BUCKET)
+                await server.catalog.delete_bucket(BUCKET)
             acknowledged += len(answered)
-            await service.create_bucket(BUCKET, 2, QUOTA_BYTES)
+            await server.catalog.create_bucket(BUCKET, 2, QUOTA_BYTES)
     assert acknowledged > 50
     assert not store.failed.is_set()

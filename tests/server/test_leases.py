@@ -67,7 +67,7 @@ async def server(
 ) -> AsyncIterator[Server]:
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     async with running_server(CONFIG, SimulatedStore(directory)) as server:
-        (disk,) = server.service.disks.values()
+        (disk,) = server.catalog.disks.values()
         monkeypatch.setattr(disk.leases, "_time", clock)
         yield server
 
@@ -81,7 +81,7 @@ async def write(client: Client, *rounds: int) -> None:
 
 async def compact(server: Server) -> None:
     """Has everything indexed that is on disk, and what was superseded compacted."""
-    (disk,) = server.service.disks.values()
+    (disk,) = server.catalog.disks.values()
     maintenance = disk.maintenance
     before = maintenance.statistics().get("compactions", 0)
     async with maintenance.paused():
@@ -94,7 +94,7 @@ async def compact(server: Server) -> None:
 
 def figures(server: Server) -> tuple[int, int]:
     """Leases held, and lapsed."""
-    (disk,) = server.service.disks.values()
+    (disk,) = server.catalog.disks.values()
     found = disk.leases.statistics()
     return int(str(found["held"])), int(str(found["lapsed"]))
 
@@ -192,7 +192,7 @@ async def test_what_is_leased_is_whole_though_deletions_are_forgotten(server: Se
         held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
         ends = {found.partition: found.end for found in held.ranges}
         first = await read(server, 7, ends)
-        for partition in server.service.bucket("b").partitions:
+        for partition in server.catalog.bucket("b").partitions:
             partition.purge_seq = SeqNo(partition.high_seq - 1)
         for info in client.partitions():
             rows = first[info.partition]
@@ -213,7 +213,7 @@ async def test_what_is_leased_is_whole_though_deletions_are_forgotten(server: Se
 
 async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> None:
     """It must not come to be in another bucket of the same name."""
-    (disk,) = server.service.disks.values()
+    (disk,) = server.catalog.disks.values()
 
     async def acquire() -> None:
         async with connect(server.url("b")) as client:
@@ -233,7 +233,7 @@ async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> 
         assert len(disk.leases) == 0
         await client.delete_bucket("b")
         await client.create_bucket("b", 2)
-    (disk,) = server.service.disks.values()
+    (disk,) = server.catalog.disks.values()
     assert len(disk.leases) == 0
 
 
@@ -334,7 +334,7 @@ async def test_one_is_read_on_after_lost_connections_and_a_restart(
         partition, rows = next(iter(first.items()))
         (log,) = [
             found.failover_log
-            for found in other.service.bucket("b").partitions[partition : partition + 1]
+            for found in other.catalog.bucket("b").partitions[partition : partition + 1]
         ]
         assert len(log) == 2
         assert await read(other, 7, ends) == first

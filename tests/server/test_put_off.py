@@ -33,8 +33,8 @@ async def status_of(peer: Peer, opaque: int) -> Status:
 
 @pytest.mark.usefixtures("autojump_clock")
 async def test_while_a_disk_was_full() -> None:
-    async with serving(SimulatedStore()) as service, speaking(service) as peer:
-        (disk,) = service.disks.values()
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        (disk,) = server.catalog.disks.values()
 
         async def put(counter: int) -> Status:
             chunk = sets(b"k", value=b"%d" % counter)
@@ -63,8 +63,8 @@ class Unreadable(SimulatedStore):
 
 async def test_while_a_disk_could_not_be_read(autojump_clock: trio.testing.MockClock) -> None:
     store = Unreadable()
-    async with serving(store) as service, speaking(service) as peer:
-        (disk,) = service.disks.values()
+    async with serving(store) as server, speaking(server) as peer:
+        (disk,) = server.catalog.disks.values()
         model = Model(disk, disk.bucket.partitions[0])
         model.write((b"n", b"10"))
         await model.persist()

@@ -199,7 +199,7 @@ class Node:
     @property
     def held(self) -> tuple[Partition, ...]:
         """The bucket's partitions in its memory; none while there are none."""
-        bucket = None if self.server is None else self.server.service.buckets.get(BUCKET)
+        bucket = None if self.server is None else self.server.catalog.buckets.get(BUCKET)
         return () if bucket is None else bucket.partitions
 
 

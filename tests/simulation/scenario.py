@@ -27,7 +27,7 @@ from tests.simulation.operator import NotSettledError, SimulatedOperator
 from tests.simulation.world import EPOCH_S, Chance, JumpingClock, run_in_world
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
-from upr_server.net.service import EXPIRY_INTERVAL_S
+from upr_server.buckets.upkeep import EXPIRY_INTERVAL_S
 
 URL: Final = f"upr://a,b,c/{BUCKET}"
 
@@ -290,13 +290,13 @@ class Cluster:
         """I10: nothing is left over of connections that are gone, and every structure is whole."""
         for node in self.nodes.values():
             assert node.server is not None
-            service = node.server.service
-            bucket = service.buckets.get(BUCKET)
+            bucket = node.server.catalog.buckets.get(BUCKET)
             assert bucket is not None
             bucket.check_invariants()
-            if len(service.connections) > 40:
+            if len(node.server.connections.connections) > 40:
                 raise BrokenPromiseError(
-                    "I10", f"{node.name} keeps {len(service.connections)} connections"
+                    "I10",
+                    f"{node.name} keeps {len(node.server.connections.connections)} connections",
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from upr_server.net.connection import Connection
-from upr_server.net.service import Service
+from upr_server.net.handlers import HANDLERS
+from upr_server.net.server import ConnectionServer
 
-__all__ = ["Connection", "Service"]
+__all__ = ["HANDLERS", "Connection", "ConnectionServer"]

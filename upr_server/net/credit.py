@@ -1,52 +1,132 @@
-"""Credit: what publishers may have on their way to a bucket unanswered, and how they share it."""
+"""Credit: how many bytes a publisher may have on their way to a bucket, unanswered."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
-if TYPE_CHECKING:
-    from upr_server.engine import Bucket
-    from upr_server.net.connection import Connection
+from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.wire import Credit
+from upr_server.buckets import Upkeep
+from upr_server.engine import Bucket, Relief
 
 CREDIT_BYTES_MAX: Final = 8 * 1024 * 1024
 """For one publisher: at 1 GB/s it covers 8 ms without an answer."""
 
 CREDIT_BYTES_MIN: Final = 64 * 1024
-"""Less would turn every batch into a round trip. It is what one has that has not published yet:
-most who open a bucket only read it, and the first batch brings the rest."""
-
+"""Less would turn every batch into a round trip. A connection has this much before its first batch:
+most clients that open a bucket only read it, and the first batch brings the rest."""
 
 MEMORY_PER_BYTE: Final = 2
 """What a published byte comes to in memory, about: small mutations take as much again in the hash
 table."""
 
+_TOP_UP_FRACTION: Final = 4
+"""Credit is topped up once a quarter of it was spent: one message then serves for many batches."""
+
 
 class CreditShares:
     """Divides what lies between the mark at which a bucket is full and its quota among its
     publishers, so that it stays within its quota however many they are. What one was granted while
-    there were fewer is not taken back, and the last of a credit may be overshot by a frame."""
+    there were fewer is not taken back, and the last of a credit may be overshot by a frame.
 
-    def __init__(self) -> None:
-        self._publishers: defaultdict[Bucket, set[Connection]] = defaultdict(set)
+    Args:
+        upkeep: Frees the memory of buckets that are short of it. Publishers that were refused
+            credit get it after one of its steps.
+    """
 
-    def of(self, bucket: Bucket, connection: Connection) -> int:
-        """What `connection` may have on its way to `bucket`. O(1)."""
+    def __init__(self, upkeep: Upkeep) -> None:
+        self.upkeep = upkeep
+        self._publishers: defaultdict[Bucket, set[PublisherCredit]] = defaultdict(set)
+        self._refused: dict[PublisherCredit, None] = {}
+        upkeep.call_after_step(self._top_up_refused)
+
+    def share(self, bucket: Bucket, publisher: PublisherCredit) -> int:
+        """How many bytes `publisher` may have on their way to `bucket`. O(1)."""
         publishers = self._publishers[bucket]
-        if connection not in publishers:
+        if publisher not in publishers:
             return CREDIT_BYTES_MIN
         room = (bucket.quota.limit_bytes - bucket.quota.full_bytes) // MEMORY_PER_BYTE
-        share = room // len(publishers)
-        return max(CREDIT_BYTES_MIN, min(CREDIT_BYTES_MAX, share))
+        return max(CREDIT_BYTES_MIN, min(CREDIT_BYTES_MAX, room // len(publishers)))
 
-    def publishes(self, bucket: Bucket, connection: Connection) -> None:
-        """`connection` publishes to `bucket`."""
-        self._publishers[bucket].add(connection)
+    def add(self, bucket: Bucket, publisher: PublisherCredit) -> None:
+        """`publisher` publishes to `bucket`, and has a share from now on."""
+        self._publishers[bucket].add(publisher)
 
-    def leave(self, bucket: Bucket, connection: Connection) -> None:
-        """`connection` will publish to `bucket` no more."""
-        self._publishers[bucket].discard(connection)
+    def remove(self, bucket: Bucket, publisher: PublisherCredit) -> None:
+        """`publisher` is gone."""
+        self._publishers[bucket].discard(publisher)
+        self._refused.pop(publisher, None)
 
-    def forget(self, bucket: Bucket) -> None:
+    def remove_bucket(self, bucket: Bucket) -> None:
         """`bucket` was deleted."""
         self._publishers.pop(bucket, None)
+
+    def refuse(self, publisher: PublisherCredit) -> None:
+        """`publisher` gets no credit before there is room again."""
+        self._refused[publisher] = None
+
+    def _top_up_refused(self) -> None:
+        refused, self._refused = self._refused, {}
+        for publisher in refused:
+            publisher.top_up()
+
+
+class PublisherCredit:
+    """The credit of one connection: decides when how much is granted.
+
+    Args:
+        shares: Divides what a bucket has room for.
+        session: The connection's session.
+        wake: Has what is in the session sent.
+    """
+
+    __slots__ = ("_bucket", "_session", "_shares", "_wake")
+
+    def __init__(
+        self, shares: CreditShares, session: ServerSession, wake: Callable[[], None]
+    ) -> None:
+        self._shares = shares
+        self._session = session
+        self._wake = wake
+        self._bucket: Bucket | None = None
+
+    def open(self, bucket: Bucket) -> None:
+        """The client opened `bucket`: grants its first credit."""
+        self._bucket = bucket
+        self.top_up()
+
+    def spend(self) -> None:
+        """A batch came, and has spent some of its credit."""
+        if self._bucket is not None:
+            self._shares.add(self._bucket, self)
+            self.top_up()
+
+    def top_up(self) -> None:
+        """Grants more when enough was spent. While the bucket is over its quota nothing is granted:
+        the memory is freed first, and then this is called again."""
+        bucket, session = self._bucket, self._session
+        if bucket is None or session.state is SessionState.CLOSED:
+            return
+        share = self._shares.share(bucket, self)
+        missing = share - session.credit.left
+        if missing * _TOP_UP_FRACTION < share:
+            return
+        relief = bucket.relief()
+        if relief is not Relief.NOTHING:
+            self._shares.upkeep.relieve(bucket)
+        if relief is Relief.REFUSE_CREDIT:
+            self._shares.refuse(self)
+            return
+        session.send(Credit(missing))
+        self._wake()
+
+    def leave_bucket(self) -> None:
+        """The bucket was deleted."""
+        self._bucket = None
+
+    def close(self) -> None:
+        """The connection is over: others share what it had."""
+        if self._bucket is not None:
+            self._shares.remove(self._bucket, self)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import attrs
+import msgspec
 
 from upr_protocol.errors import Status
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_protocol.wire import Message
 from upr_server.engine import Partition
-from upr_server.net.level import Level
+from upr_server.storage.online.flusher import Flusher
 
-if TYPE_CHECKING:
-    from upr_server.net.connection import Connection
+NO_DEADLINE_S: Final = 1e9
+"""Longer than anybody waits."""
 
 _NOT_ON_DISK: Final = (
     Status.TEMPORARY_FAILURE,
@@ -25,8 +27,34 @@ _NOT_ON_DISK: Final = (
 
 _NOT_REPLICATED: Final = (
     Status.NOT_DURABLE_YET,
-    "the batch was taken in, but there are not as many replicas that have it as were asked for",
+    "the batch was taken in, but fewer replicas have it than were asked for",
 )
+
+
+class DurabilityTarget(msgspec.Struct, frozen=True):
+    """How durable a change must be before it is answered.
+
+    Attributes:
+        durability: The level.
+        copies: How many replicas beside the active, for the replicated levels; else 0.
+        deadline: When replicas are waited for no more.
+    """
+
+    durability: Durability
+    copies: int = 0
+    deadline: float = math.inf
+
+    @property
+    def persists(self) -> bool:
+        """Whether it is about the disk."""
+        return self.durability in (Durability.PERSISTED, Durability.REPLICATED_AND_PERSISTED)
+
+    def reached(self, partition: Partition) -> SeqNo:
+        """The number up to which a partition has reached this target."""
+        seq = partition.manager.persistence.committed if self.persists else partition.high_seq
+        if self.copies:
+            seq = min(seq, partition.replicas.reached(self.copies, persisted=self.persists))
+        return seq
 
 
 @attrs.define
@@ -38,45 +66,59 @@ class _Reply:
 
 
 class Replies:
-    """The replies that one connection is owed.
+    """The replies that one connection owes its peer.
 
     Args:
-        connection: The connection.
         send: Sends a message.
+        refuse: Sends a refusal in place of a message.
+        wake: Has what was sent written.
     """
 
-    def __init__(self, connection: Connection, send: Callable[[Message], None]) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        send: Callable[[Message], None],
+        refuse: Callable[[Message, Status, str], None],
+        wake: Callable[[], None],
+    ) -> None:
         self._send = send
+        self._refuse = refuse
+        self._wake = wake
         self._owed: dict[PartitionId, deque[_Reply]] = {}
 
-    def add(self, partition: Partition, message: Message, seq: SeqNo, level: Level) -> None:
-        """Sends `message` when everything up to `seq` is as durable as `level` says, behind what
+    def send_when_durable(
+        self,
+        message: Message,
+        partition: Partition,
+        flusher: Flusher,
+        seq: SeqNo,
+        target: DurabilityTarget,
+    ) -> None:
+        """Sends `message` when everything up to `seq` is as durable as `target` says, behind what
         the same partition owes from before."""
         owed = self._owed.get(partition.id)
         if owed is None:
-            if level.reached(partition) >= seq:
+            if target.reached(partition) >= seq:
                 self._send(message)
                 return
             owed = self._owed[partition.id] = deque()
         reply = _Reply(message, awaited=1)
         owed.append(reply)
-        if level.persists:
+        if target.persists:
             reply.awaited += 1
-            flusher = self._connection.disk.flusher
             flusher.when_persisted(
                 partition, seq, partial(self._is_met, partition.id, reply, _NOT_ON_DISK)
             )
-        if level.copies:
+        if target.copies:
             reply.awaited += 1
             partition.replicas.when(
                 seq,
-                level.copies,
-                persisted=level.persists,
-                deadline=level.deadline,
+                target.copies,
+                persisted=target.persists,
+                deadline=target.deadline,
                 call=partial(self._is_met, partition.id, reply, _NOT_REPLICATED),
             )
-        # What was asked for may have been met at once; it was not to be sent before all was asked.
+        # Either may have been met at once, and the reply must not go before both were asked for:
+        # that is the one condition more that it began with.
         self._is_met(partition.id, reply, None, True)
 
     def _is_met(
@@ -95,7 +137,7 @@ class Replies:
             if due.failure is None:
                 self._send(due.message)
             else:
-                self._connection.refuse(due.message, *due.failure)
+                self._refuse(due.message, *due.failure)
         if not owed:
             self._owed.pop(partition, None)
-        self._connection.wake()
+        self._wake()

@@ -17,8 +17,8 @@ from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.net import ConnectionServer
 from upr_server.net import streamer as streamers
-from upr_server.net.service import Service
 from upr_server.storage.online.backfill import Backfill
 from upr_server.storage.online.stream_reader import StreamReader
 
@@ -85,15 +85,15 @@ def drops_a_cursor_and_says_nothing() -> Iterator[None]:
 def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
     """Streams go on in a history that their consumers have not heard of; found by the
     simulation."""
-    end_streams: Any = Service.end_streams
+    end_streams: Any = ConnectionServer.end_streams
 
     def end_some(
-        self: Service, bucket: Any, partition: Any, status: Status, **options: Any
+        self: ConnectionServer, bucket: Any, partition: Any, status: Status, **options: Any
     ) -> None:
         if status is not Status.STATE_CHANGED:
             end_streams(self, bucket, partition, status, **options)
 
-    with replaced(Service, "end_streams", end_some):
+    with replaced(ConnectionServer, "end_streams", end_some):
         yield
 
 

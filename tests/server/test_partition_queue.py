@@ -1,5 +1,5 @@
-"""Lines: how much of one connection stands in them, for whom they are worked off, and in what
-order. In memory, on simulated disks and a mock clock."""
+"""Queues of requests for one partition: how many of a connection wait, in what order they are
+answered, and until when. In memory, on simulated disks and a mock clock."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from upr_protocol.wire import (
     MutateReply,
     Noop,
 )
-from upr_server.net import Connection, Service
-from upr_server.net.connection import LINE_BYTES_MAX, LINE_REQUESTS_MAX, REPLIES_BYTES_MAX
-from upr_server.net.requests import GET_REPLY_BYTES
+from upr_server.app import Server
+from upr_server.net import Connection
+from upr_server.net.connection import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
+from upr_server.net.handlers.data import GET_REPLY_BYTES
 from upr_server.storage.calls import Call, FindItems, PutLease
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.simulated import SimulatedStore
@@ -46,17 +47,17 @@ COLD: Final = b"cold"
 @asynccontextmanager
 async def a_cold_key(
     store: SimulatedStore, value: bytes = b"v"
-) -> AsyncIterator[tuple[Service, BucketDisk]]:
-    """A service whose bucket has `COLD` on disk only."""
-    async with serving(store, 1) as service:
-        bucket = service.bucket(BUCKET)
-        disk = service.disks[bucket]
+) -> AsyncIterator[tuple[Server, BucketDisk]]:
+    """A server whose bucket has `COLD` on disk only."""
+    async with serving(store, 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        disk = server.catalog.disks[bucket]
         model = Model(disk, bucket.partitions[0])
         model.write((COLD, value))
         await model.persist()
         await trio.sleep(3)
         model.forget()
-        yield service, disk
+        yield server, disk
 
 
 def fetches(disk: BucketDisk) -> object:
@@ -65,8 +66,8 @@ def fetches(disk: BucketDisk) -> object:
     return figures["batches"]
 
 
-def connection_of(service: Service, before: set[Connection]) -> Connection:
-    (connection,) = service.connections.keys() - before
+def connection_of(server: Server, before: set[Connection]) -> Connection:
+    (connection,) = server.connections.connections.keys() - before
     return connection
 
 
@@ -76,29 +77,29 @@ async def ask(peer: Peer, count: int) -> None:
     await peer.say()
 
 
-async def test_few_requests_of_a_connection_stand_in_line_and_the_next_are_not_read(
+async def test_a_connection_with_many_queued_requests_is_not_read(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store, count = HeldReads(FindItems), 10 * LINE_REQUESTS_MAX
-    async with a_cold_key(store) as (service, _), speaking(service) as peer:
-        (connection,) = service.connections
+    store, count = HeldReads(FindItems), 10 * QUEUED_REQUESTS_MAX
+    async with a_cold_key(store) as (server, _), speaking(server) as peer:
+        (connection,) = server.connections.connections
         store.released = trio.Event()
         await ask(peer, count)
         await trio.sleep(1)
-        assert connection._in_line == LINE_REQUESTS_MAX
+        assert connection._queued_requests == QUEUED_REQUESTS_MAX
         store.released.set()
         for _ in range(count):
             await peer.hear(GetReply)
-        assert connection._in_line == connection._bytes_in_line == 0
+        assert connection._queued_requests == connection._queued_bytes == 0
 
 
-async def test_few_bytes_of_requests_stand_in_line(
+async def test_a_connection_with_many_queued_bytes_is_not_read(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Their credit is paid back when they come, and no quota counts them."""
     store, batch, opaques = HeldReads(FindItems), sets(b"k", value=bytes(200_000)), []
-    async with a_cold_key(store) as (service, disk), speaking(service) as peer:
-        (connection,) = service.connections
+    async with a_cold_key(store) as (server, disk), speaking(server) as peer:
+        (connection,) = server.connections.connections
         store.released = trio.Event()
         await ask(peer, 1)
         with trio.move_on_after(1):
@@ -107,26 +108,30 @@ async def test_few_bytes_of_requests_stand_in_line(
                     await peer.hear(Credit)
                 opaques.append(await send(peer, batch, MEMORY))
         assert len(opaques) < 50
-        assert LINE_BYTES_MAX < connection._bytes_in_line <= LINE_BYTES_MAX + batch.nbytes
+        assert QUEUED_BYTES_MAX < connection._queued_bytes <= QUEUED_BYTES_MAX + batch.nbytes
         store.released.set()
         for opaque in opaques:
             assert isinstance(await answer_to(peer, opaque), MutateReply)
         assert disk.bucket.partitions[0].high_seq == 1 + len(opaques)
 
 
-async def test_a_peer_that_takes_no_answers_is_owed_few_and_holds_nobody_up(
+async def test_a_peer_that_reads_no_answers_has_few_prepared_and_delays_no_other(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store, value = HeldReads(FindItems), bytes(900_000)
-    async with a_cold_key(store, value) as (service, disk), speaking(service) as good:
-        before = set(service.connections)
-        async with speaking(service) as bad:
-            connection = connection_of(service, before)
+    async with a_cold_key(store, value) as (server, disk), speaking(server) as good:
+        before = set(server.connections.connections)
+        async with speaking(server) as bad:
+            connection = connection_of(server, before)
             connection._stream.send_stream.send_all_hook = trio.sleep_forever  # type: ignore[attr-defined]
             await ask(bad, 400)
             await trio.sleep(3)
-            assert REPLIES_BYTES_MAX < connection._owed <= REPLIES_BYTES_MAX + GET_REPLY_BYTES
-            assert 0 < connection._in_line <= LINE_REQUESTS_MAX
+            assert (
+                REPLIES_BYTES_MAX
+                < connection._unsent_reply_bytes
+                <= REPLIES_BYTES_MAX + GET_REPLY_BYTES
+            )
+            assert 0 < connection._queued_requests <= QUEUED_REQUESTS_MAX
             for _ in range(3):
                 await ask(good, 1)
                 with trio.fail_after(1):
@@ -135,14 +140,14 @@ async def test_a_peer_that_takes_no_answers_is_owed_few_and_holds_nobody_up(
             assert not disk.bucket.partitions[0].eviction.pin_count
 
 
-async def test_nothing_is_read_for_those_who_are_gone(
+async def test_nothing_is_read_from_disk_for_a_closed_connection(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldReads(FindItems)
-    async with a_cold_key(store) as (service, disk):
+    async with a_cold_key(store) as (server, disk):
         store.released = trio.Event()
         for _ in range(3):
-            async with speaking(service) as peer:
+            async with speaking(server) as peer:
                 await ask(peer, 100)
                 await trio.sleep(0.1)
         before = fetches(disk)
@@ -150,7 +155,7 @@ async def test_nothing_is_read_for_those_who_are_gone(
         await trio.sleep(1)
         assert fetches(disk) == before
         assert not disk.bucket.partitions[0].eviction.pin_count
-        async with speaking(service) as peer:
+        async with speaking(server) as peer:
             await ask(peer, 1)
             await peer.hear(GetReply)
 
@@ -169,9 +174,9 @@ async def test_connections_take_turns(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with (
-        a_cold_key(SlowFinds()) as (service, _),
-        speaking(service) as many,
-        speaking(service) as few,
+        a_cold_key(SlowFinds()) as (server, _),
+        speaking(server) as many,
+        speaking(server) as few,
     ):
         await ask(many, 4000)
         await trio.lowlevel.checkpoint()
@@ -183,22 +188,22 @@ async def test_connections_take_turns(
         assert trio.current_time() - began < 5 * FETCH_S
 
 
-async def test_who_waits_in_line_is_not_called_silent(
+async def test_a_connection_whose_request_is_queued_is_not_taken_for_silent(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Nor is the server, though the peer is not read for five idle intervals."""
     store = HeldReads(FindItems)
-    async with a_cold_key(store) as (service, _), connected(service, idle_interval_s=1) as peer:
+    async with a_cold_key(store) as (server, _), connected(server, idle_interval_s=1) as peer:
         await peer.open(BUCKET)
         store.released = trio.Event()
-        await ask(peer, 2 * LINE_REQUESTS_MAX)
+        await ask(peer, 2 * QUEUED_REQUESTS_MAX)
         heard: list[Message] = []
         with trio.move_on_after(5):
             while True:
                 heard.append(await peer.hear(Message))
         assert [type(message) for message in heard] == [Noop] * 4
         store.released.set()
-        for _ in range(2 * LINE_REQUESTS_MAX):
+        for _ in range(2 * QUEUED_REQUESTS_MAX):
             await peer.hear(GetReply)
 
 
@@ -217,9 +222,9 @@ async def test_lease_requests_of_a_connection_are_answered_one_at_a_time(
 ) -> None:
     """The disk has one writer: whoever waits for `persisted` would wait for all of them."""
     async with (
-        a_cold_key(SlowLeases()) as (service, _),
-        speaking(service) as many,
-        speaking(service) as few,
+        a_cold_key(SlowLeases()) as (server, _),
+        speaking(server) as many,
+        speaking(server) as few,
     ):
         acquire = Lease(LeaseAction.ACQUIRE, 0, 60, "x", ((0, 0, 1),), opaque=many.opaque())
         await many.say(acquire)

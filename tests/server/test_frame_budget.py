@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from upr_server.net.budget import FrameBudget, frame_timeout_s
+from upr_server.net.frame_budget import FrameBudget, frame_timeout_s
 
 
 async def test_takes_what_fits_at_once() -> None:

@@ -6,6 +6,8 @@ from typing import Final
 
 import trio
 
+from upr_protocol.concurrency import Notifier
+
 LARGE_FRAME_BYTES: Final = 1024 * 1024
 """Frames up to this length are not counted: 10,000 connections in the middle of one are what the
 limit on connections is for."""
@@ -34,9 +36,9 @@ class FrameBudget:
     def __init__(self, limit: int = BUDGET_BYTES) -> None:
         self._limit = limit
         self._turn = trio.StrictFIFOLock()
-        self._freed = trio.Event()
+        self._freed = Notifier()
         self.used = 0
-        """Bytes taken."""
+        """Bytes acquired and not released."""
 
     async def acquire(self, count: int) -> None:
         """Takes `count` bytes, when it is this task's turn and there are as many.
@@ -45,12 +47,11 @@ class FrameBudget:
         """
         async with self._turn:
             while self.used and self.used + count > self._limit:
-                self._freed = trio.Event()
                 await self._freed.wait()
             self.used += count
 
     def release(self, count: int) -> None:
-        """Gives `count` bytes back."""
+        """Releases `count` bytes."""
         self.used -= count
-        assert self.used >= 0, "more was given back than taken"
-        self._freed.set()
+        assert self.used >= 0, "more was released than acquired"
+        self._freed.notify()

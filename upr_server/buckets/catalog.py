@@ -1,0 +1,286 @@
+"""Which buckets there are: recovered from disk, created, deleted, and stopped cleanly."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import structlog
+import trio
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_server.buckets.upkeep import Upkeep
+from upr_server.engine import Bucket, Buckets, Listener, PartitionImage, check_bucket
+from upr_server.storage.api import Store
+from upr_server.storage.calls import (
+    CreateBucket,
+    DeleteBucket,
+    LoadBuckets,
+    MarkCleanStop,
+    StartServing,
+)
+from upr_server.storage.chunk_log import StoredBucket
+from upr_server.storage.errors import CorruptionError, DiskFullError
+from upr_server.storage.online.bucket_disk import BucketDisk, recover_partitions
+from upr_server.storage.online.maintenance import IDLE_S
+from upr_server.storage.records import BucketRecord, LeaseRecord, PartialRecord, PartitionRecord
+
+PURGE_AGE_S: Final = 3 * 24 * 3600.0
+"""A consumer that was away for less than this hears of every deletion when it comes back; one that
+was away for longer may have to begin again."""
+
+log = structlog.get_logger(__name__)
+
+
+class BucketMaps(Protocol):
+    """What recovering, deleting and stopping buckets means to their partition maps."""
+
+    def restore(
+        self,
+        disk: BucketDisk,
+        document: str,
+        partials: Mapping[PartitionId, PartialRecord],
+        *,
+        is_clean: bool,
+    ) -> None:
+        """A bucket was found on disk, with this map."""
+
+    def drop_bucket(self, bucket: str) -> None:
+        """A bucket was deleted."""
+
+    async def stop(self) -> None:
+        """Stops replicating; what was received is on disk then."""
+
+    def is_suspect(self, bucket: str) -> bool:
+        """Whether this node's stop must not count as a clean one."""
+
+
+class BucketCatalog:
+    """The buckets of one server, in memory and on disk.
+
+    Args:
+        store: The disk.
+        upkeep: Works on the buckets.
+        quota_bytes_default: The memory quota of a bucket that is created without one.
+        time: Seconds since 1970.
+        new_history_id: Draws a fresh non-zero random number.
+        purge_age_s: How old a tombstone must be to be forgotten.
+        listener: Is told what becomes of buckets.
+        rest_s: How long the disk of a bucket with which there is nothing to do is left alone,
+            unless its `maintenance` is woken. Whoever gives more than the default wakes it.
+
+    Attributes:
+        buckets: By name.
+        disks: The disk of each bucket.
+        quota_bytes_default: See above.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        upkeep: Upkeep,
+        *,
+        quota_bytes_default: int,
+        time: Callable[[], float],
+        new_history_id: Callable[[], HistoryId],
+        purge_age_s: float = PURGE_AGE_S,
+        listener: Listener | None = None,
+        rest_s: float = IDLE_S,
+    ) -> None:
+        self.buckets = Buckets(new_history_id, upkeep.collapse_soon, listener)
+        self.disks: dict[Bucket, BucketDisk] = {}
+        self.quota_bytes_default = quota_bytes_default
+        self._store = store
+        self._upkeep = upkeep
+        self._time = time
+        self._new_history_id = new_history_id
+        self._purge_age_s = purge_age_s
+        self._rest_s = rest_s
+        self._maps: BucketMaps
+        self._nursery: trio.Nursery
+        self._on_delete: list[Callable[[Bucket], None]] = []
+        # Buckets are created and deleted one after the other.
+        self._lock = trio.Lock()
+
+    # Looking up.
+
+    def bucket(self, name: str) -> Bucket:
+        """The bucket of this name.
+
+        Raises:
+            ServerError: There is none.
+        """
+        bucket = self.buckets.get(name)
+        if bucket is None:
+            raise ServerError(Status.NO_BUCKET, f"there is no bucket {name!r}")
+        return bucket
+
+    def disk_of(self, name: str) -> BucketDisk | None:
+        """The disk of the bucket with this name; None when there is no such bucket."""
+        bucket = self.buckets.get(name)
+        return None if bucket is None else self.disks[bucket]
+
+    # Starting and stopping.
+
+    @asynccontextmanager
+    async def recovered(self, maps: BucketMaps) -> AsyncIterator[None]:
+        """The buckets that are on disk, for as long as the context. When it ends, everything that
+        has changed meanwhile is on disk, and the mark of a clean stop with it.
+
+        Args:
+            maps: Are told of the buckets.
+
+        Raises:
+            StorageError: What is on disk cannot be read.
+        """
+        self._maps = maps
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for stored in await self._load():
+                await self._recover(stored)
+            yield
+            await maps.stop()
+            await self._stop_disks()
+            nursery.cancel_scope.cancel()
+
+    async def _load(self) -> list[StoredBucket]:
+        try:
+            return await self._store.ask(LoadBuckets())
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}; run `upr-server check`") from error
+
+    async def _recover(self, stored: StoredBucket) -> None:
+        record = stored.record
+        images, changed = recover_partitions(stored, self._new_history_id)
+        await self._store.ask(StartServing(record.name, changed))
+        log.info(
+            "bucket recovered",
+            bucket=record.name,
+            partitions=record.partition_count,
+            mutations=sum(image.high for image in images),
+            after="a clean stop" if stored.is_clean else "an unclean stop: new histories",
+        )
+        bucket = self.buckets.create(
+            record.name,
+            record.partition_count,
+            record.quota_bytes,
+            images,
+            incarnation=record.incarnation,
+            is_new=False,
+        )
+        disk = self._attach_disk(bucket, stored.leases)
+        if stored.cluster_map:
+            partials = {
+                PartitionId(number): partition.record.partial
+                for number, partition in enumerate(stored.partitions)
+                if partition.record.partial is not None
+            }
+            self._maps.restore(disk, stored.cluster_map, partials, is_clean=stored.is_clean)
+
+    async def _stop_disks(self) -> None:
+        """Brings every bucket to disk, and marks those that are complete there. A bucket that finds
+        no room does not keep the others from it."""
+        failure: DiskFullError | None = None
+        for disk in self.disks.values():
+            disk.flusher.stop()
+        for bucket, disk in self.disks.items():
+            try:
+                await disk.stop()
+                if not self._maps.is_suspect(bucket.name):
+                    await self._store.ask(MarkCleanStop(bucket.name))
+            except DiskFullError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # Creating and deleting.
+
+    async def create_bucket(self, name: str, partition_count: int, quota_bytes: int) -> None:
+        """Creates a bucket; it is on disk when this returns. Cancelled, it is created or not, in
+        memory and on disk alike.
+
+        Raises:
+            BucketError: It exists, or an argument is out of its range.
+            StorageError: It could not be put on disk.
+        """
+        check_bucket(name, partition_count, quota_bytes)
+        await self._create(name, quota_bytes, [PartitionState.ACTIVE] * partition_count)
+
+    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
+        """Creates a bucket whose partitions are dead and empty.
+
+        Raises:
+            BucketError: It exists, or an argument is out of its range.
+            StorageError: It could not be put on disk.
+        """
+        check_bucket(name, partition_count, self.quota_bytes_default)
+        states = [PartitionState.DEAD] * partition_count
+        return await self._create(name, self.quota_bytes_default, states)
+
+    async def _create(
+        self, name: str, quota_bytes: int, states: Sequence[PartitionState]
+    ) -> BucketDisk:
+        async with self._lock:
+            self.buckets.check_absent(name)
+            images = [PartitionImage(state, self._first_log(state)) for state in states]
+            incarnation = self._new_history_id()
+            record = BucketRecord(name, len(states), quota_bytes, incarnation=incarnation)
+            partitions = [
+                PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
+                for image in images
+            ]
+            # A client that asked for it may leave meanwhile. What is on disk must be in memory too.
+            with trio.CancelScope(shield=True):
+                await self._store.ask(CreateBucket(record, partitions))
+            bucket = self.buckets.create(
+                name, len(states), quota_bytes, images, incarnation=incarnation
+            )
+            return self._attach_disk(bucket)
+
+    def _first_log(self, state: PartitionState) -> FailoverLog:
+        if state is PartitionState.ACTIVE:
+            return FailoverLog().branch(self._new_history_id(), SeqNo(0))
+        return FailoverLog()
+
+    def _attach_disk(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> BucketDisk:
+        disk = BucketDisk(
+            self._store,
+            bucket,
+            time=self._time,
+            new_id=self._new_history_id,
+            purge_age_s=self._purge_age_s,
+            leases=leases,
+            on_memory_freed=self._upkeep.try_relief_again,
+            rest_s=self._rest_s,
+            nursery=self._nursery,
+        )
+        self._nursery.start_soon(disk.run)
+        self.disks[bucket] = disk
+        self._upkeep.add_bucket(disk)
+        return disk
+
+    def call_on_delete(self, callback: Callable[[Bucket], None]) -> None:
+        """Has `callback` called with each bucket that is deleted, before its disk is given up."""
+        self._on_delete.append(callback)
+
+    async def delete_bucket(self, name: str) -> None:
+        """Deletes a bucket, and ends the streams of the clients that have it open. Cancelled, it is
+        deleted or not, in memory and on disk alike.
+
+        Raises:
+            BucketError: There is none.
+            StorageError: It could not be deleted.
+        """
+        async with self._lock:
+            bucket = self.buckets.delete(name)
+            self._maps.drop_bucket(name)
+            self._upkeep.remove_bucket(bucket)
+            for callback in self._on_delete:
+                callback(bucket)
+            with trio.CancelScope(shield=True):
+                await self.disks.pop(bucket).abandon()
+                await self._store.ask(DeleteBucket(name))
+                self._upkeep.collect_garbage_soon()

@@ -1,0 +1,167 @@
+"""The work on buckets between requests: collapsing snapshots, freeing memory, expiring items."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.concurrency import Notifier
+from upr_server.engine import Bucket, Relief
+from upr_server.runtime import HeapTrimmer
+from upr_server.storage.errors import CorruptionError, StorageError
+from upr_server.storage.online.bucket_disk import BucketDisk
+
+COLLAPSE_MUTATIONS: Final = 2000
+"""Mutations that one step of collapsing goes through: about a millisecond of the loop."""
+
+RELIEF_RETRY_S: Final = 0.05
+"""When nothing could be freed, how soon to look again."""
+
+EXPIRY_INTERVAL_S: Final = 1.0
+"""How often expired items are turned into deletions; a read says missing at once in any case."""
+
+log = structlog.get_logger(__name__)
+
+
+class Upkeep:
+    """Works on buckets in bounded steps, for as long as its loops run.
+
+    Args:
+        time: Seconds since 1970.
+    """
+
+    def __init__(self, time: Callable[[], float]) -> None:
+        self._time = time
+        self._disks: dict[Bucket, BucketDisk] = {}
+        # Buckets with something to collapse; a dict, so that they take turns.
+        self._collapsible: dict[Bucket, None] = {}
+        self._collapse_wanted = Notifier()
+        self._short: dict[Bucket, None] = {}
+        self._relief_wanted = Notifier()
+        self._after_step: list[Callable[[], None]] = []
+        self._has_garbage = False
+        self._heap_trimmer = HeapTrimmer()
+
+    def add_bucket(self, disk: BucketDisk) -> None:
+        """Works on one more bucket."""
+        self._disks[disk.bucket] = disk
+
+    def remove_bucket(self, bucket: Bucket) -> None:
+        """A bucket was deleted."""
+        self._disks.pop(bucket, None)
+        self._collapsible.pop(bucket, None)
+        self._short.pop(bucket, None)
+
+    def collect_garbage_soon(self) -> None:
+        """A deleted bucket is not used any more."""
+        self._has_garbage = True
+
+    def call_after_step(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called after each step that may have freed memory."""
+        self._after_step.append(callback)
+
+    def _end_step(self) -> None:
+        for callback in self._after_step:
+            callback()
+
+    # Collapsing snapshots.
+
+    def collapse_soon(self, bucket: Bucket) -> None:
+        """`bucket` has something to collapse."""
+        self._collapsible[bucket] = None
+        self._collapse_wanted.notify()
+
+    async def collapse(self) -> None:
+        """Collapses snapshots whenever there are any to collapse, until cancelled."""
+        while True:
+            if not self._collapsible:
+                await self._collapse_wanted.wait()
+            bucket = next(iter(self._collapsible))
+            if not bucket.collapse_step(COLLAPSE_MUTATIONS):
+                del self._collapsible[bucket]
+            self._end_step()
+            await trio.lowlevel.checkpoint()
+
+    # Freeing memory.
+
+    def relieve(self, bucket: Bucket) -> None:
+        """`bucket` is short of memory: some is to be freed."""
+        self._short[bucket] = None
+        self._relief_wanted.notify()
+
+    def try_relief_again(self) -> None:
+        """The disk has come further, so that more memory may be freed."""
+        self._relief_wanted.notify()
+
+    async def free_memory(self) -> None:
+        """Frees memory of buckets that are short of it, until cancelled."""
+        while True:
+            with trio.move_on_after(RELIEF_RETRY_S if self._short else math.inf):
+                await self._relief_wanted.wait()
+            await self._free_some()
+            self._end_step()
+
+    async def _free_some(self) -> None:
+        for bucket in list(self._short):
+            relief = Relief.FREE
+            while relief not in (Relief.NOTHING, Relief.REFUSE_CREDIT):
+                relief = bucket.relieve(COLLAPSE_MUTATIONS)
+                self._end_step()
+                await trio.lowlevel.checkpoint()
+            if relief is Relief.NOTHING:
+                self._short.pop(bucket, None)
+            elif bucket in self._disks:
+                # What is left must go to disk before it can be freed.
+                self._disks[bucket].maintenance.wake()
+
+    # Expiring items, and returning memory.
+
+    async def expire(self) -> None:
+        """Turns expired items into deletions, and returns freed memory, until cancelled."""
+        while True:
+            await trio.sleep(EXPIRY_INTERVAL_S)
+            now = self._time()
+            await self._expire_items(now)
+            await self._expire_on_disk(now)
+            self._give_up_on_replicas()
+            self._end_step()
+            self._return_memory()
+
+    async def _expire_items(self, now: float) -> None:
+        for bucket in list(self._disks):
+            for partition in bucket.partitions:
+                # One that is not active expires nothing, whatever is due.
+                while partition.expire(now):
+                    await trio.lowlevel.checkpoint()
+
+    async def _expire_on_disk(self, now: float) -> None:
+        for disk in list(self._disks.values()):
+            try:
+                await disk.expire(now)
+            except CorruptionError as error:
+                log.error("damaged record", bucket=disk.bucket.name, error=str(error))
+            except StorageError:
+                # The bucket was deleted meanwhile, or the store fails, and all of it ends.
+                pass
+            if disk.bucket.relief() is not Relief.NOTHING:
+                self.relieve(disk.bucket)
+
+    def _give_up_on_replicas(self) -> None:
+        """Answers publishers whose replicas took too long."""
+        now = trio.current_time()
+        for bucket in self._disks:
+            for partition in bucket.partitions:
+                partition.replicas.give_up(now)
+
+    def _return_memory(self) -> None:
+        if self._has_garbage:
+            # A deleted bucket's parts refer to each other, in few objects that hold much memory:
+            # left alone, Python's collector might not look for them for hours.
+            self._has_garbage = False
+            gc.collect()
+        self._heap_trimmer.note_use(sum([bucket.memory.total for bucket in self._disks]))

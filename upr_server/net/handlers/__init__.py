@@ -1,0 +1,53 @@
+"""How each request is answered: what a client's message does to the buckets.
+
+A handler sees one moment of the server: it answers at once, between two checkpoints, unless it
+needs something from disk. Then it answers when that is there, and requests about the same partition
+come after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from upr_protocol.wire import (
+    Await,
+    CreateBucket,
+    DeleteBucket,
+    Get,
+    GetMap,
+    Join,
+    Lease,
+    ListBuckets,
+    Message,
+    Mutate,
+    NextEvents,
+    Open,
+    ReplicaAck,
+    Seqnos,
+    SetMap,
+    Stats,
+    Stream,
+)
+from upr_server.net.handlers import admin, data, events, leases, partition_map, streams
+from upr_server.net.request_context import Handler
+
+HANDLERS: Final[Mapping[type[Message], Handler]] = {
+    Open: streams.open_bucket,
+    Stream: streams.stream,
+    ReplicaAck: streams.replica_ack,
+    Mutate: data.mutate,
+    Get: data.get,
+    Seqnos: data.seqnos,
+    Await: data.await_durable,
+    Lease: leases.lease,
+    CreateBucket: admin.create_bucket,
+    DeleteBucket: admin.delete_bucket,
+    ListBuckets: admin.list_buckets,
+    Stats: admin.stats,
+    GetMap: partition_map.get_map,
+    SetMap: partition_map.set_map,
+    Join: partition_map.join,
+    NextEvents: events.next_events,
+}
+"""By the kind of request."""

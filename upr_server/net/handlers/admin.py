@@ -1,0 +1,64 @@
+"""Creating, deleting and listing buckets, and statistics."""
+
+from __future__ import annotations
+
+import msgspec
+import trio
+
+from upr_protocol.limits import PARTITIONS_DEFAULT
+from upr_protocol.wire import (
+    BucketDone,
+    CreateBucket,
+    DeleteBucket,
+    ListBuckets,
+    ListBucketsReply,
+    Stats,
+    StatsReply,
+)
+from upr_server.net.request_context import RequestContext
+
+
+def create_bucket(context: RequestContext, request: CreateBucket) -> None:
+    """Creates a bucket."""
+    catalog = context.catalog
+
+    async def create() -> None:
+        await catalog.create_bucket(
+            request.name,
+            request.partition_count or PARTITIONS_DEFAULT,
+            request.quota_bytes or catalog.quota_bytes_default,
+        )
+        context.send(BucketDone(opaque=request.opaque))
+
+    context.answer_in_turn(request, create)
+
+
+def delete_bucket(context: RequestContext, request: DeleteBucket) -> None:
+    """Deletes a bucket."""
+
+    async def delete() -> None:
+        await context.catalog.delete_bucket(request.name)
+        context.send(BucketDone(opaque=request.opaque))
+
+    context.answer_in_turn(request, delete)
+
+
+def list_buckets(context: RequestContext, request: ListBuckets) -> None:
+    """Lists the buckets, as they are after what the same client asked for before."""
+
+    async def answer() -> None:
+        await trio.lowlevel.checkpoint()
+        rows = tuple(
+            (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes)
+            for bucket in context.catalog.buckets
+        )
+        context.send(ListBucketsReply(rows, opaque=request.opaque))
+
+    context.answer_in_turn(request, answer)
+
+
+def stats(context: RequestContext, request: Stats) -> None:
+    """Tells the figures of a bucket, or of the server."""
+    statistics = context.statistics_of(request.bucket)
+    text = msgspec.json.encode(statistics, enc_hook=str).decode()
+    context.send(StatsReply(text, opaque=request.opaque))

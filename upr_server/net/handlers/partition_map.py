@@ -1,0 +1,43 @@
+"""Partition maps: telling them, and taking new ones."""
+
+from __future__ import annotations
+
+from upr_protocol.partition_map import PartitionMap
+from upr_protocol.wire import GetMap, Join, MapReply, SetMap
+from upr_server.net.request_context import RequestContext
+
+
+def get_map(context: RequestContext, request: GetMap) -> None:
+    """Tells the map of a bucket."""
+    if request.bucket:
+        context.catalog.bucket(request.bucket)
+    _reply(context, request, context.cluster.map_of(request.bucket))
+
+
+def set_map(context: RequestContext, request: SetMap) -> None:
+    """Applies a map."""
+
+    async def apply() -> None:
+        new_map = await context.cluster.set_map(request.expected_revision, request.document)
+        _reply(context, request, new_map)
+
+    context.answer_in_turn(request, apply)
+
+
+def join(context: RequestContext, request: Join) -> None:
+    """Asks another node for a bucket's map, and applies that."""
+
+    async def apply() -> None:
+        new_map = await context.cluster.join(request.bucket, request.address)
+        _reply(context, request, new_map)
+
+    context.answer_in_turn(request, apply)
+
+
+def _reply(
+    context: RequestContext, request: GetMap | SetMap | Join, partition_map: PartitionMap | None
+) -> None:
+    revision, document = 0, ""
+    if partition_map is not None:
+        revision, document = partition_map.revision, partition_map.encode()
+    context.send(MapReply(revision, document, context.cluster.node, opaque=request.opaque))

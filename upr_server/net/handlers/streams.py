@@ -1,0 +1,96 @@
+"""Opening a bucket, asking for its partitions' streams, and what replicas report."""
+
+from __future__ import annotations
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream, StreamReply
+from upr_server.net.request_context import REPLICA_PREFIX, RequestContext, find_partition
+
+
+def open_bucket(context: RequestContext, request: Open) -> None:
+    """Opens a bucket, and tells its partitions' histories."""
+    bucket = context.catalog.bucket(request.bucket)
+    context.open_bucket(bucket)
+    for number in request.partitions or range(len(bucket.partitions)):
+        partition = bucket.partitions[number] if number < len(bucket.partitions) else None
+        if partition is None or partition.state is PartitionState.DEAD:
+            # What is left here of a partition that was taken away is nobody's business any more.
+            context.send(
+                PartitionLog(
+                    PartitionState.DEAD,
+                    SeqNo(0),
+                    SeqNo(0),
+                    SeqNo(0),
+                    FailoverLog(),
+                    partition=PartitionId(number),
+                    opaque=request.opaque,
+                    status=Status.NOT_MY_PARTITION,
+                )
+            )
+            continue
+        context.send(
+            PartitionLog(
+                partition.state,
+                partition.high_seq,
+                partition.manager.persistence.committed,
+                partition.purge_seq,
+                partition.failover_log,
+                partition=partition.id,
+                opaque=request.opaque,
+            )
+        )
+    context.send(Opened(len(bucket.partitions), context.map_revision, opaque=request.opaque))
+    context.credit.open(bucket)
+
+
+def stream(context: RequestContext, request: Stream) -> None:
+    """Opens a stream, or says why there is none."""
+    try:
+        partition = find_partition(context, request.partition)
+        _check_replica(context, request)
+    except ServerError as error:
+        context.send(
+            StreamReply(
+                SeqNo(0),
+                error.sentence,
+                FailoverLog(),
+                context.map_revision,
+                partition=request.partition,
+                opaque=request.opaque,
+                status=error.status,
+            )
+        )
+        return
+    context.streamer.open(context.disk, partition, request, context.map_revision)
+
+
+def _check_replica(context: RequestContext, request: Stream) -> None:
+    """A replica follows this node only while the maps of both say so. This node may have lost its
+    disk, and with it the map: the replica would give up everything that it has."""
+    bucket = context.bucket
+    if not request.with_answers or bucket is None:
+        return
+    name = context.client_identity.removeprefix(REPLICA_PREFIX)
+    if not context.cluster.is_replica(bucket.name, request.partition, name):
+        raise ServerError(
+            Status.WRONG_STATE,
+            f"this node does not know {name!r} as its replica for partition {request.partition}",
+        )
+
+
+def replica_ack(context: RequestContext, request: ReplicaAck) -> None:
+    """Notes how far a replica is. Reports that fit no partition or history are dropped."""
+    bucket = context.bucket
+    if bucket is None or request.partition >= len(bucket.partitions):
+        return
+    name = context.client_identity.removeprefix(REPLICA_PREFIX)
+    partition = bucket.partitions[request.partition]
+    if (
+        request.history_id == partition.failover_log.current
+        and request.received <= partition.high_seq
+        and context.cluster.is_replica(bucket.name, partition.id, name)
+    ):
+        context.note_replica(partition, name)
+        partition.replicas.report(name, request.received, request.persisted, context)

@@ -1,0 +1,169 @@
+"""Requests about one partition, in order, while something of it is read from disk."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+import structlog
+import trio
+
+from upr_protocol.chunk import Mutation
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.wire import Get, Message, Mutate
+from upr_server.engine import NOTHING_FETCHED, Bucket, Fetched, FetchRequest, Partition
+from upr_server.storage.errors import CorruptionError, StorageError
+from upr_server.storage.online.bucket_disk import BucketDisk
+
+FETCHED_BYTES_MAX: Final = 64 * 1024 * 1024
+"""What one request may need from disk. Only a batch of operations that read large values comes to
+more; it is refused, whole."""
+
+log = structlog.get_logger(__name__)
+
+Apply = Callable[[Fetched], Sequence[FetchRequest]]
+"""Does what a request asks; or does nothing, and says what must be read from disk first."""
+
+_Requests = deque[tuple[Get | Mutate, Apply]]
+
+
+class QueuingConnection(Protocol):
+    """What a connection is to the queues in which its requests wait."""
+
+    def start(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Runs `task`, which must not raise, until the connection's end cancels it."""
+
+    def refuse(self, request: Message, status: Status, sentence: str) -> None:
+        """Sends a refusal."""
+
+    def fail(self, request: Message) -> None:
+        """`request` met a fault of the server, and the connection ends."""
+
+    async def wait_for_reply_room(self) -> None:
+        """Waits while the peer has too many replies to take."""
+
+    def request_queued(self, nbytes: int) -> None:
+        """A request of so many bytes waits in a queue."""
+
+    def request_dequeued(self, nbytes: int) -> None:
+        """Such a request was answered."""
+
+
+class PartitionQueue:
+    """The requests that wait for one partition.
+
+    Mostly there are none: a request is answered at once. One that needs something from disk waits
+    for it, and those that come meanwhile wait behind it. One is answered at a time. Those of one
+    connection are answered in their order, and connections take turns: none waits for more than one
+    request of each of the others.
+
+    A task of its own answers the requests of a connection, and ends with it: nothing is read for
+    connections that are gone. It also waits while the peer has too many replies to take, and keeps
+    no other connection from its turn meanwhile.
+
+    Args:
+        disk: Where the partition's bucket is kept.
+        partition: The partition.
+    """
+
+    __slots__ = ("_disk", "_partition", "_queues", "_turn")
+
+    def __init__(self, disk: BucketDisk, partition: Partition) -> None:
+        self._disk = disk
+        self._partition = partition
+        self._queues: dict[QueuingConnection, _Requests] = {}
+        self._turn = trio.StrictFIFOLock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits."""
+        return not self._queues and not self._turn.locked()
+
+    def answer(self, connection: QueuingConnection, request: Get | Mutate, apply: Apply) -> None:
+        """Has `request` answered: now, or in its turn."""
+        queue = self._queues.get(connection)
+        if queue is None:
+            if not self._turn.locked() and not apply(NOTHING_FETCHED):
+                return
+            queue = self._queues[connection] = deque()
+            connection.start(partial(self._answer_all, connection, queue))
+        queue.append((request, apply))
+        connection.request_queued(_bytes_of(request))
+
+    async def _answer_all(self, connection: QueuingConnection, queue: _Requests) -> None:
+        try:
+            while queue:
+                await connection.wait_for_reply_room()
+                async with self._turn:
+                    await self._answer_one(connection, *queue[0])
+                request, _ = queue.popleft()
+                connection.request_dequeued(_bytes_of(request))
+        finally:
+            del self._queues[connection]
+
+    async def _answer_one(
+        self, connection: QueuingConnection, request: Get | Mutate, apply: Apply
+    ) -> None:
+        pin = self._partition.eviction.pin()
+        try:
+            await self._fetch_and_apply(apply)
+        except ServerError as error:
+            connection.refuse(request, error.status, error.sentence)
+        except Exception:
+            log.exception("request failed", request=type(request).__name__)
+            connection.fail(request)
+        finally:
+            self._partition.eviction.unpin(pin)
+
+    async def _fetch_and_apply(self, apply: Apply) -> None:
+        fetched: dict[bytes, Mutation | None] = {}
+        nbytes = 0
+        while missing := apply(fetched):
+            rows = await self._fetch(missing)
+            nbytes += sum(len(row.value) for row in rows.values() if row is not None)
+            if nbytes > FETCHED_BYTES_MAX:
+                raise ServerError(
+                    Status.LIMIT_REACHED,
+                    f"the request needs more than {FETCHED_BYTES_MAX} bytes from disk; ask for "
+                    "less at a time",
+                )
+            fetched |= rows
+
+    async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
+        try:
+            return await self._disk.find(self._partition, missing)
+        except CorruptionError as error:
+            log.error("damaged record", partition=self._partition.id, error=str(error))
+            raise ServerError(Status.DAMAGED, str(error)) from error
+        except StorageError as error:
+            raise ServerError(Status.TEMPORARY_FAILURE, str(error)) from error
+
+
+class PartitionQueues:
+    """The queues of all partitions, made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Partition, PartitionQueue] = {}
+
+    def of(self, disk: BucketDisk, partition: Partition) -> PartitionQueue:
+        """The queue of a partition."""
+        queue = self._queues.get(partition)
+        if queue is None:
+            queue = self._queues[partition] = PartitionQueue(disk, partition)
+        return queue
+
+    def remove_bucket(self, bucket: Bucket) -> None:
+        """`bucket` was deleted."""
+        for partition in bucket.partitions:
+            self._queues.pop(partition, None)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether no request waits in any of them."""
+        return all(queue.is_idle for queue in self._queues.values())
+
+
+def _bytes_of(request: Get | Mutate) -> int:
+    return request.chunk.nbytes if isinstance(request, Mutate) else sum(map(len, request.keys))

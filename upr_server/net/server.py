@@ -1,0 +1,177 @@
+"""The connections of a server: accepted up to a limit, counted, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.errors import Status
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire import Message
+from upr_server.buckets import BucketCatalog, Upkeep
+from upr_server.engine import Bucket
+from upr_server.net.connection import Connection
+from upr_server.net.credit import CreditShares
+from upr_server.net.request_context import Cluster, Events, Handler
+from upr_server.net.resources import ServerResources
+
+REFUSALS_MAX: Final = 100
+"""Connections beyond the limit that are told so at a time; the others are just closed."""
+
+log = structlog.get_logger(__name__)
+
+
+class ConnectionServer:
+    """Serves the connections of one server.
+
+    Args:
+        catalog: The buckets.
+        upkeep: Works on them.
+        cluster: The partition maps.
+        events: The event bus; None on a server without one.
+        handlers: How requests are answered, by their kind.
+        identity: The server's name for itself, told to clients.
+        time: Seconds since 1970.
+        connections_max: Connections at a time; one more is refused at once.
+        send_timeout_s: How long a peer may take nothing of what waits for it.
+        replication_timeout_s: How long replicas may take to have a batch.
+
+    Attributes:
+        connections: The connections that are open.
+        resources: What they share.
+    """
+
+    def __init__(
+        self,
+        catalog: BucketCatalog,
+        upkeep: Upkeep,
+        cluster: Cluster,
+        events: Events | None,
+        handlers: Mapping[type[Message], Handler],
+        *,
+        identity: str,
+        time: Callable[[], float],
+        connections_max: int,
+        send_timeout_s: float,
+        replication_timeout_s: float,
+    ) -> None:
+        self.connections: dict[Connection, None] = {}
+        self.resources = ServerResources(
+            identity,
+            catalog,
+            cluster,
+            events,
+            CreditShares(upkeep),
+            handlers,
+            time,
+            self.statistics,
+            send_timeout_s,
+            replication_timeout_s,
+        )
+        self._connections_max = connections_max
+        self._refused = 0
+        self._being_refused = 0
+        self._started_at = trio.current_time()
+        catalog.call_on_delete(self._leave_bucket)
+
+    async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
+        """Serves one connection until it ends; what goes wrong in it stays in it."""
+        connection = Connection(self.resources, stream, _peer_of(stream))
+        if len(self.connections) >= self._connections_max:
+            await self._refuse(connection, stream)
+            return
+        self.connections[connection] = None
+        try:
+            await self._run(connection)
+        finally:
+            self.connections.pop(connection, None)
+            connection.credit.close()
+
+    async def _run(self, connection: Connection) -> None:
+        try:
+            await connection.run()
+        except Exception:
+            # A fault of ours must not take the other connections with it.
+            log.exception("connection failed", peer=connection.peer)
+
+    async def _refuse(self, connection: Connection, stream: trio.abc.HalfCloseableStream) -> None:
+        self._refused += 1
+        log.warning("too many connections; refusing one", connections=len(self.connections))
+        if self._being_refused >= REFUSALS_MAX:
+            await trio.aclose_forcefully(stream)
+            return
+        connection.session.fail(
+            Status.TOO_MANY, f"there are {len(self.connections)} connections already"
+        )
+        self._being_refused += 1
+        try:
+            await self._run(connection)
+        finally:
+            self._being_refused -= 1
+
+    def end_streams(
+        self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
+    ) -> None:
+        """Ends the streams of a partition with `status`; those of replicas if `of_replicas`."""
+        for connection in self.connections:
+            if connection.bucket is bucket:
+                if of_replicas or not connection.streamer.feeds_replica(partition):
+                    connection.streamer.end(partition, status)
+                connection.wake()
+
+    def _leave_bucket(self, bucket: Bucket) -> None:
+        self.resources.credit_shares.remove_bucket(bucket)
+        for connection in self.connections:
+            if connection.bucket is bucket:
+                connection.leave_bucket()
+        self.resources.queues.remove_bucket(bucket)
+
+    def shut_down(self) -> None:
+        """Ends every connection with a reason; each closes once its peer took what is queued."""
+        for connection in self.connections:
+            connection.shut_down()
+
+    def statistics(self, bucket_name: str = "") -> dict[str, object]:
+        """The figures of a bucket, or of the server; sizes in bytes, times in seconds.
+
+        Raises:
+            ServerError: There is no such bucket.
+        """
+        resources, catalog = self.resources, self.resources.catalog
+        if bucket_name:
+            bucket = catalog.bucket(bucket_name)
+            return {
+                "bucket": bucket_name,
+                **bucket.statistics(),
+                **catalog.disks[bucket].statistics(),
+                **resources.cluster.statistics(bucket_name),
+            }
+        return {
+            "server": {
+                "identity": resources.identity,
+                "uptime_s": trio.current_time() - self._started_at,
+                "connections": len(self.connections),
+                "connections_refused": self._refused,
+                "frame_bytes_under_way": resources.frame_budget.used,
+            },
+            "buckets": {
+                bucket.name: {**bucket.statistics(), **catalog.disks[bucket].statistics()}
+                for bucket in catalog.buckets
+                if bucket in catalog.disks
+            },
+            "events": {} if resources.events is None else resources.events.statistics(),
+            "connections": [connection.statistics() for connection in self.connections],
+        }
+
+
+def _peer_of(stream: trio.abc.HalfCloseableStream) -> str:
+    if not isinstance(stream, trio.SocketStream):
+        return "no socket"
+    try:
+        host, port = stream.socket.getpeername()[:2]
+    except OSError:
+        return "unknown"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
