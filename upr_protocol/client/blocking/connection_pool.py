@@ -39,6 +39,7 @@ class BlockingConnectionPool:
         metadata: What is known of the cluster.
         connections: The connections, by address; a lost one stays until it is replaced.
         was_connected: Whether any node was ever reached.
+        down: The nodes that could not be reached, or whose connection was lost.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class BlockingConnectionPool:
         self._options = options
         self._state = state
         self._opened = opened
-        self._down: set[Address] = set()
+        self.down: set[Address] = set()
         self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
         self._next_round_at = 0.0
 
@@ -103,9 +104,9 @@ class BlockingConnectionPool:
         try:
             connection = BlockingConnection(place, self._options, self._opened)
         except UprError:
-            self._down.add(place)
+            self.down.add(place)
             raise
-        self._down.discard(place)
+        self.down.discard(place)
         self.connections[place] = connection
         self.was_connected = True
         self.metadata.note_revision(connection.handshake.map_revision)
@@ -115,7 +116,7 @@ class BlockingConnectionPool:
 
     def holder(self, partition: PartitionId) -> Address | None:
         """The node to use for a partition; None while the map names none."""
-        return self.metadata.choose_holder(partition, self._state, down=self._down)
+        return self.metadata.choose_holder(partition, self._state, down=self.down)
 
     def explain_no_holder(self, partition: PartitionId) -> str:
         """A sentence for a partition that no node holds; empty when one does."""
@@ -131,7 +132,7 @@ class BlockingConnectionPool:
     def lost(self, address: Address) -> None:
         """The connection to a node is over."""
         self.drop(address)
-        self._down.add(address)
+        self.down.add(address)
 
     # The map.
 
@@ -177,6 +178,6 @@ class BlockingConnectionPool:
                 break
         if metadata.revision > revision:
             self._waits.reset()
-            self._down.clear()
+            self.down.clear()
         self._next_round_at = clock() + self._waits.next_wait_s()
         return self._next_round_at

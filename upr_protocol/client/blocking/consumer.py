@@ -15,6 +15,7 @@ from upr_protocol.client.blocking.streams import BlockingStreams
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.events import Event, RolledBack
@@ -83,7 +84,10 @@ class BlockingConsumer:
             opened=subscription.partitions,
         )
         self._streams = BlockingStreams(
-            self._state, pool, RetryPolicy(retry_timeout_s, draw), retry_timeout_s
+            self._state,
+            pool,
+            RetryPolicy(retry_timeout_s, draw),
+            PartitionRouter(pool.metadata, state, retry_timeout_s, draw),
         )
         self._tracker = DeliveryTracker(
             processed, save_limits or SaveLimits(), self._streams.acknowledge, time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import attrs
@@ -14,15 +14,13 @@ from upr_protocol.client.blocking.connection import BlockingConnection, step_any
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryPolicy
+from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription_state import SubscriptionState
-from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.session.states import SNAPSHOT_MESSAGES
 from upr_protocol.wire import StreamReply
-
-_REFUSAL_WAIT_S = 0.05
-"""How long a partition that its node refused waits before it is requested again."""
 
 
 @attrs.define(eq=False)
@@ -49,7 +47,7 @@ class BlockingStreams:
         state: How far the subscription is.
         pool: The connections.
         retry: Says how long to go on without anything from any node.
-        retry_timeout_s: How long to go on without a node for some partition.
+        router: Chooses the node of each partition.
 
     Attributes:
         deliveries: The deliveries that the application has not taken.
@@ -60,20 +58,20 @@ class BlockingStreams:
         state: SubscriptionState,
         pool: BlockingConnectionPool,
         retry: RetryPolicy,
-        retry_timeout_s: float,
+        router: PartitionRouter,
     ) -> None:
         self.deliveries: deque[Delivery] = deque()
         self._state = state
         self._pool = pool
         self._retry = retry
-        self._retry_timeout_s = retry_timeout_s
+        self._router = router
         # The first node is at the user's address, wherever partitions turn out to be.
         first = pool.metadata.address
         self._nodes = {first: _Node(first, StreamFollower(state))}
         self._idle_until = 0.0
         """When the idle time that `receive` gave last is over."""
-        self._refused_until: dict[PartitionId, float] = {}
-        self._unplaced_since: dict[PartitionId, float] = {}
+        self._revision = 0
+        """The revision of the map that the router used last."""
 
     def connect(self) -> None:
         """Connects to any node, if there is no connection.
@@ -137,8 +135,8 @@ class BlockingStreams:
     def _next_wake_up(self, now: float) -> float:
         """When something has to be tried again, although no node sends anything."""
         waits = [node.waits_until for node in self._nodes.values() if node.waits_until is not None]
-        wakes_at = min((*waits, *self._refused_until.values()), default=float("inf"))
-        return min(wakes_at, now + MAP_WAIT_S_MAX) if self._unplaced_since else wakes_at
+        wakes_at = min((*waits, self._router.next_retry_at(now)))
+        return min(wakes_at, now + MAP_WAIT_S_MAX) if self._router.has_unplaced else wakes_at
 
     def idle_time_over(self) -> None:
         """The idle time that `receive` gave is over. A node may have to wait for longer: the
@@ -146,11 +144,6 @@ class BlockingStreams:
         for node in self._nodes.values():
             if node.waits_until is not None and node.waits_until <= self._idle_until:
                 node.waits_until = None
-        self._refused_until = {
-            partition: until
-            for partition, until in self._refused_until.items()
-            if until > self._idle_until
-        }
 
     def _guard(self, node: _Node, function: Callable[[], None]) -> None:
         """Does something with a node. After a failure it is done again in a while."""
@@ -190,7 +183,7 @@ class BlockingStreams:
             if isinstance(message, PROGRESS_MESSAGES):
                 self._retry.progress()
             elif isinstance(message, StreamReply) and not message.status:
-                self._unplaced_since.pop(message.partition, None)
+                self._router.works(message.partition)
             if type(message) not in SNAPSHOT_MESSAGES:
                 self._react(node.follower)
         if connection.failure is not None:
@@ -202,9 +195,7 @@ class BlockingStreams:
         for refused in refused_streams:
             if self._pool.metadata.is_single_node:
                 raise refused.error  # there is no other node to try meanwhile
-            now = time.monotonic()
-            self._unplaced_since.setdefault(refused.partition, now)
-            self._refused_until[refused.partition] = now + _REFUSAL_WAIT_S
+            self._router.refused(refused.partition, refused.error, time.monotonic())
             self._pool.refresh(refused.map_revision)
         if follower.failure is not None:
             raise follower.failure
@@ -215,15 +206,15 @@ class BlockingStreams:
         """Places each partition with the node that the map names, and drops nodes without one."""
         if self._state.partitions is None:
             return
-        now = time.monotonic()
-        placements: dict[PartitionId, Address | None] = {}
-        for partition in sorted(self._state.remaining):
-            is_refused = self._refused_until.get(partition, now) > now
-            placements[partition] = None if is_refused else self._pool.holder(partition)
-            if not is_refused:
-                self._refused_until.pop(partition, None)
-        if None in placements.values() or self._pool.metadata.is_stale:
+        now, metadata = time.monotonic(), self._pool.metadata
+        placements = self._place(now)
+        if self._router.has_unplaced or metadata.is_stale:
             self._pool.refresh()
+            if metadata.revision != self._revision:
+                placements = self._place(now)
+        error = self._router.timed_out(self._state.remaining.__contains__, now)
+        if error is not None:
+            raise error
         for partition, address in placements.items():
             if address is not None and address not in self._nodes:
                 self._nodes[address] = _Node(address, StreamFollower(self._state))
@@ -232,20 +223,15 @@ class BlockingStreams:
                     node.follower.remove_partition(partition)
             if address is not None:
                 self._nodes[address].follower.add_partition(partition)
-            else:
-                self._check_timeout(partition, now)
         needed = set(placements.values())
         for address in [address for address in self._nodes if address not in needed]:
             self._nodes.pop(address).follower.disconnected()
             self._pool.drop(address)
 
-    def _check_timeout(self, partition: PartitionId, now: float) -> None:
-        """Gives up when a partition has had no node for too long."""
-        since = self._unplaced_since.setdefault(partition, now)
-        if now - since >= self._retry_timeout_s:
-            reason = (
-                self._pool.explain_no_holder(partition) or f"no node takes partition {partition}"
-            )
-            error = BrokenError(reason)
-            error.add_note(f"gave up after {now - since:.0f} s")
-            raise error
+    def _place(self, now: float) -> Mapping[PartitionId, Address | None]:
+        revision = self._pool.metadata.revision
+        if revision != self._revision:
+            self._revision = revision
+            self._router.map_changed()
+        remaining = self._state.remaining
+        return self._router.route(sorted(remaining), self._pool.down, remaining.__contains__, now)

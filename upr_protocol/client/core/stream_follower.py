@@ -375,7 +375,7 @@ class StreamFollower:
             self._stream_refused(partition, error, 0)
             return ()
         state = self._state
-        state.finished.add(partition)
+        state.remaining.discard(partition)
         deliveries = [Delivery(StreamEnded(partition, status))]
         if state.remaining:
             # Barriers may have waited for this stream and no other.

@@ -19,7 +19,7 @@ class SubscriptionState:
         subscription: What the consumer asked for.
         received: The positions of everything received; the application may have processed less.
         partitions: The partitions to stream; None until a node has told how many there are.
-        finished: Those of them whose streams have ended for good.
+        remaining: Those of them whose streams have not ended for good.
         barriers: The barriers in flight.
         accepted: The partitions whose stream a node has accepted at least once.
         rollbacks: The rollbacks that the application is undoing. Meanwhile their streams are not
@@ -33,7 +33,7 @@ class SubscriptionState:
         self.subscription = subscription
         self.received = received
         self.partitions: tuple[PartitionId, ...] | None = None
-        self.finished: set[PartitionId] = set()
+        self.remaining: set[PartitionId] = set()
         self.accepted: set[PartitionId] = set()
         self.rollbacks: dict[PartitionId, RollbackRequest] = {}
         self.barriers = BarrierTracker()
@@ -48,12 +48,7 @@ class SubscriptionState:
     @property
     def is_finished(self) -> bool:
         """Whether every stream has ended for good."""
-        return self.partitions is not None and len(self.finished) == len(self.partitions)
-
-    @property
-    def remaining(self) -> set[PartitionId]:
-        """The partitions that are still to be streamed."""
-        return set(self.partitions or ()) - self.finished
+        return self.partitions is not None and not self.remaining
 
     def learn_partitions(self, handshake: Handshake) -> list[PartitionId]:
         """A node tells how many partitions the bucket has.
@@ -83,6 +78,7 @@ class SubscriptionState:
                 )
         self.partition_count = count
         self.partitions = asked_for or tuple(map(PartitionId, range(count)))
+        self.remaining = set(self.partitions)
         if asked_for:
             return []
         return [
