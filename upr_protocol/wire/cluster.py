@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from struct import Struct
-from struct import error as StructError
-from typing import Final, Self
+from typing import Any, Final
 
 import construct as cs
 
 from upr_protocol.chunk import Buffer
-from upr_protocol.errors import RemoteProtocolError
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import octets, pack_text, row, text, tuple_of, unpack_text
 from upr_protocol.wire.message import CONTROL, DATA, STREAMING, Message, Role, check_end
@@ -46,17 +44,14 @@ class MapReply(Message, frozen=True):
         return (head + document + pack_text(self.node),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            revision, length = _MAP.unpack_from(data)
-            offset = _MAP.size + length
-            document = data[_MAP.size : offset].decode()
-            node, end = unpack_text(data, offset)
-            check_end(data, end)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"MapReply cannot be read: {error}") from error
-        return cls(revision, document, node, partition=partition, opaque=opaque, status=status)
+        revision, length = _MAP.unpack_from(data)
+        offset = _MAP.size + length
+        document = data[_MAP.size : offset].decode()
+        node, end = unpack_text(data, offset)
+        check_end(data, end)
+        return revision, document, node
 
 
 class GetMap(Message, frozen=True):
@@ -76,14 +71,11 @@ class GetMap(Message, frozen=True):
         return (pack_text(self.bucket),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            bucket, end = unpack_text(data, 0)
-            check_end(data, end)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"GetMap cannot be read: {error}") from error
-        return cls(bucket, partition=partition, opaque=opaque, status=status)
+        bucket, end = unpack_text(data, 0)
+        check_end(data, end)
+        return (bucket,)
 
 
 class SetMap(Message, frozen=True):
@@ -153,24 +145,21 @@ class PartitionAnswers(Message, frozen=True):
         return (b"".join(pieces),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         rows = []
-        try:
-            (count,) = _U32.unpack_from(body)
-            if count * _ANSWER.size > len(body):
-                raise ValueError(f"{count} rows in {len(body)} bytes")
-            offset = _U32.size
-            for _ in range(count):
-                writer, counter, seq, length = _ANSWER.unpack_from(body, offset)
-                offset += _ANSWER.size
-                answer = bytes(body[offset : offset + length])
-                offset += length
-                rows.append((writer, counter, seq, answer))
-            # An answer that was cut is the last one, and ends behind the body.
-            check_end(body, offset)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"PartitionAnswers cannot be read: {error}") from error
-        return cls(tuple(rows), partition=partition, opaque=opaque, status=status)
+        (count,) = _U32.unpack_from(body)
+        if count * _ANSWER.size > len(body):
+            raise ValueError(f"{count} rows in {len(body)} bytes")
+        offset = _U32.size
+        for _ in range(count):
+            writer, counter, seq, length = _ANSWER.unpack_from(body, offset)
+            offset += _ANSWER.size
+            answer = bytes(body[offset : offset + length])
+            offset += length
+            rows.append((writer, counter, seq, answer))
+        # An answer that was cut is the last one, and ends behind the body.
+        check_end(body, offset)
+        return (tuple(rows),)
 
 
 class ReplicaAck(Message, frozen=True):
@@ -196,7 +185,5 @@ class ReplicaAck(Message, frozen=True):
         return (_ENDS.pack(self.history_id, self.received, self.persisted),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        if len(body) != _ENDS.size:
-            raise RemoteProtocolError(f"ReplicaAck has {_ENDS.size} bytes, not {len(body)}")
-        return cls(*_ENDS.unpack(body), partition=partition, opaque=opaque, status=status)
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        return _ENDS.unpack(body)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from struct import Struct
-from struct import error as StructError
-from typing import Final, Self
+from typing import Any, Final
 
 import construct as cs
 
 from upr_protocol.chunk import Buffer
-from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, Position
-from upr_protocol.ids import SEQ_MAX, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import SEQ_MAX, PartitionState, SeqNo
 from upr_protocol.wire.columns import (
     LOG,
     POSITION,
@@ -70,19 +68,13 @@ class Hello(Message, frozen=True):
         return (versions + terms + pack_text(self.identity),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            offset = 1 + data[0]
-            features, window_bytes, idle_interval_s = _TERMS.unpack_from(data, offset)
-            identity, end = unpack_text(data, offset + _TERMS.size)
-            check_end(data, end)
-        except (StructError, IndexError, ValueError) as error:
-            raise RemoteProtocolError(f"Hello cannot be read: {error}") from error
-        return cls(
-            identity, tuple(data[1:offset]), features, window_bytes, idle_interval_s,
-            partition=partition, opaque=opaque, status=status,
-        )  # fmt: skip
+        offset = 1 + data[0]
+        features, window_bytes, idle_interval_s = _TERMS.unpack_from(data, offset)
+        identity, end = unpack_text(data, offset + _TERMS.size)
+        check_end(data, end)
+        return identity, tuple(data[1:offset]), features, window_bytes, idle_interval_s
 
 
 class HelloReply(Message, frozen=True):
@@ -121,25 +113,26 @@ class HelloReply(Message, frozen=True):
         return (agreed + pack_text(self.identity) + count + mechanisms,)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
         mechanisms = []
-        try:
-            version, features, idle_interval_s, body_max, barriers, requests = _AGREED.unpack_from(
-                data
-            )
-            identity, offset = unpack_text(data, _AGREED.size)
-            count, offset = data[offset], offset + 1
-            for _ in range(count):
-                mechanism, offset = unpack_text(data, offset)
-                mechanisms.append(mechanism)
-            check_end(data, offset)
-        except (StructError, IndexError, ValueError) as error:
-            raise RemoteProtocolError(f"HelloReply cannot be read: {error}") from error
-        return cls(
-            version, features, idle_interval_s, body_max, barriers, requests, identity,
-            tuple(mechanisms), partition=partition, opaque=opaque, status=status,
-        )  # fmt: skip
+        version, features, idle_interval_s, body_max, barriers, requests = _AGREED.unpack_from(data)
+        identity, offset = unpack_text(data, _AGREED.size)
+        count, offset = data[offset], offset + 1
+        for _ in range(count):
+            mechanism, offset = unpack_text(data, offset)
+            mechanisms.append(mechanism)
+        check_end(data, offset)
+        return (
+            version,
+            features,
+            idle_interval_s,
+            body_max,
+            barriers,
+            requests,
+            identity,
+            tuple(mechanisms),
+        )
 
 
 class Error(Message, frozen=True):
@@ -190,18 +183,12 @@ class PartitionLog(Message, frozen=True):
         return (head + pack_log(self.log),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            state, high, persisted, purge = _PARTITION.unpack_from(data)
-            log, end = unpack_log(data, _PARTITION.size)
-            check_end(data, end)
-            return cls(
-                PartitionState(state), high, persisted, purge, log,
-                partition=partition, opaque=opaque, status=status,
-            )  # fmt: skip
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"PartitionLog cannot be read: {error}") from error
+        state, high, persisted, purge = _PARTITION.unpack_from(data)
+        log, end = unpack_log(data, _PARTITION.size)
+        check_end(data, end)
+        return PartitionState(state), high, persisted, purge, log
 
 
 class Opened(Message, frozen=True):
@@ -263,19 +250,14 @@ class StreamReply(Message, frozen=True):
         return (head + _U64.pack(self.map_revision) + pack_log(self.log),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            (seq,) = _U64.unpack_from(data)
-            reason, offset = unpack_text(data, _U64.size)
-            (map_revision,) = _U64.unpack_from(data, offset)
-            log, end = unpack_log(data, offset + _U64.size)
-            check_end(data, end)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"StreamReply cannot be read: {error}") from error
-        return cls(
-            seq, reason, log, map_revision, partition=partition, opaque=opaque, status=status
-        )
+        (seq,) = _U64.unpack_from(data)
+        reason, offset = unpack_text(data, _U64.size)
+        (map_revision,) = _U64.unpack_from(data, offset)
+        log, end = unpack_log(data, offset + _U64.size)
+        check_end(data, end)
+        return seq, reason, log, map_revision
 
 
 class Stream(Message, frozen=True):
@@ -317,25 +299,13 @@ class Stream(Message, frozen=True):
         return (head + pack_position(self.position),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            state, end_seq, lease_id, with_answers = _STREAM.unpack_from(data)
-            position, end = unpack_position(data, _STREAM.size)
-            check_end(data, end)
-            state = PartitionState(state)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"Stream cannot be read: {error}") from error
-        return cls(
-            state,
-            position,
-            end_seq,
-            lease_id,
-            with_answers,
-            partition=partition,
-            opaque=opaque,
-            status=status,
-        )
+        state, end_seq, lease_id, with_answers = _STREAM.unpack_from(data)
+        position, end = unpack_position(data, _STREAM.size)
+        check_end(data, end)
+        state = PartitionState(state)
+        return state, position, end_seq, lease_id, with_answers
 
 
 class Go(Message, frozen=True):

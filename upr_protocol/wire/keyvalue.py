@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from enum import IntEnum, unique
 from struct import Struct
-from struct import error as StructError
-from typing import Final, Self
+from typing import Any, Final
 
 import construct as cs
 
 from upr_protocol.chunk import Buffer, Chunk
-from upr_protocol.errors import ChunkError, RemoteProtocolError
-from upr_protocol.ids import Durability, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import Durability, HistoryId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, text, tuple_of
 from upr_protocol.wire.message import DATA, Message, Role
@@ -46,13 +44,10 @@ class GetReply(Message, frozen=True):
         return (_GET_REPLY.pack(self.history_id, self.next_index), self.chunk.encode())
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        try:
-            history_id, next_index = _GET_REPLY.unpack_from(body)
-            chunk = Chunk(memoryview(body)[_GET_REPLY.size :])
-        except (StructError, ChunkError) as error:
-            raise RemoteProtocolError(f"GetReply cannot be read: {error}") from error
-        return cls(history_id, next_index, chunk, partition=partition, opaque=opaque, status=status)
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        history_id, next_index = _GET_REPLY.unpack_from(body)
+        chunk = Chunk(memoryview(body)[_GET_REPLY.size :])
+        return history_id, next_index, chunk
 
 
 class Get(Message, frozen=True):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum, IntEnum, unique
 from io import BytesIO
 from struct import Struct
+from struct import error as StructError
 from typing import Any, ClassVar, Final, Self
 
 import construct as cs
@@ -18,6 +19,16 @@ from upr_protocol.ids import NO_PARTITION, PartitionId
 from upr_protocol.wire.frame import pack_header, padding
 
 _U64: Final = Struct("<Q")
+
+_UNREADABLE: Final = (
+    StructError,
+    cs.ConstructError,
+    ChunkError,
+    ValueError,
+    OverflowError,
+    IndexError,
+)
+"""What reading a body raises when the body is not what it should be."""
 
 SMALL_BYTES: Final = 1024
 """A body up to this is sent in one piece with its header: a copy costs less than another piece."""
@@ -120,20 +131,28 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return (type(self).layout.build(fields),)
 
     @classmethod
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        """The message's own fields, in their order; raises one of `_UNREADABLE`."""
+        stream = BytesIO(body)
+        parsed = cls.layout.parse_stream(stream)
+        check_end(body, stream.tell())
+        return tuple(parsed[name] for name in layout_fields(cls))
+
+    @classmethod
     def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
         """The message in `body`.
 
         Raises:
             RemoteProtocolError: The body does not fit the layout.
         """
+        kind: Any = cls  # its fields are not those of `Message`
         try:
-            stream = BytesIO(body)
-            parsed = cls.layout.parse_stream(stream)
-            check_end(body, stream.tell())
-            fields = {name: parsed[name] for name in layout_fields(cls)}
-            return cls(**fields, partition=partition, opaque=opaque, status=status)
-        except (cs.ConstructError, ValueError, ChunkError, OverflowError) as error:
+            message: Self = kind(
+                *cls.unpack_body(body), partition=partition, opaque=opaque, status=status
+            )
+        except _UNREADABLE as error:
             raise RemoteProtocolError(f"{cls.__name__} cannot be read: {error}") from error
+        return message
 
     def frame(self) -> list[Buffer]:
         """The whole frame, as pieces to be sent one behind the other."""
@@ -183,15 +202,12 @@ def layout_fields(kind: type[Message]) -> tuple[str, ...]:
     return names
 
 
-class OneNumber(Message, frozen=True):
+class U64Message(Message, frozen=True):
     """A message whose body is one u64."""
 
     def body(self) -> tuple[Buffer, ...]:
         return (_U64.pack(getattr(self, self.__struct_fields__[0])),)
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        if len(body) != 8:
-            raise RemoteProtocolError(f"{cls.__name__} has 8 bytes, not {len(body)}")
-        fields = {cls.__struct_fields__[0]: _U64.unpack(body)[0]}
-        return cls(**fields, partition=partition, opaque=opaque, status=status)
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        return _U64.unpack(body)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from array import array
 from itertools import chain
 from struct import Struct
-from struct import error as StructError
-from typing import Final, Self
+from typing import Any, Final
 
 import construct as cs
 
 from upr_protocol.chunk import Buffer, Chunk
-from upr_protocol.errors import ChunkError, RemoteProtocolError
-from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import Cas, Durability, HistoryId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, row, tuple_of
-from upr_protocol.wire.message import DATA, Message, OneNumber, Role, check_end
+from upr_protocol.wire.message import DATA, Message, Role, U64Message, check_end
 
 _MUTATE: Final = Struct("<BB2xI16sQQ")
 _REPLY: Final = Struct("<QQQQI")
@@ -79,27 +77,21 @@ class MutateReply(Message, frozen=True):
         )
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        try:
-            history_id, first_seq, last_seq, first_cas, failure_count = _REPLY.unpack_from(body)
-            offset = _REPLY.size + 8 * failure_count
-            (counter_count,) = _U32.unpack_from(body, offset)
-            # Before anything is made of them: the counts may promise what never came.
-            check_end(body, offset + 4 + 12 * counter_count)
-            failures = array("I", bytes(body[_REPLY.size : offset]))
-            counters = Struct("<" + "IQ" * counter_count).unpack_from(body, offset + 4)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"MutateReply cannot be read: {error}") from error
-        return cls(
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        history_id, first_seq, last_seq, first_cas, failure_count = _REPLY.unpack_from(body)
+        offset = _REPLY.size + 8 * failure_count
+        (counter_count,) = _U32.unpack_from(body, offset)
+        # Before anything is made of them: the counts may promise what never came.
+        check_end(body, offset + 4 + 12 * counter_count)
+        failures = array("I", bytes(body[_REPLY.size : offset]))
+        counters = Struct("<" + "IQ" * counter_count).unpack_from(body, offset + 4)
+        return (
             history_id,
             first_seq,
             last_seq,
             first_cas,
             tuple(zip(failures[::2], failures[1::2], strict=True)),
             tuple(zip(counters[::2], counters[1::2], strict=True)),
-            partition=partition,
-            opaque=opaque,
-            status=status,
         )
 
 
@@ -151,26 +143,20 @@ class Mutate(Message, frozen=True):
         return (head, self.chunk.encode())
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        try:
-            durability, copies, chain, writer, counter, attempt = _MUTATE.unpack_from(body)
-            return cls(
-                Chunk(memoryview(body)[_MUTATE.size :]),
-                writer,
-                counter,
-                Durability(durability),
-                copies,
-                attempt,
-                chain,
-                partition=partition,
-                opaque=opaque,
-                status=status,
-            )
-        except (StructError, ChunkError, ValueError) as error:
-            raise RemoteProtocolError(f"Mutate cannot be read: {error}") from error
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        durability, copies, chain, writer, counter, attempt = _MUTATE.unpack_from(body)
+        return (
+            Chunk(memoryview(body)[_MUTATE.size :]),
+            writer,
+            counter,
+            Durability(durability),
+            copies,
+            attempt,
+            chain,
+        )
 
 
-class Credit(OneNumber, frozen=True):
+class Credit(U64Message, frozen=True):
     """The client may send so many more bytes of `Mutate` frames, headers counted."""
 
     opcode = 0x92

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from struct import Struct
-from struct import error as StructError
-from typing import Final, Self
+from typing import Any, Final
 
 import construct as cs
 
 from upr_protocol.chunk import Buffer, Chunk
-from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, tuple_of
@@ -19,9 +17,9 @@ from upr_protocol.wire.message import (
     DATA,
     STREAMING,
     Message,
-    OneNumber,
     Role,
     SessionState,
+    U64Message,
     check_end,
     said_in,
 )
@@ -68,25 +66,10 @@ class PartitionStart(Message, frozen=True):
         )
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        if len(body) != _START.size:
-            raise RemoteProtocolError(f"PartitionStart has {_START.size} bytes, not {len(body)}")
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         history_id, start, end, purge_seq, kind, may_repeat = _START.unpack(body)
-        try:
-            kind = SnapshotKind(kind)
-        except ValueError as error:
-            raise RemoteProtocolError(f"PartitionStart cannot be read: {error}") from error
-        return cls(
-            history_id,
-            start,
-            end,
-            purge_seq,
-            kind,
-            may_repeat,
-            partition=partition,
-            opaque=opaque,
-            status=status,
-        )
+        kind = SnapshotKind(kind)
+        return history_id, start, end, purge_seq, kind, may_repeat
 
 
 class PartitionChunk(Message, frozen=True):
@@ -114,11 +97,8 @@ class PartitionChunk(Message, frozen=True):
         return [header, chunk.encode()]
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
-        try:
-            return cls(Chunk(body), partition=partition, opaque=opaque, status=status)
-        except ChunkError as error:
-            raise RemoteProtocolError(f"{cls.__name__} cannot be read: {error}") from error
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        return (Chunk(body),)
 
 
 class PartitionSnapshot(PartitionChunk, frozen=True):
@@ -129,7 +109,7 @@ class PartitionSnapshot(PartitionChunk, frozen=True):
     opcode = 0x8D
 
 
-class PartitionEnd(OneNumber, frozen=True):
+class PartitionEnd(U64Message, frozen=True):
     """The snapshot is complete: only here is the client consistent, at `end`."""
 
     opcode = 0x8A
@@ -141,7 +121,7 @@ class PartitionEnd(OneNumber, frozen=True):
     end: SeqNo
 
 
-class Completed(OneNumber, frozen=True):
+class Completed(U64Message, frozen=True):
     """Every registered partition was streamed or skipped once more; sent after each cycle that sent
     anything, and after the first."""
 
@@ -183,22 +163,13 @@ class BarrierReply(Message, frozen=True):
         )
 
     @classmethod
-    def parse(cls, body: Buffer, partition: PartitionId, opaque: int, status: int) -> Self:
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
-        try:
-            (length,) = _U16.unpack_from(data)
-            (count,) = _U16.unpack_from(data, 2 + length)
-            check_end(data, 4 + length + 10 * count)
-            flat = Struct("<" + "HQ" * count).unpack_from(data, 4 + length)
-        except (StructError, ValueError) as error:
-            raise RemoteProtocolError(f"BarrierReply cannot be read: {error}") from error
-        return cls(
-            data[2 : 2 + length],
-            tuple(zip(flat[::2], flat[1::2], strict=True)),
-            partition=partition,
-            opaque=opaque,
-            status=status,
-        )
+        (length,) = _U16.unpack_from(data)
+        (count,) = _U16.unpack_from(data, 2 + length)
+        check_end(data, 4 + length + 10 * count)
+        flat = Struct("<" + "HQ" * count).unpack_from(data, 4 + length)
+        return data[2 : 2 + length], tuple(zip(flat[::2], flat[1::2], strict=True))
 
 
 class Barrier(Message, frozen=True):
@@ -213,7 +184,7 @@ class Barrier(Message, frozen=True):
     cookie: bytes
 
 
-class Ack(OneNumber, frozen=True):
+class Ack(U64Message, frozen=True):
     """So many more bytes of `PartitionChunk` frames, headers counted, were handled."""
 
     opcode = 0x0D
