@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.indexer.processes import indexer_process
+from upr_protocol.cli.index import split_expressions
 from upr_protocol.client import BlockingClient, WriteResult
 
 
@@ -82,6 +83,8 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("create", "d", "--index", "x"), "write NAME=EXPRESSION"),
         (("scan", "d/i", "--prefix", "{}"), "a key cannot be an object"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
+        (("scan", "d/i", "--count", "--limit", "5"), "leave out --limit"),
+        (("scan", "d/i", "--consistency", "at_least"), "needs --written"),
         (("list", "--indexer", "upr://x"), "write http://HOST:PORT"),
         (("create", "d", "--index", "x=\udcff"), "not UTF-8"),
         (("scan", "d/i", "--prefix", "\udcff"), "not UTF-8"),
@@ -91,6 +94,23 @@ def test_a_wrong_command_line_is_a_usage_error(
     run: Run, arguments: tuple[str, ...], sentence: str
 ) -> None:
     assert sentence in run("index", *arguments, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expressions"),
+    [
+        ("a", ["a"]),
+        ("a,b.c", ["a", "b.c"]),
+        ("[a, b],c", ["[a, b]", "c"]),
+        ("join(',', [a, b]),{x: a, y: b}.x", ["join(',', [a, b])", "{x: a, y: b}.x"]),
+        ('"a,b",c', ['"a,b"', "c"]),
+        ("a == 'it\\'s, so',b", ["a == 'it\\'s, so'", "b"]),
+        ("contains(`[1, 2]`, a),b", ["contains(`[1, 2]`, a)", "b"]),
+        ("a,", ["a", ""]),
+    ],
+)
+def test_commas_within_an_expression_do_not_divide_it(text: str, expressions: list[str]) -> None:
+    assert split_expressions(text) == expressions
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://mün..chen:1"])

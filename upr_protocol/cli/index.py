@@ -97,8 +97,32 @@ def _design(indexes: tuple[str, ...]) -> object:
             raise click.UsageError(f"{text!r} is not an index; write NAME=EXPRESSION")
         if name in definitions:
             raise click.UsageError(f"the index {name!r} is defined twice; rename one of them")
-        definitions[name] = {"key": expressions.split(",")}
+        definitions[name] = {"key": split_expressions(expressions)}
     return {"indexes": definitions}
+
+
+def split_expressions(text: str) -> list[str]:
+    """The expressions of a key, which commas separate. A comma inside of brackets or quotes belongs
+    to an expression."""
+    expressions, start, depth, quote, is_escaped = [], 0, 0, "", False
+    for position, character in enumerate(text):
+        if quote:
+            if is_escaped:
+                is_escaped = False
+            elif character == "\\":
+                is_escaped = True
+            elif character == quote:
+                quote = ""
+        elif character in "'\"`":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            expressions.append(text[start:position])
+            start = position + 1
+    return [*expressions, text[start:]]
 
 
 @index.command()
@@ -228,6 +252,10 @@ def scan(
       upr index scan flights/by_hour --from '["JFK", "2013-07"]' --to '["JFK", "2013-08"]'
       upr index scan flights/by_origin --descending --limit 10
     """
+    if count and limit is not None:
+        raise click.UsageError("--count counts all entries; leave out --limit")
+    if consistency == "at_least" and not written:
+        raise click.UsageError("--consistency at_least needs --written, a change to wait for")
     if written and consistency == "now":
         consistency = "at_least"
     range_: dict[str, Any] = {
