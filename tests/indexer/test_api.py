@@ -93,7 +93,7 @@ async def test_scans(site: Site) -> None:
 
 async def test_what_is_told_of_indexes(site: Site) -> None:
     found = await site.ask(site.asking.indexes)
-    assert [(change["name"], change["state"]) for change in found] == [
+    assert [(status["name"], status["state"]) for status in found] == [
         ("d/both", "ready"),
         ("d/city", "ready"),
     ]
@@ -115,6 +115,13 @@ async def test_what_is_refused(site: Site) -> None:
     refusal, asking = site.refusal, site.asking
     error = await refusal(asking.create, "e", {"indexes": {"x": {"key": ["a[", "b"]}}})
     assert (error.code, error.place) == ("bad_definition", "indexes.x.key[0]")
+    error = await refusal(asking.create, "e/f", {"indexes": {"x": {"key": ["a"]}}})
+    assert error.code == "bad_definition"
+    assert "invalid design name 'e/f'" in str(error)
+    assert (await refusal(asking.drop, "e/f")).code == "bad_definition"
+    error = await refusal(asking.scan, "d/city/more")
+    assert (error.code, str(error)) == ("no_index", "there is no index d/city/more")
+    assert (await refusal(asking.index, "d/city/more")).code == "no_index"
     assert (await refusal(asking.scan, "d/none")).code == "no_index"
     assert (await refusal(asking.scan, "none")).code == "no_index"
     assert (await refusal(asking.drop, "none")).code == "no_index"

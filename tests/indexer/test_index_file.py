@@ -132,7 +132,7 @@ def test_ranges_both_ways(file: IndexFile) -> None:
         for high in range(5):
             key_range = KeyRange(every[low], every[high])
             assert file.scan(key_range, 9).entries == every[low:high]
-            assert file.count(key_range) == max(0, high - low)
+            assert file.count(key_range) == (max(0, high - low), {})
             down = attrs.evolve(key_range, descending=True)
             assert file.scan(down, 9).entries == every[low:high][::-1]
     assert file.scan(KeyRange(descending=True), 2).entries == every[:2:-1]

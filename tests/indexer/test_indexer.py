@@ -25,7 +25,7 @@ from upr_protocol.client import connect
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
-from upr_server.indexer.query import Query, RequiredWrite
+from upr_server.indexer.query import Query, QueryError, RequiredWrite
 from upr_server.indexer.scanner import BuildingError, NotFreshError
 
 T = TypeVar("T")
@@ -61,6 +61,43 @@ async def test_documents_are_found_as_soon_as_they_are_written(tmp_path: Path) -
             name_of("d/city"), Query(count=True, consistency="now")
         )
         assert counted.count == 29
+        assert not counted.timestamps
+
+
+async def test_a_count_tells_how_far_each_partition_was_if_asked(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY})
+        await client.set("k1", '{"city": "a"}')
+        await until_ready(indexer, "d/city")
+        counted = await indexer.scanner.scan(
+            name_of("d/city"), Query(count=True, timestamps=True, consistency="now")
+        )
+        assert counted.count == 1
+        # The document, and the design document.
+        assert sum(seq for _, seq in counted.timestamps.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "place"),
+    [(Query(count=True, limit=5), "limit"), (Query(consistency="at_least"), "written")],
+)
+async def test_fields_that_contradict_each_other_are_refused(
+    tmp_path: Path, query: Query, place: str
+) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY})
+        await until_ready(indexer, "d/city")
+        with pytest.raises(QueryError) as refused:
+            await indexer.scanner.scan(name_of("d/city"), query)
+        assert refused.value.place == place
 
 
 async def test_it_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -140,14 +140,15 @@ def _name(request: Request) -> IndexName:
 def application(indexer: Indexer) -> Starlette:
     """The API of `indexer` as an ASGI application."""
     handlers = _Handlers(indexer)
-    index = "/v1/indexes/{design}/{index}"
+    # A name with a slash has no index; it is refused with a sentence, as it matches a route.
+    index = "/v1/indexes/{design}/{index:path}"
     return Starlette(
         routes=[
             Route("/openapi.json", _answering(handlers.openapi), methods=["GET"]),
             Route("/v1/status", _answering(handlers.status), methods=["GET"]),
             Route("/v1/designs", _answering(handlers.designs), methods=["GET"]),
-            Route("/v1/designs/{design}", _answering(handlers.create), methods=["PUT"]),
-            Route("/v1/designs/{design}", _answering(handlers.drop), methods=["DELETE"]),
+            Route("/v1/designs/{design:path}", _answering(handlers.create), methods=["PUT"]),
+            Route("/v1/designs/{design:path}", _answering(handlers.drop), methods=["DELETE"]),
             Route("/v1/indexes", _answering(handlers.indexes), methods=["GET"]),
             Route(index, _answering(handlers.index), methods=["GET"]),
             Route(index + "/scan", _answering(handlers.scan), methods=["POST"]),

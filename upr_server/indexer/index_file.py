@@ -51,6 +51,10 @@ class IndexFileError(UprError):
     """The files of an index cannot be used."""
 
 
+Timestamps = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
+"""By partition, the history and the highest sequence number that an index had."""
+
+
 class NotSettledError(Exception):
     """The index is between two states that the server had: a snapshot is half applied."""
 
@@ -84,12 +88,12 @@ class ScanResult:
     Attributes:
         entries: The entries, in order.
         more: Whether there are more.
-        timestamps: By partition, history and number of what was read; empty if not asked for.
+        timestamps: How far each partition was; empty if not asked for.
     """
 
     entries: list[bytes]
     more: bool
-    timestamps: dict[PartitionId, tuple[HistoryId, SeqNo]]
+    timestamps: Timestamps
 
 
 class IndexFile:
@@ -253,12 +257,17 @@ class IndexFile:
             timestamps = self._timestamps(transaction) if with_timestamps else {}
             return ScanResult(entries, more, timestamps)
 
-    def count(self, key_range: KeyRange, *, settled: bool = True) -> int:
-        """How many entries there are in a range; see `scan`. O(entries), unless it is the whole."""
+    def count(
+        self, key_range: KeyRange, *, settled: bool = True, with_timestamps: bool = False
+    ) -> tuple[int, Timestamps]:
+        """How many entries are in a range, and how far each partition was; see `scan`. O(entries),
+        but for the whole index."""
         with self._read(settled) as transaction:
             if key_range.low == b"" and key_range.high == _END_OF_KEYS:
-                return int(transaction.stat(self._main)["entries"])
-            return sum(1 for _ in _entries(transaction, self._main, key_range))
+                count = int(transaction.stat(self._main)["entries"])
+            else:
+                count = sum(1 for _ in _entries(transaction, self._main, key_range))
+            return count, self._timestamps(transaction) if with_timestamps else {}
 
     def payloads(self) -> dict[bytes, bytes]:
         """All entries with their payloads."""
@@ -267,7 +276,7 @@ class IndexFile:
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""
-        return self.count(KeyRange(), settled=False)
+        return self.count(KeyRange(), settled=False)[0]
 
     @contextmanager
     def _read(self, settled: bool) -> Iterator[lmdb.Transaction[bytes]]:
@@ -280,9 +289,7 @@ class IndexFile:
         data = transaction.get(_UNSETTLED, db=self._meta)
         return 0 if data is None else int(_COUNT.unpack(data)[0])
 
-    def _timestamps(
-        self, transaction: lmdb.Transaction[bytes]
-    ) -> dict[PartitionId, tuple[HistoryId, SeqNo]]:
+    def _timestamps(self, transaction: lmdb.Transaction[bytes]) -> Timestamps:
         return {
             PartitionId(_PARTITION.unpack(key[1:])[0]): timestamp(value)
             for key, value in _between(transaction, self._meta, _MARK, _MARKS_END)

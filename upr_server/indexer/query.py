@@ -11,11 +11,13 @@ import msgspec
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
 from upr_server.indexer.freshness import RequiredWrites
-from upr_server.indexer.index_file import KeyRange, ScanResult
+from upr_server.indexer.index_file import KeyRange, ScanResult, Timestamps
 from upr_server.indexer.pure.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
 
 LIMIT_MAX: Final = 10_000
-"""Entries in one answer; a continuation gives more."""
+"""The most entries of one answer; a continuation gives more."""
+
+LIMIT_DEFAULT: Final = 100
 
 TIMEOUT_S_MAX: Final = 300.0
 
@@ -70,12 +72,12 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         low: Where to begin; not together with `prefix`.
         high: Where to end; not together with `prefix`.
         descending: Whether the highest key comes first.
-        limit: How many entries at most; with `count`, of no meaning.
+        limit: How many entries at most; 100 by default. Not together with `count`.
         continuation: What an answer gave, for what comes behind it.
         count: Whether to count the entries and not to give them.
         consistency: `any`: as the index is. `at_least`: with the changes in `written`. `now`: with
             all that the server had acknowledged to anybody when the question came.
-        written: Changes that must be in the index.
+        written: Changes that must be in the index; `at_least` needs one at least.
         timeout_s: How long to wait for the index to be as fresh.
         timestamps: Whether to tell how far each partition was.
     """
@@ -84,13 +86,26 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     low: Bound | None = None
     high: Bound | None = None
     descending: bool = False
-    limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = 100
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] | None = None
     continuation: str = ""
     count: bool = False
     consistency: Literal["any", "at_least", "now"] = "any"
     written: tuple[RequiredWrite, ...] = ()
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_S_MAX)] = 10.0
     timestamps: bool = False
+
+    def check(self) -> None:
+        """Refuses fields that contradict each other.
+
+        Raises:
+            QueryError: A count has a limit, or `at_least` names no changes.
+        """
+        if self.count and self.limit is not None:
+            raise QueryError("limit", "a count has no limit; leave out one of the two")
+        if self.consistency == "at_least" and not self.written:
+            raise QueryError(
+                "written", "consistency `at_least` needs at least one change; name it, or ask `any`"
+            )
 
     def range(self, part_count: int) -> KeyRange:
         """The range of entries that the query asks for.
@@ -185,11 +200,20 @@ def answer(result: ScanResult, part_count: int) -> Answer:
         [_entry(data, part_count) for data in result.entries],
         base64.urlsafe_b64encode(result.entries[-1]).decode() if result.more else "",
         None,
-        {
-            partition: (f"{history_id:016x}", seq)
-            for partition, (history_id, seq) in result.timestamps.items()
-        },
+        _timestamps(result.timestamps),
     )
+
+
+def count_answer(count: int, timestamps: Timestamps) -> Answer:
+    """The answer with a count."""
+    return Answer(count=count, timestamps=_timestamps(timestamps))
+
+
+def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:
+    return {
+        partition: (f"{history_id:016x}", seq)
+        for partition, (history_id, seq) in timestamps.items()
+    }
 
 
 def _entry(data: bytes, part_count: int) -> Entry:

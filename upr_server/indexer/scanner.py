@@ -17,7 +17,7 @@ from upr_server.indexer.index_file import KeyRange, NotSettledError
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import IndexName
-from upr_server.indexer.query import Answer, Query, answer
+from upr_server.indexer.query import LIMIT_DEFAULT, Answer, Query, answer, count_answer
 from upr_server.indexer.stream import Stream
 
 
@@ -126,8 +126,8 @@ class Scanner:
             NotFreshError: The index was not as fresh as asked within the timeout.
         """
         index = self._definitions.find(name)
-        part_count = len(index.definition.key)
-        key_range = query.range(part_count)
+        query.check()
+        key_range = query.range(len(index.definition.key))
         writes = query.required_writes()
         with self._pool.reserve_for_scan():
             with trio.move_on_after(query.timeout_s) as scope:
@@ -148,25 +148,14 @@ class Scanner:
         self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
     ) -> Answer:
         await self._wait(index, partial(has_writes, index.file, writes))
-        settled = query.consistency != "any"
         while index.is_defined:
             rounds = self._pipeline.rounds
             # Not settled: a snapshot is half applied. The next round may bring the rest.
             with suppress(NotSettledError):
-                if query.count:
-                    count = partial(index.file.count, key_range, settled=settled)
-                    return Answer(count=await trio.to_thread.run_sync(count))
-                scan = partial(
-                    index.file.scan,
-                    key_range,
-                    query.limit,
-                    settled=settled,
-                    with_timestamps=query.timestamps,
-                )
-                result = await trio.to_thread.run_sync(scan)
-                # A failover may have undone a required change during the scan.
+                response = await trio.to_thread.run_sync(partial(_read, index, query, key_range))
+                # A failover may have undone a required change meanwhile.
                 has_writes(index.file, writes)
-                return answer(result, len(index.definition.key))
+                return response
             await self._wait(index, partial(self._has_applied_after, rounds))
         raise NoIndexError(f"the index {index.name} was dropped")
 
@@ -176,3 +165,19 @@ class Scanner:
     async def _wait(self, index: Index, condition: Callable[[], bool]) -> None:
         """Waits for rounds until `condition` holds, or the index is dropped."""
         await self._pipeline.applied.wait_until(lambda: not index.is_defined or condition())
+
+
+def _read(index: Index, query: Query, key_range: KeyRange) -> Answer:
+    settled = query.consistency != "any"
+    if query.count:
+        count, timestamps = index.file.count(
+            key_range, settled=settled, with_timestamps=query.timestamps
+        )
+        return count_answer(count, timestamps)
+    result = index.file.scan(
+        key_range,
+        query.limit or LIMIT_DEFAULT,
+        settled=settled,
+        with_timestamps=query.timestamps,
+    )
+    return answer(result, len(index.definition.key))
