@@ -27,11 +27,7 @@ from upr_protocol.client.core.calls import (
     PartitionNumbers,
 )
 from upr_protocol.client.core.delivery_tracker import SaveLimits
-from upr_protocol.client.core.key_lookup import Item
-from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
-from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
-from upr_protocol.client.core.writer_identity import WriterIdentity
-from upr_protocol.client.events import (
+from upr_protocol.client.core.events import (
     AnswersReceived,
     BarrierReached,
     ChunkReceived,
@@ -44,6 +40,10 @@ from upr_protocol.client.events import (
     StreamEnded,
     Undone,
 )
+from upr_protocol.client.core.key_lookup import Item
+from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
+from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
+from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
 from upr_protocol.client.local_copy.database import LocalCopyError, LocalCopyWriteError
 from upr_protocol.client.local_copy.follower import LocalCopy, keep_local_copy

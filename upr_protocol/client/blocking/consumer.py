@@ -13,12 +13,12 @@ from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, So
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking.streams import BlockingStreams
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
+from upr_protocol.client.core.events import Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
-from upr_protocol.client.events import Event, RolledBack
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore
 from upr_protocol.errors import ClosedError, UprError

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import attrs
 
-from upr_protocol.client.events import BarrierReached
+from upr_protocol.client.core.events import BarrierReached
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import COOKIE_BYTES_MAX, OPEN_BARRIERS_MAX

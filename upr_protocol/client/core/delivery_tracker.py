@@ -10,8 +10,8 @@ import attrs
 import msgspec
 
 from upr_protocol.client.core import resume_state
+from upr_protocol.client.core.events import ChunkReceived, Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.events import ChunkReceived, Event, RolledBack
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId, SeqNo
 

@@ -7,8 +7,13 @@ from collections.abc import Iterable
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import Delivery, SavePriority
+from upr_protocol.client.core.events import (
+    AnswersReceived,
+    ChunkReceived,
+    SnapshotEnd,
+    SnapshotStart,
+)
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.events import AnswersReceived, ChunkReceived, SnapshotEnd, SnapshotStart
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import (

@@ -14,12 +14,12 @@ import attrs
 
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
+from upr_protocol.client.core.events import Completed, RolledBack, StreamAccepted, StreamEnded
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import is_retryable
 from upr_protocol.client.core.snapshot_receiver import SnapshotReceiver, missing_end
 from upr_protocol.client.core.subscription_state import SubscriptionState
-from upr_protocol.client.events import Completed, RolledBack, StreamAccepted, StreamEnded
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId, SeqNo

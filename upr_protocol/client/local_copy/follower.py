@@ -14,15 +14,15 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
-from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
-from upr_protocol.client.core.subscription import End
-from upr_protocol.client.events import (
+from upr_protocol.client.core.events import (
     ChunkReceived,
     Event,
     SnapshotEnd,
     Undone,
 )
+from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
+from upr_protocol.client.core.subscription import End
 from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner

@@ -13,10 +13,10 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.events import BarrierReached, ChunkReceived, Event, Undone
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End
-from upr_protocol.client.events import BarrierReached, ChunkReceived, Event, Undone
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner

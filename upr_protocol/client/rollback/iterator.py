@@ -12,9 +12,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
-from upr_protocol.client.core.retry import RetryPolicy
-from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
-from upr_protocol.client.events import (
+from upr_protocol.client.core.events import (
     ChunkReceived,
     Event,
     RolledBack,
@@ -22,6 +20,8 @@ from upr_protocol.client.events import (
     StreamAccepted,
     Undone,
 )
+from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect

@@ -25,8 +25,8 @@ from typing import Final, Protocol
 
 import attrs
 
+from upr_protocol.client.core.events import RolledBack, SnapshotEnd, StreamAccepted, Undone
 from upr_protocol.client.core.key_lookup import Item
-from upr_protocol.client.events import RolledBack, SnapshotEnd, StreamAccepted, Undone
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource, ReceivedVersion
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo

@@ -7,7 +7,7 @@ from itertools import count
 import attrs
 import trio
 
-from upr_protocol.client.events import BarrierReached
+from upr_protocol.client.core.events import BarrierReached
 from upr_protocol.client.trio.streams import ConsumerStreams
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError

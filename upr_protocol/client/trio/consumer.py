@@ -19,11 +19,11 @@ from upr_protocol.client.core.delivery_tracker import (
     RollbackRequest,
     SaveLimits,
 )
+from upr_protocol.client.core.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
-from upr_protocol.client.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
