@@ -75,7 +75,7 @@ def decide(server: FailoverLog, high: int, client: Position, purge: int = 0) -> 
 # --- the log --------------------------------------------------------------------------------------
 
 
-def test_a_log_refuses_what_is_none() -> None:
+def test_a_failover_log_refuses_invalid_entries() -> None:
     with pytest.raises(ValueError, match="0 is no history ID"):
         log((0, 0))
     with pytest.raises(ValueError, match="twice"):
@@ -93,7 +93,7 @@ def test_a_log_is_its_pairs(value: FailoverLog) -> None:
 
 
 @given(failover_logs(), HISTORY_IDS, SEQS)
-def test_a_branch_stands_in_front_of_what_led_to_it(
+def test_a_branch_is_the_first_entry_of_the_log(
     value: FailoverLog, history_id: HistoryId, seq: SeqNo
 ) -> None:
     assume(history_id not in {entry.history_id for entry in value})
@@ -107,7 +107,7 @@ def test_a_branch_stands_in_front_of_what_led_to_it(
 
 
 @given(failover_logs(), SEQS)
-def test_until_drops_what_lies_above_and_nothing_else(value: FailoverLog, seq: SeqNo) -> None:
+def test_until_drops_exactly_the_entries_above(value: FailoverLog, seq: SeqNo) -> None:
     below = value.until(seq)
     assert list(below) == [entry for entry in value if entry.seq <= seq]
     assert below.until(seq) == below
@@ -206,7 +206,7 @@ def test_every_decision_carries_its_reason(
         (5, 5, Start(SeqNo(5), ZERO, Reason.SAME_HISTORY)),
     ],
 )
-def test_who_has_not_seen_purged_deletions_begins_anew(
+def test_a_client_that_missed_purged_deletions_starts_from_zero(
     complete: int, purge: int, expected: Decision
 ) -> None:
     assert decide(log((A, 0)), 9, position(log((A, 0)), complete), purge) == expected
@@ -219,7 +219,7 @@ def test_the_purge_number_counts_where_the_client_must_go_back_to() -> None:
 
 
 @pytest.mark.parametrize("history", [A, B])
-def test_a_snapshot_of_which_nothing_came_binds_nobody(history: HistoryId) -> None:
+def test_an_interrupted_snapshot_of_which_nothing_came_does_not_count(history: HistoryId) -> None:
     # The server may never reach the end of a snapshot that another history announced.
     client = position(log((A, 0)), 6, 6, (history, 6, 1_000))
     assert decide(log((A, 0)), 20, client) == Start(SeqNo(6), ZERO, Reason.SAME_HISTORY)
@@ -227,7 +227,7 @@ def test_a_snapshot_of_which_nothing_came_binds_nobody(history: HistoryId) -> No
     assert branched == Start(SeqNo(6), ZERO, Reason.BRANCHED)
 
 
-def test_a_server_that_has_not_come_as_far_is_not_streamed_from() -> None:
+def test_a_server_that_is_behind_its_client_is_not_streamed_from() -> None:
     # The client followed a branch at 7; this server is at 5 of the history before it.
     client = position(log((B, 7), (A, 0)), 7)
     assert decide(log((A, 0)), 5, client) == Retry(Reason.SERVER_BEHIND)
@@ -258,7 +258,7 @@ def few_positions(draw: st.DrawFn) -> Position:
 
 @given(st.one_of(failover_logs(5), few_logs()), st.one_of(positions(), few_positions()), FEW, FEW)
 @settings(max_examples=500)
-def test_what_holds_of_every_decision(
+def test_every_decision_keeps_the_rules_of_resuming(
     server: FailoverLog, client: Position, more: SeqNo, purge: SeqNo
 ) -> None:
     high = SeqNo((server.entries[0].seq if server.entries else 0) + more)
@@ -297,7 +297,7 @@ def test_what_holds_of_every_decision(
 
 @given(few_logs(), few_positions(), FEW, FEW, st.data())
 @settings(max_examples=500)
-def test_who_goes_back_as_told_may_start(
+def test_a_client_that_rolled_back_as_ordered_may_start(
     server: FailoverLog, client: Position, more: SeqNo, purge: SeqNo, data: st.DataObject
 ) -> None:
     """Even if it keeps its log, and its newest complete snapshot lies far below the ceiling; and

@@ -44,13 +44,13 @@ def logged(level: str, form: str) -> list[str]:
         ("error", []),
     ],
 )
-def test_libraries_say_what_is_a_warning_in_the_same_form(level: str, said: list[str]) -> None:
+def test_warnings_of_libraries_have_the_same_form(level: str, said: list[str]) -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in logged(level, "json")]
     assert [line["event"] for line in lines] == said
     assert all({"level", "timestamp"} <= line.keys() for line in lines)
 
 
-def test_for_people_it_is_no_json() -> None:
+def test_the_console_form_is_not_json() -> None:
     trouble, ours = logged("info", "console")
     assert "a library's trouble" in trouble
     assert "port=1" in ours

@@ -55,7 +55,9 @@ async def running(nursery: trio.Nursery) -> Running:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_a_signal_ends_it_in_order(running: Running, number: signal.Signals) -> None:
+async def test_a_first_signal_ends_the_process_in_order(
+    running: Running, number: signal.Signals
+) -> None:
     running.starts.set()
     await running.until("port")
     signal.raise_signal(number)
@@ -65,7 +67,7 @@ async def test_a_signal_ends_it_in_order(running: Running, number: signal.Signal
     assert running.said == ["starting", "port", "ending", "in order", "gone"]
 
 
-async def test_a_second_one_ends_it_at_once(running: Running) -> None:
+async def test_a_second_signal_ends_the_process_at_once(running: Running) -> None:
     running.starts.set()
     await running.until("port")
     signal.raise_signal(signal.SIGTERM)
@@ -75,7 +77,7 @@ async def test_a_second_one_ends_it_at_once(running: Running) -> None:
     assert running.said == ["starting", "port", "ending", "gone"]
 
 
-async def test_while_it_starts_a_signal_waits_for_that_and_a_second_one_does_not() -> None:
+async def test_a_first_signal_waits_for_a_starting_process_and_a_second_one_does_not() -> None:
     first, second = Running(), Running()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_until_signal, first.run(), first.said.append)

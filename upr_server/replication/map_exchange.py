@@ -69,9 +69,9 @@ class MapExchange:
         nodes = list(self._membership.other_nodes(bucket).items())
         if nodes:
             index = self._last_asked[bucket] = (self._last_asked[bucket] + 1) % len(nodes)
-            told = await self._fetch(connections, *nodes[index], bucket)
-            if told is not None:
-                await self._try(self._membership.adopt, told)
+            their_map = await self._fetch(connections, *nodes[index], bucket)
+            if their_map is not None:
+                await self._try(self._membership.adopt, their_map)
 
     async def _confirm(self, connections: NodeConnections, bucket: str) -> None:
         """Asks all other nodes of the bucket. The newest map counts, and one answer is enough: each
@@ -85,9 +85,9 @@ class MapExchange:
         answers: list[PartitionMap] = []
 
         async def ask(name: str, host_port: str) -> None:
-            told = await self._fetch(connections, name, host_port, bucket)
-            if told is not None:
-                answers.append(told)
+            their_map = await self._fetch(connections, name, host_port, bucket)
+            if their_map is not None:
+                answers.append(their_map)
 
         async with trio.open_nursery() as nursery:
             for name, host_port in nodes.items():
@@ -102,7 +102,7 @@ class MapExchange:
                     revision=revision,
                 )
             return
-        newest = max(answers, key=lambda told: told.revision)
+        newest = max(answers, key=lambda their_map: their_map.revision)
         if newest.revision > revision:
             await self._try(membership.adopt, newest)
         elif newest.revision < revision or newest == membership.map_of(bucket):
@@ -218,8 +218,8 @@ class NodeConnections:
 
     def close_others(self, addresses: Iterable[Address]) -> None:
         """Closes the connections to all nodes but these."""
-        kept = {attrs.evolve(address, bucket="") for address in addresses}
-        for address in self._connections.keys() - kept:
+        named = {attrs.evolve(address, bucket="") for address in addresses}
+        for address in self._connections.keys() - named:
             self._connections[address].close()
 
     async def _hold(self, address: Address, task_status: trio.TaskStatus[_OpenConnection]) -> None:

@@ -233,19 +233,19 @@ class Membership:
             dial=self.system.dial,
         )
         try:
-            told = (await node.status()).map
+            their_map = (await node.status()).map
         except UprError as error:
             raise ServerError(
                 Status.BAD_ARGUMENT, f"cannot get the map from {address}: {error}"
             ) from error
-        if told is None:
+        if their_map is None:
             raise ServerError(Status.BAD_ARGUMENT, f"{address} has no map of {bucket!r}")
-        await self.adopt(told)
+        await self.adopt(their_map)
         partition_map = self.map_of(bucket)
         assert partition_map is not None, "it was applied, or a newer one holds"
         return partition_map
 
-    async def adopt(self, told: PartitionMap) -> bool:
+    async def adopt(self, their_map: PartitionMap) -> bool:
         """Applies another node's map, if it is newer than the one that holds here.
 
         Returns:
@@ -253,10 +253,14 @@ class Membership:
         """
         with trio.CancelScope(shield=True):
             async with self._lock:
-                if told.revision <= self.revision(told.bucket):
+                if their_map.revision <= self.revision(their_map.bucket):
                     return False
-                log.info("applying newer partition map", bucket=told.bucket, revision=told.revision)
-                await self._apply(told, is_from_operator=False)
+                log.info(
+                    "applying newer partition map",
+                    bucket=their_map.bucket,
+                    revision=their_map.revision,
+                )
+                await self._apply(their_map, is_from_operator=False)
         return True
 
     async def confirm(self, bucket: str, revision: int) -> None:

@@ -114,7 +114,7 @@ def test_a_window_that_is_just_used_up_is_closed() -> None:
         pair.server.send(chunk(3, 9, 1, 2))
 
 
-def test_what_is_no_chunk_passes_a_closed_window() -> None:
+def test_messages_other_than_chunks_pass_a_closed_window() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
     assert not pair.server.window.open
@@ -498,7 +498,7 @@ def test_a_frame_of_the_longest_kind_is_taken_in_and_not_refused() -> None:
     assert pair.server.buffered == 1000
 
 
-def test_what_is_too_long_is_not_said() -> None:
+def test_a_message_that_is_too_long_is_not_sent() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     before = portrait(pair.client)
     with pytest.raises(LocalProtocolError) as caught:

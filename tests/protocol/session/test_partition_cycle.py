@@ -157,7 +157,7 @@ def _do(doing: int | str, loop: Loop | Quick, cookie: str = "") -> None:
 
 @settings(max_examples=600, deadline=None)
 @given(DOINGS)
-def test_the_cycle_does_what_the_loop_does(doings: list[int | str]) -> None:
+def test_the_cycle_takes_the_same_turns_as_a_naive_loop(doings: list[int | str]) -> None:
     loop, quick = Loop(), Quick()
     for index, doing in enumerate([*doings, *["send", "go on"] * 2 * PARTITIONS]):
         _do(doing, loop, f"barrier {index}")
@@ -382,7 +382,7 @@ def test_a_turn_costs_little_more_however_many_partitions_are_ready() -> None:
     assert _calls(_some_turns(many)) <= _calls(_some_turns(few)) + 60
 
 
-def test_nobody_has_a_turn_before_the_client_says_go() -> None:
+def test_no_partition_has_a_turn_before_the_client_sends_go() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.accept(3, 9)
     pair.server.ready(PartitionId(3))

@@ -112,7 +112,7 @@ def test_as_many_messages_may_be_said_in_a_state_as_were_counted(state: SessionS
     assert said == MESSAGES_SAID[state]
 
 
-def test_what_may_be_asked_may_be_answered_or_refused_wherever_the_session_has_moved() -> None:
+def test_a_request_may_be_answered_or_refused_in_every_state_that_may_follow() -> None:
     # `Open` is said only while no other request is open.
     unreachable = {SessionState.OPENING, SessionState.CLOSED}
     for row in SESSION.values():
@@ -131,7 +131,7 @@ def test_a_session_begins_where_it_should() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("side", ["client", "server"])
-def test_a_side_can_say_what_the_state_allows_and_nothing_else(
+def test_a_side_can_send_exactly_the_messages_that_the_state_allows(
     side: str, state: SessionState
 ) -> None:
     for kind in MESSAGES.values():
@@ -154,7 +154,7 @@ def test_a_side_can_say_what_the_state_allows_and_nothing_else(
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("side", ["client", "server"])
-def test_a_side_is_heard_with_what_the_state_allows_and_nothing_else(
+def test_a_side_accepts_exactly_the_messages_that_the_state_allows(
     side: str, state: SessionState
 ) -> None:
     for kind in MESSAGES.values():
@@ -175,7 +175,7 @@ def test_a_side_is_heard_with_what_the_state_allows_and_nothing_else(
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
-def test_when_it_is_over_nothing_is_said_and_everything_ignored(side: str) -> None:
+def test_a_closed_session_sends_nothing_and_ignores_everything(side: str) -> None:
     for sample in SAMPLES.values():
         pair = Pair.in_state(SessionState.CLOSED)
         session: Session = pair.client if side == "client" else pair.server
@@ -243,7 +243,7 @@ def test_an_error_ends_the_session_without_an_error_in_return() -> None:
             assert taken(session) == b""
 
 
-def test_failing_says_so_once_however_long_the_story() -> None:
+def test_a_failing_session_sends_one_error_however_long_the_sentence() -> None:
     for state in STATES:
         pair = Pair.in_state(state)
         taken(pair.client)
@@ -257,7 +257,7 @@ def test_failing_says_so_once_however_long_the_story() -> None:
             assert set(error.sentence) == {"漢"}
 
 
-def test_what_does_not_fit_its_layout_is_not_said() -> None:
+def test_a_value_that_does_not_fit_the_layout_is_not_sent() -> None:
     pair = Pair.in_state(SessionState.READY)
     before = portrait(pair.client)
     for message in (

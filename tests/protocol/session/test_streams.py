@@ -170,7 +170,7 @@ def test_heard(who: str, happened: str, state: str, cell: str) -> None:
         assert_refused(session, status)
 
 
-def test_a_second_stream_of_a_partition_is_refused_whatever_its_opaque() -> None:
+def test_a_second_stream_of_a_partition_is_refused_with_any_opaque() -> None:
     for state in ("REQUESTED", "BETWEEN", "INSIDE", "CLOSING"):
         pair = _pair(state, crossing=False)
         before = portrait(pair.client)
@@ -235,7 +235,7 @@ def test_nothing_is_left_out_or_repeated(state: str, message: Message) -> None:
         assert after[same] == before[same]
 
 
-def test_a_whole_snapshot_is_a_start_a_chunk_and_an_end() -> None:
+def test_a_snapshot_in_one_frame_equals_a_start_a_chunk_and_an_end() -> None:
     long, short = _stand("BETWEEN"), _stand("BETWEEN")
     long.server_says(start(3, 9, 10, 20), chunk(3, 9, 10, 20), end(3, 9, 20))
     short.server_says(snapshot(3, 9, 10, 20))
@@ -251,14 +251,14 @@ def _refused_on_both_sides(pair: Pair, message: Message) -> None:
     assert_refused(pair.client, Status.MALFORMED)
 
 
-def test_a_whole_snapshot_needs_one_before_it_that_names_its_history() -> None:
+def test_a_snapshot_in_one_frame_needs_an_earlier_start_that_names_its_history() -> None:
     pair = Pair.in_state(SessionState.STREAMING)
     pair.accept(3, 9)
     pair.turn(3)
     _refused_on_both_sides(pair, snapshot(3, 9, 0, 10))
 
 
-def test_a_whole_snapshot_does_not_end_before_what_must_be_finished() -> None:
+def test_a_snapshot_in_one_frame_must_reach_the_end_of_an_interrupted_one() -> None:
     pair = _stand("SOME")
     pair.server_says(stream_end(3, 9, Status.STATE_CHANGED))
     pair.client_says(stream(3, 9, _position(10, 15, begin=10, until=20)))
@@ -312,7 +312,7 @@ def _resume(position: Position, seq: int) -> Pair:
 
 
 @pytest.mark.parametrize("received", [15, 12])
-def test_a_stream_does_not_go_on_behind_what_its_client_has(received: int) -> None:
+def test_a_stream_does_not_skip_numbers_that_its_client_lacks(received: int) -> None:
     pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(stream(3, 9, _position(10, received, begin=10, until=20)))
     message = stream_reply(3, 9, received + 1)
@@ -354,7 +354,7 @@ def test_a_client_that_lacks_only_the_word_of_the_end_is_complete() -> None:
     assert pair.server.snapshot_ends == ((3, 20),)
 
 
-def test_a_stream_may_go_on_before_what_its_client_has() -> None:
+def test_a_stream_may_repeat_numbers_that_its_client_has() -> None:
     """Items may come twice across a resume."""
     pair = _resume(_position(10, 10), 4)
     assert pair.server.snapshot_ends == ((3, 4),)
@@ -379,7 +379,7 @@ def test_only_positions_that_a_client_can_have_are_said() -> None:
 # Streams that end.
 
 
-def test_what_is_on_its_way_when_a_stream_is_closed_is_dropped_and_acknowledged() -> None:
+def test_frames_on_their_way_when_a_stream_is_closed_are_dropped_and_acknowledged() -> None:
     pair = Pair.in_state(SessionState.STREAMING, window_bytes=64 * 1024)
     pair.accept(3, 9)
     pair.turn(3)
@@ -442,7 +442,7 @@ def test_a_refused_stream_leaves_no_trace() -> None:
         assert (portrait(pair.client), portrait(pair.server)) == before
 
 
-def test_what_refuses_a_stream_is_not_a_refusal() -> None:
+def test_a_stream_is_refused_by_a_stream_reply_and_not_by_a_refusal() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(stream(3, 9))
     refusal = Refusal("no", partition=PartitionId(3), opaque=9, status=Status.TEMPORARY_FAILURE)
@@ -476,7 +476,7 @@ def test_the_answer_to_a_stream_is_about_its_partition() -> None:
     assert_refused(pair.client, Status.MALFORMED)
 
 
-def test_a_record_begins_with_what_the_client_has() -> None:
+def test_a_stream_record_begins_at_the_client_s_position() -> None:
     record = StreamRecord(stream(3, 9, BEGINNING))
     assert (record.seq, record.end, record.complete, record.opaque) == (0, 0, 0, 9)
 
@@ -484,7 +484,7 @@ def test_a_record_begins_with_what_the_client_has() -> None:
 # Turns.
 
 
-def test_a_snapshot_is_sent_only_of_the_partition_whose_turn_it_is() -> None:
+def test_only_the_partition_whose_turn_it_is_sends_a_snapshot() -> None:
     pair = Pair.in_state(SessionState.STREAMING)
     pair.accept(3, 9)
     pair.accept(4, 10)

@@ -17,7 +17,7 @@ def test_transcript(path: Path) -> None:
     assert replay(text) == text
 
 
-def test_there_are_transcripts_and_they_expect_something() -> None:
+def test_the_transcripts_exist_and_expect_something() -> None:
     assert len(FILES) >= 8
     for path in FILES:
         assert path.read_text().count("----") >= 2

@@ -11,7 +11,9 @@ from upr_protocol.transport.socket_io import unsent
 
 
 @given(st.lists(st.binary(max_size=5), max_size=8), st.data())
-def test_what_is_left_is_what_was_not_sent(buffers: list[bytes], data: st.DataObject) -> None:
+def test_unsent_gives_exactly_the_bytes_that_were_not_sent(
+    buffers: list[bytes], data: st.DataObject
+) -> None:
     whole = b"".join(buffers)
     sent = data.draw(st.integers(0, len(whole)))
     assert b"".join(unsent(buffers, sent)) == whole[sent:]

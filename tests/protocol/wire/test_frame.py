@@ -100,7 +100,7 @@ def test_a_header_is_as_declared(header: Header) -> None:
 
 
 @given(HEADERS, st.integers(0, 8 * HEADER_BYTES - 1))
-def test_any_bit_that_flips_is_noticed(header: Header, bit: int) -> None:
+def test_any_flipped_bit_of_a_header_is_noticed(header: Header, bit: int) -> None:
     data = bytearray(packed(header))
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(RemoteProtocolError) as caught:
@@ -124,7 +124,7 @@ def test_random_bytes_are_no_header(data: bytes) -> None:
         (12, "<I", 0xFFFF_FFFF, Status.MALFORMED),
     ],
 )
-def test_a_header_that_lies_but_adds_up_is_refused_for_what_it_says(
+def test_a_header_with_a_right_checksum_and_wrong_fields_is_refused_for_the_field(
     offset: int, layout: str, value: int, status: Status
 ) -> None:
     data = bytearray(pack_header(0x0E, 0, 0, 0, 0, 0))
@@ -270,7 +270,7 @@ def test_a_frame_without_a_body_needs_no_byte_more() -> None:
 # --- what it costs --------------------------------------------------------------------------------
 
 
-def test_a_body_that_trickles_in_holds_twice_what_came() -> None:
+def test_an_unfinished_body_takes_at_most_twice_the_memory_of_what_came() -> None:
     """A peer that claims 32 MiB and sends little costs little."""
     buffer = FrameBuffer(admit)
     bodies = set()
@@ -302,7 +302,7 @@ def test_a_body_that_trickles_in_holds_twice_what_came() -> None:
         st.tuples(st.integers(1_000, 400_000), st.integers(1, 100_000)), min_size=1, max_size=12
     ),
 )
-def test_what_is_put_in_the_room_is_as_good_as_what_is_given(
+def test_bytes_put_into_the_receive_buffer_count_like_bytes_received(
     lengths: list[int], steps: list[tuple[int, int]]
 ) -> None:
     bodies = [bytes([index]) * length for index, length in enumerate(lengths, 1)]
@@ -324,7 +324,7 @@ def test_what_is_put_in_the_room_is_as_good_as_what_is_given(
     assert not buffer.mid_frame
 
 
-def test_there_is_no_room_between_frames() -> None:
+def test_the_receive_buffer_is_empty_between_frames() -> None:
     buffer = FrameBuffer(admit)
     frame = frame_of(bytes(100))
     for offset in range(0, len(frame) + 1, 4):
@@ -334,7 +334,7 @@ def test_there_is_no_room_between_frames() -> None:
         drain(buffer)
 
 
-def test_who_has_sent_a_large_body_is_trusted_with_as_much_room_and_no_more() -> None:
+def test_a_peer_that_sent_a_large_body_gets_as_large_a_buffer_for_the_next() -> None:
     buffer = FrameBuffer(admit)
     begun = pack_header(0x11, 0, 0, 0, FRAME_BODY_BYTES_MAX, 0)
 

@@ -128,7 +128,7 @@ def descendants(kind: type[Message]) -> list[type[Message]]:
 
 
 @kinds
-def test_a_declaration_is_whole(kind: type[Message]) -> None:
+def test_a_declaration_is_complete(kind: type[Message]) -> None:
     assert MESSAGES[kind.opcode] is kind
     assert 0 < kind.opcode <= 0xFF
     assert inspect.getdoc(kind), "what the message is for"
@@ -149,7 +149,7 @@ def test_answers_come_from_the_other_side_with_the_high_bit_set(kind: type[Messa
         assert answer.sender is Role.SERVER
 
 
-def test_the_fast_ones_are_those_that_are_many() -> None:
+def test_messages_that_come_in_numbers_have_struct_code() -> None:
     names = {kind.__name__ for kind in HOT}
     assert {"PartitionStart", "PartitionChunk", "PartitionEnd", "Mutate", "MutateReply"} <= names
 
@@ -181,7 +181,9 @@ def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
 
 @hot_kinds
 @given(data=st.data())
-def test_the_fast_code_builds_what_is_declared(kind: type[Message], data: st.DataObject) -> None:
+def test_the_struct_code_builds_the_declared_layout(
+    kind: type[Message], data: st.DataObject
+) -> None:
     message = data.draw(messages_of(kind))
     fields = {name: getattr(message, name) for name in layout_fields(kind)}
     assert body_of(message) == kind.layout.build(fields)
@@ -189,7 +191,9 @@ def test_the_fast_code_builds_what_is_declared(kind: type[Message], data: st.Dat
 
 @hot_kinds
 @given(data=st.data())
-def test_the_fast_code_reads_what_is_declared(kind: type[Message], data: st.DataObject) -> None:
+def test_the_struct_code_reads_the_declared_layout(
+    kind: type[Message], data: st.DataObject
+) -> None:
     message = data.draw(messages_of(kind))
     body = padded_body_of(message)
     assert parse(kind, body) == parse_as_declared(kind, body)
@@ -339,7 +343,7 @@ def test_a_position_that_contradicts_itself_is_refused(
         pack("<H", 26) + b"".join(pack("<QQ", n, 0) for n in range(1, 27)),  # too many
     ],
 )
-def test_a_log_that_is_none_is_refused(log: bytes) -> None:
+def test_a_malformed_failover_log_is_refused(log: bytes) -> None:
     assert parse(Stream, stream_body(0, 0, (0, 0, 0), log)) is None
 
 
