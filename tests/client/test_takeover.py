@@ -14,6 +14,7 @@ from upr_protocol.client.operator import (
     take_over,
 )
 from upr_protocol.client.operator.plan import active_assignment, partitions_text
+from upr_protocol.client.operator.takeover import CLOSE_CHANGES
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
@@ -229,6 +230,21 @@ async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> N
         assert logs(group, "a") == before
         await group.set("a", {"k": "w"})
         await group.until(lambda: highs(group, "a") == highs(group, "b"))
+        group.check()
+
+
+async def test_a_takeover_by_a_replica_that_stays_far_behind_changes_nothing() -> None:
+    async with running_servers("ab") as group:
+        before = group.map("a")
+        cluster: Any = group.servers["b"].cluster
+        await cluster.stop()
+        await group.set("a", {f"key {n}": "v" for n in range(CLOSE_CHANGES + 1)})
+        timeouts = TakeoverTimeouts(approach_s=0.3)
+        with pytest.raises(NotDoneError, match="b does not come close to a: it lacks 257 changes"):
+            await take_over(group.operator(), to="b", all_of="a", timeouts=timeouts)
+        assert group.progress == ["b is behind a; waiting until it is close"]
+        assert group.states("a") == ACTIVE
+        assert group.map("a") == before
         group.check()
 
 

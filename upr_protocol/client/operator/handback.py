@@ -137,7 +137,7 @@ class Handback:
             return None
         return point
 
-    async def cancel(self) -> PartitionMap:
+    async def undo(self) -> PartitionMap:
         """Undoes an interrupted takeover, whose target is the old active itself.
 
         Raises:

@@ -133,7 +133,7 @@ class _Takeover:
     async def run(self, timeouts: TakeoverTimeouts) -> PartitionMap:
         self._check()
         if self._target == self._source:
-            return await self._handback.cancel()
+            return await self._handback.undo()
         others = [name for name in self._change.holders() if name != self._source]
         is_resumed = self._handback.is_resumed
         if is_resumed:
@@ -146,9 +146,11 @@ class _Takeover:
             with trio.move_on_after(timeouts.approach_s) as scope:
                 await self._approach()
             if scope.cancelled_caught:
+                lag = self._lag()
+                lacks = "an unknown number of" if lag is None else f"{lag:,}"
                 raise NotDoneError(
-                    f"{self._target} does not come close to {self._source}: it lacks "
-                    f"{self._lag():,} changes; see `upr partitions`, or give it more time"
+                    f"{self._target} does not come close to {self._source}: it lacks {lacks} "
+                    "changes; see `upr partitions`, or give it more time"
                 )
         handover_map = await self._hand_over()
         if self._handback.copies_ahead():
@@ -188,18 +190,18 @@ class _Takeover:
 
     # 1. The target is close.
 
-    def _lag(self) -> int:
-        """The changes that the target lacks; -1 if that is not known."""
+    def _lag(self) -> int | None:
+        """The changes that the target lacks; None if that is not known."""
         source, target = self._survey.nodes[self._source], self._survey.nodes[self._target]
         if target.failure or source.failure or len(target.partitions) != len(source.partitions):
-            return -1
+            return None
         lag = 0
         for partition in self._change.assignments:
             active, replica = source.partitions[partition], target.partitions[partition]
             shares_history = active.log == replica.log
             lag += active.high_seq - (replica.high_seq if shares_history else 0)
             if not shares_history and not active.high_seq:
-                return -1
+                return None
         return lag
 
     def _target_changes(self) -> int:
@@ -214,7 +216,7 @@ class _Takeover:
         is_reported = False
         limit = CLOSE_CHANGES
         changes, asked_at = self._target_changes(), trio.current_time()
-        while not 0 <= self._lag() <= limit:
+        while (lag := self._lag()) is None or lag > limit:
             if not is_reported:
                 self._report(f"{self._target} is behind {self._source}; waiting until it is close")
                 is_reported = True
