@@ -45,9 +45,12 @@ from upr_protocol.client.core.results import Failure, NotDurableError, WriteResu
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
-from upr_protocol.client.local_copy.database import LocalCopyError, LocalCopyWriteError
+from upr_protocol.client.local_copy.database import (
+    LocalCopyError,
+    LocalCopyReader,
+    LocalCopyWriteError,
+)
 from upr_protocol.client.local_copy.follower import LocalCopy, keep_local_copy
-from upr_protocol.client.local_copy.reader import LocalCopyReader
 from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits

@@ -24,6 +24,7 @@ from upr_protocol.client import (
     ChunkReceived,
     Completed,
     Event,
+    Item,
     MemoryStore,
     ReceivedKeysLimits,
     RecordLogError,
@@ -36,7 +37,7 @@ from upr_protocol.client import (
     Undone,
     consume_with_rollback,
 )
-from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlanner
+from upr_protocol.client.rollback.planner import RollbackPlanner
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.errors import BrokenError, Status
 from upr_protocol.failover import FailoverLog
@@ -372,16 +373,15 @@ async def test_no_key_is_dropped_while_its_partition_is_about_to_roll_back(tmp_p
     """Before the partition's stream is accepted, the application may be given events of other
     partitions, and after each of them the received keys may be trimmed."""
 
-    class Reader:
-        async def read_newest(
-            self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
-        ) -> NewestDocuments:
-            await trio.lowlevel.checkpoint()
-            raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
+    async def read_newest(
+        partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> tuple[list[Item | None], SeqNo]:
+        await trio.lowlevel.checkpoint()
+        raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
 
     partition, log = PartitionId(0), FailoverLog.of([(1, 0)])
     file = ReceivedKeysFile(tmp_path / "keys", "b", ReceivedKeysLimits(entries=1))
-    planner = RollbackPlanner(file, Reader())
+    planner = RollbackPlanner(file, read_newest)
     await file.receive(partition, [(b"a", SeqNo(9), HistoryId(1)), (b"b", SeqNo(10), HistoryId(1))])
     assert await planner.compare(StreamAccepted(partition, log), SeqNo(10)) is None
     assert planner.is_compared(partition)

@@ -1,7 +1,8 @@
-"""The SQLite database of a local copy: its schema, its rows, and what its errors mean."""
+"""The SQLite database of a local copy: its schema, how to read it, and what its errors mean."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -128,7 +129,7 @@ def get_item(database: sqlite3.Connection, partition: int, key: bytes) -> Item |
         f"SELECT {COLUMNS} FROM items WHERE partition = ? AND key = ? AND value IS NOT NULL",
         (partition, key),
     ).fetchone()
-    return None if row is None else item_of_row(row)
+    return None if row is None else _item(row)
 
 
 def count_items(database: sqlite3.Connection) -> int:
@@ -137,7 +138,7 @@ def count_items(database: sqlite3.Connection) -> int:
     return int(count)
 
 
-def item_of_row(row: ItemRow) -> Item:
+def _item(row: ItemRow) -> Item:
     """The item of a row that is not a deletion."""
     partition, key, value, seq, history, cas, flags, expiry = row
     return Item(
@@ -155,3 +156,60 @@ def item_of_row(row: ItemRow) -> Item:
 def uint64_blob(value: int) -> bytes:
     """A column's value for 64 bits without a sign; SQLite's integers have one."""
     return value.to_bytes(8, "big")
+
+
+class LocalCopyReader:
+    """Reads a local copy as it was committed last, also while another process follows.
+
+    Args:
+        directory: Where the copy is.
+
+    Attributes:
+        state: The resume state when the copy was opened.
+
+    Raises:
+        LocalCopyError: The directory does not hold a local copy.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        path = Path(directory) / FILE_NAME
+        if not path.is_file():
+            raise LocalCopyError(f"{directory} does not hold a local copy")
+        self._database = connect_database(path)
+        try:
+            with translated_errors(Path(directory)):
+                self.state = read_resume_state(self._database, Path(directory))
+        except BaseException:
+            self._database.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the copy."""
+        self._database.close()
+
+    def __len__(self) -> int:
+        return count_items(self._database)
+
+    def get(self, partition: int, key: bytes) -> Item | None:
+        """The item at `key` of a partition."""
+        return get_item(self._database, partition, key)
+
+    def items(self) -> Iterator[Item]:
+        """Every item, by partition and key, in one consistent read."""
+        rows = self._database.execute(
+            f"SELECT {COLUMNS} FROM items WHERE value IS NOT NULL ORDER BY partition, key"
+        )
+        return map(_item, rows)
+
+    def floors(self) -> dict[PartitionId, SeqNo]:
+        """By partition the lowest rollback target; a rollback below it starts at 0."""
+        rows = self._database.execute("SELECT partition, floor FROM partitions")
+        return {PartitionId(partition): SeqNo(floor) for partition, floor in rows}
+
+    def ends(self) -> dict[PartitionId, SeqNo]:
+        """By partition the snapshot end at which the copy equals what the server had. A partition
+        inside of a snapshot is missing."""
+        rows = self._database.execute(
+            "SELECT partition, last_complete FROM partitions WHERE complete"
+        )
+        return {PartitionId(partition): SeqNo(end) for partition, end in rows}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Literal, Self
 
-import attrs
 import trio
 
 from upr_protocol.address import Address
@@ -20,63 +20,18 @@ from upr_protocol.client.core.events import (
     StreamAccepted,
     Undone,
 )
+from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.core.retry import RetryPolicy
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
-from upr_protocol.client.rollback.planner import NewestDocuments, RollbackPlan, RollbackPlanner
+from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect
 from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, Resume, open_consumer
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, PartitionId
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.transport import Dial
-
-
-@attrs.frozen
-class ServerDocumentReader:
-    """Reads documents over connections of its own, and retries.
-
-    Attributes:
-        address: The bucket.
-        options: How to connect.
-        retry: When to give up.
-    """
-
-    address: Address
-    options: TrioOptions
-    retry: RetryPolicy
-
-    async def read_newest(
-        self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
-    ) -> NewestDocuments:
-        """Reads the newest documents of `keys`, all of `partition`, in a history.
-
-        Raises:
-            UprError: The server refused, or gave no answer for too long.
-        """
-        while True:
-            try:
-                documents = await self._read_once(partition, keys, history_id)
-            except UprError as error:
-                await trio.sleep(self.retry.wait_s(error, trio.current_time()))
-            else:
-                self.retry.progress()
-                return documents
-
-    async def _read_once(
-        self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
-    ) -> NewestDocuments:
-        options = self.options
-        async with connect(
-            self.address,
-            identity=options.identity,
-            idle_interval_s=options.idle_interval_s,
-            connect_timeout_s=options.connect_timeout_s,
-            dial=options.dial,
-        ) as client:
-            items, high_seq = await client.get_from(partition, keys, history_id)
-            return NewestDocuments(high_seq, dict(zip(keys, items, strict=True)))
 
 
 class RollbackIterator(ABC):
@@ -151,6 +106,31 @@ class RollbackIterator(ABC):
         return self._consumer.statistics()
 
 
+async def _read_newest(
+    address: Address,
+    options: TrioOptions,
+    retry: RetryPolicy,
+    partition: PartitionId,
+    keys: Sequence[bytes],
+    history_id: HistoryId,
+) -> tuple[list[Item | None], SeqNo]:
+    """A `ReadNewest` over connections of its own, which retries."""
+    while True:
+        try:
+            async with connect(
+                address,
+                identity=options.identity,
+                idle_interval_s=options.idle_interval_s,
+                connect_timeout_s=options.connect_timeout_s,
+                dial=options.dial,
+            ) as client:
+                newest = await client.get_from(partition, keys, history_id)
+            retry.progress()
+            return newest
+        except UprError as error:
+            await trio.sleep(retry.wait_s(error, trio.current_time()))
+
+
 @asynccontextmanager
 async def consume_with_planner(
     address: Address,
@@ -168,8 +148,8 @@ async def consume_with_planner(
 ) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
     """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
     options = TrioOptions(identity=identity, dial=dial)
-    reader = ServerDocumentReader(address, options, RetryPolicy(retry_timeout_s, draw))
-    planner = RollbackPlanner(received_keys, reader)
+    retry = RetryPolicy(retry_timeout_s, draw)
+    planner = RollbackPlanner(received_keys, partial(_read_newest, address, options, retry))
     subscription = Subscription(
         checked_partitions(partitions), start == "now", end=end, with_logs=True, has_undo=True
     )

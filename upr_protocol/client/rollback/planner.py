@@ -20,8 +20,8 @@ killed before it could acknowledge the event.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 import attrs
 
@@ -48,30 +48,12 @@ class RollbackPlan:
     versions: dict[bytes, ReceivedVersion] | None
 
 
-@attrs.frozen
-class NewestDocuments:
-    """The newest documents of some keys.
-
-    Attributes:
-        high_seq: The partition's high sequence number when the last of them was read.
-        items: By key its item, or None if it is missing.
-    """
-
-    high_seq: SeqNo
-    items: dict[bytes, Item | None]
-
-
-class DocumentReader(Protocol):
-    """Reads documents from a server."""
-
-    async def read_newest(
-        self, partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
-    ) -> NewestDocuments:
-        """Reads the newest documents of `keys`, all of `partition`, in a history.
-
-        Raises:
-            ServerError: `HISTORY_CHANGED`: the partition is in another history.
-        """
+ReadNewest = Callable[
+    [PartitionId, Sequence[bytes], HistoryId], Awaitable[tuple[list[Item | None], SeqNo]]
+]
+"""Reads the newest items of keys, all of one partition, in a history; None for a missing key. Gives
+the partition's high sequence number when the last of them was read, too. `ServerError` with
+`HISTORY_CHANGED` if the partition is in another history."""
 
 
 class RollbackPlanner:
@@ -79,12 +61,12 @@ class RollbackPlanner:
 
     Args:
         received_keys: The keys that the application was given lately.
-        reader: Reads keys again.
+        read_newest: Reads keys again.
     """
 
-    def __init__(self, received_keys: ReceivedKeysSource, reader: DocumentReader) -> None:
+    def __init__(self, received_keys: ReceivedKeysSource, read_newest: ReadNewest) -> None:
         self._received_keys = received_keys
-        self._reader = reader
+        self._read_newest = read_newest
         self._rollbacks: dict[PartitionId, RolledBack] = {}
         """Rollbacks to be undone when the partition's stream is accepted."""
         self._settled_at: dict[PartitionId, SeqNo] = {}
@@ -128,16 +110,16 @@ class RollbackPlanner:
         versions: dict[bytes, ReceivedVersion] = {}
         if foreign.keys:
             try:
-                newest = await self._reader.read_newest(partition, foreign.keys, log.current)
+                newest, high_seq = await self._read_newest(partition, foreign.keys, log.current)
             except ServerError as error:
                 if error.status is not Status.HISTORY_CHANGED:
                     raise
                 # Whatever this stream still brings is compared when the next one is accepted.
                 self._settled_at[partition] = SEQ_MAX
                 return None
-            items = newest.items
+            items = dict(zip(foreign.keys, newest, strict=True))
             for key, item in items.items():
-                item_seq = newest.high_seq if item is None else item.seq
+                item_seq = high_seq if item is None else item.seq
                 versions[key] = ReceivedVersion(item_seq, log.branch_of(item_seq))
         settled_at = max(foreign.highest_seq, *(version.seq for version in versions.values()), seq)
         self._settled_at[partition] = settled_at
