@@ -86,7 +86,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.LIMIT_REACHED: "free some of what is held before asking for more",
     Status.DAMAGED: "what the disk holds is damaged; run upr-server check, and restore from a copy",
     Status.RANGE_GONE: "read what is there now, from the beginning; and renew leases in time",
-    Status.FENCED: "a newer attempt of this task is at work; stop",
+    Status.FENCED: "a newer run of this task, or consumer of this name, is at work; stop",
     Status.REPLAY_DIFFERS: (
         "the same batch was sent before with other contents: make the input the same each time, "
         "by a checkpoint or a table"
