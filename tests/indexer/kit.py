@@ -76,11 +76,11 @@ async def define(client: Client, design: str, indexes: Mapping[str, IndexDefinit
 
 async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> None:
     """Waits until there are these indexes, and they are built."""
-    wanted = [name_of(text) for text in names]
+    index_names = [name_of(text) for text in names]
 
     def are_ready() -> bool:
-        there = set(wanted) <= set(indexer.definitions.names())
-        return there and all(indexer.definitions.find(name).file.is_built for name in wanted)
+        there = set(index_names) <= set(indexer.definitions.names())
+        return there and all(indexer.definitions.find(name).file.is_built for name in index_names)
 
     await eventually(are_ready, f"{names} are built", timeout_s)
 
@@ -92,9 +92,9 @@ def name_of(text: str) -> IndexName:
 
 async def scan(indexer: Indexer, name: str, **query: Any) -> list[tuple[list[Any], str]]:
     """Keys and documents' keys, of all pages."""
-    question = Query(**{"consistency": "now", "limit": 10_000, **query})
-    found = await indexer.scanner.scan(name_of(name), question)
-    return [(entry.key, entry.id) for entry in found.entries]
+    request = Query(**{"consistency": "now", "limit": 10_000, **query})
+    answer = await indexer.scanner.scan(name_of(name), request)
+    return [(entry.key, entry.id) for entry in answer.entries]
 
 
 def by_brute_force(
@@ -103,12 +103,12 @@ def by_brute_force(
     """What an index of `contents` is to hold: each document looked at, and sorted by comparing
     values."""
     extractor = Extractor(definition)
-    found: list[tuple[list[Any], str]] = []
+    entries: list[tuple[list[Any], str]] = []
     for key, value in contents.items():
         encoded = extractor.entry(key, decode_value(value))
         if encoded is not None:
-            found.append((decode_parts(encoded, len(definition.key))[0], key.decode()))
-    return sorted(found, key=_Order)
+            entries.append((decode_parts(encoded, len(definition.key))[0], key.decode()))
+    return sorted(entries, key=_Order)
 
 
 class _Order:

@@ -77,13 +77,13 @@ class Oracle:
 
     async def read_designs(self) -> None:
         """A server that crashed may have lost some."""
-        found = {}
+        definitions = {}
         for name in "xyz":
             item = await self.client.get(f"_design/{name}")
             if item is not None:
                 fields = json.loads(item.value)["indexes"]["i"]
-                found[name] = IndexDefinition(tuple(fields["key"]), fields["filter"])
-        self.defined = found
+                definitions[name] = IndexDefinition(tuple(fields["key"]), fields["filter"])
+        self.defined = definitions
 
     def _is_current(self) -> bool:
         names = set(self.indexer.definitions.names())
@@ -97,12 +97,12 @@ class Oracle:
         await until_ready(self.indexer, *(f"{name}/i" for name in self.defined))
         contents = await self.contents()
         for name, definition in self.defined.items():
-            wanted = by_brute_force(definition, contents)
-            found = await scan(self.indexer, f"{name}/i", timeout_s=20)
-            assert found == wanted
-            if wanted:
-                middle = self.rng.choice(wanted)[0][:1]
+            expected = by_brute_force(definition, contents)
+            entries = await scan(self.indexer, f"{name}/i", timeout_s=20)
+            assert entries == expected
+            if expected:
+                middle = self.rng.choice(expected)[0][:1]
                 down = await scan(self.indexer, f"{name}/i", prefix=middle, descending=True)
-                some = [entry for entry in wanted if compare(entry[0][0], middle[0]) == 0]
-                assert down == some[::-1]
+                with_prefix = [entry for entry in expected if compare(entry[0][0], middle[0]) == 0]
+                assert down == with_prefix[::-1]
             self.indexer.definitions.find(name_of(f"{name}/i")).file.check_invariants()

@@ -65,16 +65,16 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             yield site
 
 
-def keys(found: Any) -> list[Any]:
-    return [entry.key for entry in found.entries]
+def keys(page: Any) -> list[Any]:
+    return [entry.key for entry in page.entries]
 
 
 async def test_scans(site: Site) -> None:
     ask, scan = site.ask, site.asking.scan
-    found = await ask(scan, "d/both", consistency="now", timestamps=True)
-    assert keys(found) == [["a", n] for n in range(0, 20, 2)] + [["b", n] for n in range(1, 20, 2)]
-    assert [entry.id for entry in found.entries][:2] == ["k00", "k02"]
-    assert sum(seq for _, seq in found.timestamps.values()) == 21
+    page = await ask(scan, "d/both", consistency="now", timestamps=True)
+    assert keys(page) == [["a", n] for n in range(0, 20, 2)] + [["b", n] for n in range(1, 20, 2)]
+    assert [entry.id for entry in page.entries][:2] == ["k00", "k02"]
+    assert sum(seq for _, seq in page.timestamps.values()) == 21
     down = await ask(scan, "d/both", descending=True, limit=3)
     assert keys(down) == [["b", 19], ["b", 17], ["b", 15]]
     more = await ask(scan, "d/both", descending=True, limit=3, continuation=down.continuation)
@@ -88,18 +88,18 @@ async def test_scans(site: Site) -> None:
     assert await ask(site.asking.count, "d/both", prefix=["b"]) == 10
     assert await ask(site.asking.count, "d/both") == 20
     every = await ask(lambda: list(site.asking.scan_all("d/both", limit=3)))
-    assert [entry.id for entry in every] == [entry.id for entry in found.entries]
+    assert [entry.id for entry in every] == [entry.id for entry in page.entries]
 
 
 async def test_what_is_told_of_indexes(site: Site) -> None:
-    found = await site.ask(site.asking.indexes)
-    assert [(status["name"], status["state"]) for status in found] == [
+    statuses = await site.ask(site.asking.indexes)
+    assert [(status["name"], status["state"]) for status in statuses] == [
         ("d/both", "ready"),
         ("d/city", "ready"),
     ]
-    one = await site.ask(site.asking.index, "d/both")
-    assert one["entries"] == 20
-    assert one["key"] == ["city", "n"]
+    index = await site.ask(site.asking.index, "d/both")
+    assert index["entries"] == 20
+    assert index["key"] == ["city", "n"]
     status = await site.ask(site.asking.status)
     assert status["connected"] is True
     assert status["mutations"] >= 21

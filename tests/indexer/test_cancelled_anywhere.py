@@ -73,9 +73,9 @@ def tries(*functions: Function) -> tuple[Function, ...]:
 async def in_the_loop(function: Callable[..., T], *arguments: Any, **_options: Any) -> T:
     """What a thread does, without one: it can be cancelled before it begins, and not after."""
     await trio.lowlevel.checkpoint()
-    found = function(*arguments)
+    result = function(*arguments)
     await trio.lowlevel.cancel_shielded_checkpoint()
-    return found
+    return result
 
 
 @pytest.fixture
@@ -151,10 +151,10 @@ async def test_a_question(
 
         # Behind each that is created an index is built.
         every = 3 if function is Definitions.create else 1
-        found = await cancelled_at_each_step(
+        cancellations = await cancelled_at_each_step(
             work, look, then=then, undo=undo, every=every, reaching=[function]
         )
-    found.check_inside(function)
+    cancellations.check_inside(function)
 
 
 DROP: Final = tries(Definitions.drop)
@@ -180,10 +180,10 @@ async def test_a_design_is_dropped(
             await eventually(lambda: not indexer.definitions.names(), "it is dropped")
 
         await there()
-        found = await cancelled_at_each_step(
+        cancellations = await cancelled_at_each_step(
             work, lambda: whole(server, indexer), then=then, undo=there, every=3, reaching=DROP
         )
-    found.check_inside(*DROP)
+    cancellations.check_inside(*DROP)
 
 
 ROOM: Final = tries(MemoryPool.wait_for_room)
@@ -250,8 +250,8 @@ async def test_an_indexer(
         check(server)
         assert network.open == open_before
 
-    found = await cancelled_at_each_step(work, look, then=work, every=EVERY, reaching=RUN)
-    found.check_inside(*RUN)
+    cancellations = await cancelled_at_each_step(work, look, then=work, every=EVERY, reaching=RUN)
+    cancellations.check_inside(*RUN)
 
 
 UNDOING: Final = tries(Stream.run, Pipeline.drain, Pipeline.sync)
@@ -291,7 +291,7 @@ async def test_a_rollback(
                 rollbacks += indexer.stream.rollbacks
 
         await part()
-        found = await cancelled_at_each_step(
+        cancellations = await cancelled_at_each_step(
             work,
             lambda: check(world.server),
             then=work,
@@ -300,7 +300,7 @@ async def test_a_rollback(
             reaching=UNDOING,
         )
         assert rollbacks
-    found.check_inside(*UNDOING)
+    cancellations.check_inside(*UNDOING)
 
 
 SERVING: Final = tries(serving)
@@ -336,10 +336,10 @@ async def test_until_a_signal(
     # A signal that nobody heard before the end comes to whoever heard it before.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        found = await cancelled_at_each_step(work, then=work, every=EVERY, reaching=SIGNALS)
+        cancellations = await cancelled_at_each_step(work, then=work, every=EVERY, reaching=SIGNALS)
     finally:
         signal.signal(signal.SIGTERM, before)
-    found.check_inside(*SIGNALS)
+    cancellations.check_inside(*SIGNALS)
 
 
 def test_nothing_is_forgotten() -> None:

@@ -171,7 +171,7 @@ async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
         ):
             for name, definition in (("d", BY_N), ("costly", BY_COST)):
                 await ask(asking.create, name, {"indexes": {"i": {"key": definition.key}}})
-            await until(lambda: [change["state"] for change in asking.indexes()] == ["ready"] * 2)
+            await until(lambda: [status["state"] for status in asking.indexes()] == ["ready"] * 2)
             watches = Watch(server), Watch(indexer)
             async with trio.open_nursery() as nursery:
                 for watch in watches:
@@ -187,7 +187,7 @@ async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
                 began = trio.current_time()
                 # The event bus tells of it; the stream could not, as the pool is full.
                 await ask(asking.drop, "costly")
-                found = await ask(
+                entries = await ask(
                     lambda: list(
                         asking.scan_all(
                             "d/i", limit=10_000, consistency="now", timeout_s=DEADLINE_S
@@ -208,7 +208,7 @@ async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
         f"{of_server.start_bytes / MIB:.0f} MiB, {of_server.more_bytes / MIB:+.0f} at most"
     )
     contents = {b"%d" % n: b'{"n": %d}' % (n * 7919 % 1009) for n in range(2 * COUNT)}
-    assert [(entry.key, entry.id) for entry in found] == by_brute_force(BY_N, contents)
+    assert [(entry.key, entry.id) for entry in entries] == by_brute_force(BY_N, contents)
     # It did stop taking, with most of the documents still to come.
     assert status["received"] < COUNT * 1.5
     assert POOL_BYTES * STREAM_SHARE <= peak_bytes <= POOL_BYTES

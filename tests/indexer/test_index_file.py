@@ -136,9 +136,9 @@ def test_ranges_both_ways(file: IndexFile) -> None:
             down = attrs.evolve(key_range, descending=True)
             assert file.scan(down, 9).entries == every[low:high][::-1]
     assert file.scan(KeyRange(descending=True), 2).entries == every[:2:-1]
-    found = file.scan(KeyRange(), 5, with_timestamps=True)
-    assert (found.entries, found.more) == (every, False)
-    assert found.timestamps == {0: (7, 5)}
+    result = file.scan(KeyRange(), 5, with_timestamps=True)
+    assert (result.entries, result.more) == (every, False)
+    assert result.timestamps == {0: (7, 5)}
     assert file.scan(KeyRange(), 4).more
 
 

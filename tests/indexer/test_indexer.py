@@ -196,8 +196,8 @@ async def test_at_least_what_was_written(tmp_path: Path) -> None:
         for number in range(300):
             answer = await client.set("k", f'{{"city": {number}}}')
             written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
-            found = await scan(indexer, "d/city", consistency="at_least", written=written)
-            assert found == [([number], "k")]
+            entries = await scan(indexer, "d/city", consistency="at_least", written=written)
+            assert entries == [([number], "k")]
         ahead = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
         with pytest.raises(NotFreshError):
             await scan(indexer, "d/city", consistency="at_least", written=ahead, timeout_s=0.05)

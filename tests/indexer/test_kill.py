@@ -84,7 +84,7 @@ def breathe() -> None:
 
 def until_ready(client: IndexClient, names: set[str]) -> None:
     """Waits until these indexes are built."""
-    while {change["name"] for change in client.indexes() if change["state"] == "ready"} != names:
+    while {status["name"] for status in client.indexes() if status["state"] == "ready"} != names:
         breathe()
 
 

@@ -52,10 +52,10 @@ async def test_what_the_server_lost_is_not_in_the_index_any_more(
         if restarts:
             await world.start_indexer()
         await world.write(10)
-        wanted = by_brute_force(BY_A, await world.contents())
+        expected = by_brute_force(BY_A, await world.contents())
         await until_ready(world.indexer, "x/i")
-        assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
-        assert not [key for key, _ in wanted if key == ["lost"]]
+        assert await scan(world.indexer, "x/i", timeout_s=20) == expected
+        assert not [key for key, _ in expected if key == ["lost"]]
         assert world.indexer.stream.rollbacks > 0
         with pytest.raises(WriteLostError, match="a failover has undone it"):
             await scan(world.indexer, "x/i", consistency="at_least", written=as_written(answer))
@@ -78,9 +78,9 @@ async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None
         await world.crash("server")
         await world.start_server()
         await until_ready(world.indexer, "x/i")
-        wanted = by_brute_force(BY_A, await world.contents())
-        assert len(wanted) == 40
-        assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
+        expected = by_brute_force(BY_A, await world.contents())
+        assert len(expected) == 40
+        assert await scan(world.indexer, "x/i", timeout_s=20) == expected
 
 
 async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> N
                 await world.crash("server")
                 await world.start_server()
                 await world.write(10)
-                wanted = by_brute_force(BY_A, await world.contents())
-                assert await scan(world.indexer, "x/i", timeout_s=20) == wanted
+                expected = by_brute_force(BY_A, await world.contents())
+                assert await scan(world.indexer, "x/i", timeout_s=20) == expected
             assert any(line["event"] == "rolling back" and not line["to"] for line in logs)
             # What is not defined any more is known so again.
             await world.client.delete("_design/x")
@@ -131,6 +131,6 @@ async def test_a_failover_between_servers(tmp_path: Path) -> None:
                 value = await group.get("b", f"k{number}")
                 if value is not None:
                     contents[b"k%d" % number] = value.encode()
-            found = await scan(indexer, "x/i", timeout_s=20)
-            assert found == by_brute_force(BY_A, contents)
-            assert (["after"], "k1") in found
+            entries = await scan(indexer, "x/i", timeout_s=20)
+            assert entries == by_brute_force(BY_A, contents)
+            assert (["after"], "k1") in entries

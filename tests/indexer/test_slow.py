@@ -50,13 +50,13 @@ class Gate:
         return await self._work(function)
 
 
-async def count_all(consumer: Consumer, wanted: int) -> None:
+async def count_all(consumer: Consumer, key_count: int) -> None:
     """Reads until so many different keys have come."""
-    found: set[bytes] = set()
+    keys: set[bytes] = set()
     async for event in consumer:
         if isinstance(event, ChunkReceived):
-            found.update(event.chunk.keys())
-            if len(found) >= wanted:
+            keys.update(event.chunk.keys())
+            if len(keys) >= key_count:
                 return
 
 

@@ -32,21 +32,21 @@ def rank(part: object) -> int:
     return 3 if isinstance(part, int | float) else 4 if isinstance(part, str) else 5
 
 
-def compare(one: object, other: object) -> int:
+def compare(left: object, right: object) -> int:
     """The order of two parts, as slowly and plainly as can be."""
-    if rank(one) != rank(other):
-        return -1 if rank(one) < rank(other) else 1
-    if isinstance(one, list) and isinstance(other, list):
+    if rank(left) != rank(right):
+        return -1 if rank(left) < rank(right) else 1
+    if isinstance(left, list) and isinstance(right, list):
         missing = object()
-        for a, b in zip_longest(one, other, fillvalue=missing):
+        for a, b in zip_longest(left, right, fillvalue=missing):
             if a is missing or b is missing:
                 return -1 if a is missing else 1
             if order := compare(a, b):
                 return order
         return 0
-    if one == other:
+    if left == right:
         return 0
-    return -1 if one < other else 1  # type: ignore[operator]
+    return -1 if left < right else 1  # type: ignore[operator]
 
 
 @given(KEYS, KEYS)
@@ -54,9 +54,9 @@ def compare(one: object, other: object) -> int:
 @example([0.0, 0], [-0.0, 0])
 @example(["a", 0], ["a\0", 0])
 @example([["a"], 0], [["a", None], 0])
-def test_bytes_compare_as_the_values_do(one: list[object], other: list[object]) -> None:
-    a, b = encode_parts(one), encode_parts(other)
-    assert (a > b) - (a < b) == compare(one, other)
+def test_bytes_compare_as_the_values_do(left: list[object], right: list[object]) -> None:
+    a, b = encode_parts(left), encode_parts(right)
+    assert (a > b) - (a < b) == compare(left, right)
 
 
 @given(KEYS, st.binary(max_size=3))
@@ -69,10 +69,10 @@ def test_what_is_decoded_is_what_was_encoded(key: list[object], behind: bytes) -
 
 
 @given(PARTS, PARTS, PARTS, st.binary(min_size=1, max_size=3))
-def test_a_prefix_is_a_range(first: object, other: object, second: object, behind: bytes) -> None:
+def test_a_prefix_is_a_range(first: object, right: object, second: object, behind: bytes) -> None:
     prefix = encode_parts([first])
-    inside = encode_parts([other, second]) + behind
-    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, other) == 0)
+    inside = encode_parts([right, second]) + behind
+    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, right) == 0)
 
 
 @given(st.binary(max_size=20))
