@@ -69,10 +69,10 @@ def test_what_is_decoded_is_what_was_encoded(key: list[object], behind: bytes) -
 
 
 @given(PARTS, PARTS, PARTS, st.binary(min_size=1, max_size=3))
-def test_a_prefix_is_a_range(first: object, right: object, second: object, behind: bytes) -> None:
+def test_a_prefix_is_a_range(first: object, other: object, second: object, behind: bytes) -> None:
     prefix = encode_parts([first])
-    inside = encode_parts([right, second]) + behind
-    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, right) == 0)
+    inside = encode_parts([other, second]) + behind
+    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, other) == 0)
 
 
 @given(st.binary(max_size=20))
