@@ -93,7 +93,8 @@ async def test_a_question_without_an_answer_closes_its_connection(
         await connections.status(THERE)
         silent: dict[type[Message], object] = {**HANDLERS, GetMap: lambda *_: None}
         with monkeypatch.context() as patch:
-            patch.setattr(server.connections.resources, "handlers", silent)
+            (asked,) = server.connections.connections
+            patch.setattr(asked, "_handlers", silent)
             with trio.move_on_after(2.0) as timeout:
                 await connections.status(THERE)
             assert timeout.cancelled_caught

@@ -42,7 +42,7 @@ from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import Connection, ConnectionServer
-from upr_server.net.connection import REPLIES_BYTES_MAX
+from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.replication import MapExchange, Membership
 from upr_server.replication.following import Following
@@ -337,26 +337,28 @@ async def test_room_for_large_frames(autojump_clock: MockClock) -> None:
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
 
 
-OWED: Final = tries(Connection.wait_for_reply_room)
+BACKLOG: Final = tries(Backlog.wait_for_reply_room, Backlog.wait_until_not_full)
 
 
-async def test_a_queue_whose_peer_has_too_many_replies_to_take(
+async def test_a_connection_whose_peer_has_too_many_replies_to_take(
     server: Server, network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with connect(server.url("b")):
         (connection,) = server.connections.connections
+        backlog = connection.context.backlog
 
         async def relieve() -> None:
             await trio.sleep(1)
-            connection._has_sent()
+            backlog.end_write()
 
         async def work() -> None:
-            connection._reply_bytes_being_written = REPLIES_BYTES_MAX + 1
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(relieve)
-                await connection.wait_for_reply_room()
+            for wait in (backlog.wait_for_reply_room, backlog.wait_until_not_full):
+                backlog._being_written_bytes = REPLIES_BYTES_MAX + 1
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(relieve)
+                    await wait()
 
-        (await cancelled_at_each_step(work, then=work)).check_inside(*OWED)
+        (await cancelled_at_each_step(work, then=work)).check_inside(*BACKLOG)
 
 
 SERVED: Final = tries(ConnectionServer.serve, Connection.run)

@@ -75,7 +75,6 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server
 from upr_server.config import Config
-from upr_server.net import Connection
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES
 from upr_server.runtime import System
@@ -188,7 +187,7 @@ async def connected(
             await stack.enter_async_context(server.recovered())
             await server.catalog.create_bucket("b", 1, server.catalog.quota_bytes_default)
         async with trio.open_nursery() as nursery:
-            connection = Connection(server.connections.resources, theirs, "memory")
+            connection = server.connections.new_connection(theirs, "memory")
             server.connections.connections[connection] = None
             nursery.start_soon(connection.run)
             yield Peer(ours, **options)
@@ -634,7 +633,7 @@ async def test_a_peer_that_takes_nothing_is_dropped(
     ours, theirs = trio.testing.lockstep_stream_pair()
     peer = Peer(ours)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Connection(server.connections.resources, theirs, "memory").run)
+        nursery.start_soon(server.connections.new_connection(theirs, "memory").run)
         began = trio.current_time()
         await peer.say()
     assert trio.current_time() - began == pytest.approx(SEND_TIMEOUT_S, abs=0.1)

@@ -9,16 +9,14 @@ import trio.testing
 
 from tests.server.test_connection import make_server
 from upr_server.app import Server
-from upr_server.net import Connection
 from upr_server.net.credit import CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, PublisherCredit
 
 MIB: Final = 1024 * 1024
 
 
 def publishers_of(server: Server, count: int) -> list[PublisherCredit]:
-    resources = server.connections.resources
     return [
-        Connection(resources, trio.testing.memory_stream_pair()[0], "memory").credit
+        server.connections.new_connection(trio.testing.memory_stream_pair()[0], "").context.credit
         for _ in range(count)
     ]
 

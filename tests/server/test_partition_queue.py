@@ -34,7 +34,7 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server
 from upr_server.net import Connection
-from upr_server.net.connection import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
+from upr_server.net.backlog import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.handlers.data import GET_REPLY_BYTES
 from upr_server.storage.calls import Call, FindItems, PutLease
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -86,11 +86,12 @@ async def test_a_connection_with_many_queued_requests_is_not_read(
         store.released = trio.Event()
         await ask(peer, count)
         await trio.sleep(1)
-        assert connection._queued_requests == QUEUED_REQUESTS_MAX
+        assert connection.context.backlog.queued_requests == QUEUED_REQUESTS_MAX
         store.released.set()
         for _ in range(count):
             await peer.hear(GetReply)
-        assert connection._queued_requests == connection._queued_bytes == 0
+        backlog = connection.context.backlog
+        assert backlog.queued_requests == backlog.queued_bytes == 0
 
 
 async def test_a_connection_with_many_queued_bytes_is_not_read(
@@ -108,7 +109,11 @@ async def test_a_connection_with_many_queued_bytes_is_not_read(
                     await peer.hear(Credit)
                 opaques.append(await send(peer, batch, MEMORY))
         assert len(opaques) < 50
-        assert QUEUED_BYTES_MAX < connection._queued_bytes <= QUEUED_BYTES_MAX + batch.nbytes
+        assert (
+            QUEUED_BYTES_MAX
+            < connection.context.backlog.queued_bytes
+            <= QUEUED_BYTES_MAX + batch.nbytes
+        )
         store.released.set()
         for opaque in opaques:
             assert isinstance(await answer_to(peer, opaque), MutateReply)
@@ -128,10 +133,10 @@ async def test_a_peer_that_reads_no_answers_has_few_prepared_and_delays_no_other
             await trio.sleep(3)
             assert (
                 REPLIES_BYTES_MAX
-                < connection._unsent_reply_bytes
+                < connection.context.backlog.unsent_bytes
                 <= REPLIES_BYTES_MAX + GET_REPLY_BYTES
             )
-            assert 0 < connection._queued_requests <= QUEUED_REQUESTS_MAX
+            assert 0 < connection.context.backlog.queued_requests <= QUEUED_REQUESTS_MAX
             for _ in range(3):
                 await ask(good, 1)
                 with trio.fail_after(1):

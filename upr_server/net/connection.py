@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -17,40 +15,11 @@ from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.transport import SCRATCH_BYTES, read_some, write_now, write_rest
-from upr_protocol.wire import CloseStream, Error, Get, Message, Mutate, Refusal
-from upr_server.buckets import BucketCatalog
-from upr_server.engine import Bucket, BucketError, Partition
-from upr_server.net.credit import PublisherCredit
+from upr_protocol.wire import CloseStream, Error, Message
+from upr_server.engine import BucketError
 from upr_server.net.frame_budget import LARGE_FRAME_BYTES, frame_timeout_s
-from upr_server.net.partition_queue import Apply
-from upr_server.net.replies import Replies
-from upr_server.net.request_context import Cluster, Events
+from upr_server.net.request_context import Handler, RequestContext
 from upr_server.net.resources import ServerResources
-from upr_server.net.streamer import Streamer
-from upr_server.storage.errors import StorageError
-from upr_server.storage.online.bucket_disk import BucketDisk
-
-REPLIES_BYTES_MAX: Final = 1024 * 1024
-"""Answers that may wait for a peer to take them. Above it the next request waits, until the peer
-reads or the send deadline passes. This, queued requests (`QUEUED_REQUESTS_MAX`) and a large frame
-that waits for its turn (`frame_budget`) are the only cases in which a connection is not read. The
-acknowledgements and barriers of a peer that reads, keeps below that many requests for what is on
-disk, and sends no frame above 1 MiB, always get through."""
-
-QUEUED_REQUESTS_MAX: Final = 16
-"""Requests of one connection that may wait in queues (`partition_queue`), of all partitions
-together. With so many the disk's reader always has one to go on with; more would only be memory,
-and work for connections that end. Until one of them was answered the connection is not read: what
-its peer says meanwhile, acknowledgements and barriers too, waits as long as the disk takes for one
-of 16 reads. Tasks of their own answer them, and wait for nothing that is not yet read.
-
-A queue answers nothing to a connection that has more than `REPLIES_BYTES_MAX` to send, but as many
-as may wait there may have been begun before: a peer that takes nothing has at most 16 answers more
-waiting, each of 1 MiB (`GET_REPLY_BYTES`) or one larger value."""
-
-QUEUED_BYTES_MAX: Final = 1024 * 1024
-"""The same in bytes of requests, which the bucket's quota does not count, and whose credit is
-granted again when they come. The request that exceeds it is still queued."""
 
 SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
@@ -66,9 +35,6 @@ PARTING_S: Final = 2.0
 
 _UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 
-_SENTENCE_MAX: Final = 900
-"""Characters of a refusal: in any script they fit its frame."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -79,37 +45,30 @@ class Connection:
     then streams, and has nothing to do where the socket took the answers at once. Neither ever
     waits for the other, except for `REPLIES_BYTES_MAX`. A third task watches for silence.
 
-    Handlers see it as a `RequestContext`, which documents what is not documented here.
-
     Args:
         resources: What all connections share.
+        handlers: How requests are answered, by their kind.
         stream: The stream.
         peer: The other end's address, for logs and statistics.
 
     Attributes:
         session: The session.
+        context: The requests, and how they are answered.
         peer: See above.
     """
 
     def __init__(
-        self, resources: ServerResources, stream: trio.abc.HalfCloseableStream, peer: str
+        self,
+        resources: ServerResources,
+        handlers: Mapping[type[Message], Handler],
+        stream: trio.abc.HalfCloseableStream,
+        peer: str,
     ) -> None:
         self.peer = peer
         self.session = ServerSession(resources.identity, now=trio.current_time())
-        self.streamer = Streamer(self.session, peer, self.wake)
-        self.replies = Replies(self.send, self.refuse, self.wake)
-        self.credit = PublisherCredit(resources.credit_shares, self.session, self.wake)
-        self.bucket: Bucket | None = None
-        self.is_asking_for_events = False
-        self.time = resources.time
-        self.statistics_of = resources.statistics_of
+        self.context = RequestContext(resources, self.session, peer, self.wake)
         self._resources = resources
-        self._disk: BucketDisk | None = None
-        self._nursery: trio.Nursery | None = None
-        self._replicas: dict[Partition, str] = {}
-        """Partitions of which the peer has reported what it has, with its name."""
-        self._turns: deque[tuple[Message, Callable[[], Awaitable[None]]]] = deque()
-        """Requests that are answered in turn; the first is being answered."""
+        self._handlers = handlers
         self._stream = stream
         self._to_send = Notifier()
         self._greeted = trio.Event()
@@ -117,8 +76,6 @@ class Connection:
         """Whether the writer waits for something to write."""
         self._unwritten: Sequence[Buffer] = ()
         """What the socket has not taken yet."""
-        self._progressed = Notifier()
-        """Notified when the peer took answers or a request left its queue."""
         self._opened_at = trio.current_time()
         self._frame_bytes = 0
         """What the frame that is arriving has of the budget for large ones."""
@@ -127,8 +84,6 @@ class Connection:
         """Whether it is the server that does not read, though nothing is being written."""
         self._is_silent = False
         """Whether nothing was heard for too long when that was last looked at."""
-        self._reply_bytes_being_written = 0
-        self._queued_requests = self._queued_bytes = 0
         self._bytes_in = 0
         self._bytes_out = 0
 
@@ -154,16 +109,14 @@ class Connection:
     async def _converse(self) -> None:
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
+                self.context.begin(nursery)
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 nursery.start_soon(self._keep_time)
                 await self._write()
                 nursery.cancel_scope.cancel()
         finally:
-            self.streamer.close()
             self._release_frame()
-            for partition, replica in self._replicas.items():
-                partition.replicas.forget(replica, self)
+            self.context.close()
 
     async def _close_gracefully(self) -> None:
         """Ends the conversation so that the peer hears the last word. A connection that is closed
@@ -201,7 +154,7 @@ class Connection:
                     # Whatever frame was under way has ended.
                     self._release_frame()
                     self._handle(message)
-                    if self._is_backlogged:
+                    if self.context.backlog.is_full:
                         await self._wait_for_backlog()
                     elif trio.current_time() - now > SLICE_S:
                         self.wake()
@@ -257,66 +210,23 @@ class Connection:
             self._frame_bytes = 0
             self._frame_deadline = math.inf
 
-    @property
-    def _unsent_reply_bytes(self) -> int:
-        """Bytes of answers that the peer has not taken."""
-        return self._reply_bytes_being_written + self.session.outgoing_bytes
-
-    @property
-    def _is_backlogged(self) -> bool:
-        """Whether no more of the peer's requests are to be taken now."""
-        return (
-            self._unsent_reply_bytes > REPLIES_BYTES_MAX
-            or self._queued_requests >= QUEUED_REQUESTS_MAX
-            or self._queued_bytes > QUEUED_BYTES_MAX
-        )
-
     async def _wait_for_backlog(self) -> None:
         self._is_unread = True
-        while self._is_backlogged:
-            self.wake()
-            await self._progressed.wait()
+        await self.context.backlog.wait_until_not_full()
         self._is_unread = False
 
-    # Its requests in queues: `QueuingConnection` documents these.
-
-    def start(self, task: Callable[[], Awaitable[None]]) -> None:
-        assert self._nursery is not None
-        self._nursery.start_soon(task)
-
-    async def wait_for_reply_room(self) -> None:
-        while self._unsent_reply_bytes > REPLIES_BYTES_MAX:
-            self.wake()
-            await self._progressed.wait()
-
-    def request_queued(self, nbytes: int) -> None:
-        self._queued_requests += 1
-        self._queued_bytes += nbytes
-
-    def request_dequeued(self, nbytes: int) -> None:
-        self._queued_requests -= 1
-        self._queued_bytes -= nbytes
-        self._progressed.notify()
-        self.wake()
-
-    def fail(self, request: Message) -> None:
-        self.session.fail(Status.INTERNAL, f"{type(request).__name__} met a fault")
-
-    # Answering.
-
     def _handle(self, message: Message) -> None:
-        handler = self._resources.handlers.get(type(message))
+        handler = self._handlers.get(type(message))
         if handler is not None:
             try:
-                handler(self, message)
+                handler(self.context, message)
             except (ServerError, BucketError) as error:
-                self._refuse_for(message, error)
+                self.context.refuse_for(message, error)
             except Exception:
-                # A fault of ours: the log has it, and the peer hears that there was one.
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)
-                self.fail(message)
+                self.context.fail(message)
         elif isinstance(message, CloseStream):
-            self.streamer.end(message.partition, Status.STREAM_CLOSED)
+            self.context.streamer.end(message.partition, Status.STREAM_CLOSED)
         elif isinstance(message, Error):
             log.warning(
                 "client reports an error",
@@ -324,102 +234,6 @@ class Connection:
                 identity=self.session.client_identity,
                 error=message.sentence,
             )
-
-    def answer_when_fetched(
-        self, partition: Partition, request: Get | Mutate, apply: Apply
-    ) -> None:
-        self._resources.queues.of(self.disk, partition).answer(self, request, apply)
-
-    def answer_later(self, request: Message, answer: Callable[[], Awaitable[None]]) -> None:
-        self.start(partial(self._run_answer, request, answer))
-
-    def answer_in_turn(self, request: Message, answer: Callable[[], Awaitable[None]]) -> None:
-        self._turns.append((request, answer))
-        if len(self._turns) == 1:
-            self.start(self._run_turns)
-
-    async def _run_turns(self) -> None:
-        while self._turns:
-            await self._run_answer(*self._turns[0])
-            self._turns.popleft()
-
-    async def _run_answer(self, request: Message, answer: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await answer()
-        except (ServerError, BucketError) as error:
-            self._refuse_for(request, error)
-        except StorageError as error:
-            self.refuse(request, Status.TEMPORARY_FAILURE, str(error))
-        except Exception:
-            log.exception("request failed", peer=self.peer, request=type(request).__name__)
-            self.fail(request)
-        self.wake()
-
-    def _refuse_for(self, request: Message, error: ServerError | BucketError) -> None:
-        sentence = error.sentence if isinstance(error, ServerError) else str(error)
-        self.refuse(request, error.status, sentence)
-
-    def send(self, message: Message) -> None:
-        if self.session.state is not SessionState.CLOSED:
-            self.session.send(message)
-
-    def refuse(self, request: Message, status: Status, sentence: str) -> None:
-        """Refuses `request`, or what `request` is the answer to."""
-        self.send(
-            Refusal(
-                sentence[:_SENTENCE_MAX],
-                self.map_revision,
-                partition=request.partition,
-                opaque=request.opaque,
-                status=status,
-            )
-        )
-
-    # What handlers see.
-
-    @property
-    def catalog(self) -> BucketCatalog:
-        return self._resources.catalog
-
-    @property
-    def cluster(self) -> Cluster:
-        return self._resources.cluster
-
-    @property
-    def events(self) -> Events | None:
-        return self._resources.events
-
-    @property
-    def replication_timeout_s(self) -> float:
-        return self._resources.replication_timeout_s
-
-    @property
-    def disk(self) -> BucketDisk:
-        if self._disk is None:
-            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
-        return self._disk
-
-    @property
-    def map_revision(self) -> int:
-        return 0 if self.bucket is None else self._resources.cluster.revision(self.bucket.name)
-
-    @property
-    def client_identity(self) -> str:
-        return self.session.client_identity
-
-    def open_bucket(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self._disk = self._resources.catalog.disks[bucket]
-
-    def note_replica(self, partition: Partition, replica: str) -> None:
-        self._replicas[partition] = replica
-
-    def leave_bucket(self) -> None:
-        """The bucket was deleted: its streams end, and requests about it are refused."""
-        self.streamer.end_all(Status.BUCKET_DELETED)
-        self.credit.leave_bucket()
-        self.bucket = self._disk = None
-        self.wake()
 
     # Writing.
 
@@ -454,9 +268,9 @@ class Connection:
         """
         session = self.session
         # What the streamer adds is bounded by itself, and holds up no request.
-        self._reply_bytes_being_written = session.outgoing_bytes
+        self.context.backlog.begin_write()
         try:
-            self.streamer.step()
+            self.context.streamer.step()
         except Exception:
             log.exception("stream failed", peer=self.peer)
             session.fail(Status.INTERNAL, "the stream met a fault")
@@ -472,9 +286,8 @@ class Connection:
 
     def _has_sent(self) -> None:
         self._unwritten = ()
-        self.streamer.sent()
-        self._reply_bytes_being_written = 0
-        self._progressed.notify()
+        self.context.streamer.sent()
+        self.context.backlog.end_write()
 
     # Silence.
 
@@ -519,17 +332,17 @@ class Connection:
 
     def shut_down(self) -> None:
         """The server stops: every stream ends with that reason, and then the session."""
-        self.streamer.end_all(Status.SHUTTING_DOWN)
+        self.context.streamer.end_all(Status.SHUTTING_DOWN)
         self.session.fail(Status.SHUTTING_DOWN, "the server is stopping")
         self.wake()
 
     def statistics(self) -> dict[str, object]:
         """What the connection can tell about itself; sizes in bytes."""
-        session = self.session.statistics()
+        session, bucket = self.session.statistics(), self.context.bucket
         return {
             "peer": self.peer,
             "identity": self.session.client_identity,
-            "bucket": self.bucket.name if self.bucket else "",
+            "bucket": "" if bucket is None else bucket.name,
             "state": session.state.name.lower(),
             "streams": session.streams,
             "window_used": session.window_used,

@@ -14,6 +14,7 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.wire import Get, Message, Mutate
 from upr_server.engine import NOTHING_FETCHED, Bucket, Fetched, FetchRequest, Partition
+from upr_server.net.backlog import Backlog
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -29,8 +30,14 @@ Apply = Callable[[Fetched], Sequence[FetchRequest]]
 _Requests = deque[tuple[Get | Mutate, Apply]]
 
 
-class QueuingConnection(Protocol):
-    """What a connection is to the queues in which its requests wait."""
+class QueuedClient(Protocol):
+    """What the requests of one connection are to the queues in which they wait.
+
+    Attributes:
+        backlog: Counts what waits.
+    """
+
+    backlog: Backlog
 
     def start(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""
@@ -40,15 +47,6 @@ class QueuingConnection(Protocol):
 
     def fail(self, request: Message) -> None:
         """`request` met a fault of the server, and the connection ends."""
-
-    async def wait_for_reply_room(self) -> None:
-        """Waits while the peer has too many replies to take."""
-
-    def request_queued(self, nbytes: int) -> None:
-        """A request of so many bytes waits in a queue."""
-
-    def request_dequeued(self, nbytes: int) -> None:
-        """Such a request was answered."""
 
 
 class PartitionQueue:
@@ -73,7 +71,7 @@ class PartitionQueue:
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self._disk = disk
         self._partition = partition
-        self._queues: dict[QueuingConnection, _Requests] = {}
+        self._queues: dict[QueuedClient, _Requests] = {}
         self._turn = trio.StrictFIFOLock()
 
     @property
@@ -81,39 +79,37 @@ class PartitionQueue:
         """Whether no request waits."""
         return not self._queues and not self._turn.locked()
 
-    def answer(self, connection: QueuingConnection, request: Get | Mutate, apply: Apply) -> None:
+    def answer(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
         """Has `request` answered: now, or in its turn."""
-        queue = self._queues.get(connection)
+        queue = self._queues.get(client)
         if queue is None:
             if not self._turn.locked() and not apply(NOTHING_FETCHED):
                 return
-            queue = self._queues[connection] = deque()
-            connection.start(partial(self._answer_all, connection, queue))
+            queue = self._queues[client] = deque()
+            client.start(partial(self._answer_all, client, queue))
         queue.append((request, apply))
-        connection.request_queued(_bytes_of(request))
+        client.backlog.request_queued(_bytes_of(request))
 
-    async def _answer_all(self, connection: QueuingConnection, queue: _Requests) -> None:
+    async def _answer_all(self, client: QueuedClient, queue: _Requests) -> None:
         try:
             while queue:
-                await connection.wait_for_reply_room()
+                await client.backlog.wait_for_reply_room()
                 async with self._turn:
-                    await self._answer_one(connection, *queue[0])
+                    await self._answer_one(client, *queue[0])
                 request, _ = queue.popleft()
-                connection.request_dequeued(_bytes_of(request))
+                client.backlog.request_dequeued(_bytes_of(request))
         finally:
-            del self._queues[connection]
+            del self._queues[client]
 
-    async def _answer_one(
-        self, connection: QueuingConnection, request: Get | Mutate, apply: Apply
-    ) -> None:
+    async def _answer_one(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
         pin = self._partition.eviction.pin()
         try:
             await self._fetch_and_apply(apply)
         except ServerError as error:
-            connection.refuse(request, error.status, error.sentence)
+            client.refuse(request, error.status, error.sentence)
         except Exception:
             log.exception("request failed", request=type(request).__name__)
-            connection.fail(request)
+            client.fail(request)
         finally:
             self._partition.eviction.unpin(pin)
 

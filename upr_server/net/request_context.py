@@ -2,122 +2,120 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final
 
-from upr_protocol.bucket_event import BucketEvent, EventFilter
+import structlog
+import trio
+
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.partition_map import PartitionMap
-from upr_protocol.wire import Get, Message, Mutate
-from upr_server.buckets import BucketCatalog
-from upr_server.engine import Bucket, Partition
+from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.wire import Get, Message, Mutate, Refusal
+from upr_server.engine import Bucket, BucketError, Partition
+from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
 from upr_server.net.partition_queue import Apply
 from upr_server.net.replies import Replies
+from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import Streamer
+from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 REPLICA_PREFIX: Final = "replica:"
 """What the identity of a replica begins with; the name of its node follows."""
 
+_SENTENCE_MAX: Final = 900
+"""Characters of a refusal: in any script they fit its frame."""
 
-class Cluster(Protocol):
-    """The partition maps, by bucket."""
+log = structlog.get_logger(__name__)
 
-    @property
-    def node(self) -> str:
-        """What maps call this node."""
-
-    def map_of(self, bucket: str) -> PartitionMap | None:
-        """The bucket's map; None while this node holds it alone."""
-
-    def revision(self, bucket: str) -> int:
-        """The map's revision; 0 for none."""
-
-    def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
-        """The nodes that replicate a partition from this one."""
-
-    def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
-        """Whether the node `name` replicates a partition from this one."""
-
-    async def set_map(self, expected_revision: int, document: str) -> PartitionMap:
-        """Applies a map in place of the one with `expected_revision`."""
-
-    async def join(self, bucket: str, address: str) -> PartitionMap:
-        """Asks another node for a bucket's map, and applies it."""
-
-    def statistics(self, bucket: str) -> dict[str, object]:
-        """Figures of a bucket."""
+Answer = Callable[[], Awaitable[None]]
+"""Answers a request, for as long as it takes."""
 
 
-class Events(Protocol):
-    """The event bus: tells consumers what became of buckets."""
+class RequestContext:
+    """The requests of one connection: what they are about, and how they are answered.
 
-    async def next_events(
-        self,
-        consumer: str,
-        event_filter: EventFilter,
-        *,
-        timeout_s: float,
-        acknowledged: int,
-        wait_s: float,
-    ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
-        """Waits for something to tell a consumer: the number of the batch, or 0; whether it must
-        look at everything; and what became of buckets.
-
-        Raises:
-            ServerError: `FENCED`, `LIMIT_REACHED`, `UNSUPPORTED`.
-            StorageError: What is to be told cannot be read.
-        """
-
-    def statistics(self) -> dict[str, object]:
-        """Figures."""
-
-
-class RequestContext(Protocol):
-    """One connection, and what it shares with the others.
+    Args:
+        resources: What all connections share.
+        session: The connection's session.
+        peer: The other end's address, for logs and statistics.
+        wake: Has what is in the session sent.
 
     Attributes:
         bucket: The bucket that the client opened; None before that, and once it was deleted.
+        catalog: The buckets.
+        cluster: The partition maps.
+        events: The event bus; None on a server without one.
+        time: Seconds since 1970.
+        replication_timeout_s: How long replicas may take to have a batch.
+        statistics_of: The figures of a bucket, or of the server for an empty name.
         streamer: The connection's streams.
         replies: Replies that wait until a batch is durable.
         credit: The publisher's credit.
+        backlog: What waits.
         is_asking_for_events: Whether a question about events waits for its answer. There is one at
             a time, which bounds what a peer can have waiting.
     """
 
-    bucket: Bucket | None
-    streamer: Streamer
-    replies: Replies
-    credit: PublisherCredit
-    is_asking_for_events: bool
+    def __init__(
+        self,
+        resources: ServerResources,
+        session: ServerSession,
+        peer: str,
+        wake: Callable[[], None],
+    ) -> None:
+        self.bucket: Bucket | None = None
+        self.catalog = resources.catalog
+        self.cluster = resources.cluster
+        self.events = resources.events
+        self.time = resources.time
+        self.replication_timeout_s = resources.replication_timeout_s
+        self.statistics_of = resources.statistics_of
+        self.streamer = Streamer(session, peer, wake)
+        self.replies = Replies(self.send, self.refuse, wake)
+        self.credit = PublisherCredit(resources.credit_shares, session, wake)
+        self.backlog = Backlog(session, wake)
+        self.is_asking_for_events = False
+        self._queues = resources.queues
+        self._session = session
+        self._peer = peer
+        self._wake = wake
+        self._disk: BucketDisk | None = None
+        self._nursery: trio.Nursery | None = None
+        self._replicas: dict[Partition, str] = {}
+        """Partitions of which the peer has reported what it has, with its name."""
+        self._turns: deque[tuple[Message, Answer]] = deque()
+        """Requests that are answered in turn; the first is being answered."""
 
-    # What the server has.
+    # The connection's side.
 
-    @property
-    def catalog(self) -> BucketCatalog:
-        """The buckets."""
+    def begin(self, nursery: trio.Nursery) -> None:
+        """The connection runs: answers that take time are tasks in `nursery`."""
+        self._nursery = nursery
 
-    @property
-    def cluster(self) -> Cluster:
-        """The partition maps."""
+    def close(self) -> None:
+        """The connection is over."""
+        self.streamer.close()
+        for partition, replica in self._replicas.items():
+            partition.replicas.forget(replica, self)
 
-    @property
-    def events(self) -> Events | None:
-        """The event bus; None on a server without one."""
+    def leave_bucket(self) -> None:
+        """The bucket was deleted: its streams end, and requests about it are refused."""
+        self.streamer.end_all(Status.BUCKET_DELETED)
+        self.credit.leave_bucket()
+        self.bucket = self._disk = None
+        self._wake()
 
-    @property
-    def replication_timeout_s(self) -> float:
-        """How long replicas may take to have a batch."""
+    # The bucket and the client.
 
-    def time(self) -> float:
-        """Seconds since 1970."""
-
-    def statistics_of(self, bucket: str) -> dict[str, object]:
-        """The figures of a bucket, or of the server for an empty name."""
-
-    # What the connection has.
+    def open_bucket(self, bucket: Bucket) -> None:
+        """The client chose its bucket."""
+        self.bucket = bucket
+        self._disk = self.catalog.disks[bucket]
 
     @property
     def disk(self) -> BucketDisk:
@@ -126,63 +124,116 @@ class RequestContext(Protocol):
         Raises:
             ServerError: The bucket was deleted.
         """
+        if self._disk is None:
+            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+        return self._disk
+
+    def partition(self, partition_id: PartitionId) -> Partition:
+        """A partition of the bucket; `ServerError` when the bucket does not have it."""
+        bucket = self.bucket
+        if bucket is None:
+            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+        if partition_id >= len(bucket.partitions):
+            raise ServerError(
+                Status.NOT_MY_PARTITION,
+                f"bucket {bucket.name} has partitions 0 to {len(bucket.partitions) - 1}, "
+                f"not {partition_id}",
+            )
+        return bucket.partitions[partition_id]
+
+    def active_partition(self, partition_id: PartitionId) -> Partition:
+        """A partition of the bucket; `ServerError` when this node is not active for it."""
+        partition = self.partition(partition_id)
+        if partition.state is not PartitionState.ACTIVE:
+            raise not_active_error(partition)
+        return partition
 
     @property
     def map_revision(self) -> int:
-        """The revision of that bucket's map; 0 for none."""
+        """The revision of the bucket's map; 0 for none."""
+        return 0 if self.bucket is None else self.cluster.revision(self.bucket.name)
 
     @property
-    def client_identity(self) -> str:
-        """What the client calls itself."""
+    def replica_name(self) -> str:
+        """The name of the client's node, if the client is a replica."""
+        return self._session.client_identity.removeprefix(REPLICA_PREFIX)
 
-    def open_bucket(self, bucket: Bucket) -> None:
-        """The client chose its bucket."""
-
-    def note_replica(self, partition: Partition, replica: str) -> None:
-        """The client is a replica, and reports what it has of a partition."""
+    def note_replica(self, partition: Partition) -> None:
+        """The client is a replica, and reports what it has of a partition. That counts for as long
+        as the connection lasts."""
+        self._replicas[partition] = self.replica_name
 
     # Answering.
 
     def send(self, message: Message) -> None:
         """Sends an answer, unless the session has ended."""
+        if self._session.state is not SessionState.CLOSED:
+            self._session.send(message)
+
+    def refuse(self, request: Message, status: Status, sentence: str) -> None:
+        """Refuses `request`, or what `request` is the answer to."""
+        self.send(
+            Refusal(
+                sentence[:_SENTENCE_MAX],
+                self.map_revision,
+                partition=request.partition,
+                opaque=request.opaque,
+                status=status,
+            )
+        )
+
+    def refuse_for(self, request: Message, error: ServerError | BucketError) -> None:
+        """Refuses `request` with what `error` says."""
+        sentence = error.sentence if isinstance(error, ServerError) else str(error)
+        self.refuse(request, error.status, sentence)
+
+    def fail(self, request: Message) -> None:
+        """`request` met a fault of the server. The peer hears that there was one, and the
+        connection ends; what it was is for the log only."""
+        self._session.fail(Status.INTERNAL, f"{type(request).__name__} met a fault")
+
+    def start(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Runs `task`, which must not raise, until the connection's end cancels it."""
+        assert self._nursery is not None
+        self._nursery.start_soon(task)
 
     def answer_when_fetched(
         self, partition: Partition, request: Get | Mutate, apply: Apply
     ) -> None:
         """Has `apply` answer `request` once what it needs from disk is there, in the order of the
         partition's requests."""
+        self._queues.of(self.disk, partition).answer(self, request, apply)
 
-    def answer_later(self, request: Message, answer: Callable[[], Awaitable[None]]) -> None:
+    def answer_later(self, request: Message, answer: Answer) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""
+        self.start(partial(self._run_answer, request, answer))
 
-    def answer_in_turn(self, request: Message, answer: Callable[[], Awaitable[None]]) -> None:
+    def answer_in_turn(self, request: Message, answer: Answer) -> None:
         """The same, behind those before it that were to be answered in turn."""
+        self._turns.append((request, answer))
+        if len(self._turns) == 1:
+            self.start(self._run_turns)
+
+    async def _run_turns(self) -> None:
+        while self._turns:
+            await self._run_answer(*self._turns[0])
+            self._turns.popleft()
+
+    async def _run_answer(self, request: Message, answer: Answer) -> None:
+        try:
+            await answer()
+        except (ServerError, BucketError) as error:
+            self.refuse_for(request, error)
+        except StorageError as error:
+            self.refuse(request, Status.TEMPORARY_FAILURE, str(error))
+        except Exception:
+            log.exception("request failed", peer=self._peer, request=type(request).__name__)
+            self.fail(request)
+        self._wake()
 
 
 Handler = Callable[[RequestContext, Any], None]
 """Answers one kind of request. One that raises `ServerError` or `BucketError` has it refused."""
-
-
-def find_partition(context: RequestContext, partition_id: PartitionId) -> Partition:
-    """The partition; `ServerError` when the bucket does not have it."""
-    bucket = context.bucket
-    if bucket is None:
-        raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
-    if partition_id >= len(bucket.partitions):
-        raise ServerError(
-            Status.NOT_MY_PARTITION,
-            f"bucket {bucket.name} has partitions 0 to {len(bucket.partitions) - 1}, "
-            f"not {partition_id}",
-        )
-    return bucket.partitions[partition_id]
-
-
-def find_active(context: RequestContext, partition_id: PartitionId) -> Partition:
-    """The partition; `ServerError` when this node is not active for it."""
-    partition = find_partition(context, partition_id)
-    if partition.state is not PartitionState.ACTIVE:
-        raise not_active_error(partition)
-    return partition
 
 
 def not_active_error(partition: Partition) -> ServerError:

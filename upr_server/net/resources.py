@@ -2,22 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol
 
 import attrs
 
+from upr_protocol.bucket_event import BucketEvent, EventFilter
+from upr_protocol.ids import PartitionId
 from upr_protocol.limits import SEND_TIMEOUT_S
+from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import new_scratch
-from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.partition_queue import PartitionQueues
-from upr_server.net.request_context import Cluster, Events, Handler
 
 REPLICATION_TIMEOUT_S: Final = 30.0
 """Long enough for a replica that is being started again; then the publisher is told what is so."""
+
+
+class Cluster(Protocol):
+    """The partition maps, by bucket."""
+
+    @property
+    def node(self) -> str:
+        """What maps call this node."""
+
+    def map_of(self, bucket: str) -> PartitionMap | None:
+        """The bucket's map; None while this node holds it alone."""
+
+    def revision(self, bucket: str) -> int:
+        """The map's revision; 0 for none."""
+
+    def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
+        """The nodes that replicate a partition from this one."""
+
+    def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
+        """Whether the node `name` replicates a partition from this one."""
+
+    async def set_map(self, expected_revision: int, document: str) -> PartitionMap:
+        """Applies a map in place of the one with `expected_revision`."""
+
+    async def join(self, bucket: str, address: str) -> PartitionMap:
+        """Asks another node for a bucket's map, and applies it."""
+
+    def statistics(self, bucket: str) -> dict[str, object]:
+        """Figures of a bucket."""
+
+
+class Events(Protocol):
+    """The event bus: tells consumers what became of buckets."""
+
+    async def next_events(
+        self,
+        consumer: str,
+        event_filter: EventFilter,
+        *,
+        timeout_s: float,
+        acknowledged: int,
+        wait_s: float,
+    ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
+        """Waits for something to tell a consumer: the number of the batch, or 0; whether it must
+        look at everything; and what became of buckets.
+
+        Raises:
+            ServerError: `FENCED`, `LIMIT_REACHED`, `UNSUPPORTED`.
+            StorageError: What is to be told cannot be read.
+        """
+
+    def statistics(self) -> dict[str, object]:
+        """Figures."""
 
 
 @attrs.define(eq=False)
@@ -30,7 +84,6 @@ class ServerResources:
         cluster: The partition maps.
         events: The event bus; None on a server without one.
         credit_shares: Divides the bytes that publishers may send.
-        handlers: How requests are answered, by their kind.
         time: Seconds since 1970.
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
@@ -45,7 +98,6 @@ class ServerResources:
     cluster: Cluster
     events: Events | None
     credit_shares: CreditShares
-    handlers: Mapping[type[Message], Handler]
     time: Callable[[], float]
     statistics_of: Callable[[str], dict[str, object]]
     send_timeout_s: float = SEND_TIMEOUT_S

@@ -15,8 +15,8 @@ from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
 from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
-from upr_server.net.request_context import Cluster, Events, Handler
-from upr_server.net.resources import ServerResources
+from upr_server.net.request_context import Handler
+from upr_server.net.resources import Cluster, Events, ServerResources
 
 REFUSALS_MAX: Final = 100
 """Connections beyond the limit that are told so at a time; the others are just closed."""
@@ -42,6 +42,7 @@ class ConnectionServer:
     Attributes:
         connections: The connections that are open.
         resources: What they share.
+        handlers: See above.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class ConnectionServer:
             cluster,
             events,
             CreditShares(upkeep),
-            handlers,
             time,
             self.statistics,
             send_timeout_s,
             replication_timeout_s,
         )
+        self.handlers = handlers
         self._connections_max = connections_max
         self._refused = 0
         self._being_refused = 0
@@ -79,7 +80,7 @@ class ConnectionServer:
 
     async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
-        connection = Connection(self.resources, stream, _peer_of(stream))
+        connection = self.new_connection(stream, _peer_of(stream))
         if len(self.connections) >= self._connections_max:
             await self._refuse(connection, stream)
             return
@@ -88,7 +89,11 @@ class ConnectionServer:
             await self._run(connection)
         finally:
             self.connections.pop(connection, None)
-            connection.credit.close()
+            connection.context.credit.close()
+
+    def new_connection(self, stream: trio.abc.HalfCloseableStream, peer: str) -> Connection:
+        """A connection that is not served yet."""
+        return Connection(self.resources, self.handlers, stream, peer)
 
     async def _run(self, connection: Connection) -> None:
         try:
@@ -117,16 +122,16 @@ class ConnectionServer:
     ) -> None:
         """Ends the streams of a partition with `status`; those of replicas if `of_replicas`."""
         for connection in self.connections:
-            if connection.bucket is bucket:
-                if of_replicas or not connection.streamer.feeds_replica(partition):
-                    connection.streamer.end(partition, status)
+            if connection.context.bucket is bucket:
+                if of_replicas or not connection.context.streamer.feeds_replica(partition):
+                    connection.context.streamer.end(partition, status)
                 connection.wake()
 
     def _leave_bucket(self, bucket: Bucket) -> None:
         self.resources.credit_shares.remove_bucket(bucket)
         for connection in self.connections:
-            if connection.bucket is bucket:
-                connection.leave_bucket()
+            if connection.context.bucket is bucket:
+                connection.context.leave_bucket()
         self.resources.queues.remove_bucket(bucket)
 
     def shut_down(self) -> None:

@@ -29,12 +29,7 @@ from upr_server.engine import (
     WriterToken,
 )
 from upr_server.net.replies import NO_DEADLINE_S, DurabilityTarget
-from upr_server.net.request_context import (
-    RequestContext,
-    find_active,
-    find_partition,
-    not_active_error,
-)
+from upr_server.net.request_context import RequestContext, not_active_error
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
@@ -67,7 +62,7 @@ def _target(
 def mutate(context: RequestContext, request: Mutate) -> None:
     """Takes a batch in."""
     context.credit.spend()
-    partition = find_partition(context, request.partition)
+    partition = context.partition(request.partition)
     target = DurabilityTarget(Durability.MEMORY)
     if partition.state is PartitionState.ACTIVE:
         target = _target(context, partition, request.durability, request.copies)
@@ -131,7 +126,7 @@ def _reply_to_batch(
 
 def get(context: RequestContext, request: Get) -> None:
     """Reads keys."""
-    partition = find_partition(context, request.partition)
+    partition = context.partition(request.partition)
 
     def apply(fetched: Fetched) -> Sequence[FetchRequest]:
         if partition.state is not PartitionState.ACTIVE:
@@ -162,9 +157,9 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
         raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
     # A copy that is not active may lag, or have been left behind: clients take these numbers for
     # everything that was acknowledged.
-    find = find_partition if request.of_copies else find_active
+    find = context.partition if request.of_copies else context.active_partition
     partitions = [
-        find(context, PartitionId(number))
+        find(PartitionId(number))
         for number in request.partitions or range(len(context.bucket.partitions))
     ]
     context.send(
@@ -186,7 +181,7 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
 
 def await_durable(context: RequestContext, request: Await) -> None:
     """Waits until a number is as durable as asked for."""
-    partition = find_active(context, request.partition)
+    partition = context.active_partition(request.partition)
     target = _target(context, partition, request.durability, request.copies)
     if request.history_id != partition.failover_log.current:
         raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history")

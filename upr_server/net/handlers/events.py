@@ -35,7 +35,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
 
     async def wait() -> None:
         try:
-            batch, everything, told = await events.next_events(
+            batch, everything, bucket_events = await events.next_events(
                 request.consumer,
                 EventFilter(request.kinds, request.pattern),
                 timeout_s=request.timeout_s,
@@ -45,7 +45,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
             )
         finally:
             context.is_asking_for_events = False
-        context.send(EventsReply(batch, everything, told, opaque=request.opaque))
+        context.send(EventsReply(batch, everything, bucket_events, opaque=request.opaque))
 
     context.answer_later(request, wait)
 

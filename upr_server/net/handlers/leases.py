@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Lease, LeaseAction, LeaseReply
-from upr_server.net.request_context import RequestContext, find_active
+from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import MeasureRanges
 from upr_server.storage.errors import StorageError
 
@@ -23,22 +23,24 @@ def lease(context: RequestContext, request: Lease) -> None:
                 for number, _, _ in request.ranges:
                     # A copy may lag: what is persisted there is not all that was acknowledged.
                     if number < len(disk.bucket.partitions):
-                        find_active(context, PartitionId(number))
-                held = await disk.leases.acquire(
+                        context.active_partition(PartitionId(number))
+                granted = await disk.leases.acquire(
                     request.lease_id, request.owner, request.ranges, request.time_to_live_s
                 )
             else:
-                held = await disk.leases.renew(request.lease_id, request.time_to_live_s)
+                granted = await disk.leases.renew(request.lease_id, request.time_to_live_s)
         try:
-            sizes = await disk.store.ask(MeasureRanges(disk.bucket.name, held.ranges))
+            sizes = await disk.store.ask(MeasureRanges(disk.bucket.name, granted.ranges))
         except StorageError:
             disk.maintenance.check_not_deleted()
             raise
         ranges = tuple(
             (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)
-            for (number, start, end), nbytes in zip(held.ranges, sizes, strict=True)
+            for (number, start, end), nbytes in zip(granted.ranges, sizes, strict=True)
         )
-        context.send(LeaseReply(held.lease_id, held.time_to_live_s, ranges, opaque=request.opaque))
+        context.send(
+            LeaseReply(granted.lease_id, granted.time_to_live_s, ranges, opaque=request.opaque)
+        )
 
     # One at a time: each is a commit by the bucket's one writer, and others wait for that too.
     context.answer_in_turn(request, answer)

@@ -6,7 +6,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream, StreamReply
-from upr_server.net.request_context import REPLICA_PREFIX, RequestContext, find_partition
+from upr_server.net.request_context import RequestContext
 
 
 def open_bucket(context: RequestContext, request: Open) -> None:
@@ -48,7 +48,7 @@ def open_bucket(context: RequestContext, request: Open) -> None:
 def stream(context: RequestContext, request: Stream) -> None:
     """Opens a stream, or says why there is none."""
     try:
-        partition = find_partition(context, request.partition)
+        partition = context.partition(request.partition)
         _check_replica(context, request)
     except ServerError as error:
         context.send(
@@ -72,7 +72,7 @@ def _check_replica(context: RequestContext, request: Stream) -> None:
     bucket = context.bucket
     if not request.with_answers or bucket is None:
         return
-    name = context.client_identity.removeprefix(REPLICA_PREFIX)
+    name = context.replica_name
     if not context.cluster.is_replica(bucket.name, request.partition, name):
         raise ServerError(
             Status.WRONG_STATE,
@@ -85,12 +85,12 @@ def replica_ack(context: RequestContext, request: ReplicaAck) -> None:
     bucket = context.bucket
     if bucket is None or request.partition >= len(bucket.partitions):
         return
-    name = context.client_identity.removeprefix(REPLICA_PREFIX)
+    name = context.replica_name
     partition = bucket.partitions[request.partition]
     if (
         request.history_id == partition.failover_log.current
         and request.received <= partition.high_seq
         and context.cluster.is_replica(bucket.name, partition.id, name)
     ):
-        context.note_replica(partition, name)
+        context.note_replica(partition)
         partition.replicas.report(name, request.received, request.persisted, context)

@@ -1,0 +1,115 @@
+"""What one connection has waiting: requests in queues, and answers that its peer has not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from upr_protocol.concurrency import Notifier
+from upr_protocol.session import ServerSession
+
+REPLIES_BYTES_MAX: Final = 1024 * 1024
+"""Answers that may wait for a peer to take them. Above it the next request waits, until the peer
+reads or the send deadline passes. This, queued requests (`QUEUED_REQUESTS_MAX`) and a large frame
+that waits for its turn (`frame_budget`) are the only cases in which a connection is not read. The
+acknowledgements and barriers of a peer that reads, keeps below that many requests for what is on
+disk, and sends no frame above 1 MiB, always get through."""
+
+QUEUED_REQUESTS_MAX: Final = 16
+"""Requests of one connection that may wait in queues (`partition_queue`), of all partitions
+together. With so many the disk's reader always has one to go on with; more would only be memory,
+and work for connections that end. Until one of them was answered the connection is not read: what
+its peer says meanwhile, acknowledgements and barriers too, waits as long as the disk takes for one
+of 16 reads. Tasks of their own answer them, and wait for nothing that is not yet read.
+
+A queue answers nothing to a connection that has more than `REPLIES_BYTES_MAX` to send, but as many
+as may wait there may have been begun before: a peer that takes nothing has at most 16 answers more
+waiting, each of 1 MiB (`GET_REPLY_BYTES`) or one larger value."""
+
+QUEUED_BYTES_MAX: Final = 1024 * 1024
+"""The same in bytes of requests, which the bucket's quota does not count, and whose credit is
+granted again when they come. The request that exceeds it is still queued."""
+
+
+class Backlog:
+    """Counts what a connection has waiting, and holds it back above the limits.
+
+    Args:
+        session: The connection's session.
+        wake: Has what is in the session sent.
+    """
+
+    __slots__ = (
+        "_being_written_bytes",
+        "_progressed",
+        "_queued_bytes",
+        "_queued_requests",
+        "_session",
+        "_wake",
+    )
+
+    def __init__(self, session: ServerSession, wake: Callable[[], None]) -> None:
+        self._session = session
+        self._wake = wake
+        # Notified when the peer took answers or a request left its queue.
+        self._progressed = Notifier()
+        self._being_written_bytes = 0
+        self._queued_requests = 0
+        self._queued_bytes = 0
+
+    @property
+    def queued_requests(self) -> int:
+        """Requests that wait in queues."""
+        return self._queued_requests
+
+    @property
+    def queued_bytes(self) -> int:
+        """Their bytes."""
+        return self._queued_bytes
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of answers that the peer has not taken."""
+        return self._being_written_bytes + self._session.outgoing_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more of the peer's requests are to be taken now."""
+        return (
+            self.unsent_bytes > REPLIES_BYTES_MAX
+            or self._queued_requests >= QUEUED_REQUESTS_MAX
+            or self._queued_bytes > QUEUED_BYTES_MAX
+        )
+
+    async def wait_until_not_full(self) -> None:
+        """Waits until the next request may be taken."""
+        while self.is_full:
+            self._wake()
+            await self._progressed.wait()
+
+    async def wait_for_reply_room(self) -> None:
+        """Waits while the peer has too many replies to take."""
+        while self.unsent_bytes > REPLIES_BYTES_MAX:
+            self._wake()
+            await self._progressed.wait()
+
+    def request_queued(self, nbytes: int) -> None:
+        """A request of so many bytes waits in a queue."""
+        self._queued_requests += 1
+        self._queued_bytes += nbytes
+
+    def request_dequeued(self, nbytes: int) -> None:
+        """Such a request was answered."""
+        self._queued_requests -= 1
+        self._queued_bytes -= nbytes
+        self._progressed.notify()
+        self._wake()
+
+    def begin_write(self) -> None:
+        """What the session holds is about to be taken out and written."""
+        self._being_written_bytes = self._session.outgoing_bytes
+
+    def end_write(self) -> None:
+        """It has been written."""
+        self._being_written_bytes = 0
+        self._progressed.notify()
