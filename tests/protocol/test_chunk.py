@@ -261,7 +261,7 @@ def test_a_key_of_250_bytes_and_one_of_251() -> None:
         Chunk.build([a_set(1, b"a"), a_set(2, b"k" * (KEY_BYTES_MAX + 1))]).check()
 
 
-def test_an_empty_key_is_none() -> None:
+def test_an_empty_key_is_refused() -> None:
     with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
         Chunk.build([a_set(1, b"a"), a_set(2, b"")]).check()
     with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
@@ -291,7 +291,7 @@ def test_a_chunk_of_the_most_mutations_and_one_of_more() -> None:
         plain_chunk([*keys, b"k"], [*values, b""])
 
 
-def test_it_says_what_it_is() -> None:
+def test_a_chunk_s_repr_tells_its_range_and_size() -> None:
     assert repr(Chunk.build([a_set(4, b"k")])) == "<Chunk of 1 in (3, 4], 96 bytes>"
     assert Chunk.build([]) != b"no chunk"
 
@@ -329,8 +329,10 @@ def test_damage_anywhere_is_judged_as_the_slow_checker_judges_it(
 ) -> None:
     damaged = bytearray(bytes(chunk))
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(damaged) - 1))
-        damaged[at] = data.draw(st.one_of(st.sampled_from([0, 1, 0x80, 0xFF]), st.integers(0, 255)))
+        offset = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[offset] = data.draw(
+            st.one_of(st.sampled_from([0, 1, 0x80, 0xFF]), st.integers(0, 255))
+        )
     assert accepts(bytes(damaged)) == is_stored(bytes(damaged))
     if damaged != bytes(chunk):
         with pytest.raises(ChunkError):
@@ -338,7 +340,9 @@ def test_damage_anywhere_is_judged_as_the_slow_checker_judges_it(
 
 
 @given(stored_chunks(), st.data())
-def test_a_chunk_cut_short_or_drawn_out_is_none(chunk: Chunk, data: st.DataObject) -> None:
+def test_a_chunk_that_is_too_short_or_too_long_is_refused(
+    chunk: Chunk, data: st.DataObject
+) -> None:
     whole = bytes(chunk)
     with pytest.raises(ChunkError):
         Chunk(whole[: data.draw(st.integers(0, len(whole) - 1))])
@@ -378,10 +382,10 @@ def test_offsets_of_any_kind_are_judged_as_the_slow_checker_judges_them(
 
     expected = Columns(bytes(damaged))
     try:
-        found: list[bytes] | None = Chunk(damaged).checked_keys()
+        checked: list[bytes] | None = Chunk(damaged).checked_keys()
     except ChunkError:
-        found = None
-    assert found == expected.key_list()
+        checked = None
+    assert checked == expected.key_list()
     if expected.key_list() is not None and expected.value_list() is not None:
         Chunk(damaged).check()
         assert Chunk(damaged).keys() == expected.key_list()
@@ -395,26 +399,26 @@ def test_offsets_of_any_kind_are_judged_as_the_slow_checker_judges_them(
 def test_every_array_of_key_offsets_there_is(count: int) -> None:
     """Up to three keys in three bytes, with all offsets that could point near them."""
     data = bytearray(bytes(Chunk.build([a_set(n, b"k", b"v") for n in range(1, count + 1)])))
-    at = Columns(bytes(data)).at["key offsets"]
+    offset = Columns(bytes(data)).at["key offsets"]
     at_keys = Columns(bytes(data)).at["keys"]
     accepted = 0
     for offsets in product(range(-count - 1, count + 2), repeat=count + 1):
-        struct.pack_into(f"<{count + 1}i", data, at, *offsets)
+        struct.pack_into(f"<{count + 1}i", data, offset, *offsets)
         data[at_keys : at_keys + count] = b"abc"[:count]
         expected = Columns(bytes(data)).key_list()
         try:
-            found: list[bytes] | None = Chunk(data).checked_keys()
+            checked: list[bytes] | None = Chunk(data).checked_keys()
         except ChunkError:
-            found = None
-        assert found == expected, offsets
-        accepted += found is not None
+            checked = None
+        assert checked == expected, offsets
+        accepted += checked is not None
     assert accepted == 1  # each key one byte
 
 
 def poked(chunk: Chunk, column: str, kind: str, index: int, value: int) -> Chunk:
     data = bytearray(bytes(chunk))
-    at = Columns(bytes(chunk)).at.get(column, 0)
-    struct.pack_into("<" + kind, data, at + index * struct.calcsize(kind), value)
+    offset = Columns(bytes(chunk)).at.get(column, 0)
+    struct.pack_into("<" + kind, data, offset + index * struct.calcsize(kind), value)
     return Chunk(data)
 
 
@@ -492,7 +496,7 @@ def test_a_wrong_crc_is_named() -> None:
         poked(THREE, "values", "B", 0, 0).check(THREE.crc)
 
 
-def test_what_is_published_has_no_numbers_and_expires_nothing() -> None:
+def test_a_published_chunk_has_no_sequence_numbers_and_expires_nothing() -> None:
     published = plain_chunk([b"a", b"b"], [b"", b""])
     assert published.check_published() == [b"a", b"b"]
     for column, kind, value in (("seqs", "Q", 1), ("operations", "B", 3), ("operations", "B", 11)):
@@ -510,7 +514,7 @@ def test_published_chunks_pass(chunk: Chunk) -> None:
     assert is_published(bytes(chunk))
 
 
-def test_an_unknown_operation_is_no_row() -> None:
+def test_an_unknown_operation_is_refused() -> None:
     with pytest.raises(ValueError, match="99"):
         list(poked(THREE, "operations", "B", 1, 99))
 
@@ -532,10 +536,10 @@ def test_a_slice_has_the_rows_in_its_range(chunk: Chunk, data: st.DataObject) ->
 
 @given(stored_chunks(), st.data())
 def test_slices_side_by_side_merge_to_the_rows_again(chunk: Chunk, data: st.DataObject) -> None:
-    at = SeqNo(data.draw(st.integers(chunk.start, chunk.end)))
-    low, high = chunk.slice(chunk.start, at), chunk.slice(at, chunk.end)
+    middle = SeqNo(data.draw(st.integers(chunk.start, chunk.end)))
+    low, high = chunk.slice(chunk.start, middle), chunk.slice(middle, chunk.end)
     assert [*low, *high] == list(chunk)
-    assert (low.start, low.end, high.start, high.end) == (chunk.start, at, at, chunk.end)
+    assert (low.start, low.end, high.start, high.end) == (chunk.start, middle, middle, chunk.end)
 
 
 @given(st.one_of(stored_chunks(), published_chunks()), st.data())
@@ -549,7 +553,7 @@ def test_rows_by_index_are_those_rows(chunk: Chunk, data: st.DataObject) -> None
 
 
 @given(published_chunks(4), st.lists(KEYS, max_size=4))
-def test_a_batch_that_cannot_fail_sets_whatever_is_there(chunk: Chunk, keys: list[bytes]) -> None:
+def test_a_batch_of_plain_sets_cannot_fail(chunk: Chunk, keys: list[bytes]) -> None:
     assert plain_chunk(keys, keys).is_unconditional
     assert chunk.is_unconditional == all(row.op is Operation.SET and row.cas == 0 for row in chunk)
 
@@ -608,7 +612,7 @@ def test_counter_deltas_come_back(delta: int, initial: int, create: bool) -> Non
 
 
 @pytest.mark.parametrize("length", [0, 23, 25])
-def test_a_counter_delta_of_another_length_is_none(length: int) -> None:
+def test_a_counter_delta_of_another_length_is_refused(length: int) -> None:
     with pytest.raises(ChunkError, match="24 bytes"):
         CounterDelta.decode(bytes(length))
 
@@ -640,10 +644,10 @@ def test_an_offset_that_is_wrong_among_keys_of_one_length_is_noticed(
     encoded = bytearray(bytes(plain_chunk([b"k" * length] * count, [b"v" * length] * count)))
     columns = Columns(bytes(encoded))
     name = data.draw(st.sampled_from(["key offsets", "value offsets"]))
-    at = columns.at[name] + 4 * data.draw(st.integers(0, count))
-    (right,) = struct.unpack_from("<i", encoded, at)
+    offset = columns.at[name] + 4 * data.draw(st.integers(0, count))
+    (right,) = struct.unpack_from("<i", encoded, offset)
     wrong = data.draw(st.integers(-2, length * count + 2).filter(lambda offset: offset != right))
-    struct.pack_into("<i", encoded, at, wrong)
+    struct.pack_into("<i", encoded, offset, wrong)
     chunk = Chunk(bytes(encoded))
     offsets = Columns(bytes(encoded))
     is_right = columns.slice_is_right(
@@ -771,12 +775,12 @@ def test_a_published_chunk_of_columns_is_that_of_its_rows(rows: list[Mutation]) 
 
 
 def test_a_chain_tells_chunks_and_their_order() -> None:
-    one, other = plain_chunk([b"a"], [b"1"]), plain_chunk([b"a"], [b"2"])
+    first_chunk, other = plain_chunk([b"a"], [b"1"]), plain_chunk([b"a"], [b"2"])
     ends = {
-        one.chained(0),
+        first_chunk.chained(0),
         other.chained(0),
-        one.chained(other.chained(0)),
-        other.chained(one.chained(0)),
+        first_chunk.chained(other.chained(0)),
+        other.chained(first_chunk.chained(0)),
     }
     assert len(ends) == 4
-    assert one.chained(0) == crc32c(one.crc.to_bytes(4, "little"))
+    assert first_chunk.chained(0) == crc32c(first_chunk.crc.to_bytes(4, "little"))

@@ -66,12 +66,12 @@ def _sends(pair: Pair, partition: int, *ends: int, value: bytes = b"v") -> None:
     """The server sends a snapshot of the partition whose turn it is: one chunk up to each of
     `ends`."""
     opaque = pair.server.opaque_of(PartitionId(partition))
-    at = pair.server.streams[PartitionId(partition)].seq
-    pair.server.send(start(partition, opaque, at, ends[-1]))
-    for number in ends:
-        pair.server.send(chunk(partition, opaque, at, number, value))
-        at = SeqNo(number)
-    pair.server.send(end(partition, opaque, at))
+    seq = pair.server.streams[PartitionId(partition)].seq
+    pair.server.send(start(partition, opaque, seq, ends[-1]))
+    for chunk_end in ends:
+        pair.server.send(chunk(partition, opaque, seq, chunk_end, value))
+        seq = SeqNo(chunk_end)
+    pair.server.send(end(partition, opaque, seq))
     pair.server.end_turn()
 
 
@@ -238,12 +238,12 @@ def _cut_by(lengths: list[int]) -> Cut:
     """Cuts into pieces of these lengths, again and again."""
 
     def cut(data: bytes) -> Iterable[bytes]:
-        at = number = 0
-        while at < len(data):
-            length = lengths[number % len(lengths)]
-            yield data[at : at + length]
-            at += length
-            number += 1
+        offset = cut_count = 0
+        while offset < len(data):
+            length = lengths[cut_count % len(lengths)]
+            yield data[offset : offset + length]
+            offset += length
+            cut_count += 1
 
     return cut
 
@@ -330,11 +330,11 @@ def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
     pair.accept(3, 9)
     pair.turn(3)
     pair.server.send(start(3, 9, 0, 1000))
-    at = sent = 0
+    seq = sent = 0
     while pair.server.window.open:
-        message = chunk(3, 9, at, at + 10, b"x" * 100)
+        message = chunk(3, 9, seq, seq + 10, b"x" * 100)
         pair.server.send(message)
-        at += 10
+        seq += 10
         sent += HEADER_BYTES + message.chunk.nbytes
     assert WINDOW_BYTES_MIN <= sent < WINDOW_BYTES_MIN + 3000
     pair.client_says(Get((b"key",), opaque=1))
