@@ -9,8 +9,8 @@
 - `IndexClient` asks an indexer, over HTTP.
 - `BlockingClient` and `BlockingConsumer` do the same in programs that block.
 
-What is not I/O stands once and serves both: `resume`, `batch`, `calls`, `outcome`, and the two
-conversations, `follower` (a consumer's) and `outbox` (a publisher's).
+What both kinds of clients decide alike stands once, without I/O, in `core`. `trio` and `blocking`
+drive it.
 """
 
 from __future__ import annotations
