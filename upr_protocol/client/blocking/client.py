@@ -26,6 +26,7 @@ from upr_protocol.client.core.calls import (
     BucketInfo,
     Call,
     HeldLease,
+    LeaseRequest,
     PartitionInfo,
     PartitionNumbers,
 )
@@ -231,9 +232,9 @@ class BlockingClient(KeyOperations[WriteResult]):
         lease_id: int = 0,
     ) -> HeldLease:
         """Protects ranges of sequence numbers from compaction: every version in them stays."""
-        return self._dispatcher.acquire_lease(
-            tuple(ranges), time_to_live_s=time_to_live_s, owner=owner, lease_id=lease_id
-        )
+        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
+        request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
+        return self._dispatcher.acquire_lease(request)
 
     def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """Lets a lease last for so long from now, even if it has lapsed. `ServerError` with

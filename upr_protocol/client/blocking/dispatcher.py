@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -11,12 +10,12 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import Call, HeldLease, PartitionNumbers
+from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import WRONG_NODE
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
 from upr_protocol.ids import PartitionId
-from upr_protocol.wire import LeaseAction, Message, Mutate, PartitionLog, Refusal
+from upr_protocol.wire import Message, Mutate, PartitionLog, Refusal
 
 T = TypeVar("T")
 
@@ -222,28 +221,15 @@ class BlockingDispatcher:
                     raise
                 self._sleep(max(0.0, again_at - time.monotonic()))
 
-    def acquire_lease(
-        self,
-        ranges: Sequence[tuple[int, int, int]],
-        *,
-        time_to_live_s: int,
-        owner: str,
-        lease_id: int,
-    ) -> HeldLease:
-        """A lease of ranges, with the same ID at each node that has some of them."""
-        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
-        groups = self._connections_of(sorted({partition for partition, _, _ in ranges}))
-        leases = []
-        for connection, group in groups or [(self.connect(), [])]:
-            call = calls.lease(
-                LeaseAction.ACQUIRE,
-                lease_id=lease_id,
-                time_to_live_s=time_to_live_s,
-                owner=owner,
-                ranges=[one_range for one_range in ranges if one_range[0] in group],
-            )
-            leases.append(self._ask_on(connection, call))
-        return calls.merge_leases(leases)
+    def acquire_lease(self, request: LeaseRequest) -> HeldLease:
+        """Acquires a lease, with the same ID at each node that has some of its ranges."""
+        groups = self._connections_of(sorted(request.partitions)) or [(self.connect(), [])]
+        return calls.merge_leases(
+            [
+                self._ask_on(connection, request.call_for(partitions))
+                for connection, partitions in groups
+            ]
+        )
 
     def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
         """Asks every node about a lease, and merges what they hold of it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -289,6 +289,38 @@ def lease(
         lambda opaque: Lease(action, lease_id, time_to_live_s, owner, to_lease, opaque=opaque),
         result,
     )
+
+
+@attrs.frozen
+class LeaseRequest:
+    """A lease to be acquired, possibly from several nodes.
+
+    Attributes:
+        ranges: (partition, start, end) of each range, start exclusive.
+        time_to_live_s: How long it lasts without renewal.
+        owner: Who holds it.
+        lease_id: Its ID, the same at each node.
+    """
+
+    ranges: tuple[tuple[int, int, int], ...]
+    time_to_live_s: int
+    owner: str
+    lease_id: int
+
+    @property
+    def partitions(self) -> set[PartitionId]:
+        """The partitions of the ranges."""
+        return {PartitionId(partition) for partition, _, _ in self.ranges}
+
+    def call_for(self, partitions: Container[int]) -> Call[HeldLease]:
+        """The request to the node that holds `partitions`."""
+        return lease(
+            LeaseAction.ACQUIRE,
+            lease_id=self.lease_id,
+            time_to_live_s=self.time_to_live_s,
+            owner=self.owner,
+            ranges=[one_range for one_range in self.ranges if one_range[0] in partitions],
+        )
 
 
 def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,13 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import BucketInfo, HeldLease, PartitionInfo, PartitionNumbers
+from upr_protocol.client.core.calls import (
+    BucketInfo,
+    HeldLease,
+    LeaseRequest,
+    PartitionInfo,
+    PartitionNumbers,
+)
 from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
@@ -204,9 +211,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`; `ROLLBACK_NEEDED` when a range is no
                 longer whole; `RANGE_GONE` when the lease exists and is no longer whole.
         """
-        return await self._dispatcher.acquire_lease(
-            tuple(ranges), time_to_live_s=time_to_live_s, owner=owner, lease_id=lease_id
-        )
+        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
+        request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
+        return await self._dispatcher.acquire_lease(request)
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """Lets a lease last for so long from now, even if it has lapsed. `ServerError` with

@@ -204,6 +204,7 @@ class ConnectionPool(Generic[H]):
             if self._client.is_finished:
                 self._end(None)
                 return
+            # A connection that was lost is first tried again at the same place.
             attempts += not was_up
             if not self._was_connected:
                 if attempts < len(places):
@@ -309,6 +310,8 @@ class ConnectionPool(Generic[H]):
         """Places each partition with the node that the map names, if it names one."""
         client = self._client
         if not self.metadata.is_single_node:
+            # The user's address may name several places; from now on the first node is where its
+            # connection leads.
             for node in self._nodes:
                 if node.connection is not None:
                     node.address = node.connection.address
@@ -317,10 +320,13 @@ class ConnectionPool(Generic[H]):
         placements = self._router.route(client.partitions, down, client.is_waiting_for, now)
         needed = {address for address in placements.values() if address is not None}
         nodes = {node.address: node for node in self._nodes}
+        # First new nodes, then partitions, and unneeded nodes last: a handler that is removed has
+        # nothing left to give away then.
         for address in sorted(needed - nodes.keys(), key=str):
             nodes[address] = self._add_node(address)
         for partition, place in placements.items():
             client.place(partition, None if place is None else nodes[place].handler)
+        # While the map names no node at all, those that are connected can still tell a newer one.
         if needed:
             for node in [node for node in self._nodes if node.address not in needed]:
                 self._remove_node(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
@@ -10,7 +9,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import Call, HeldLease, PartitionNumbers
+from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
 from upr_protocol.client.core.retry import WRONG_NODE, RetryPolicy
 from upr_protocol.client.trio.connection import Connection
 from upr_protocol.client.trio.connection_pool import ConnectionPool
@@ -18,7 +17,7 @@ from upr_protocol.client.trio.request_channel import PendingReply, RequestChanne
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.wire import LeaseAction, MapReply, Message, PartitionLog
+from upr_protocol.wire import MapReply, Message, PartitionLog
 
 T = TypeVar("T")
 
@@ -292,30 +291,15 @@ class RequestDispatcher:
         channel = await self._await_channel(first, deadline)
         return channel, [p for p in ordered if self._channel_of.get(p, channel) is channel]
 
-    async def acquire_lease(
-        self,
-        ranges: tuple[tuple[int, int, int], ...],
-        *,
-        time_to_live_s: int,
-        owner: str,
-        lease_id: int,
-    ) -> HeldLease:
-        """A lease of ranges, with the same ID at each node that has some of them."""
-        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
+    async def acquire_lease(self, request: LeaseRequest) -> HeldLease:
+        """Acquires a lease, with the same ID at each node that has some of its ranges."""
         deadline = trio.current_time() + self._retry_timeout_s
-        missing = {PartitionId(partition) for partition, _, _ in ranges}
+        missing = request.partitions
         leases: list[HeldLease] = []
         while missing or not leases:
             channel, partitions = await self._next_group(missing, deadline)
             missing -= set(partitions)
-            call = calls.lease(
-                LeaseAction.ACQUIRE,
-                lease_id=lease_id,
-                time_to_live_s=time_to_live_s,
-                owner=owner,
-                ranges=[one_range for one_range in ranges if one_range[0] in partitions],
-            )
-            leases.append(await channel.ask(call))
+            leases.append(await channel.ask(request.call_for(partitions)))
         return calls.merge_leases(leases)
 
     async def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
