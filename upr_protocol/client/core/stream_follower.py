@@ -65,6 +65,38 @@ class RefusedStream:
     map_revision: int
 
 
+@attrs.define(eq=False)
+class _Connection:
+    """What has been said on one connection.
+
+    Attributes:
+        session: The session.
+        handshake: What the node told at first.
+        number: The connection's number, among those of all followers.
+        is_flowing: Whether `Go` was sent: data may come.
+        has_new_logs: Whether an answer has changed a position that is yet to be saved.
+        requested: Streams that the node has yet to answer for.
+        streaming: Streams that the node gives.
+        reopening: Streams to request once an earlier stream of the partition has ended.
+        barriers: By cookie of a barrier that was sent the streams that it passes.
+    """
+
+    session: ClientSession
+    handshake: Handshake
+    number: int
+    is_flowing: bool = False
+    has_new_logs: bool = False
+    requested: set[PartitionId] = attrs.field(factory=set)
+    streaming: set[PartitionId] = attrs.field(factory=set)
+    reopening: set[PartitionId] = attrs.field(factory=set)
+    barriers: dict[bytes, set[PartitionId]] = attrs.field(factory=dict)
+
+    def forget(self, partition: PartitionId) -> None:
+        """The partition's stream is of no interest any more."""
+        for partitions in (self.requested, self.streaming, self.reopening, *self.barriers.values()):
+            partitions.discard(partition)
+
+
 class StreamFollower:
     """Follows the streams of one node.
 
@@ -84,22 +116,7 @@ class StreamFollower:
         self.refused_streams: list[RefusedStream] = []
         self._state = state
         self._snapshots = SnapshotReceiver(state.received)
-        # All of the following is of the current connection.
-        self._session: ClientSession | None = None
-        self._handshake: Handshake | None = None
-        self._connection = 0
-        self._is_flowing = False
-        """Whether `Go` was sent: data may come."""
-        self._has_new_logs = False
-        """Whether an answer has changed a position that is yet to be saved."""
-        self._requested: set[PartitionId] = set()
-        """Streams that the server has yet to answer for."""
-        self._streaming: set[PartitionId] = set()
-        """Streams that the server gives."""
-        self._reopening: set[PartitionId] = set()
-        """Streams to request once an earlier stream of the partition has ended."""
-        self._sent_barriers: dict[bytes, set[PartitionId]] = {}
-        """By cookie the streams that a barrier passes."""
+        self._connection: _Connection | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -122,23 +139,14 @@ class StreamFollower:
 
     def connected(self, session: ClientSession, handshake: Handshake) -> None:
         """Requests the remaining streams on a new connection."""
-        self._session = session
-        self._handshake = handshake
-        self._connection = self._state.new_connection()
         self.failure = None
-        self._is_flowing = False
-        self._has_new_logs = False
-        for partitions in (self._requested, self._streaming, self._reopening):
-            partitions.clear()
-        self._sent_barriers.clear()
+        self._connection = _Connection(session, handshake, self._state.new_connection())
         for partition in sorted(self.partitions & self._state.remaining):
-            self._open_stream(partition)
+            self._open_stream(self._connection, partition)
 
     def disconnected(self) -> None:
         """The connection is lost; what was received stays."""
-        self._is_flowing = False
-        self._session = None
-        self._sent_barriers.clear()
+        self._connection = None
 
     # Which partitions.
 
@@ -147,53 +155,47 @@ class StreamFollower:
         if partition in self.partitions:
             return
         self.partitions.add(partition)
-        if self._session is None:
+        connection = self._connection
+        if connection is None:
             return
-        if partition in self._session.streams:
+        if partition in connection.session.streams:
             # It was here before, and its closing is not answered yet.
-            self._reopening.add(partition)
+            connection.reopening.add(partition)
         else:
-            self._open_stream(partition)
+            self._open_stream(connection, partition)
 
     def remove_partition(self, partition: PartitionId) -> None:
         """Stops following a partition: another node has it."""
         if partition not in self.partitions:
             return
-        self._forget(partition)
-        session = self._session
-        if session is None:
+        self.partitions.discard(partition)
+        connection = self._connection
+        if connection is None:
             return
+        connection.forget(partition)
+        session = connection.session
         stream = session.streams.get(partition)
         if stream is not None and stream.state in (StreamState.BETWEEN, StreamState.INSIDE):
             session.send(CloseStream(partition=partition, opaque=stream.opaque))
-        self._go_if_all_answered()
+        self._go_if_all_answered(connection)
 
-    def _forget(self, partition: PartitionId) -> None:
-        self.partitions.discard(partition)
-        for partitions in (self._requested, self._streaming, self._reopening):
-            partitions.discard(partition)
-        for partitions in self._sent_barriers.values():
-            partitions.discard(partition)
-
-    def _open_stream(self, partition: PartitionId) -> None:
-        assert self._handshake is not None
-        if not self._state.decide_bounds(partition, self._handshake):
+    def _open_stream(self, connection: _Connection, partition: PartitionId) -> None:
+        if not self._state.decide_bounds(partition, connection.handshake):
             wanted_state = self._state.subscription.state.name.lower()
             self._reconnect(
                 f"partition {partition} was not {wanted_state} on this node when it was asked for "
                 "its numbers"
             )
             return
-        self._requested.add(partition)
+        connection.requested.add(partition)
         if partition not in self._state.rollbacks:
-            self._request_stream(partition)
+            self._request_stream(connection.session, partition)
 
     def _reconnect(self, reason: str) -> None:
         """Gives the connection up: only a handshake tells a partition's numbers."""
         self.failure = ServerError(Status.WRONG_STATE, reason)
 
-    def _request_stream(self, partition: PartitionId) -> None:
-        assert self._session is not None
+    def _request_stream(self, session: ClientSession, partition: PartitionId) -> None:
         state, subscription = self._state, self._state.subscription
         position = state.received.position(partition)
         if subscription.lease_id:
@@ -201,7 +203,7 @@ class StreamFollower:
             # that the reader was cut inside of a snapshot.
             received = position.highest_received
             position = Position(position.log, received, received, None)
-        self._session.send(
+        session.send(
             Stream(
                 subscription.state,
                 position,
@@ -209,18 +211,18 @@ class StreamFollower:
                 subscription.lease_id,
                 subscription.with_answers,
                 partition=partition,
-                opaque=self._session.new_opaque(),
+                opaque=session.new_opaque(),
             )
         )
 
-    def _go_if_all_answered(self) -> None:
+    def _go_if_all_answered(self, connection: _Connection) -> None:
         """Has the server send data, once every stream is answered for. So the new logs of all
         streams are saved at once, before any data."""
-        if self._requested or self._is_flowing or self.failure is not None:
+        if connection.requested or connection.is_flowing or self.failure is not None:
             return
-        if self._session is not None and self._streaming:
-            self._session.send(Go())
-            self._is_flowing = True
+        if connection.streaming:
+            connection.session.send(Go())
+            connection.is_flowing = True
             self.send_barriers()
 
     # What the application has to say.
@@ -231,26 +233,26 @@ class StreamFollower:
         Returns:
             Whether there may be something to write.
         """
-        session = self._session
+        connection = self._connection
         if (
-            session is None
+            connection is None
             or not delivery.nbytes
-            or delivery.connection != self._connection
-            or session.state is not SessionState.STREAMING
+            or delivery.connection != connection.number
+            or connection.session.state is not SessionState.STREAMING
         ):
             return False
-        session.acknowledge(delivery.nbytes)
+        connection.session.acknowledge(delivery.nbytes)
         return True
 
     def send_barriers(self) -> None:
         """Sends the barriers that have yet to pass this node's streams, if it streams."""
-        if not self._is_flowing:
+        connection = self._connection
+        if connection is None or not connection.is_flowing:
             return
-        assert self._session is not None
-        for cookie in self._state.barriers.cookies_to_send(self._streaming):
-            if cookie not in self._sent_barriers:
-                self._session.send(Barrier(cookie))
-                self._sent_barriers[cookie] = set(self._streaming)
+        for cookie in self._state.barriers.cookies_to_send(connection.streaming):
+            if cookie not in connection.barriers:
+                connection.session.send(Barrier(cookie))
+                connection.barriers[cookie] = set(connection.streaming)
 
     def report(self, report: ReplicaAck) -> bool:
         """Sends what a replica has, if the connection can take it.
@@ -258,10 +260,10 @@ class StreamFollower:
         Returns:
             Whether there is something to write.
         """
-        session = self._session
-        if session is None or session.state not in (SessionState.OPEN, SessionState.STREAMING):
+        takes_reports = (SessionState.OPEN, SessionState.STREAMING)
+        if self._connection is None or self._connection.session.state not in takes_reports:
             return False
-        session.send(report)
+        self._connection.session.send(report)
         return True
 
     def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
@@ -272,29 +274,34 @@ class StreamFollower:
             ValueError: `to` is above the ceiling.
         """
         delivery = self._roll_back(self._state.finish_rollback(partition, to), to)
-        if self._session is not None and partition in self._requested:
-            self._request_stream(partition)
+        connection = self._connection
+        if connection is not None and partition in connection.requested:
+            self._request_stream(connection.session, partition)
         return delivery
 
     # What the server has to say.
 
     def receive(self, message: Message) -> Iterable[Delivery]:
         """Receives a message; ignores answers to other requests."""
+        connection = self._connection
+        assert connection is not None
         if type(message) in SNAPSHOT_MESSAGES:
-            return self._snapshots.receive(message, self._connection)
+            return self._snapshots.receive(message, connection.number)
         if isinstance(message, CompletedMessage):
             return (Delivery(Completed(message.cycle)),)
         if isinstance(message, BarrierReply):
-            return self._barrier_returned(message)
+            return self._barrier_returned(connection, message)
         if isinstance(message, StreamReply):
-            return self._stream_answered(message)
+            return self._stream_answered(connection, message)
         if isinstance(message, StreamEnd):
-            return self._stream_ended(message)
+            return self._stream_ended(connection, message)
         return ()
 
-    def _barrier_returned(self, message: BarrierReply) -> Iterable[Delivery]:
+    def _barrier_returned(
+        self, connection: _Connection, message: BarrierReply
+    ) -> Iterable[Delivery]:
         barriers = self._state.barriers
-        passed = self._sent_barriers.pop(message.cookie, set())
+        passed = connection.barriers.pop(message.cookie, set())
         ends = {partition: end for partition, end in message.ends if partition in passed}
         barriers.add_passed(message.cookie, passed, ends)
         completed = barriers.close_completed(self._state.remaining)
@@ -302,43 +309,43 @@ class StreamFollower:
         self.send_barriers()
         return [Delivery(event) for event in completed]
 
-    def _stream_answered(self, message: StreamReply) -> Iterable[Delivery]:
+    def _stream_answered(self, connection: _Connection, message: StreamReply) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
-        if self._is_removed(partition):
+        if self._is_removed(connection, partition):
             if status is not Status.OK:
-                self._reopen(partition)
-            elif self._session is not None:
-                self._session.send(CloseStream(partition=partition, opaque=message.opaque))
+                self._reopen(connection, partition)
+            else:
+                connection.session.send(CloseStream(partition=partition, opaque=message.opaque))
             return ()
         if status is Status.OK:
-            return self._stream_accepted(message)
+            return self._stream_accepted(connection, message)
         if status is Status.ROLLBACK and self._state.received.position(partition).highest_received:
-            return (self._rollback_ordered(message),)
+            return (self._rollback_ordered(connection, message),)
         error = ServerError(status, f"partition {partition}: {message.reason}")
-        self._stream_refused(partition, error, message.map_revision)
+        self._stream_refused(connection, partition, error, message.map_revision)
         return ()
 
-    def _stream_accepted(self, message: StreamReply) -> Iterable[Delivery]:
+    def _stream_accepted(self, connection: _Connection, message: StreamReply) -> Iterable[Delivery]:
         partition, log, state = message.partition, message.log, self._state
         if not state.confirm_end(partition, log.current):
             self._reconnect(f"partition {partition} is in another history than its end was read in")
             return ()
-        self._requested.discard(partition)
-        self._streaming.add(partition)
+        connection.requested.discard(partition)
+        connection.streaming.add(partition)
         before = state.received.position(partition)
         after = resume_state.stream_accepted(before, log)
         state.received.positions[partition] = after
         # The first time the position itself may be new to the application: that of "now".
-        self._has_new_logs |= partition not in state.accepted or after != before
+        connection.has_new_logs |= partition not in state.accepted or after != before
         state.accepted.add(partition)
-        self._go_if_all_answered()
+        self._go_if_all_answered(connection)
         self.send_barriers()
         # The last answer before `Go` has the logs of all streams saved, before any data. Only a
         # snapshot's missing end comes before `Go`: it has its own log saved.
         has_missing_end = after.last_complete != before.last_complete
-        is_urgent = has_missing_end or (self._is_flowing and self._has_new_logs)
-        if self._is_flowing:
-            self._has_new_logs = False
+        is_urgent = has_missing_end or (connection.is_flowing and connection.has_new_logs)
+        if connection.is_flowing:
+            connection.has_new_logs = False
         event = StreamAccepted(partition, log) if state.subscription.with_logs else None
         priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
         deliveries = [Delivery(event, (partition, after), priority=priority)]
@@ -346,13 +353,13 @@ class StreamFollower:
             deliveries += missing_end(partition, log.current, after.last_complete)
         return deliveries
 
-    def _rollback_ordered(self, message: StreamReply) -> Delivery:
+    def _rollback_ordered(self, connection: _Connection, message: StreamReply) -> Delivery:
         request = RollbackRequest(message.partition, message.seq, message.reason)
         if self._state.subscription.has_undo:
             self._state.rollbacks[request.partition] = request
             return Delivery(request)
         delivery = self._roll_back(request, SeqNo(0))
-        self._request_stream(request.partition)
+        self._request_stream(connection.session, request.partition)
         return delivery
 
     def _roll_back(self, request: RollbackRequest, to: SeqNo) -> Delivery:
@@ -363,16 +370,16 @@ class StreamFollower:
         event = RolledBack(partition, request.ceiling, to, request.reason)
         return Delivery(event, (partition, position), priority=SavePriority.URGENT)
 
-    def _stream_ended(self, message: StreamEnd) -> Iterable[Delivery]:
+    def _stream_ended(self, connection: _Connection, message: StreamEnd) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
-        if self._is_removed(partition):
-            self._reopen(partition)
+        if self._is_removed(connection, partition):
+            self._reopen(connection, partition)
             return ()
-        self._streaming.discard(partition)
+        connection.streaming.discard(partition)
         if status not in _FINAL_STATUSES:
             reason = status.name.replace("_", " ").lower()
             error = ServerError(status, f"the stream of partition {partition} ended, {reason}")
-            self._stream_refused(partition, error, 0)
+            self._stream_refused(connection, partition, error, 0)
             return ()
         state = self._state
         state.remaining.discard(partition)
@@ -383,21 +390,26 @@ class StreamFollower:
             deliveries += [Delivery(event) for event in completed]
         return deliveries
 
-    def _is_removed(self, partition: PartitionId) -> bool:
+    def _is_removed(self, connection: _Connection, partition: PartitionId) -> bool:
         """Whether a message belongs to a stream that this follower has removed."""
-        return partition in self._reopening or partition not in self.partitions
+        return partition in connection.reopening or partition not in self.partitions
 
-    def _reopen(self, partition: PartitionId) -> None:
-        if partition in self._reopening:
-            self._reopening.discard(partition)
-            self._open_stream(partition)
+    def _reopen(self, connection: _Connection, partition: PartitionId) -> None:
+        if partition in connection.reopening:
+            connection.reopening.discard(partition)
+            self._open_stream(connection, partition)
 
     def _stream_refused(
-        self, partition: PartitionId, error: ServerError, map_revision: int
+        self,
+        connection: _Connection,
+        partition: PartitionId,
+        error: ServerError,
+        map_revision: int,
     ) -> None:
         if not is_retryable(error):
             self.failure = error
             return
-        self._forget(partition)
+        self.partitions.discard(partition)
+        connection.forget(partition)
         self.refused_streams.append(RefusedStream(partition, error, map_revision))
-        self._go_if_all_answered()
+        self._go_if_all_answered(connection)
