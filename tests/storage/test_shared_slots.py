@@ -71,7 +71,7 @@ class SlotsMachine(RuleBasedStateMachine):
             written.append(self._writer.put(a_chunk(self._seq, size)))
         buffers = [chunk.encode() for chunk in written]
         kept, at = [], 0
-        for chunk, is_there in zip(written, self._writer.places(list(buffers)), strict=True):
+        for chunk, is_there in zip(written, self._writer.are_in_slot(list(buffers)), strict=True):
             if is_there:
                 assert slot is not None
                 seen = Chunk(slot.view[at : at + chunk.nbytes], chunk.crc)
@@ -174,4 +174,4 @@ def test_what_was_put_must_be_in_the_answer() -> None:
         buffer.put(a_chunk(1, 10))
         second = buffer.put(a_chunk(2, 10))
         with pytest.raises(AssertionError, match="not in the answer"):
-            buffer.places([second.encode()])
+            buffer.are_in_slot([second.encode()])

@@ -481,7 +481,7 @@ async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
             os.kill(worker.process.pid, signal.SIGKILL)
             with trio.fail_after(10):
                 await store.failed.wait()
-        sentence = f"the {role} of the store was killed by SIGKILL"
+        sentence = f"the store's {role} process was killed by SIGKILL"
         assert store.failure == sentence
         assert failures == [sentence] * 5
         with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
@@ -513,7 +513,7 @@ async def test_only_one_server_may_use_a_directory(
     monkeypatch.setattr(processes, "LOCK_TIMEOUT_S", 0.2)
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         await create(store)
-        with pytest.raises(DataDirectoryError, match="used by another server"):
+        with pytest.raises(DataDirectoryError, match="in use by another server"):
             async with open_store(tmp_path, bytes_max=MAP_BYTES):
                 pytest.fail("it was opened twice")
         (found,) = await store.ask(LoadBuckets())
@@ -587,7 +587,7 @@ async def refused(path: Path, match: str) -> None:
 async def test_the_directory_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "buckets").mkdir()
     (tmp_path / "format").write_text("upr 999\n")
-    await refused(tmp_path, "of another version .*upr 999")
+    await refused(tmp_path, "has the format 'upr 999'")
 
 
 async def test_a_directory_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ async def test_a_second_server_says_who_is_there_and_the_first_serves_on(tmp_pat
             nursery.cancel_scope.cancel()
         assert (done.code, done.out) == (1, ""), done
         assert done.err == (
-            f"upr-server: {data} is used by another server: stop that one, or choose another "
+            f"upr-server: {data} is in use by another server; stop it, or choose another "
             "directory with --data-dir\n"
         )
         assert len(written) > len(ITEMS) + 10
@@ -238,8 +238,8 @@ async def namespace(mounts: str = "true") -> AsyncIterator[Namespace]:
 
 def write_advice(path: Path, why: str) -> str:
     return (
-        f"{path} cannot be written: {why}; give the server's user the right to, or choose another "
-        "directory with --data-dir"
+        f"{path} cannot be written: {why}; give the server's user write permission, or "
+        "choose another directory with --data-dir"
     )
 
 
@@ -277,7 +277,7 @@ async def test_a_directory_of_which_something_belongs_to_another_user(
         done = await serve_there(data, program=found.program)
     assert (done.code, done.out) == (1, ""), done
     assert done.err.startswith(f"upr-server: {data}")
-    assert ": Permission denied; give the server's user the right to" in done.err
+    assert ": Permission denied; give the server's user " in done.err
     assert done.err.count("\n") == 1
     assert everything_in(data) == before
 
@@ -289,7 +289,7 @@ async def test_a_directory_of_another_version(data: Path) -> None:
     (data / "format").write_text("upr 2\n")
     await refused(
         data,
-        f"{data} is of another version ('upr 2', this server writes 'upr 1'): use the server that "
+        f"{data} has the format 'upr 2', and this server writes 'upr 1'; use the server that "
         "wrote it, or another directory",
     )
 
@@ -302,7 +302,7 @@ async def test_a_directory_of_somebody_else(tmp_path: Path, name: str) -> None:
     (path / name).parent.mkdir(parents=True)
     (path / name).write_text("Dear Sir")
     await refused(
-        path, f"{path} is not empty, and no data directory: choose another with --data-dir"
+        path, f"{path} is not empty and not a data directory; choose another with --data-dir"
     )
 
 
@@ -368,7 +368,7 @@ async def test_an_index_that_is_gone_is_made_anew(data: Path, is_there: bool) ->
 async def test_a_log_that_is_gone_is_missed(data: Path) -> None:
     file = data / "buckets" / BUCKET / "log" / "data.mdb"
     file.unlink()
-    await refused(data, f"{file} is missing, or empty; run `upr-server check`")
+    await refused(data, f"{file} is missing or empty; run `upr-server check`")
 
 
 # Disks that are full.
@@ -571,7 +571,7 @@ async def test_a_process_of_the_store_that_is_killed_ends_the_server(
             os.kill(worker(server, role), signal.SIGKILL)
             assert await server.wait() == 1
         (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
-        assert said == f"upr-server: the {role} of the store was killed by SIGKILL"
+        assert said == f"upr-server: the store's {role} process was killed by SIGKILL"
         assert "Traceback" not in server.log_text
     async with server_process(data_dir=data) as server:
         async with connect(server.url(BUCKET)) as client:

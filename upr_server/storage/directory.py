@@ -1,16 +1,16 @@
-"""The data directory: who may use it, and where each bucket lies in it.
+"""The data directory: its lock, its format, and where each bucket lies in it.
 
 ::
 
     DIRECTORY/
-      format              "upr 1": the version of what lies here
-      lock                held by the one server that uses it
+      format              "upr 1": the version of the format of everything here
+      lock                locked by the one server that uses the directory
       buckets/NAME/log/   the bucket's log, an LMDB environment
-      buckets/NAME/index/ its index, another: LMDB has one writer an environment
-      event-queues        the queues of the event bus, while no server runs; missing after a crash
+      buckets/NAME/index/ its index, another environment: LMDB has one writer an environment
+      event-queues        the event bus's queues, while no server runs; missing after a crash
 
-A bucket is made beside its place and then moved there; names that begin with a dot are what a crash
-left of that, and of deletions.
+A bucket is created under a name that begins with a dot, and then renamed. Folders with such a name
+are what a crash left of a creation or a deletion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
 
 
 def default_data_dir() -> Path:
-    """Where a user's data lies when nobody says otherwise."""
+    """The data directory of a user who names none."""
     return platformdirs.user_data_path("upr")
 
 
@@ -46,10 +46,10 @@ _NEW_FORMAT: Final = ".format"
 
 
 def prepare(path: Path) -> None:
-    """Makes the directory, or sees that it is one of ours.
+    """Creates the directory, or checks that it is a data directory of this version.
 
     Raises:
-        DataDirectoryError: It cannot be made or used; nothing in it was changed.
+        DataDirectoryError: It cannot be created or used; nothing in it was changed.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -58,45 +58,44 @@ def prepare(path: Path) -> None:
             _check_format(path)
         elif not _is_new(path):
             raise DataDirectoryError(
-                f"{path} is not empty, and no data directory: choose another with --data-dir"
+                f"{path} is not empty and not a data directory; choose another with --data-dir"
             )
         else:
             (path / "buckets").mkdir(exist_ok=True)
-            # The last thing that is made: whoever sees it sees everything.
+            # This comes last: a directory with this file is complete.
             replace_file(form, FORMAT_TEXT.encode())
         if not os.access(path / "buckets", os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise DataDirectoryError(
-            f"{path} cannot be written: {error.strerror}; give the server's user the right to, or "
-            "choose another directory with --data-dir"
+            f"{path} cannot be written: {error.strerror}; give the server's user write permission, "
+            "or choose another directory with --data-dir"
         ) from error
 
 
 def _is_new(path: Path) -> bool:
-    """Whether there is nothing, or what a server left that went down while it made it."""
+    """Whether it is empty, or what a crash left while a server was creating it."""
     buckets = path / "buckets"
-    left = {found.name for found in path.iterdir()} - {_NEW_FORMAT}
-    return not left or (left == {buckets.name} and not any(buckets.iterdir()))
+    names = {entry.name for entry in path.iterdir()} - {_NEW_FORMAT}
+    return not names or (names == {buckets.name} and not any(buckets.iterdir()))
 
 
 def _check_format(path: Path) -> None:
-    found = (path / "format").read_text("utf-8", "replace")
-    if found != FORMAT_TEXT:
+    text = (path / "format").read_text("utf-8", "replace")
+    if text != FORMAT_TEXT:
         raise DataDirectoryError(
-            f"{path} is of another version ({found.strip()!r}, this server writes "
-            f"{FORMAT_TEXT.strip()!r}): use the server that wrote it, or another directory"
+            f"{path} has the format {text.strip()!r}, and this server writes "
+            f"{FORMAT_TEXT.strip()!r}; use the server that wrote it, or another directory"
         )
 
 
 @contextmanager
 def lock_for_reading(path: Path) -> Iterator[None]:
-    """Sees that the directory is one of ours, and keeps servers from it while it is read.
-
-    Nothing in it is changed, and there may be any number of readers.
+    """Keeps servers from the directory while it is read without one. There may be any number of
+    readers, and nothing in it is changed.
 
     Raises:
-        DataDirectoryError: It is none, or a server uses it.
+        DataDirectoryError: It is not a data directory, or a server uses it.
     """
     _check_ours(path)
     try:
@@ -139,21 +138,22 @@ def lock_for_writing(path: Path) -> Iterator[None]:
 def _check_ours(path: Path) -> None:
     try:
         if not (path / "format").exists():
-            raise DataDirectoryError(f"{path} is no data directory: name one with --data-dir")
+            raise DataDirectoryError(f"{path} is not a data directory; name one with --data-dir")
         _check_format(path)
     except OSError as error:
         raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _in_use(path: Path) -> DataDirectoryError:
-    return DataDirectoryError(f"{path} is used by a server: stop that one first")
+    return DataDirectoryError(f"{path} is in use by a server; stop it first")
 
 
 def lock(path: Path) -> int | None:
-    """Takes the directory for this process and those that inherit the descriptor.
+    """Locks the directory for this process and for those that inherit the descriptor.
 
     Returns:
-        The descriptor that holds it, for as long as anybody has it open; None when another has it.
+        The descriptor, which holds the lock for as long as any process has it open; None if another
+        process holds the lock.
     """
     descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -183,29 +183,30 @@ class DataDirectory:
         self._bytes_max = bytes_max
 
     def names(self) -> list[str]:
-        """The buckets, sorted. What a crash left of others goes; files of somebody else are left
-        alone."""
+        """The buckets, sorted. Folders that a crash left half made or half deleted are removed;
+        files that are not ours stay."""
         folders = [path for path in self._path.iterdir() if path.is_dir()]
         if not self._readonly:
-            for left in folders:
-                if left.name.startswith("."):
-                    shutil.rmtree(left)
-        return sorted(path.name for path in folders if not path.name.startswith("."))
+            for folder in folders:
+                if folder.name.startswith("."):
+                    shutil.rmtree(folder)
+        return sorted(folder.name for folder in folders if not folder.name.startswith("."))
 
     def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
-        """Log and index of a bucket.
+        """Opens log and index of a bucket.
 
         Raises:
-            CorruptionError: The log is not there; LMDB would make an empty one in its place.
-            DataDirectoryError: It may not be looked at.
+            CorruptionError: The log is missing or damaged.
+            DataDirectoryError: It cannot be accessed.
         """
         log = self._path / name / "log" / "data.mdb"
         try:
+            # In the place of a missing or empty file LMDB would make an empty map.
             if not self._readonly and (not log.exists() or not log.stat().st_size):
-                raise CorruptionError(f"{log} is missing, or empty")
+                raise CorruptionError(f"{log} is missing or empty")
         except OSError as error:
             raise DataDirectoryError(
-                f"{log} cannot be read: {error.strerror}; give the server's user the right to"
+                f"{log} cannot be read: {error.strerror}; give the server's user read permission"
             ) from error
         return self._open(self._path / name)
 
@@ -226,16 +227,20 @@ class DataDirectory:
         return log, index
 
     def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
-        """Makes a bucket.
+        """Creates a bucket: it is there, filled, or not at all.
+
+        Args:
+            name: The bucket's name.
+            fill: Writes the first records into its log and index.
 
         Raises:
-            DiskFullError: There is no room for it; nothing is left of it.
+            DiskFullError: There is not enough space; nothing is left of the bucket.
         """
         disk = os.statvfs(self._path)
         free_bytes = disk.f_bavail * disk.f_frsize
         if free_bytes < COMMIT_RESERVE_BYTES:
-            # It could take no commit. And on a disk with no room at all LMDB's new lock file, which
-            # is written through a map, would kill this process with SIGBUS.
+            # The bucket could take no commit. And on a disk without any space LMDB's new lock file,
+            # which is written through a memory map, would kill this process with SIGBUS.
             raise DiskFullError(
                 f"the disk of {self._path} has {free_bytes} bytes left; a new bucket needs "
                 f"{COMMIT_RESERVE_BYTES}"
@@ -264,12 +269,12 @@ class DataDirectory:
         finally:
             log.close()
             index.close()
-        for made in (*parts, new):
-            sync_folder(made)
+        for folder in (*parts, new):
+            sync_folder(folder)
 
     def delete(self, name: str) -> None:
-        """Takes a bucket away."""
-        gone = self._path / f".deleted-{name}"
-        (self._path / name).rename(gone)
+        """Deletes a bucket's files, which are closed."""
+        deleted = self._path / f".deleted-{name}"
+        (self._path / name).rename(deleted)
         sync_folder(self._path)
-        shutil.rmtree(gone)
+        shutil.rmtree(deleted)

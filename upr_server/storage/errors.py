@@ -1,4 +1,4 @@
-"""What can go wrong with a disk, and what it means for the server."""
+"""The errors of the disk, and what each means for the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from upr_protocol.errors import UprError
 
 
 class StorageError(UprError):
-    """The root of what goes wrong with a disk."""
+    """The base of all errors of the disk."""
 
 
 class DataDirectoryError(StorageError):
@@ -14,16 +14,16 @@ class DataDirectoryError(StorageError):
 
 
 class DiskFullError(StorageError):
-    """There is no room. What was to be written was not, and may be written again later."""
+    """There is not enough space. Nothing was written, and the caller may retry later."""
 
 
 class CorruptionError(StorageError):
-    """What was read is not what was written: its checksum says so. It is never served."""
+    """What was read is not what was written: its checksum does not match. It is never served."""
 
 
 class StoreFailedError(StorageError):
-    """The store has failed and says nothing any more: the server must stop.
+    """The store has failed and acknowledges nothing more: the server must stop.
 
-    What it had acknowledged is on disk; whether what was under way is, nobody knows before the next
-    start.
+    What it had acknowledged is on disk. Whether the changes under way are on disk shows only at the
+    next start.
     """

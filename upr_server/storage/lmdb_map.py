@@ -1,7 +1,7 @@
-"""LMDB as an `Environment`: a B+ tree in one memory-mapped file, copied on write.
+"""LMDB as an ordered map: a B+ tree in one memory-mapped file, copied on write.
 
-A commit writes its pages to free places of the file, syncs, and then writes one of two meta pages
-that says where the new root is: a crash at any moment leaves the last commit or the one before.
+A commit writes its pages to free places of the file, syncs, and then writes one of two meta pages,
+which says where the new root is. A crash at any moment leaves the last commit or the one before.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from upr_server.storage.errors import (
 from upr_server.storage.records import seal, unseal
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a disk that is full, or of a user's share of one."""
+"""The errors of a full disk, and of an exhausted quota."""
 
 MAP_BYTES_DEFAULT: Final = 256 * 1024 * 1024 * 1024
-"""The largest map that is made when nobody says otherwise. A process has 128 TiB of addresses, and
-every bucket takes two maps of them: with maps as large as a disk of 4 TiB there would be none left
-for the 16th bucket, or for those of before when the disk had grown. So there is room for 250
-buckets, whatever the disk. One that needs more than this is given it by `disk_bytes_max`."""
+"""The largest memory map by default. A process has 128 TiB of addresses, and each bucket takes two
+maps. With maps as large as a disk of 4 TiB no addresses would be left for the 16th bucket, or for
+existing buckets once the disk has grown. With this limit 250 buckets fit, whatever the disk. The
+setting `disk_bytes_max` gives a bucket more."""
 
 PAGES_BYTES_MIN: Final = 1024 * 1024
-"""The smallest map that there can be."""
+"""The smallest memory map that works."""
 
 COMMIT: Final = b"\0"
-"""The key under which every commit leaves its own number.
+"""The key under which every commit stores its own number.
 
-LMDB finds the newest commit by its two meta pages, which carry no checksum: one flipped bit there,
-and it would serve the commit before the last, whole and in order. A tree whose number is not that
-of its meta page is refused. (So is a copy whose commits were numbered anew: `mdb_copy -c`.)
+LMDB finds the newest commit by its two meta pages, which carry no checksum. After one flipped bit
+there it would serve the commit before the last, whole and in order. So a tree whose number differs
+from its meta page's is refused. (So is a copy whose commits were renumbered: `mdb_copy -c`.)
 """
 
 _COMMIT: Final = Struct("<QQ")
-"""The commit's number, and the sum of the marks of all that the map holds, where that is kept."""
+"""The commit's number, and the sum of the marks of all records if the map keeps one, else 0."""
 
 _MARKED_BYTES_MAX: Final = 1024
 """Of a longer value its length must do: LMDB keeps it in pages of its own, and to look at the first
@@ -57,25 +57,25 @@ of each would be to read half the disk."""
 _SUM_END: Final = 1 << 64
 
 _META_TRANSACTION: Final = Struct("<144xQ")
-"""The number of a meta page's commit, behind the records of its two trees."""
+"""The number of a meta page's commit. Before it stand the descriptions of two trees."""
 
 
 class LmdbMap:
-    """One LMDB environment. To be used by one thread.
+    """One LMDB environment, for one thread.
 
     Args:
         path: Its folder, which must exist.
-        readonly: Whether only to read; another process may write at the same time.
+        readonly: Whether only to read. Another process may write at the same time.
         bytes_max: How large its file may become; 0 for as large as the disk is, but no larger than
             `MAP_BYTES_DEFAULT`.
-        is_alone: Whether nobody writes meanwhile; reading then leaves no trace, not even in the
+        is_alone: Whether nobody writes meanwhile. Then reading leaves no trace, not even in LMDB's
             table of readers.
-        is_summed: Whether commits keep the sum of all that the map holds, for `verify`; it costs
-            them a look at everything that they replace.
+        is_summed: Whether commits keep a sum over all records, for `verify`. It costs them a
+            look-up of everything that they replace.
 
     Raises:
         DataDirectoryError: It cannot be opened.
-        CorruptionError: It is none, or its meta pages are damaged.
+        CorruptionError: The file is not LMDB's, or its meta pages are damaged.
     """
 
     def __init__(
@@ -99,27 +99,27 @@ class LmdbMap:
                 readonly=readonly,
                 create=not readonly,
                 lock=not is_alone,
-                # What a read touches is mostly read once, and near what is read next.
+                # Most reads go through neighbouring pages once.
                 readahead=True,
-                # A page that is written has no bytes of what was freed before: no secrets, and
-                # crashes are the same every time.
+                # A written page holds no bytes of memory freed before. So no secrets reach the
+                # file, and the crash tests see the same bytes every time.
                 meminit=True,
             )
             self._page_bytes = self._env.stat()["psize"]
             if not readonly:
-                # Processes that were killed leave their place in the table of readers.
+                # Killed processes leave their entries in the table of readers.
                 self._env.reader_check()
         except lmdb.InvalidError as error:
             raise CorruptionError(f"{path} cannot be opened: {error}") from error
         except lmdb.ReadonlyError as error:
             raise DataDirectoryError(
-                f"{path} cannot be opened: {error}; give the server's user the right to write it"
+                f"{path} cannot be opened: {error}; give the server's user write permission"
             ) from error
         except lmdb.MemoryError as error:
             raise DataDirectoryError(
-                f"{path} cannot be opened: there are no addresses left for a map of "
-                f"{self._map_bytes} bytes, of which each bucket takes two; set disk_bytes_max to "
-                "less, or delete buckets"
+                f"{path} cannot be opened: no addresses are left for a memory map of "
+                f"{self._map_bytes} bytes, and each bucket needs two; set disk_bytes_max to less, "
+                "or delete buckets"
             ) from error
         except lmdb.Error as error:
             if _is_full(error):
@@ -133,15 +133,16 @@ class LmdbMap:
                 raise
 
     def _check_meta_pages(self) -> None:
-        """Commits take the two meta pages in turn; one that is cut off leaves its page as it was.
+        """Checks that the meta pages' commit numbers are neighbours, or both 0.
 
-        So their numbers are neighbours, or both are 0. One bit is beyond this: the second of the
-        newer number, where it is set. Without it the page looks like one that was not yet written.
+        Commits write the two pages in turn, and an interrupted one leaves its page as it was. One
+        flipped bit escapes this check: the second bit of the newer number, if it was set. Without
+        it the page looks like one that was not written yet.
         """
         with open(self._path / "data.mdb", "rb") as file:
             pages = [file.read(self._page_bytes) for _ in range(2)]
         if any(len(page) < _META_TRANSACTION.size for page in pages):
-            raise CorruptionError(f"{self._path} is shorter than its meta pages")
+            raise CorruptionError(f"{self._path}/data.mdb is shorter than its two meta pages")
         even, odd = (_META_TRANSACTION.unpack_from(page)[0] for page in pages)
         if (even, odd) != (0, 0) and (even % 2 or not odd % 2 or abs(even - odd) != 1):
             raise CorruptionError(
@@ -151,69 +152,66 @@ class LmdbMap:
             pass
 
     def _sum(self, transaction: lmdb.Transaction, number: int) -> int:
-        """The sum that stands in the tree; raises `CorruptionError` if the tree is not that of the
-        commit `number`."""
-        found = transaction.get(COMMIT)
-        if found is None:
+        """The sum that the tree keeps. Raises `CorruptionError` if the tree is not of this
+        commit."""
+        sealed = transaction.get(COMMIT)
+        if sealed is None:
             if number:
-                raise CorruptionError(f"{self._path} has no number of its last commit, {number}")
+                raise CorruptionError(f"{self._path} lacks the number of its last commit, {number}")
             return 0
-        in_tree, total = _COMMIT.unpack(unseal(COMMIT, found))
-        if in_tree != number:
-            raise CorruptionError(f"{self._path} is not as commit {number} has left it")
+        number_in_tree, total = _COMMIT.unpack(unseal(COMMIT, sealed))
+        if number_in_tree != number:
+            raise CorruptionError(
+                f"{self._path} holds commit {number_in_tree}, and its meta page names {number}"
+            )
         return int(total)
 
     def verify(self) -> None:
-        """Sees that the map holds what the last commit has left, no less and nothing else. O(keys).
+        """Checks that the map holds exactly what the last commit left. O(keys).
 
-        A page that is no longer in use keeps what it held. One flipped bit in the tree, and such a
-        page is in the place of its successor: what it holds has good checksums, and is old.
+        Checksums of records do not show that. A page that is no longer in use keeps its contents;
+        one flipped bit in the tree can put it in the place of its successor. Its records have good
+        checksums, and are old.
 
         Raises:
-            CorruptionError: It does not.
+            CorruptionError: It holds something else.
         """
-        total, before = 0, b""
-        with self.read() as reader:
-            expected = self._sum(reader.transaction, reader.transaction.id())
-            for key, value in reader.scan(COMMIT + b"\0", b"\xff" * 512):
-                if key <= before:
-                    raise CorruptionError(f"{self._path} has its keys in another order")
-                before = key
+        total, previous = 0, b""
+        with self.read() as transaction:
+            expected = self._sum(transaction.transaction, transaction.transaction.id())
+            for key, value in transaction.scan(COMMIT + b"\0", b"\xff" * 512):
+                if key <= previous:
+                    raise CorruptionError(f"the keys of {self._path} are not in order")
+                previous = key
                 total += _mark(key, value)
         if self._is_summed and total % _SUM_END != expected:
-            raise CorruptionError(f"{self._path} does not hold what its last commit has left")
+            raise CorruptionError(f"{self._path} does not hold what its last commit left")
 
     def verify_length(self) -> None:
-        """Sees that the file has all pages that are in use. O(1), mostly.
+        """Touches every page that is in use if the file may lack one. O(1), mostly.
 
-        A page that is missing kills its reader with SIGBUS: better now than after something was
-        written to the file. LMDB does not write pages at the end that are free again, so that a
-        file may be shorter than its meta page says: then everything is touched, and the list of
-        free pages, which who writes reads.
+        A missing page kills its reader with SIGBUS: better now than after something was written.
+        The length alone does not decide, since LMDB does not write pages at the end that are free
+        again. So if the file is shorter than its meta page says, all records are read, and the list
+        of free pages, which only a writer reads.
         """
         if (self._path / "data.mdb").stat().st_size >= self._file_bytes:
             return
-        with self.read() as reader:
-            for _, value in reader.scan(COMMIT, b"\xff" * 512):
+        with self.read() as transaction:
+            for _, value in transaction.scan(COMMIT, b"\xff" * 512):
                 bytes(value[-1:])
-        with self._env.begin(write=True) as transaction:
-            transaction.put(COMMIT, b"")
-            transaction.abort()
+        with self._env.begin(write=True) as writing:
+            writing.put(COMMIT, b"")
+            writing.abort()
 
     @contextmanager
-    def read(self) -> Iterator[_Reader]:
-        """See `Environment`."""
+    def read(self) -> Iterator[_ReadTransaction]:
         with _translated(), self._env.begin(buffers=True) as transaction:
             self._sum(transaction, transaction.id())
-            yield _Reader(transaction)
+            yield _ReadTransaction(transaction)
 
     @contextmanager
-    def write(self, *, reserve_bytes: int = 0) -> Iterator[_Writer]:
-        """See `Environment`.
-
-        Args:
-            reserve_bytes: Room that must be left before anything is written.
-        """
+    def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
         with _translated(writing=True):
             if reserve_bytes and self.free_bytes < reserve_bytes:
                 raise DiskFullError(
@@ -222,15 +220,15 @@ class LmdbMap:
                 )
             with self._env.begin(write=True, buffers=True) as transaction:
                 total = self._sum(transaction, transaction.id() - 1)
-                writer = _Writer(transaction, self._is_summed)
-                yield writer
-                if writer.is_changed:
-                    total = (total + writer.grown) % _SUM_END
-                    writer.put(COMMIT, seal(COMMIT, _COMMIT.pack(transaction.id(), total)))
+                changes = _WriteTransaction(transaction, self._is_summed)
+                yield changes
+                if changes.is_changed:
+                    total = (total + changes.sum_change) % _SUM_END
+                    changes.put(COMMIT, seal(COMMIT, _COMMIT.pack(transaction.id(), total)))
 
     @property
     def free_bytes(self) -> int:
-        """What can still be written, on the disk and in the map."""
+        """How much can still be written, given the disk's space and the memory map's size."""
         disk = os.statvfs(self._path)
         used, file_bytes = self._used_bytes, self._file_bytes
         in_file = max(0, file_bytes - used)
@@ -247,7 +245,7 @@ class LmdbMap:
         return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
 
     def count(self) -> int:
-        """How many keys there are, as the meta page counts them."""
+        """How many keys there are according to the meta page."""
         with _translated():
             return int(self._env.stat()["entries"])
 
@@ -257,17 +255,17 @@ class LmdbMap:
             return {"bytes_used": self._used_bytes, "bytes_in_file": self._file_bytes}
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes the file."""
         self._env.close()
 
 
 def _mark(key: bytes, value: Buffer) -> int:
-    """Stands for a key and its value, which begins with a checksum of all of it."""
+    """A number for a record. Of a long value only the front counts: it has a checksum of all."""
     mark = crc32(len(value).to_bytes(8), crc32(key))
     return mark if len(value) > _MARKED_BYTES_MAX else crc32(value[:16], mark)
 
 
-class _Reader:
+class _ReadTransaction:
     def __init__(self, transaction: lmdb.Transaction) -> None:
         self.transaction = transaction
 
@@ -292,19 +290,19 @@ class _Reader:
     def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
         with self.transaction.cursor() as cursor:
             if not cursor.set_range(last):
-                found = cursor.last()
+                has_key = cursor.last()
             else:
-                found = bytes(cursor.key()) == last or cursor.prev()
-            if not found or bytes(cursor.key()) < first:
+                has_key = bytes(cursor.key()) == last or cursor.prev()
+            if not has_key or bytes(cursor.key()) < first:
                 return None
             return bytes(cursor.key()), cursor.value()
 
 
-class _Writer(_Reader):
+class _WriteTransaction(_ReadTransaction):
     def __init__(self, transaction: lmdb.Transaction, is_summed: bool) -> None:
         super().__init__(transaction)
         self.is_changed = False
-        self.grown = 0
+        self.sum_change = 0
         self._is_summed = is_summed
 
     def _replaces(self, key: bytes, value: Buffer | None) -> None:
@@ -312,9 +310,9 @@ class _Writer(_Reader):
         if self._is_summed and key != COMMIT:
             old = self.transaction.get(key)
             if old is not None:
-                self.grown -= _mark(key, old)
+                self.sum_change -= _mark(key, old)
             if value is not None:
-                self.grown += _mark(key, value)
+                self.sum_change += _mark(key, value)
 
     def put(self, key: bytes, value: Buffer) -> None:
         self._replaces(key, value)
@@ -347,7 +345,7 @@ def _translated(*, writing: bool = False) -> Iterator[None]:
         raise
     except (lmdb.Error, OSError) as error:
         if _is_full(error):
-            # LMDB has given the transaction up, before or while its pages were written: the meta
+            # LMDB has aborted the transaction, before or while its pages were written. The meta
             # page still names the commit before.
             raise DiskFullError(f"the disk is full: {error}") from error
         if writing:

@@ -26,19 +26,19 @@ from upr_server.storage.shared_slots import NO_SLOT
 AnyCall = TypeVar("AnyCall")
 
 HEAD: Final = Struct("<II?")
-"""Length of the message, count of buffers, whether it is a failure; then a record of each buffer,
-the message, and the buffers that do not lie in the slot."""
+"""Length of the message, count of buffers, whether it is a failure. After it come a record of each
+buffer, the message, and the buffers that are not in the slot."""
 
 _RECORD: Final = Struct("<I?")
 RECORD_BYTES: Final = _RECORD.size
 
 
 class Request(msgspec.Struct, Generic[AnyCall], frozen=True, array_like=True):
-    """What goes to a process.
+    """What the server sends to a process.
 
     Attributes:
-        call: What is asked.
-        slot: The slot that was lent for the answer's chunks.
+        call: The call to carry out.
+        slot: The slot that is lent for the answer's chunks.
     """
 
     call: AnyCall
@@ -69,11 +69,11 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What is said of `error`. One that is no `StorageError` is a fault of ours: nothing can be
-        said of the disk after it."""
+        """The failure for `error`. An error that is not a `StorageError` is a bug, and after it
+        the state of the disk is unknown."""
         kind = type(error).__name__
         if kind not in _ERRORS:
-            return cls(StoreFailedError.__name__, f"a fault in the store: {kind}: {error}")
+            return cls(StoreFailedError.__name__, f"bug in the store: {kind}: {error}")
         return cls(kind, str(error))
 
     def error(self) -> StorageError:
@@ -84,35 +84,36 @@ class Failure(msgspec.Struct, frozen=True):
 def head_of(
     message: bytes, buffers: Sequence[Buffer], in_slot: Sequence[bool], *, failed: bool = False
 ) -> bytes:
-    """What stands before a message: `in_slot` says of each buffer where it is."""
+    """The bytes before a message. `in_slot` says of each buffer whether it is in the slot."""
     records = b"".join(
-        _RECORD.pack(len(buffer), is_there)
-        for buffer, is_there in zip(buffers, in_slot, strict=True)
+        _RECORD.pack(len(buffer), is_in_slot)
+        for buffer, is_in_slot in zip(buffers, in_slot, strict=True)
     )
     return HEAD.pack(len(message), len(buffers), failed) + records
 
 
 def parse_records(data: Buffer) -> list[tuple[int, bool]]:
-    """The buffers' lengths, and whether each lies in the slot, behind those before it."""
+    """The buffers' lengths, and whether each is in the slot, where they lie one after the other."""
     return list(_RECORD.iter_unpack(data))
 
 
 def pack(value: object) -> tuple[bytes, list[Buffer]]:
-    """A message, and the buffers of the chunks in it."""
+    """A message, and the buffers of the chunks in it. In the message stands only a chunk's length
+    and checksum."""
     buffers: list[Buffer] = []
 
-    def chunk(found: object) -> tuple[int, int]:
-        if not isinstance(found, Chunk):
-            raise TypeError(f"{type(found).__name__} cannot be sent")
-        buffers.append(found.encode())
-        return found.nbytes, found.crc
+    def put_aside(chunk: object) -> tuple[int, int]:
+        if not isinstance(chunk, Chunk):
+            raise TypeError(f"{type(chunk).__name__} cannot be sent")
+        buffers.append(chunk.encode())
+        return chunk.nbytes, chunk.crc
 
-    return msgspec.msgpack.encode(value, enc_hook=chunk), buffers
+    return msgspec.msgpack.encode(value, enc_hook=put_aside), buffers
 
 
 class Unpacker:
-    """The reverse of `pack`. To be used by one thread. It keeps the decoder of each type, as making
-    one costs more than a hundred small messages."""
+    """The reverse of `pack`, for one thread. It keeps the decoder of each type: making one costs
+    more than a hundred small messages."""
 
     def __init__(self) -> None:
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -130,5 +131,5 @@ class Unpacker:
         finally:
             self._buffers = iter(())
 
-    def _chunk(self, _kind: type, given: tuple[int, int]) -> Chunk:
-        return Chunk(next(self._buffers), given[1])
+    def _chunk(self, _kind: type, length_and_crc: tuple[int, int]) -> Chunk:
+        return Chunk(next(self._buffers), length_and_crc[1])

@@ -1,7 +1,7 @@
-"""An ordered map from bytes to bytes with atomic commits: all that is asked of a disk.
+"""An ordered map from bytes to bytes with atomic commits: all that the server needs of a disk.
 
-The log and the index are written against this and nothing else. LMDB is one such map, and the
-simulated disk of the tests another.
+The log and the index use this interface and nothing else. LMDB implements it, and so does the
+simulated disk of the tests.
 """
 
 from __future__ import annotations
@@ -17,57 +17,55 @@ class ReadTransaction(Protocol):
     """The map as it was when the transaction began."""
 
     def get(self, key: bytes) -> Buffer | None:
-        """The value of `key`, valid until the transaction ends; None when there is none."""
+        """The value of `key`, valid until the transaction ends; None if the key is missing."""
 
     def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
-        """Those of `keys` that are there, with their values; cheapest by rising key."""
+        """Those of `keys` that exist, with their values; cheapest in rising order."""
 
     def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
         """Keys from `first` to `last`, both included, and their values, by rising key.
 
-        In a `Writer`, what is written meanwhile may or may not appear.
+        In a `WriteTransaction`, what is written during the scan may or may not appear.
         """
 
     def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
-        """The highest key from `first` to `last`, both included, and its value."""
+        """The highest key from `first` to `last`, both included, with its value, or None."""
 
 
 class WriteTransaction(ReadTransaction, Protocol):
-    """The same, being changed; committed when the context ends without an exception."""
+    """The map, with the transaction's own changes. They are committed when the context ends without
+    an exception."""
 
     def put(self, key: bytes, value: Buffer) -> None:
-        """Sets `key`."""
+        """Sets the value of `key`."""
 
     def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
-        """Sets many; cheapest by rising key."""
+        """Sets many values; cheapest in rising order of their keys."""
 
     def delete(self, key: bytes) -> None:
-        """Takes `key` out, if it is there."""
+        """Deletes `key` if it exists."""
 
 
 class OrderedMap(Protocol):
-    """The map.
-
-    Whatever its methods raise is a `StorageError`; after `StoreFailedError` it is good for nothing.
-    """
+    """The map. Its methods raise only `StorageError`; after `StoreFailedError` it is unusable."""
 
     def read(self) -> AbstractContextManager[ReadTransaction]:
-        """A transaction that sees the last commit and keeps seeing it. To be kept short: what it
-        sees is not reused meanwhile."""
+        """A transaction that sees the last commit and keeps seeing it. It should be short: space
+        that later commits free cannot be reused while it lasts."""
 
     def write(self, *, reserve_bytes: int = 0) -> AbstractContextManager[WriteTransaction]:
         """A transaction that is on disk, whole, when the context has ended; or not at all.
 
         Args:
-            reserve_bytes: Room that must be there before anything is written, 0 for none.
+            reserve_bytes: Free space that must be left before anything is written, 0 for none.
 
         Raises:
-            DiskFullError: There is no room; nothing has changed.
-            StoreFailedError: Anything else: nobody knows what has changed.
+            DiskFullError: There is not enough space; nothing has changed.
+            StoreFailedError: The disk failed; whether anything has changed is unknown.
         """
 
     def statistics(self) -> dict[str, int]:
-        """`bytes_used` of `bytes_in_file`."""
+        """`bytes_used`, and `bytes_in_file`, which include free space within the file."""
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes its files."""

@@ -1,5 +1,5 @@
-"""The store of a data directory: a `Store` whose work is done by two processes, one for what
-changes something and one for what only reads."""
+"""The store of a data directory: two processes do its work. The writer carries out the calls that
+change something, and the reader those that only read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Buffer
+from upr_protocol.concurrency import Notifier
 from upr_protocol.transport import write_all
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, ReadChunks
@@ -40,27 +41,28 @@ from upr_server.storage.worker import NO_DESCRIPTOR
 Answer = TypeVar("Answer")
 
 LOCK_TIMEOUT_S: Final = 5.0
-"""How long to wait for the directory: the processes of a server that was killed end in a moment."""
+"""How long to wait for the directory's lock. The processes of a killed server end a moment after
+it, and hold the lock until then."""
 
 _LOCK_POLL_S: Final = 0.05
 
 STOP_TIMEOUT_S: Final = 30.0
-"""How long a process may take to finish what it is at, before it is killed."""
+"""How long a process may take to finish its call before it is killed."""
 
 SLOT_READ_BYTES_MIN: Final = 64 * 1024
-"""A read of less goes through the pipe: it would keep a slot from those who need it more."""
+"""A smaller read goes through the pipe, and leaves the slots to larger ones."""
 
 TRIM_S: Final = 1.0
-"""Memory that is shared with the reader and was not in use for so long is given back."""
+"""Slots that were not in use for so long give their memory back."""
 
 _RECEIVE_BYTES: Final = 64 * 1024
-"""What is taken from a pipe at once: mostly, all of an answer that has no chunks beside it."""
+"""Bytes received at once: mostly all of an answer without chunks."""
 
 log = structlog.get_logger(__name__)
 
 
 @attrs.define
-class _Waiting:
+class _PendingCall:
     call: Call[Any]
     slot: Slot | None
     done: trio.Event = attrs.field(factory=trio.Event)
@@ -69,7 +71,7 @@ class _Waiting:
 
 
 class _Worker:
-    """One process, and the calls that it has not answered yet, in their order."""
+    """One process, and the calls that it has not answered yet, in order."""
 
     def __init__(
         self, process: trio.Process, pipe: trio.SocketStream, role: str, slots: SlotPool | None
@@ -80,14 +82,18 @@ class _Worker:
         self._pipe = pipe
         self._unpacker = Unpacker()
         self._received = bytearray()
-        """Came with what was wanted before."""
-        self._to_send: deque[_Waiting] = deque()
-        self._sent: deque[_Waiting] = deque()
-        self._wakeup = trio.Event()
+        """Received, and not parsed yet."""
+        self._to_send: deque[_PendingCall] = deque()
+        self._sent: deque[_PendingCall] = deque()
+        self._has_calls = Notifier()
         self.is_gone = False
 
     async def call(self, call: Call[Any]) -> Any:
-        """Has `call` answered. On cancellation it is carried out nevertheless."""
+        """Has a call carried out. Once sent, it is carried out even if the caller is cancelled.
+
+        Raises:
+            StorageError: It could not be done.
+        """
         if self.is_gone:
             raise StoreFailedError("the store is closed")
         slot = None
@@ -97,32 +103,30 @@ class _Worker:
             and call.bytes_max >= SLOT_READ_BYTES_MIN
         ):
             slot = self.slots.lend()
-        waiting = _Waiting(call, slot)
-        self._to_send.append(waiting)
-        self._wakeup.set()
-        await waiting.done.wait()
-        if waiting.failure is not None:
-            raise waiting.failure.error()
-        return waiting.answer
+        pending = _PendingCall(call, slot)
+        self._to_send.append(pending)
+        self._has_calls.notify()
+        await pending.done.wait()
+        if pending.failure is not None:
+            raise pending.failure.error()
+        return pending.answer
 
     async def send(self) -> None:
-        """Sends calls, for ever."""
+        """Sends calls, until it is cancelled."""
         while True:
-            while not self._to_send:
-                self._wakeup = trio.Event()
-                await self._wakeup.wait()
-            waiting = self._to_send.popleft()
-            self._sent.append(waiting)
-            number = NO_SLOT if waiting.slot is None else waiting.slot.number
-            message, buffers = pack(Request(waiting.call, number))
-            # Else this would hold the answer until the next call.
-            del waiting
+            await self._has_calls.wait_until(lambda: bool(self._to_send))
+            pending = self._to_send.popleft()
+            self._sent.append(pending)
+            slot_number = NO_SLOT if pending.slot is None else pending.slot.number
+            message, buffers = pack(Request(pending.call, slot_number))
+            # The local name would keep the answer alive, and its slot lent, until the next call.
+            del pending
             head = head_of(message, buffers, [False] * len(buffers))
             parts: list[Buffer] = [head + message, *buffers]
             await write_all(self._pipe, parts, float("inf"))
 
     async def receive(self) -> None:
-        """Takes answers, until the process ends."""
+        """Receives answers, until the process ends and an exception says so."""
         while True:
             await self._receive()
 
@@ -130,53 +134,54 @@ class _Worker:
         length, count, failed = HEAD.unpack(await self._exactly(HEAD.size))
         records = parse_records(await self._exactly(RECORD_BYTES * count))
         message = await self._exactly(length)
-        slot, at = self._sent[0].slot, 0
+        slot, offset = self._sent[0].slot, 0
         buffers: list[Buffer] = []
         for length, is_in_slot in records:
             if is_in_slot:
-                assert slot is not None, "the process was lent none"
-                buffers.append(slot.view[at : at + length])
-                at += length
+                assert slot is not None, "the process was lent no slot"
+                buffers.append(slot.view[offset : offset + length])
+                offset += length
             else:
                 buffers.append(await self._exactly(length))
-        waiting = self._sent.popleft()
-        waiting.slot = None
+        pending = self._sent.popleft()
+        # From here on the answer's chunks alone keep the slot.
+        pending.slot = None
         if failed:
-            waiting.failure = self._unpacker.unpack(message, Failure, ())
+            pending.failure = self._unpacker.unpack(message, Failure, ())
         else:
-            waiting.answer = self._unpacker.unpack(message, waiting.call.answer_type, buffers)
-        waiting.done.set()
+            pending.answer = self._unpacker.unpack(message, pending.call.answer_type, buffers)
+        pending.done.set()
 
     async def _exactly(self, length: int) -> bytearray:
         while len(self._received) < length <= _RECEIVE_BYTES:
-            got = await self._pipe.socket.recv(_RECEIVE_BYTES)
-            if not got:
+            received = await self._pipe.socket.recv(_RECEIVE_BYTES)
+            if not received:
                 raise EOFError
-            self._received += got
+            self._received += received
         data = self._received[:length]
         del self._received[:length]
-        at = len(data)
-        if at < length:
-            data += bytes(length - at)
+        filled = len(data)
+        if filled < length:
+            data += bytes(length - filled)
             with memoryview(data) as view:
-                while at < length:
-                    count = await self._pipe.socket.recv_into(view[at:])
+                while filled < length:
+                    count = await self._pipe.socket.recv_into(view[filled:])
                     if not count:
                         raise EOFError
-                    at += count
+                    filled += count
         return data
 
     def fail(self, sentence: str) -> None:
-        """Nothing is answered any more. The first reason is the one that is told."""
+        """Fails all calls, those to come as well. The first reason is kept."""
         if self.is_gone:
             return
         self.is_gone = True
-        for waiting in (*self._sent, *self._to_send):
-            waiting.failure = Failure(StoreFailedError.__name__, sentence)
-            waiting.done.set()
+        for pending in (*self._sent, *self._to_send):
+            pending.failure = Failure(StoreFailedError.__name__, sentence)
+            pending.done.set()
 
     async def stop(self) -> None:
-        """Ends the process when it has done what it was told."""
+        """Ends the process once it has carried out what it was sent."""
         await self._pipe.aclose()
         with trio.move_on_after(STOP_TIMEOUT_S):
             await self.process.wait()
@@ -185,7 +190,7 @@ class _Worker:
 
 
 class ProcessStore(Store):
-    """See the module. Made by `open_store`."""
+    """The store of a data directory. `open_store` makes it."""
 
     def __init__(self, writer: _Worker, reader: _Worker) -> None:
         super().__init__()
@@ -198,7 +203,7 @@ class ProcessStore(Store):
         return answer
 
     async def watch(self, worker: _Worker) -> None:
-        """Serves one process's pipe until it ends, and says so."""
+        """Serves one process's pipe. If the process ends, the store fails."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(worker.send)
@@ -206,11 +211,13 @@ class ProcessStore(Store):
         except* (EOFError, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             with trio.CancelScope(shield=True), trio.move_on_after(1):
                 await worker.process.wait()
-            sentence = f"the {worker.role} of the store {_how_it_ended(worker.process.returncode)}"
+            sentence = (
+                f"the store's {worker.role} process {_how_it_ended(worker.process.returncode)}"
+            )
             self.fail(sentence)
             worker.fail(sentence)
         finally:
-            # Cancelled: those who wait although they are cancelled too must hear of it.
+            # When the store is closed, callers that wait in a shielded scope need an answer, too.
             worker.fail("the store is closed")
 
 
@@ -218,7 +225,7 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "does not answer"
     if code == -signal.SIGBUS:
-        return "was killed by SIGBUS: a data file is shorter than it was; run `upr-server check`"
+        return "was killed by SIGBUS: a data file was truncated; run `upr-server check`"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with code {code}"
@@ -226,14 +233,14 @@ def _how_it_ended(code: int | None) -> str:
 
 @asynccontextmanager
 async def open_store(path: Path, *, bytes_max: int = 0) -> AsyncIterator[ProcessStore]:
-    """The store of a data directory, for as long as the context.
+    """Opens the store of a data directory, for as long as the context.
 
     Args:
-        path: The data directory; made when it is not there.
+        path: The data directory; created if it does not exist.
         bytes_max: How large each file may become; 0 for as large as the disk is.
 
     Raises:
-        DataDirectoryError: It cannot be used, or another server uses it.
+        DataDirectoryError: The directory cannot be used, or another server uses it.
     """
     prepare(path)
     descriptor = await _locked(path)
@@ -241,7 +248,7 @@ async def open_store(path: Path, *, bytes_max: int = 0) -> AsyncIterator[Process
         async with trio.open_nursery() as nursery:
             workers: list[_Worker] = []
             try:
-                # Cancelled in its midst, a process would be left that nobody ends.
+                # Cancelled half-way, it would leave a process that nobody ends.
                 with trio.CancelScope(shield=True):
                     workers.append(writer := await _start(path, "writer", bytes_max, descriptor))
                     workers.append(reader := await _start_reader(path, bytes_max, descriptor))
@@ -268,20 +275,19 @@ async def _locked(path: Path) -> int:
                 descriptor = lock(path)
             except OSError as error:
                 raise DataDirectoryError(
-                    f"{path} cannot be locked: {error.strerror}; give the server's user the right "
-                    "to write the file lock there"
+                    f"{path} cannot be locked: {error.strerror}; give the server's user write "
+                    "permission for the file lock there"
                 ) from error
             if descriptor is not None:
                 return descriptor
             await trio.sleep(_LOCK_POLL_S)
     raise DataDirectoryError(
-        f"{path} is used by another server: stop that one, or choose another directory with "
-        "--data-dir"
+        f"{path} is in use by another server; stop it, or choose another directory with --data-dir"
     )
 
 
 async def _trim(slots: SlotPool) -> None:
-    """Gives memory back that is not in use, for ever."""
+    """Gives unused memory back every `TRIM_S`, until it is cancelled."""
     while True:
         await trio.sleep(TRIM_S)
         slots.trim()

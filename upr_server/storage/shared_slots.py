@@ -1,13 +1,13 @@
-"""Memory that the server shares with the process that reads: chunks go through it, not the pipe.
+"""Memory that the server shares with the process that reads: large chunks go through it.
 
-It is cut into slots. The server lends a free one with each large read; the process puts the chunks
-there, one behind the other from its beginning, and answers with their lengths. The server's chunks
-are views of the slot, and the last view that dies gives it back: nobody keeps account, and who
-keeps a chunk for long, or forgets one, keeps its slot and nothing else. When no slot is free, and
-with what does not fit, chunks go through the pipe.
+The memory is divided into slots. With each large read the server lends a free slot. The process
+puts the chunks there, one after the other from the slot's beginning, and answers with their
+lengths. The server's chunks are views of the slot, and the last view that dies gives the slot back.
+So nobody counts references: code that keeps a chunk for long keeps one slot, and nothing else.
+Without a free slot, and for what does not fit, chunks go through the pipe.
 
-A page of it takes memory from when it is first written until `trim`, which gives back what has not
-been used since the last time.
+A page of the memory is resident from its first write until `trim`, which gives back what has not
+been used since the call before.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ import attrs
 from upr_protocol.chunk import Buffer, Chunk
 
 SLOT_BYTES: Final = 2 * 1024 * 1024
-"""A read of 1 MiB ends with the chunk that comes to it: all of it fits, unless that is very large.
-What is not written of a slot takes no memory."""
+"""A read of 1 MiB ends with the chunk that reaches it. All of that fits, unless the chunk is very
+large. What is not written of a slot takes no memory."""
 
 SLOTS: Final = 64
-"""What ten connections read ahead, about. They are addresses: what is written of them is what
-backfills hold, within their budget, and the rest of the slot of a chunk that was not sent yet."""
+"""About what ten connections read ahead. Slots are addresses first. What is written of them is what
+backfills hold within their budget, plus the rest of a slot while a chunk of it is not sent."""
 
 NO_SLOT: Final = -1
+"""Stands for a slot's number when none is lent."""
 
 
 @attrs.frozen
 class Slot:
-    """A slot that was lent.
+    """A slot that is lent.
 
     Attributes:
-        number: Which one.
-        view: Its bytes, read-only. While it lives, or a slice of it, the slot is not lent again.
+        number: The slot's number.
+        view: Its bytes, read-only. While the view or a slice of it lives, the slot is not lent
+            again.
     """
 
     number: int
@@ -48,12 +50,12 @@ class Slot:
 
 
 class SlotPool:
-    """The server's end. To be used by one thread.
+    """The server's end, for one thread.
 
     Args:
-        descriptor: The memory; may be closed when this has been made and others have it.
-        count: How many slots it has.
-        slot_bytes: The size of each, a multiple of the system's page.
+        descriptor: The memory. It may be closed once this is made.
+        count: How many slots there are.
+        slot_bytes: The size of each, a multiple of the system's page size.
     """
 
     def __init__(self, descriptor: int, count: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
@@ -62,11 +64,11 @@ class SlotPool:
         self._slot_bytes = slot_bytes
         self._block = ctypes.c_ubyte * slot_bytes
         self._free = list(range(count))
-        """A stack: what was in use last is lent next, and the rest is not touched."""
+        """A stack: the slot used last is lent next, and the others stay untouched."""
         self._unused = count
-        """So many at its bottom were not lent since `trim`."""
+        """How many at the stack's bottom were not lent since `trim`."""
         self._resident: set[int] = set()
-        """Those that may take memory."""
+        """The slots that may take memory."""
 
     def __len__(self) -> int:
         """How many are free."""
@@ -79,28 +81,28 @@ class SlotPool:
         number = self._free.pop()
         self._unused = min(self._unused, len(self._free))
         self._resident.add(number)
-        # All views have this array in common. Unlike the map and unlike a view, it dies with the
-        # last of them, and says so.
+        # All views of the slot share this array. It dies with the last of them, and can be watched:
+        # the map lives on, and a memoryview cannot be watched through its slices.
         block = self._block.from_buffer(self._map, number * self._slot_bytes)
         weakref.finalize(block, self._free.append, number).atexit = False
         return Slot(number, memoryview(block).cast("B").toreadonly())
 
     def trim(self) -> None:
-        """Gives the memory of slots back to the system that were free ever since the last call."""
+        """Gives the system back the memory of slots that were free ever since the last call."""
         for number in self._free[: self._unused]:
             if number in self._resident:
                 self._resident.discard(number)
-                # A sandbox may have no such call: then it keeps what it once took.
+                # A sandbox may lack this call. Then the memory stays resident.
                 with suppress(OSError):
                     self._map.madvise(mmap.MADV_REMOVE, number * self._slot_bytes, self._slot_bytes)
         self._unused = len(self._free)
 
 
 class SlotBuffer:
-    """The other process's end.
+    """The process's end: what is left of the slot that it was lent.
 
     Args:
-        descriptor: The memory; closed by this.
+        descriptor: The memory; this closes it.
         slot_bytes: The size of each slot.
     """
 
@@ -112,15 +114,15 @@ class SlotBuffer:
         self._put_bytes = 0
 
     def begin(self, number: int) -> None:
-        """From here on `put` has this slot, or none when it is `NO_SLOT`."""
+        """Begins an answer: `put` writes to this slot, or to none if it is `NO_SLOT`."""
         self._rest = memoryview(b"")
         if number != NO_SLOT:
-            at = number * self._slot_bytes
-            self._rest = memoryview(self._map)[at : at + self._slot_bytes]
+            offset = number * self._slot_bytes
+            self._rest = memoryview(self._map)[offset : offset + self._slot_bytes]
         self._put_bytes = 0
 
     def put(self, chunk: Chunk) -> Chunk:
-        """A copy of `chunk`: in the slot if it fits, else in memory of its own."""
+        """Copies a chunk: into the slot if it fits, else into memory of its own."""
         if chunk.nbytes > len(self._rest):
             return chunk.copied()
         crc = chunk.crc
@@ -130,17 +132,19 @@ class SlotBuffer:
         self._put_bytes += chunk.nbytes
         return Chunk(copy, crc)
 
-    def places(self, buffers: list[Buffer]) -> list[bool]:
-        """Which of the buffers of an answer lie in the slot. In it there is nothing else, and all
-        in the order of the answer."""
-        found = [isinstance(one, memoryview) and one.obj is self._map for one in buffers]
-        in_slot = sum(len(one) for one, is_there in zip(buffers, found, strict=True) if is_there)
-        assert in_slot in (0, self._put_bytes), "something was put and is not in the answer"
-        return found
+    def are_in_slot(self, buffers: list[Buffer]) -> list[bool]:
+        """Which buffers of an answer are in the slot. They are all that the slot holds, in the
+        order of the answer: the server finds them by their lengths alone."""
+        in_slot = [isinstance(buffer, memoryview) and buffer.obj is self._map for buffer in buffers]
+        nbytes = sum(
+            len(buffer) for buffer, is_in_slot in zip(buffers, in_slot, strict=True) if is_in_slot
+        )
+        assert nbytes in (0, self._put_bytes), "a chunk in the slot is not in the answer"
+        return in_slot
 
 
 def make_shared_memory() -> int | None:
-    """A descriptor of memory that has no name; None where the system has no such thing."""
+    """A descriptor of anonymous memory; None where the system does not offer it."""
     if not (hasattr(os, "memfd_create") and hasattr(mmap, "MADV_REMOVE")):
         return None
     try:

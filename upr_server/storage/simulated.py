@@ -1,8 +1,8 @@
-"""A store on simulated disks, without threads or processes: for tests, and for whoever wants a
-server that forgets.
+"""A store on simulated disks, without threads or processes: for tests, and for a server that keeps
+nothing.
 
-It answers after a delay that is drawn for each call, so that a flush is seen in flight and a read
-races a write, in the virtual time of a mock clock.
+It answers after a delay that is drawn for each call. So flushes overlap with other work, and reads
+race with writes, in the virtual time of a mock clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SimulatedEventQueues:
 
 
 class SimulatedDirectory:
-    """A `BucketDirectory` of simulated disks, which outlives the stores that use it.
+    """Simulated disks of buckets, which outlive the stores that use them.
 
     Attributes:
         disks: Log and index of each bucket.
@@ -62,21 +62,21 @@ class SimulatedDirectory:
         return self.disks[name]
 
     def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
-        """Makes a bucket."""
+        """Creates a bucket."""
         log, index = SimulatedDisk(), SimulatedDisk()
         fill(log, index)
         self.disks[name] = log, index
 
     def delete(self, name: str) -> None:
-        """Takes a bucket away."""
+        """Deletes a bucket."""
         del self.disks[name]
 
 
 class SimulatedStore(Store):
-    """A `Store`.
+    """A store on simulated disks.
 
     Args:
-        directory: Its disks; by default new ones.
+        directory: The disks; by default new ones.
         delay: Draws how long a call takes, in seconds; None for no time at all.
     """
 
@@ -102,7 +102,7 @@ class SimulatedStore(Store):
             return call.run_on(self._writer)
 
     async def wait(self, call: Call[Any]) -> None:
-        """Lets as much time pass as the call takes."""
+        """Waits for as long as a call takes."""
         if self._delay is None:
             await trio.lowlevel.checkpoint()
         else:

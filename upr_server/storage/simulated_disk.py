@@ -1,7 +1,7 @@
-"""A disk that is simulated: an `Environment` in memory, which can fail on demand.
+"""A simulated disk: an ordered map in memory that can fail on demand.
 
-What was committed survives a `crash`; a commit that the disk was told to fail does not happen, or
-happens and is not reported, as with a real one.
+What was committed survives a `crash`. A commit that is made to fail does not happen, or happens and
+is not reported, as on a real disk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ class SimulatedDisk:
     """An ordered map with atomic commits.
 
     Attributes:
-        bytes_max: The room there is; a commit that would exceed it raises `DiskFullError`.
-        fault: Called at each commit; what it raises is the disk's failure. Changes the commit made
-            are kept if `keep_on_fault`, and the disk is good for nothing afterwards.
-        keep_on_fault: See `fault`.
-        commits: How many there were.
+        bytes_max: How much it holds; a commit that would exceed it raises `DiskFullError`.
+        fault: Called at each commit. A `StoreFailedError` that it raises makes the disk unusable.
+        keep_on_fault: Whether the commit that such an error ends happens nevertheless.
+        commits: How many commits there were.
     """
 
     def __init__(self, bytes_max: int = 1 << 62) -> None:
@@ -36,56 +35,55 @@ class SimulatedDisk:
         self.commits = 0
 
     @contextmanager
-    def read(self) -> Iterator[_Reader]:
-        """See `Environment`. There is one thread, so nothing changes meanwhile."""
+    def read(self) -> Iterator[_ReadTransaction]:
+        # There is one thread, so nothing changes while a transaction reads.
         self._check()
-        yield _Reader(self._items)
+        yield _ReadTransaction(self._items)
 
     @contextmanager
-    def write(self, *, reserve_bytes: int = 0) -> Iterator[_Writer]:
-        """See `Environment`."""
+    def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
         self._check()
         if reserve_bytes and self.free_bytes < reserve_bytes:
             raise DiskFullError(f"the last {reserve_bytes} bytes are for compaction")
-        writer = _Writer(self._items)
+        transaction = _WriteTransaction(self._items)
         try:
-            yield writer
-            grown = self._bytes + writer.grown_bytes
-            if writer.grown_bytes > 0 and grown > self.bytes_max:
-                raise DiskFullError(f"{grown} bytes are more than {self.bytes_max}")
+            yield transaction
+            grown = self._bytes + transaction.grown_bytes
+            if transaction.grown_bytes > 0 and grown > self.bytes_max:
+                raise DiskFullError(f"{grown} bytes exceed the disk's {self.bytes_max}")
             if self.fault is not None:
                 self.fault()
         except StoreFailedError:
             self._failed = True
             if self.keep_on_fault:
-                self._bytes += writer.grown_bytes
+                self._bytes += transaction.grown_bytes
             else:
-                writer.undo()
+                transaction.undo()
             raise
         except BaseException:
-            writer.undo()
+            transaction.undo()
             raise
         self._bytes = grown
         self.commits += 1
 
     @property
     def free_bytes(self) -> int:
-        """The room that is left."""
+        """How much can still be written."""
         return max(0, self.bytes_max - self._bytes)
 
     def crash(self) -> None:
-        """The machine goes down and comes up again: what was committed is there."""
+        """Restarts the machine: what was committed is there."""
         self._failed = False
         self.fault = None
 
     def flip(self, key: bytes, bit: int) -> None:
-        """Turns one bit of a value round."""
+        """Flips one bit of a value."""
         value = bytearray(self._items[key])
         value[bit // 8 % len(value)] ^= 1 << bit % 8
         self._items[key] = bytes(value)
 
     def keys(self) -> list[bytes]:
-        """Every key."""
+        """Every key, in order."""
         return list(self._items)
 
     def statistics(self) -> dict[str, int]:
@@ -93,14 +91,14 @@ class SimulatedDisk:
         return {"bytes_used": self._bytes, "bytes_in_file": self._bytes}
 
     def close(self) -> None:
-        """Lets go of it; nothing is lost."""
+        """Does nothing: the map outlives its users."""
 
     def _check(self) -> None:
         if self._failed:
             raise StoreFailedError("the disk has failed")
 
 
-class _Reader:
+class _ReadTransaction:
     def __init__(self, items: SortedDict[bytes, bytes]) -> None:
         self._items = items
 
@@ -121,7 +119,7 @@ class _Reader:
         return None
 
 
-class _Writer(_Reader):
+class _WriteTransaction(_ReadTransaction):
     def __init__(self, items: SortedDict[bytes, bytes]) -> None:
         super().__init__(items)
         self._before: dict[bytes, bytes | None] = {}

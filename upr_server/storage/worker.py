@@ -1,12 +1,12 @@
-"""A process that answers calls:
+"""A process that carries out calls:
 `python -m upr_server.storage.worker FD DIRECTORY ROLE BYTES_MAX SLOTS_FD`.
 
-LMDB is used in processes of its own because of Python's global lock: a thread beside a busy loop
-waits for the lock after every single call of LMDB, and writing a batch of 8,000 keys then takes
-minutes instead of milliseconds (docs/adr/0007-storage-processes.md). A file that was truncated
-kills its reader with SIGBUS, and that is not the server either.
+LMDB runs in processes of its own because of Python's global lock. A thread beside a busy loop waits
+for the lock after every single call of LMDB, and a batch of 8,000 keys then takes minutes instead
+of milliseconds (docs/adr/0007-storage-processes.md). And a truncated file kills its reader with
+SIGBUS, which then is not the server.
 
-The process ends when its pipe does: however the server ends, none is left behind.
+The process ends when its pipe does. So however the server ends, it leaves no process behind.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from upr_server.storage.shared_slots import SlotBuffer
 from upr_server.storage.storage_server import StorageServer
 
 NO_DESCRIPTOR: Final = -1
-"""In the place of SLOTS_FD: no memory is shared with this process."""
+"""Stands for SLOTS_FD when no memory is shared with the process."""
 
 REQUEST: Final = request_type()
+"""What requests are unpacked as."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Answers calls until the pipe ends."""
+    """Carries out calls until the pipe ends."""
     descriptor, path, role, bytes_max, slots_descriptor = arguments
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C reaches the whole group; when it is time to go, the server closes the pipe.
-        signal.signal(ignored, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C reaches the whole process group. The server closes the pipe when it has stopped.
+        signal.signal(number, signal.SIG_IGN)
     directory = DataDirectory(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:
@@ -79,24 +80,24 @@ def _serve(
         if slots is not None:
             slots.begin(request.slot)
         answer = request.call.run_on(server)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the server hears of it
+    except Exception as error:  # noqa: BLE001  # the server gets every error
         answer, failed = Failure.of(error), True
-    packed, out = pack(answer)
-    in_slot = [False] * len(out) if slots is None else slots.places(out)
-    head = head_of(packed, out, in_slot, failed=failed)
-    beside = [buffer for buffer, is_there in zip(out, in_slot, strict=True) if not is_there]
-    _send(pipe, [head + packed, *beside])
+    packed, chunks = pack(answer)
+    in_slot = [False] * len(chunks) if slots is None else slots.are_in_slot(chunks)
+    head = head_of(packed, chunks, in_slot, failed=failed)
+    others = [chunk for chunk, is_in_slot in zip(chunks, in_slot, strict=True) if not is_in_slot]
+    _send(pipe, [head + packed, *others])
 
 
 def _receive(pipe: socket.socket, length: int) -> bytearray:
     data = bytearray(length)
     view = memoryview(data)
-    at = 0
-    while at < length:
-        got = pipe.recv_into(view[at:])
-        if not got:
+    filled = 0
+    while filled < length:
+        count = pipe.recv_into(view[filled:])
+        if not count:
             raise EOFError
-        at += got
+        filled += count
     return data
 
 

@@ -152,7 +152,7 @@ def test_a_directory_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
     for command in ("check", "dump"):
         checked = run(command, "--data-dir", tmp_path)
         assert checked.returncode == 1
-        assert "is no data directory" in checked.stderr
+        assert "is not a data directory" in checked.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -160,7 +160,7 @@ def test_another_version_is_refused(data: Path) -> None:
     (data / "format").write_text("upr 2\n")
     checked = run("check", "--data-dir", data)
     assert checked.returncode == 1
-    assert "another version ('upr 2'" in checked.stderr
+    assert "has the format 'upr 2'" in checked.stderr
 
 
 def test_a_directory_that_a_server_uses_is_refused(data: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_directory_that_a_server_uses_is_refused(data: Path) -> None:
     finally:
         os.close(descriptor)
     assert checked.returncode == 1
-    assert "is used by a server" in checked.stderr
+    assert "is in use by a server" in checked.stderr
 
 
 def test_two_may_check_at_a_time(data: Path) -> None:

@@ -135,12 +135,12 @@ def test_a_directory_that_a_server_uses_is_refused(data: Path) -> None:
     finally:
         os.close(descriptor)
     assert refused.returncode == 1
-    assert "is used by a server: stop that one first" in refused.stderr
+    assert "is in use by a server; stop it first" in refused.stderr
     assert is_clean(data)
 
 
 def test_another_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataDirectoryError, match="no data directory"):
+    with pytest.raises(DataDirectoryError, match="not a data directory"):
         begin_new_histories(tmp_path)
     assert not list(tmp_path.iterdir())
 
