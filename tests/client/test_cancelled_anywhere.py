@@ -36,6 +36,7 @@ from upr_protocol.client import (
     LocalCopy,
     MemoryStore,
     NodeClient,
+    NodeConnection,
     Publisher,
     ResumeState,
     RollbackConsumer,
@@ -45,6 +46,7 @@ from upr_protocol.client import (
     consume_with_rollback,
     follow_events,
     keep_local_copy,
+    open_node,
     publisher,
 )
 from upr_protocol.client.core.key_operations import KeyOperations
@@ -546,6 +548,13 @@ async def _node_status_with_partitions(server: Server, folder: Path) -> None:
     await NodeClient(Address.parse(server.url("b"))).status_with_partitions()
 
 
+async def _open_node(server: Server, folder: Path) -> None:
+    async with open_node(Address.parse(server.url("b"))) as connection:
+        await connection.status("b")
+        with trio.move_on_after(0.05):
+            await connection.wait_ended()
+
+
 async def _set_map(server: Server, folder: Path) -> None:
     node = NodeClient(Address.parse(server.url("b")))
     current = server.cluster.map_of("b")
@@ -572,6 +581,7 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
     _node_status: (NodeClient.status,),
     _node_status_with_partitions: (NodeClient.status_with_partitions,),
+    _open_node: (open_node, NodeConnection.status, NodeConnection.wait_ended),
     _set_map: (NodeClient.set_map,),
     _join: (NodeClient.join,),
 }
