@@ -137,7 +137,7 @@ def test_short_of_memory_nothing_that_could_be_freed_is_refused_once_the_disk_ha
     assert bucket.relieve() is Relief.FREE
     assert bucket.relieve() is Relief.NOTHING
     assert bucket.relief() is Relief.NOTHING
-    assert partition.manager.oldest == 900
+    assert partition.snapshots.oldest == 900
 
 
 def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
@@ -150,7 +150,7 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     assert bucket.relieve() is Relief.FREE, "the keys are evicted"
     assert len(partition.table) == 0
     assert bucket.relieve() is Relief.DROP
-    assert partition.manager.oldest == 900, "freed before the reader can come back to it"
+    assert partition.snapshots.oldest == 900, "freed before the reader can come back to it"
     assert bucket.relieve() is Relief.NOTHING
     assert slow.next() == BackfillNeeded(SeqNo(0), SeqNo(900))
     bucket.check_invariants()

@@ -19,7 +19,7 @@ from tests.engine.helpers import (
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import MutationBatch, Partition, SnapshotStart
-from upr_server.engine.collapse import (
+from upr_server.engine.snapshots.collapse import (
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
     COLLAPSE_SNAPSHOTS_MIN,
@@ -51,7 +51,7 @@ def test_small_snapshots_are_collapsed_eight_at_a_time() -> None:
     leave_snapshots(partition, 1, b"a", b"b")
     assert partition.manager.collapse_wanted
     collapse(partition)
-    assert len(partition.manager) == 2
+    assert len(partition.snapshots) == 2
     assert read(partition) == "(0,9] a@8 b@9 ."
     assert partition.manager.statistics()["collapses"] == 1
 
@@ -95,7 +95,7 @@ def test_a_bucket_collapses_its_partitions_in_turn() -> None:
         assert bucket.collapse_step(3) == bucket.collapse_wanted
         bucket.check_invariants()
     assert steps > 4
-    assert [len(partition.manager) for partition in bucket.partitions] == [2, 1, 2]
+    assert [len(partition.snapshots) for partition in bucket.partitions] == [2, 1, 2]
 
 
 def test_nothing_is_collapsed_that_somebody_stands_in() -> None:
@@ -117,7 +117,7 @@ def test_a_cursor_at_the_front_of_the_first_stays_there() -> None:
     front = cursor_at(partition, 4)
     leave_snapshots(partition, 8, b"a", b"b")
     collapse(partition)
-    assert len(partition.manager) == 6
+    assert len(partition.snapshots) == 6
     assert transcript(items(front)) == "(4,20] a@19 b@20 ."
 
 
@@ -182,13 +182,13 @@ def test_a_collapse_is_given_up_when_its_snapshots_are_freed() -> None:
     transcript(items(disk))
     disk.commit(SeqNo(9))
     assert free(partition) == 3
-    assert partition.manager.oldest == 9
+    assert partition.snapshots.oldest == 9
     collapse(partition, 4)
     assert partition.manager.statistics()["collapses"] == 0
     disk.commit(SeqNo(30))
     assert free(partition) == 7
     collapse(partition, 4)
-    assert len(partition.manager) == 1
+    assert len(partition.snapshots) == 1
 
 
 def test_what_the_disk_has_is_still_collapsed_while_it_is_retained() -> None:
@@ -198,7 +198,7 @@ def test_what_the_disk_has_is_still_collapsed_while_it_is_retained() -> None:
     transcript(items(disk))
     disk.commit(SeqNo(16))
     collapse(partition)
-    assert len(partition.manager) == 2
+    assert len(partition.snapshots) == 2
     assert read(partition) == "(0,16] a@15 b@16 ."
     assert free(partition) == 1
 
@@ -226,7 +226,7 @@ def test_large_snapshots_are_collapsed_by_their_size() -> None:
     big(partition, 500, 1500)
     assert partition.manager.collapse_wanted
     collapse(partition, 2000)
-    assert len(partition.manager) == 2
+    assert len(partition.snapshots) == 2
     assert partition.table.items == 3000
     assert read(partition).count("@") == 3000
 

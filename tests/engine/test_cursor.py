@@ -233,7 +233,7 @@ def test_nothing_is_freed_before_the_disk_has_it() -> None:
     read(partition)
     put(partition, b"b")
     read(partition)
-    assert partition.manager.oldest == 0
+    assert partition.snapshots.oldest == 0
     assert read(partition) == "(0,1] a@1 . (1,2] b@2 ."
 
 
@@ -245,22 +245,22 @@ def test_the_disk_advances_by_commit_only_and_what_it_has_may_be_freed() -> None
     put(partition, b"b")
     assert transcript(items(disk)) == "(1,2] b@2 ."
     assert disk.committed == 0
-    assert not manager.can_free
+    assert not manager.snapshots.can_free
     assert not manager.free_oldest(), "reading it is not having it on disk"
     disk.commit(SeqNo(1))
-    assert (manager.oldest, disk.committed) == (0, 1)
+    assert (manager.snapshots.oldest, disk.committed) == (0, 1)
     assert read(partition) == "(0,1] a@1 . (1,2] b@2 .", "retained while there is room"
-    assert manager.can_free
+    assert manager.snapshots.can_free
     assert free(partition) == 1
-    assert (manager.oldest, disk.committed) == (1, 1)
+    assert (manager.snapshots.oldest, disk.committed) == (1, 1)
     disk.commit(SeqNo(2))
     assert free(partition) == 1
-    assert (manager.oldest, disk.committed) == (2, 2)
-    assert not manager.can_free, "the open one stays"
+    assert (manager.snapshots.oldest, disk.committed) == (2, 2)
+    assert not manager.snapshots.can_free, "the open one stays"
     assert manager.statistics()["freed"] == 2
     partition.check_invariants()
     with pytest.raises(NotInMemory):
-        manager.find(1)
+        manager.snapshots.find(1)
 
 
 @pytest.mark.parametrize("through", [0, 1, 3, 4, 5])
@@ -290,7 +290,7 @@ def test_a_reader_holds_what_the_disk_has_already() -> None:
     assert free(partition) == 0
     assert transcript(items(slow)) == "(0,1] a@1 ."
     assert free(partition) == 1
-    assert partition.manager.oldest == 1
+    assert partition.snapshots.oldest == 1
 
 
 def test_what_is_freed_must_come_from_disk_first() -> None:
@@ -316,7 +316,7 @@ def test_what_comes_from_disk_reaches_to_its_end_even_if_memory_begins_before() 
         disk.commit(disk.seq)
     put(partition, b"d")
     assert manager.free_oldest()
-    assert manager.oldest == 1
+    assert manager.snapshots.oldest == 1
     registration = manager.register("late", SeqNo(0))
     assert registration.backfill == BackfillNeeded(SeqNo(0), SeqNo(3))
     assert transcript(items(registration.cursor)) == "(3,4] d@4 ."
@@ -361,7 +361,7 @@ def test_a_slow_cursor_is_dropped_and_told_to_backfill() -> None:
     assert not manager.may_drop(slow)
     manager.drop(other)
     assert free(partition) == 1
-    assert manager.oldest == 2
+    assert manager.snapshots.oldest == 2
     assert slow.has_next
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
@@ -405,10 +405,10 @@ def test_a_counter_set_is_a_document_and_an_incremented_document_a_counter() -> 
     partition = new_partition()
     send(partition, increment(b"n"), increment(b"m"))
     put(partition, b"n", value=b"7")
-    figures = partition.manager.open.statistics()
+    figures = partition.snapshots.open.statistics()
     assert (figures["counters"], figures["arrays"]) == (1, 1)
     send(partition, increment(b"n"))
-    figures = partition.manager.open.statistics()
+    figures = partition.snapshots.open.statistics()
     assert (figures["counters"], figures["keys"]) == (2, 2)
     assert read(partition) == "(0,4] m@2 n@4 ."
 
@@ -416,10 +416,10 @@ def test_a_counter_set_is_a_document_and_an_incremented_document_a_counter() -> 
 def test_an_increment_takes_no_more_memory_than_the_one_before() -> None:
     partition = new_partition()
     send(partition, increment(b"n"))
-    one = partition.manager.open.nbytes
+    one = partition.snapshots.open.nbytes
     for _ in range(300):
         send(partition, increment(b"n"))
-    assert partition.manager.open.nbytes <= one + 2
+    assert partition.snapshots.open.nbytes <= one + 2
     assert read(partition) == "(0,301] n@301 ."
 
 

@@ -365,7 +365,7 @@ class OnDisk(RuleBasedStateMachine):
     @rule(times=st.integers(1, 3))
     def free_oldest(self, times: int) -> None:
         for _ in range(times):
-            could = self.manager.can_free
+            could = self.manager.snapshots.can_free
             assert self.manager.free_oldest() == could
 
     @rule(budget=st.integers(1, 12))
@@ -380,7 +380,7 @@ class OnDisk(RuleBasedStateMachine):
         order = [Relief.FREE, Relief.COLLAPSE, Relief.DROP, Relief.REFUSE_CREDIT]
         for _ in range(1000):
             is_full, collapsible = bucket.quota.is_full(bucket.memory), bucket.collapse_wanted
-            can_free, droppable = manager.can_free, manager.droppable()
+            can_free, droppable = manager.snapshots.can_free, manager.droppable()
             relief = bucket.relieve(10)
             self.bucket.check_invariants()
             if relief is Relief.NOTHING:
@@ -406,7 +406,7 @@ class OnDisk(RuleBasedStateMachine):
             assert bucket.memory.total <= bucket.quota.high_bytes
             assert bucket.relief() is Relief.NOTHING
         else:
-            assert not manager.can_free
+            assert not manager.snapshots.can_free
             assert not manager.droppable()
             assert not bucket.collapse_wanted
             known_on_disk = partition.eviction.pinned
@@ -477,7 +477,7 @@ class OnDisk(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         self.bucket.check_invariants()
-        assert self.manager.oldest <= self.manager.persistence.committed == self.disk.high
+        assert self.manager.snapshots.oldest <= self.manager.persistence.committed == self.disk.high
         for key, seq, is_tombstone in self.partition.table:
             assert self.model.log[seq - 1].key == key
             assert is_tombstone == (key not in self.model.now)
@@ -487,7 +487,7 @@ class OnDisk(RuleBasedStateMachine):
         disk = self.manager.persistence
         for cursor in self.manager.droppable():
             assert cursor is not disk
-            assert cursor.oldest_place.start < disk.oldest_place.start == disk.committed
+            assert cursor.oldest_slot.start < disk.oldest_slot.start == disk.committed
 
     def teardown(self) -> None:
         for reader in self.readers:
@@ -587,11 +587,11 @@ class Walk:
             steps.append((1, lambda: machine.send_again(at)))
         if random.random() < 0.01:
             steps = [(1, machine.restart)]
-        before = (len(machine.asked), partition.manager.dropped, machine.model.high)
+        before = (len(machine.asked), partition.manager.dropped_count, machine.model.high)
         (_, take), *_ = random.choices(steps, [weight for weight, _ in steps])
         take()
         self.reached["asked"] += len(machine.asked) > before[0]
-        self.reached["dropped"] += partition.manager.dropped > before[1]
+        self.reached["dropped"] += partition.manager.dropped_count > before[1]
         self.reached["evicted"] += len(partition.table) < len(
             {row.key for row in machine.model.log}
         )

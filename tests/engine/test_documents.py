@@ -9,8 +9,8 @@ from tests.engine.helpers import chunks as all_chunks
 from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import MutationBatch
-from upr_server.engine.documents import FillingArray, NumberedArray, PublishedArray
-from upr_server.engine.window import Window
+from upr_server.engine.snapshots.document_arrays import FillingArray, NumberedArray, PublishedArray
+from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 
 def row(seq: int, key: bytes = b"k", value: bytes = b"v") -> Mutation:
@@ -57,7 +57,7 @@ def test_a_filled_array_finds_its_mutations(seal: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["published", "filling", "numbered"])
 def test_what_is_skipped_is_not_copied(kind: str) -> None:
-    window = Window()
+    window = SkipFlags()
     window.extend(SeqNo(1), 12)
     arrays = {
         "published": published(3, 4),
@@ -77,7 +77,7 @@ def test_what_is_skipped_is_not_copied(kind: str) -> None:
 
 
 def test_a_sparse_array_takes_its_flags_by_number() -> None:
-    window = Window()
+    window = SkipFlags()
     window.extend(SeqNo(1), 12)
     for number in (3, 8, 9):
         window.skip(number)
@@ -121,7 +121,7 @@ def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
 
 
 def test_the_window_begins_anew_when_it_was_empty() -> None:
-    window = Window()
+    window = SkipFlags()
     assert not window
     window.extend(SeqNo(5), 2)
     window.extend(SeqNo(7), 1)
@@ -140,7 +140,7 @@ def test_the_window_begins_anew_when_it_was_empty() -> None:
 
 
 def test_the_window_stays_in_proportion_to_what_is_live() -> None:
-    window = Window()
+    window = SkipFlags()
     window.extend(SeqNo(1), 8193)
     assert window.excess(1000) == 0
     assert window.excess(0) == 8193 - 4096
@@ -153,14 +153,14 @@ def test_the_tail_is_replaced_in_place() -> None:
     partition = new_partition()
     put(partition, b"a")
     send(partition, request(Operation.SET, b"b", b"1", expiry=5000))
-    size = partition.manager.open.nbytes
+    size = partition.snapshots.open.nbytes
     for number in range(50):
         send(
             partition,
             request(Operation.DELETE, b"b") if number % 2 else request(Operation.ADD, b"b", b"2"),
         )
         send(partition, request(Operation.APPEND, b"b", b""))
-    assert partition.manager.open.nbytes <= size
+    assert partition.snapshots.open.nbytes <= size
     partition.check_invariants()
     assert read(partition).count("@") == 2
 
@@ -170,7 +170,7 @@ def test_arrays_skipped_whole_are_dropped() -> None:
     keys = [b"%d" % number for number in range(1000)]
     for _ in range(30):
         partition.mutate(MutationBatch(plain_chunk(keys, [bytes(200)] * 1000)), now=NOW)
-    figures = partition.manager.open.statistics()
+    figures = partition.snapshots.open.statistics()
     assert figures["arrays"] < 6
     assert figures["rewritten"] == 0, "there is nothing to copy"
     assert figures["keys"] == 1000
@@ -181,10 +181,10 @@ def test_what_is_deleted_is_freed_though_deletions_add_little() -> None:
     keys = [b"%d" % number for number in range(2000)]
     for low in range(0, 2000, 100):
         put(partition, *keys[low : low + 100], value=bytes(5000))
-    assert partition.manager.open.nbytes > 10_000_000
+    assert partition.snapshots.open.nbytes > 10_000_000
     for low in range(0, 2000, 100):
         send(partition, *(request(Operation.DELETE, key) for key in keys[low : low + 100]))
-    assert partition.manager.open.nbytes < 1_000_000
+    assert partition.snapshots.open.nbytes < 1_000_000
     partition.check_invariants()
 
 
@@ -195,7 +195,7 @@ def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
         partition.mutate(
             MutationBatch(plain_chunk([b"rare %d" % number, *common], [bytes(100)] * 200)), now=NOW
         )
-    figures = partition.manager.open.statistics()
+    figures = partition.snapshots.open.statistics()
     assert figures["keys"] == 499
     assert figures["arrays"] < 40
     assert figures["bytes"] < 4 * 500 * 150 + 128 * 1024
@@ -209,7 +209,7 @@ def test_counters_do_not_stretch_the_window() -> None:
     rows = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
     for _ in range(60):
         send(partition, *rows)
-    assert partition.manager.open.statistics()["window"] < 10_000
+    assert partition.snapshots.open.statistics()["window"] < 10_000
     partition.check_invariants()
     assert read(partition) == "(0,30001] document@1 n@30001 ."
 
@@ -218,11 +218,11 @@ def test_the_array_being_filled_is_sealed() -> None:
     partition = new_partition()
     for number in range(3000):
         put(partition, b"%d" % number)
-    arrays = partition.manager.open.statistics()["arrays"]
+    arrays = partition.snapshots.open.statistics()["arrays"]
     assert arrays == 4, "the first batch, 1,024, 1,024, and what is being filled"
     for number in range(10):
         put(partition, b"%d" % number, value=bytes(60_000))
-    assert partition.manager.open.statistics()["arrays"] > arrays
+    assert partition.snapshots.open.statistics()["arrays"] > arrays
     partition.check_invariants()
 
 
@@ -230,7 +230,7 @@ def test_so_is_one_that_is_filled_by_other_operations() -> None:
     partition = new_partition()
     for low in range(0, 3000, 100):
         send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 100)))
-    assert partition.manager.open.statistics()["arrays"] == 3
+    assert partition.snapshots.open.statistics()["arrays"] == 3
     partition.check_invariants()
 
 
@@ -238,7 +238,7 @@ def test_small_arrays_share_a_segment() -> None:
     partition = new_partition()
     for low in range(0, 2000, 100):
         put(partition, *(b"%d" % number for number in range(low, low + 100)))
-    assert partition.manager.open.statistics()["arrays"] == 20
+    assert partition.snapshots.open.statistics()["arrays"] == 20
     chunks = all_chunks(partition)
     assert [chunk.count for chunk in chunks] == [2000]
 

@@ -63,12 +63,12 @@ class Run:
     def step(self) -> None:
         random = self.random
         action = random.random()
-        rewritten = self.manager.open.statistics()["rewritten"]
+        rewritten = self.manager.snapshots.open.statistics()["rewritten"]
         if action < 0.45:
             self.write()
-            self.rewritten += self.manager.open.statistics()["rewritten"] - rewritten
+            self.rewritten += self.manager.snapshots.open.statistics()["rewritten"] - rewritten
         elif action < 0.5:
-            start = random.randint(self.manager.oldest, self.model.high)
+            start = random.randint(self.manager.snapshots.oldest, self.model.high)
             self.readers.append(Reader(self.partition, self.model, start))
         elif action < 0.53 and self.readers:
             random.choice(self.readers).cut()
@@ -116,11 +116,11 @@ def test_unread_mutations_take_the_memory_of_what_is_live(keys: int, sizes: list
     run.sizes = sizes
     while run.model.high < 40_000:
         run.write()
-    assert len(run.manager) == 1, "nobody read, so there is one snapshot"
+    assert len(run.manager.snapshots) == 1, "nobody read, so there is one snapshot"
     live = sum(33 + len(key) + len(row.value) for key, row in run.model.now.items())
     # Three times what is live, the slack, and the last batch.
     assert run.bucket.memory.arrays < 3 * live + 2 * 64 * 1024 + 80 * max(sizes)
-    assert run.manager.open.statistics()["window"] < 8192 + 4 * keys + 4000
+    assert run.manager.snapshots.open.statistics()["window"] < 8192 + 4 * keys + 4000
     run.bucket.check_invariants()
 
 
@@ -133,7 +133,7 @@ def test_collapsing_keeps_what_readers_left_near_what_is_live() -> None:
         reader.drain()
         while run.bucket.collapse_wanted:
             run.bucket.collapse_step(500)
-        most = max(most, len(run.manager))
+        most = max(most, len(run.manager.snapshots))
     run.bucket.check_invariants()
     live = sum(33 + len(key) + len(row.value) for key, row in run.model.now.items())
     assert run.bucket.memory.encoded < 3 * live + 1_000_000
@@ -160,5 +160,5 @@ def test_a_disk_that_keeps_up_lets_everything_go_that_memory_is_short_of() -> No
     while run.manager.free_oldest():
         run.bucket.check_invariants()
     assert (memory.arrays, memory.encoded, memory.counters) == (0, 0, 0)
-    assert len(run.manager) == 1
+    assert len(run.manager.snapshots) == 1
     run.bucket.check_invariants()

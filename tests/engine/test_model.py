@@ -76,7 +76,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(at=st.floats(0, 1))
     def register(self, at: float) -> None:
-        oldest = self.manager.oldest
+        oldest = self.manager.snapshots.oldest
         start = oldest + round(at * (self.model.high - oldest))
         self.readers.append(Reader(self.partition, self.model, start))
 
@@ -227,23 +227,23 @@ class Persisted(Engine):
     @rule(times=st.integers(1, 5))
     def free(self, times: int) -> None:
         for _ in range(times):
-            oldest, could = self.manager.oldest, self.manager.can_free
-            assert self.manager.free_oldest() == could == (self.manager.oldest > oldest)
+            oldest, could = self.manager.snapshots.oldest, self.manager.snapshots.can_free
+            assert self.manager.free_oldest() == could == (self.manager.snapshots.oldest > oldest)
 
     @precondition(lambda self: self.manager.droppable())
     @rule()
     def drop_furthest_back(self) -> None:
         dropped = self.manager.droppable()
-        places = {cursor.oldest_place for cursor in dropped}
-        assert len(places) == 1
+        slots = {cursor.oldest_slot for cursor in dropped}
+        assert len(slots) == 1
         for cursor in dropped:
             assert cursor is not self.manager.persistence
-            assert cursor.oldest_place.start < self.manager.persistence.committed
+            assert cursor.oldest_slot.start < self.manager.persistence.committed
             self.manager.drop(cursor)
 
     @invariant()
     def nothing_uncommitted_is_freed(self) -> None:
-        assert self.manager.oldest <= self.manager.persistence.committed
+        assert self.manager.snapshots.oldest <= self.manager.persistence.committed
 
 
 TestEveryOperation = EveryOperation.TestCase

@@ -342,10 +342,10 @@ def test_the_longest_keys_and_values() -> None:
     key = bytes(range(KEY_BYTES_MAX))
     send(partition, Mutation(SET, key, bytes(VALUE_BYTES_MAX)), request(SET, b"small"))
     assert value(partition, key) == bytes(VALUE_BYTES_MAX)
-    held = partition.manager.open.nbytes
+    held = partition.snapshots.open.nbytes
     assert held > VALUE_BYTES_MAX
     put(partition, key)
-    assert partition.manager.open.nbytes < 10_000, "a large value goes when it is superseded"
+    assert partition.snapshots.open.nbytes < 10_000, "a large value goes when it is superseded"
     partition.check_invariants()
 
 
@@ -356,7 +356,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
     partition.mutate(MutationBatch(plain_chunk(keys, values)), now=NOW)
     assert value(partition, b"50") == bytes(300_000)
     put(partition, b"50")
-    assert partition.manager.open.nbytes < 20_000
+    assert partition.snapshots.open.nbytes < 20_000
     partition.check_invariants()
     assert read(partition).count("@") == 100
 

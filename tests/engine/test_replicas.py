@@ -59,7 +59,7 @@ def test_what_the_disk_has_is_let_go() -> None:
     one.stand_at(SeqNo(4))
     check_memory(one, memory)
     assert memory.arrays == memory.encoded == memory.table == memory.expiries == 0
-    assert (one.high_seq, one.snapshot_end, one.manager.oldest) == (4, 4, 4)
+    assert (one.high_seq, one.snapshot_end, one.manager.snapshots.oldest) == (4, 4, 4)
     assert one.manager.persistence.committed == 4
     assert one.next_expiry() is None
     one.stand_at(SeqNo(9), Cas(1 << 60))

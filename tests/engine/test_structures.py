@@ -5,7 +5,6 @@ from __future__ import annotations
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import Memory, Quota, WriterToken
-from upr_server.engine.counters import Counters
 from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.publisher_answers import (
@@ -18,6 +17,7 @@ from upr_server.engine.publisher_answers import (
     WRITERS_MAX,
     PublisherAnswers,
 )
+from upr_server.engine.snapshots.counters import Counters
 
 # The hash table.
 

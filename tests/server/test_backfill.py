@@ -78,7 +78,7 @@ class Model:
     def forget(self) -> int:
         """Frees what the disk has, as if memory were short; gives how many cursors that dropped."""
         manager = self.partition.manager
-        dropped = manager.dropped
+        dropped = manager.dropped_count
         while True:
             while manager.free_oldest():
                 pass
@@ -90,7 +90,7 @@ class Model:
         while self.partition.eviction.evict(1000):
             pass
         manager.check_invariants()
-        return manager.dropped - dropped
+        return manager.dropped_count - dropped
 
 
 @asynccontextmanager
@@ -185,7 +185,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
             model.write(*items(turn * 50, 50))
             await model.persist()
         model.forget()
-        assert model.partition.manager.oldest == 300
+        assert model.partition.snapshots.oldest == 300
         reader = Reader(model)
         await reader.read()
         assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [300])

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_server.engine import closed_snapshot, collapse, segment
+from upr_server.engine.snapshots import closed_snapshot, collapse, segment
 from upr_server.storage import bucket_storage, compaction
 from upr_server.storage.online import backfill
 

@@ -6,21 +6,23 @@ in as a number and randomness as a function. Between two calls every structure i
 
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.bucket import Bucket, BucketError, Buckets, Listener, check_bucket
-from upr_server.engine.cursor import (
-    BackfillNeeded,
-    Cursor,
-    CursorItem,
-    PersistenceCursor,
-    SnapshotEnd,
-    SnapshotStart,
-)
 from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
-from upr_server.engine.manager import MutationManager, NotInMemory, Registration
 from upr_server.engine.memory import Memory
 from upr_server.engine.mutate_result import MutateResult, unpack
 from upr_server.engine.partition import Partition, PartitionImage
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
+from upr_server.engine.snapshots import (
+    BackfillNeeded,
+    Cursor,
+    CursorItem,
+    MutationManager,
+    NotInMemory,
+    PersistenceCursor,
+    Registration,
+    SnapshotEnd,
+    SnapshotStart,
+)
 
 __all__ = [
     "NOTHING_FETCHED",

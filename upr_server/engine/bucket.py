@@ -243,13 +243,14 @@ class Bucket:
 
     def statistics(self) -> dict[str, object]:
         """Figures of the bucket. O(partitions)."""
+        managers = [partition.manager for partition in self.partitions]
         return {
             "partitions": len(self.partitions),
             "items": sum(partition.items for partition in self.partitions),
             "keys": sum(len(partition.table) for partition in self.partitions),
-            "cursors_dropped": sum(partition.manager.dropped for partition in self.partitions),
-            "cursors": sum(partition.manager.cursor_count for partition in self.partitions),
-            "snapshots": sum(len(partition.manager) for partition in self.partitions),
+            "cursors_dropped": sum(manager.dropped_count for manager in managers),
+            "cursors": sum(manager.cursor_count for manager in managers),
+            "snapshots": sum(len(partition.snapshots) for partition in self.partitions),
             "memory": self.memory.statistics(),
             "quota": self.quota.statistics(),
         }

@@ -13,8 +13,8 @@ from upr_protocol.ids import Operation
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.manager import MutationManager
 from upr_server.engine.operations import READS
+from upr_server.engine.snapshots import Cursor, SnapshotList
 
 Fetched = Mapping[bytes, Mutation | None]
 """What was read from disk, by key: the newest mutation, or None for a key that is missing. Where
@@ -74,22 +74,22 @@ class KeyLookup:
 
     Args:
         table: The partition's hash table.
-        manager: Its mutations in memory.
+        snapshots: Its mutations in memory.
         expiries: When its items expire.
         eviction: What the table has forgotten.
     """
 
-    __slots__ = ("_eviction", "_expiries", "_manager", "_table")
+    __slots__ = ("_eviction", "_expiries", "_snapshots", "_table")
 
     def __init__(
         self,
         table: HashTable,
-        manager: MutationManager,
+        snapshots: SnapshotList[Cursor],
         expiries: ExpiryIndex,
         eviction: KeyEviction,
     ) -> None:
         self._table = table
-        self._manager = manager
+        self._snapshots = snapshots
         self._expiries = expiries
         self._eviction = eviction
 
@@ -158,7 +158,7 @@ class KeyLookup:
         if residence is _ABSENT:
             return None
         if residence is _MEMORY:
-            item: Mutation | None = self._manager.find(seq)
+            item: Mutation | None = self._snapshots.find(seq)
         else:
             item = self._fetched_item(key, seq, fetched, needs_value=True)
         return None if item is None or 0 < item.expiry <= now else item
@@ -177,7 +177,7 @@ class KeyLookup:
             # Finding a mutation costs more than all else here. When nothing has expired, an item
             # that need only exist exists.
             needs_item = needs_value or self._expiries.is_due(now)
-            item: Mutation | None = self._manager.find(seq) if needs_item else _SOME_ITEM
+            item: Mutation | None = self._snapshots.find(seq) if needs_item else _SOME_ITEM
         else:
             item = self._fetched_item(operation.key, seq, fetched, needs_value=needs_value)
             if item is NOT_FETCHED:
@@ -196,7 +196,7 @@ class KeyLookup:
             return (_UNKNOWN if self._eviction.has_evicted else _ABSENT), 0
         if is_tombstone:
             return _ABSENT, seq
-        return (_MEMORY if seq > self._manager.oldest else _DISK), seq
+        return (_MEMORY if seq > self._snapshots.oldest else _DISK), seq
 
     @staticmethod
     def _fetched_item(

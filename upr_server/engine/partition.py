@@ -33,12 +33,12 @@ from upr_server.engine.lookup import (
     KeyLookup,
     is_plain_set,
 )
-from upr_server.engine.manager import MutationManager
 from upr_server.engine.memory import Memory
 from upr_server.engine.mutate_result import MutateResult
 from upr_server.engine.operations import outcome
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.replica_reports import ReplicaReports
+from upr_server.engine.snapshots import MutationManager
 
 EXPIRE_MAX: Final = 512
 """Items that one call of `expire` deletes; at 4 µs each it holds the loop for 2 ms."""
@@ -96,7 +96,8 @@ class Partition:
         state: Only an active partition takes writes, and expires items.
         failover_log: The branches that led here.
         table: Key to number.
-        manager: The snapshots, and the cursors that read them.
+        manager: Registers the cursors that read the snapshots.
+        snapshots: The snapshots in memory.
         eviction: Which keys the table may forget, and what the disk's index knows.
         deduplicator: What publishers were answered.
         replicas: What its replicas have reported.
@@ -117,6 +118,7 @@ class Partition:
         "manager",
         "purge_seq",
         "replicas",
+        "snapshots",
         "state",
         "table",
     )
@@ -142,9 +144,10 @@ class Partition:
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
         self.manager = MutationManager(image.high, memory, on_collapsible)
+        self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)
         self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
-        self._lookup = KeyLookup(self.table, self.manager, self._expiries, self.eviction)
+        self._lookup = KeyLookup(self.table, self.snapshots, self._expiries, self.eviction)
         self.deduplicator = Deduplicator(memory, image.answers, image.high)
         self.replicas = ReplicaReports()
         self.purge_seq = image.purge_seq
@@ -156,12 +159,12 @@ class Partition:
     @property
     def high_seq(self) -> SeqNo:
         """The number of the newest mutation."""
-        return self.manager.high
+        return self.snapshots.high
 
     @property
     def snapshot_end(self) -> SeqNo:
         """The end of the newest closed snapshot: up to here a consumer can be consistent now."""
-        return self.manager.open.start
+        return self.snapshots.open.start
 
     @property
     def items(self) -> int:
@@ -209,7 +212,7 @@ class Partition:
             # It may become active again, and the publisher will then send the batch again.
             self.deduplicator.put_off(token)
             return self._refusal(Status.WRONG_STATE)
-        high_before = self.manager.high
+        high_before = self.snapshots.high
         if token is not None:
             answer = self.deduplicator.settle(batch, high_before)
             if answer is not None:
@@ -226,9 +229,9 @@ class Partition:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
             # Also when every mutation failed: sent again, the batch must fail again.
-            self.deduplicator.remember(token, result, self.manager.high)
-        if self.manager.high > high_before:
-            self.manager.wake()
+            self.deduplicator.remember(token, result, self.snapshots.high)
+        if self.snapshots.high > high_before:
+            self.snapshots.wake()
             if self._on_update is not None:
                 self.notify_update((batch.chunk,), {index for index, _ in result.failures})
         return result
@@ -242,10 +245,10 @@ class Partition:
         return max(self._last_cas + 1, int(now * _NANOSECONDS))
 
     def _set_all(self, chunk: Chunk, keys: list[bytes], now: float) -> MutateResult:
-        first_seq, first_cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
+        first_seq, first_cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
         count = len(keys)
         if count:
-            self.manager.open.add_chunk(chunk, keys, first_seq, first_cas, self.table)
+            self.snapshots.open.add_chunk(chunk, keys, first_seq, first_cas, self.table)
             self._last_cas = first_cas + count - 1
             if chunk.may_expire:
                 self._expiries.add_all(chunk.expiries.tolist(), first_seq, keys)
@@ -254,7 +257,7 @@ class Partition:
         )
 
     def _apply(self, rows: list[Mutation], now: float, fetched: Fetched) -> MutateResult:
-        first_seq, first_cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
+        first_seq, first_cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
         seq, cas = first_seq, first_cas
         failures: list[tuple[int, Status]] = []
         counters: list[tuple[int, int]] = []
@@ -281,9 +284,9 @@ class Partition:
     def _store(self, row: Mutation, *, is_counter: bool = False) -> None:
         previous_seq = self.table.put(row.key, row.seq, is_tombstone=row.op != Operation.SET)
         if is_counter:
-            self.manager.open.add_counter(row, previous_seq)
+            self.snapshots.open.add_counter(row, previous_seq)
         else:
-            self.manager.open.add(row, previous_seq)
+            self.snapshots.open.add(row, previous_seq)
         if row.expiry:
             self._expiries.add(row.expiry, row.seq, row.key)
 
@@ -338,7 +341,7 @@ class Partition:
             return 0
         expired = self._expire_due(now)
         if expired:
-            self.manager.wake()
+            self.snapshots.wake()
         return expired
 
     def _expire_due(self, now: float) -> int:
@@ -373,12 +376,12 @@ class Partition:
         if self.eviction.pinned < self.eviction.restored:
             return False
         self._store_expiry(key, now)
-        self.manager.wake()
+        self.snapshots.wake()
         self._notify_expired([key])
         return True
 
     def _store_expiry(self, key: bytes, now: float) -> None:
-        seq, cas = SeqNo(self.manager.high + 1), Cas(self._next_cas(now))
+        seq, cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
         self._last_cas = cas
 
@@ -485,7 +488,7 @@ class Partition:
 
     def recount(self, memory: Memory) -> None:
         """Adds what it holds to `memory`, by counting."""
-        self.manager.recount(memory)
+        self.snapshots.recount(memory)
         memory.table += self.table.nbytes
         memory.expiries += self._expiries.nbytes
         memory.writers += self.deduplicator.nbytes
@@ -509,9 +512,9 @@ class Partition:
         self._expiries.check_invariants()
         self.deduplicator.check_invariants()
         for key, seq, is_tombstone in self.table:
-            if seq <= self.manager.oldest:
+            if seq <= self.snapshots.oldest:
                 continue  # the disk has it
-            row = self.manager.find(seq)
+            row = self.snapshots.find(seq)
             assert row.key == key, (row, key)
             assert (row.op != Operation.SET) == is_tombstone, row
             assert row.seq == seq, row

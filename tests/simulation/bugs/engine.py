@@ -10,12 +10,13 @@ from typing import Any, Final
 from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
-from upr_server.engine import manager as managers
-from upr_server.engine.cursor import Cursor, Place
 from upr_server.engine.deduplication import Deduplicator
 from upr_server.engine.eviction import KeyEviction
-from upr_server.engine.manager import MutationManager
 from upr_server.engine.replica_reports import ReplicaReports
+from upr_server.engine.snapshots import manager as managers
+from upr_server.engine.snapshots.cursor import Cursor
+from upr_server.engine.snapshots.snapshot_list import SnapshotList
+from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
 
 
 @contextmanager
@@ -40,14 +41,14 @@ def collapses_past_a_cursor() -> Iterator[None]:
     """Snapshots are collapsed in which somebody reads."""
 
     def run_to_collapse(
-        places: Sequence[Place], place: Place, *, shortest: bool = False
-    ) -> list[Place] | None:
-        del place, shortest
-        return list(places[:-1]) if len(places) > 2 else None
+        slots: Sequence[SnapshotSlot], slot: SnapshotSlot, *, shortest: bool = False
+    ) -> list[SnapshotSlot] | None:
+        del slot, shortest
+        return list(slots[:-1]) if len(slots) > 2 else None
 
     with (
         replaced(managers, "run_to_collapse", run_to_collapse),
-        replaced(MutationManager, "_is_still_free", lambda _self, _run: True),
+        replaced(SnapshotList, "is_run_free", lambda _self, _run: True),
     ):
         yield
 

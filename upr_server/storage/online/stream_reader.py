@@ -86,7 +86,7 @@ class StreamReader:
 
     def _register_in_memory(self) -> None:
         """Registers a memory cursor where the reader stands, if memory reaches back so far."""
-        if self.seq >= self._partition.manager.oldest:
+        if self.seq >= self._partition.snapshots.oldest:
             self._cursor = self._register(self.seq, self._end_at_least)
 
     def _register(self, start: SeqNo, end_at_least: SeqNo = SeqNo(0)) -> Cursor:

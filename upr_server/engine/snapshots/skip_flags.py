@@ -19,7 +19,7 @@ WINDOW_PER_LIVE: Final = 4
 """Numbers that it may cover for each live mutation, which takes a hundred times as much itself."""
 
 
-class Window:
+class SkipFlags:
     """A flag for each number from `base` on, or none at all: 1 for skipped.
 
     Attributes:

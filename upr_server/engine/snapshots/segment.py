@@ -16,9 +16,9 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import SeqNo
-from upr_server.engine.counters import counter_bytes
-from upr_server.engine.documents import DocumentArray
 from upr_server.engine.memory import Memory
+from upr_server.engine.snapshots.counters import counter_bytes
+from upr_server.engine.snapshots.document_arrays import DocumentArray
 
 SEGMENT_BYTES: Final = 256 * 1024
 """Neighbouring arrays share a segment up to this: a send of that size already runs at memory speed

@@ -15,15 +15,15 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
-from upr_server.engine.documents import (
+from upr_server.engine.memory import Memory
+from upr_server.engine.snapshots.document_arrays import (
     ARRAY_BYTES_MAX,
     DocumentArray,
     FillingArray,
     NumberedArray,
     PublishedArray,
 )
-from upr_server.engine.memory import Memory
-from upr_server.engine.window import Window
+from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 PUBLISHED_MUTATIONS_MIN: Final = 64
 """A batch of fewer is copied into the array being filled: as an array of its own its fixed cost (an
@@ -100,7 +100,7 @@ class DocumentList:
         self._superseded = 0
         self._mean_bytes = 0
         self._tidy_at = SLACK_BYTES
-        self.window = Window()
+        self.window = SkipFlags()
         self.rewritten = 0
 
     def __len__(self) -> int:

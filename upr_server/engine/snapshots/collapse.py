@@ -18,8 +18,8 @@ from operator import attrgetter
 from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder
-from upr_server.engine.closed_snapshot import ClosedSnapshot
-from upr_server.engine.cursor import Place
+from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
+from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
 
 COLLAPSE_SNAPSHOTS_MIN: Final = 8
 """Small snapshots are collapsed so many at a time: their fixed cost is what matters."""
@@ -39,54 +39,54 @@ _START: Final = attrgetter("start")
 
 
 def run_to_collapse(
-    places: Sequence[Place], place: Place, *, shortest: bool = False
-) -> list[Place] | None:
-    """The run around `place` that should be collapsed, or None. O(log places + run).
+    slots: Sequence[SnapshotSlot], slot: SnapshotSlot, *, shortest: bool = False
+) -> list[SnapshotSlot] | None:
+    """The run around `slot` that should be collapsed, or None. O(log slots + run).
 
     Args:
-        places: All places, oldest first; the last one holds the open snapshot.
-        place: Where something changed.
+        slots: All slots, oldest first; the last one holds the open snapshot.
+        slot: Where something changed.
         shortest: Whether it will do to know that there is one: as little of it is looked at as
             shows that, which matters as long as the disk is behind with very many.
     """
-    closed = len(places) - 1
-    if place.inside or not closed:
+    closed = len(slots) - 1
+    if slot.inside_count or not closed:
         return None
     last = closed - 1
-    if places[last] is not place:
-        last = bisect_left(places, place.start, key=_START)
-        if last >= closed or places[last] is not place:
+    if slots[last] is not slot:
+        last = bisect_left(slots, slot.start, key=_START)
+        if last >= closed or slots[last] is not slot:
             return None
-    while last + 1 < closed and places[last + 1].is_free:
+    while last + 1 < closed and slots[last + 1].is_free:
         last += 1
     first, newer_bytes = last, 0
-    total = places[last].snapshot.nbytes
+    total = slots[last].snapshot.nbytes
     is_enough = False
-    while first and not places[first].at_front and not (shortest and is_enough):
-        older = places[first - 1]
+    while first and not slots[first].front_count and not (shortest and is_enough):
+        older = slots[first - 1]
         size = older.snapshot.nbytes
-        if older.inside or size > 2 * total:
+        if older.inside_count or size > 2 * total:
             break
         first, newer_bytes, total = first - 1, total, total + size
         is_enough = last - first >= COLLAPSE_SNAPSHOTS_MIN - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
-    return list(places[first : last + 1]) if is_enough else None
+    return list(slots[first : last + 1]) if is_enough else None
 
 
 class Collapse:
     """A collapse under way.
 
     Args:
-        places: The run, oldest first.
+        slots: The run, oldest first.
         snapshots: Their snapshots.
 
     Attributes:
-        places: The run.
+        slots: The run.
     """
 
-    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_seen", "_todo", "places")
+    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_seen", "_todo", "slots")
 
-    def __init__(self, places: list[Place], snapshots: list[ClosedSnapshot]) -> None:
-        self.places = places
+    def __init__(self, slots: list[SnapshotSlot], snapshots: list[ClosedSnapshot]) -> None:
+        self.slots = slots
         self._todo = _newest_first(snapshots)
         # Keys of the newer snapshots. The oldest one's are unique already, and not entered.
         self._seen: set[bytes] = set()

@@ -21,7 +21,7 @@ from typing import Final, cast
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.engine.window import Window
+from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 ARRAY_MUTATIONS_MAX: Final = 1024
 """A filling array is sealed at this many: its columns grow by copying, and a reader's step is one
@@ -97,7 +97,7 @@ class DocumentArray(ABC):
         """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
         return after < self.first and self.last <= through and self.live == self.count
 
-    def settle(self, window: Window) -> None:
+    def settle(self, window: SkipFlags) -> None:
         """Takes its flags out of the window. At memory speed, if its numbers follow on."""
         flags, base = window.flags, window.base
         if self.last - self.first + 1 == self.count:

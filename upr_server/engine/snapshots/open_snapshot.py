@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
-from upr_server.engine.closed_snapshot import ClosedSnapshot
-from upr_server.engine.counters import Counters
-from upr_server.engine.document_list import LARGE_VALUE_BYTES, DocumentList, has_large_value
-from upr_server.engine.documents import ROW_BYTES
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory import Memory
+from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
+from upr_server.engine.snapshots.counters import Counters
+from upr_server.engine.snapshots.document_arrays import ROW_BYTES
+from upr_server.engine.snapshots.document_list import (
+    LARGE_VALUE_BYTES,
+    DocumentList,
+    has_large_value,
+)
 
 
 class OpenSnapshot:

@@ -9,9 +9,9 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
-from upr_server.engine.documents import DocumentArray
 from upr_server.engine.memory import Memory
-from upr_server.engine.segment import (
+from upr_server.engine.snapshots.document_arrays import DocumentArray
+from upr_server.engine.snapshots.segment import (
     SEGMENT_BYTES,
     SEGMENT_COUNTERS_MAX,
     Segment,

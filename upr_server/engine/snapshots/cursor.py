@@ -1,26 +1,21 @@
-"""Cursors: how consumers and the disk read the mutation manager (seed 001).
+"""Cursors: how consumers and the disk read the snapshots.
 
-A cursor hands on a start, chunks and an end for each snapshot. It stands at the front of a snapshot
-(seed 001's dummy item: nothing of it was read) or inside one, at a number. Places count the two
-apart: a snapshot with a cursor at its front may still take part in a collapse, as the first; one
-with a cursor inside may not.
+A cursor hands on a start, chunks and an end for each snapshot. It stands at the front of a
+snapshot, or inside one at a number; `SnapshotSlot` counts the two apart.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo, SnapshotKind
-from upr_server.engine.closed_snapshot import ClosedSnapshot
-from upr_server.engine.open_snapshot import OpenSnapshot
-
-if TYPE_CHECKING:
-    from upr_server.engine.manager import MutationManager
+from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
+from upr_server.engine.snapshots.snapshot_list import SnapshotList
+from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
 
 
 class SnapshotStart(msgspec.Struct, frozen=True):
@@ -55,44 +50,10 @@ class BackfillNeeded(msgspec.Struct, frozen=True):
 CursorItem = SnapshotStart | Chunk | SnapshotEnd | BackfillNeeded
 
 
-class Place:
-    """One snapshot's place in the manager's list, with the counts of who stands there.
-
-    The place stays when its snapshot is closed, or is replaced by a collapsed one.
-
-    Attributes:
-        start: The snapshot's start, which never changes.
-        snapshot: The snapshot.
-        at_front: Cursors that have read nothing of it.
-        inside: Cursors that began to read it, or will from a number inside it.
-        behind: The place behind it; None for that of the open snapshot.
-    """
-
-    __slots__ = ("at_front", "behind", "inside", "snapshot", "start")
-
-    def __init__(self, snapshot: OpenSnapshot) -> None:
-        self.start = snapshot.start
-        self.snapshot: OpenSnapshot | ClosedSnapshot = snapshot
-        self.at_front = 0
-        self.inside = 0
-        self.behind: Place | None = None
-
-    @property
-    def end(self) -> SeqNo:
-        """The snapshot's end; of the open one, as of now."""
-        snapshot = self.snapshot
-        return snapshot.end if isinstance(snapshot, ClosedSnapshot) else snapshot.high
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody stands here."""
-        return not self.at_front and not self.inside
-
-
-def _behind(place: Place) -> Place:
-    """The place behind that of a closed snapshot."""
-    assert place.behind is not None, "a closed snapshot is not the last"
-    return place.behind
+def _following(slot: SnapshotSlot) -> SnapshotSlot:
+    """The slot behind that of a closed snapshot."""
+    assert slot.following is not None, "a closed snapshot is not the last"
+    return slot.following
 
 
 class Cursor:
@@ -102,9 +63,9 @@ class Cursor:
         name: Whose it is, for statistics.
         seq: Everything up to this number was handed on.
         droppable: Whether it may be dropped at all.
-        place: Where it stands. For the manager, as are the next two.
-        at_front: Whether it is counted as at the front of `place`; else it is inside.
-        held: Places in which it is counted as inside, oldest first.
+        slot: Where it stands. For the snapshot list and the manager, as are the next two.
+        at_front: Whether it is counted as at the front of `slot`; else it is inside.
+        entered: Slots in which it is counted as inside, oldest first.
     """
 
     __slots__ = (
@@ -112,29 +73,29 @@ class Cursor:
         "_end_at_least",
         "_gone",
         "_index",
-        "_manager",
         "_on_ready",
         "_reading",
+        "_snapshots",
         "at_front",
         "droppable",
-        "held",
+        "entered",
         "name",
-        "place",
         "seq",
+        "slot",
     )
 
     def __init__(
         self,
-        manager: MutationManager,
+        snapshots: SnapshotList[Cursor],
         name: str,
-        place: Place,
+        slot: SnapshotSlot,
         seq: SeqNo,
         *,
         end_at_least: SeqNo = SeqNo(0),
         on_ready: Callable[[], None] | None = None,
         droppable: bool = True,
     ) -> None:
-        self._manager = manager
+        self._snapshots = snapshots
         self._on_ready = on_ready
         self._end_at_least = end_at_least
         self._gone = ""
@@ -145,13 +106,13 @@ class Cursor:
         self.name = name
         self.droppable = droppable
         self.seq = seq
-        self.place = place
-        self.at_front = seq == place.start
-        self.held: deque[Place] = deque()
+        self.slot = slot
+        self.at_front = seq == slot.start
+        self.entered: deque[SnapshotSlot] = deque()
         if self.at_front:
-            place.at_front += 1
+            slot.front_count += 1
         else:
-            self._hold(place)
+            self._hold(slot)
 
     def __repr__(self) -> str:
         return f"<Cursor {self.name!r} at {self.seq}{' ' + self._gone if self._gone else ''}>"
@@ -163,14 +124,14 @@ class Cursor:
         """Whether `next` would hand on anything. O(1)."""
         if self._reading or self._gone:
             return True
-        snapshot = self.place.snapshot
+        snapshot = self.slot.snapshot
         return isinstance(snapshot, ClosedSnapshot) or snapshot.high > self.seq
 
     def poll(self) -> bool:
         """Whether `next` would hand on anything; if not, the cursor waits, as after `next` did."""
         if self.has_next:
             return True
-        self._manager.wait(self)
+        self._snapshots.wait(self)
         return False
 
     @property
@@ -189,14 +150,14 @@ class Cursor:
         """
         if not self._reading:
             return self._say_gone() if self._gone else self._begin()
-        snapshot = self.place.snapshot
+        snapshot = self.slot.snapshot
         assert isinstance(snapshot, ClosedSnapshot), "what is read is closed"
         if self._index == len(snapshot):
             if self.seq == self._end:
                 return self._finish()
             # The announced snapshot is made of several.
-            self.place = _behind(self.place)
-            snapshot = self._manager.close(self.place)
+            self.slot = _following(self.slot)
+            snapshot = self._snapshots.close(self.slot)
             self._index = 0
         chunk = snapshot.chunk(self._index)
         self._index += 1
@@ -206,77 +167,77 @@ class Cursor:
         return chunk
 
     def _begin(self) -> SnapshotStart | None:
-        manager, place = self._manager, self.place
-        if place.snapshot is manager.open and manager.open.high <= self.seq:
-            manager.wait(self)
+        snapshots, slot = self._snapshots, self.slot
+        if slot.snapshot is snapshots.open and snapshots.open.high <= self.seq:
+            snapshots.wait(self)
             return None
         if self.at_front:
             self.at_front = False
-            place.at_front -= 1
-            self._hold(place)
-        snapshot = manager.close(place)
+            slot.front_count -= 1
+            self._hold(slot)
+        snapshot = snapshots.close(slot)
         self._index = snapshot.index(self.seq)
         while snapshot.end < self._end_at_least:
-            place = _behind(place)
-            snapshot = manager.close(place)
-            self._hold(place)
+            slot = _following(slot)
+            snapshot = snapshots.close(slot)
+            self._hold(slot)
         self._end_at_least = SeqNo(0)
         self._end = snapshot.end
         self._reading = True
-        return SnapshotStart(self.seq, self._end, may_repeat=place is not self.place)
+        return SnapshotStart(self.seq, self._end, may_repeat=slot is not self.slot)
 
     def _finish(self) -> SnapshotEnd:
         self._reading = False
-        self.place = _behind(self.place)
-        self.place.at_front += 1
+        self.slot = _following(self.slot)
+        self.slot.front_count += 1
         self.at_front = True
         self._read_whole()
         return SnapshotEnd(self.seq)
 
     def _read_whole(self) -> None:
         """What it holds was handed on whole."""
-        held = list(self.held)
-        self.held.clear()
-        self._release(held)
+        slots = list(self.entered)
+        self.entered.clear()
+        self._release(slots)
 
     def _say_gone(self) -> BackfillNeeded:
         if self._gone == "closed":
             raise ValueError(f"cursor {self.name!r} is closed")
-        return BackfillNeeded(self.seq, max(self.seq, self._manager.persistence.committed))
+        return BackfillNeeded(self.seq, max(self.seq, self._snapshots.persisted))
 
     # Standing somewhere.
 
-    def _hold(self, place: Place) -> None:
-        place.inside += 1
-        self.held.append(place)
+    def _hold(self, slot: SnapshotSlot) -> None:
+        slot.inside_count += 1
+        self.entered.append(slot)
 
-    def _release(self, places: list[Place]) -> None:
-        for place in places:
-            place.inside -= 1
-        self._manager.left(places)
+    def _release(self, slots: list[SnapshotSlot]) -> None:
+        for slot in slots:
+            slot.inside_count -= 1
+        self._snapshots.left(slots)
 
-    def step_over(self, behind: Place) -> None:
-        """Moves on to the front of the place `behind`: it has all of the one that it stands in.
+    def step_over(self, following: SnapshotSlot) -> None:
+        """Moves on to the front of `following`: it has read all of the slot that it stands in.
 
-        For the manager, which closes that one.
+        For the snapshot list, which closes that one.
         """
-        self.held.pop().inside -= 1
-        self.place = behind
+        self.entered.pop().inside_count -= 1
+        self.slot = following
         self.at_front = True
-        behind.at_front += 1
+        following.front_count += 1
 
     @property
-    def oldest_place(self) -> Place:
-        """The oldest place that it keeps from being freed."""
-        return self.held[0] if self.held else self.place
+    def oldest_slot(self) -> SnapshotSlot:
+        """The oldest slot that it keeps from being freed."""
+        return self.entered[0] if self.entered else self.slot
 
     def wake(self) -> None:
-        """There is something to read: tells the owner. For the manager."""
+        """There is something to read: tells the owner. For the snapshots."""
         if self._on_ready is not None:
             self._on_ready()
 
     def close(self) -> None:
-        """Takes the cursor out of the manager. Closing it again does nothing."""
+        """Takes the cursor out of the snapshots. Closing it again does nothing."""
         self._leave()
         self._gone = "closed"
 
@@ -292,31 +253,33 @@ class Cursor:
         if self._gone:
             return
         self._reading = False
-        self._manager.forget(self)
-        left = list(self.held)
-        self.held.clear()
+        self._snapshots.leave(self)
+        slots = list(self.entered)
+        self.entered.clear()
         if self.at_front:
-            self.place.at_front -= 1
-            self.place.inside += 1
-            left.append(self.place)
-        self._release(left)
+            # Counted as inside for a moment, so that `_release` treats all alike.
+            self.slot.front_count -= 1
+            self.slot.inside_count += 1
+            slots.append(self.slot)
+        self._release(slots)
 
 
 class PersistenceCursor(Cursor):
-    """The cursor that carries mutations to disk (seed 001).
+    """The cursor that carries mutations to disk.
 
-    It reads like any other, but what it has read stays in memory until the disk has it: its places
-    are given up by `commit`, not by reading on.
-
-    Attributes:
-        committed: Everything up to this number is on disk.
+    It reads like any other, but what it has read stays in memory until the disk has it: `commit`
+    gives its slots up, not reading on.
     """
 
-    __slots__ = ("committed",)
+    __slots__ = ()
 
-    def __init__(self, manager: MutationManager, place: Place) -> None:
-        super().__init__(manager, "persistence", place, place.start, droppable=False)
-        self.committed = place.start
+    def __init__(self, snapshots: SnapshotList[Cursor], slot: SnapshotSlot) -> None:
+        super().__init__(snapshots, "persistence", slot, slot.start, droppable=False)
+
+    @property
+    def committed(self) -> SeqNo:
+        """Everything up to this number is on disk."""
+        return self._snapshots.persisted
 
     def subscribe(self, on_ready: Callable[[], None]) -> None:
         """Has `on_ready` called when there is something to persist."""
@@ -325,17 +288,17 @@ class PersistenceCursor(Cursor):
     def _read_whole(self) -> None:
         pass
 
-    def stand_at(self, place: Place) -> None:
-        """Goes to the front of the place `place`, up to which the disk has everything.
+    def restart_at(self, slot: SnapshotSlot) -> None:
+        """Goes to the front of `slot`, up to which the disk has everything.
 
-        For the manager, which has let go of all other places.
+        For the manager, which has let go of all other slots.
         """
-        self.held.clear()
-        self.place = place
+        self.entered.clear()
+        self.slot = slot
         self.at_front = True
-        place.at_front += 1
-        self.seq = self.committed = place.start
-        self._manager.wait(self)
+        slot.front_count += 1
+        self.seq = slot.start
+        self._snapshots.wait(self)
 
     def commit(self, through: SeqNo) -> None:
         """The disk has everything up to `through`, the end of a snapshot that was read whole.
@@ -343,13 +306,13 @@ class PersistenceCursor(Cursor):
         O(snapshots committed). May free them.
 
         Raises:
-            ValueError: That is no such end.
+            ValueError: `through` is not such an end.
         """
-        whole = [place for place in self.held if place is not self.place]
-        done = [place for place in whole if place.start < through]
-        if not done or self._manager.close(done[-1]).end != through:
+        read_whole = [slot for slot in self.entered if slot is not self.slot]
+        committed = [slot for slot in read_whole if slot.start < through]
+        if not committed or self._snapshots.close(committed[-1]).end != through:
             raise ValueError(f"{through} is not the end of a snapshot that was read")
-        for _ in done:
-            self.held.popleft()
-        self.committed = through
-        self._release(done)
+        for _ in committed:
+            self.entered.popleft()
+        self._snapshots.persisted = through
+        self._release(committed)
