@@ -147,6 +147,20 @@ class Machine(RuleBasedStateMachine):
         if all(request.partition != partition for request in self.arrived):
             self.inactive.discard(partition)
 
+    @rule(partition=st.integers(0, PARTITIONS - 1))
+    def lose_the_node_of(self, partition: int) -> None:
+        """Requests that have arrived there are never carried out."""
+        self.accumulator.place(PartitionId(partition), self.accumulator.unplaced)
+        self.arrived = deque(r for r in self.arrived if r.partition != partition)
+        self.pump()
+
+    @rule(partition=st.integers(0, PARTITIONS - 1))
+    def find_the_node_of(self, partition: int) -> None:
+        is_unplaced = self.accumulator.is_unplaced(PartitionId(partition))
+        was_moved = self.accumulator.place(PartitionId(partition), self.node)
+        assert was_moved or not is_unplaced
+        self.pump()
+
     @rule(seconds=st.floats(0.01, 1.0))
     def let_time_pass(self, seconds: float) -> None:
         # Not so much that a batch would be given up: that is tried elsewhere.
@@ -170,6 +184,8 @@ class Machine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         unanswered = [b for batches in self.added.values() for b in batches if b.reply is None]
         assert self.accumulator.unanswered == len(unanswered)
+        placed = self.node.unanswered + self.accumulator.unplaced.unanswered
+        assert placed == len(unanswered)
         assert self.accumulator.nbytes == sum(batch.nbytes for batch in unanswered)
         assert self.accumulator.is_full == (self.accumulator.nbytes >= 4000)
 
@@ -192,6 +208,8 @@ class Machine(RuleBasedStateMachine):
         """With a good connection everything is answered, and had one effect each, in order."""
         if self.client is None:
             self.connect()
+        for number in range(PARTITIONS):
+            self.find_the_node_of(number)
         while self.arrived:
             self.answer()
         self.inactive.clear()
