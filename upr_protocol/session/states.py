@@ -1,16 +1,16 @@
-"""Who may say what when: two tables.
+"""Which messages are allowed when: two tables.
 
 The conversation goes one way: the client introduces itself, chooses a bucket and learns its
-partitions' histories, asks for streams, and says `Go`. Each message declares in which states of the
-session it may be said, and where it leads; `SESSION` is the same by state. A message that is not in
-a state's row is out of turn, whoever sends it; its declaration says which side may send it at all.
+partitions' histories, asks for streams, and sends `Go`. Each message declares in which states of
+the session it is allowed, and where it leads; `SESSION` is the same by state. A message that is not
+in a state's row is out of turn, whoever sends it; its declaration says which side may send it.
 Authentication will have its place between `GREETED` and `READY`.
 
 The two sides are not in the same state at the same time: each moves when it sends or receives. That
 does no harm, because only the client moves the conversation on, and it waits for the answer
-wherever the state before and after differ in what the server may say: `Open` is sent with no other
-request open, nothing but `Noop` and `Close` may follow it before the answer, and nothing at all may
-follow `Hello`.
+wherever the states before and after differ in what the server may send: `Open` is sent with no
+other request open, nothing but `Noop` and `Close` may follow it before the answer, and nothing at
+all may follow `Hello`.
 
 Within a session each partition's stream has a state of its own. `STREAM` is its table; its inputs
 are not quite messages, because an answer that accepts and one that refuses lead to different
@@ -45,7 +45,7 @@ SESSION: Final[Mapping[SessionState, Mapping[type[Message], SessionState]]] = {
     state: {kind: kind.states[state] for kind in MESSAGES.values() if state in kind.states}
     for state in SessionState
 }
-"""For each state of a session, what may be said and where it leads."""
+"""For each state of a session, what is allowed and where it leads."""
 
 
 @unique
@@ -55,11 +55,11 @@ class StreamState(Enum):
     # That of `Enum` is a function in Python, and these are looked up for every message.
     __hash__ = object.__hash__
 
-    ABSENT = "there is no stream of this partition"
-    REQUESTED = "the client asked; the server decides"
-    BETWEEN = "no snapshot is under way"
-    INSIDE = "a snapshot is under way"
-    CLOSING = "the client closed it; what is on its way is dropped"
+    ABSENT = "the partition is not streamed"
+    REQUESTED = "the client has asked for the stream; the server has not answered"
+    BETWEEN = "no snapshot has begun"
+    INSIDE = "a snapshot has begun and not ended"
+    CLOSING = "the client has closed the stream, and drops what still comes"
 
 
 @unique

@@ -5,7 +5,7 @@ from __future__ import annotations
 import construct as cs
 
 from upr_protocol.wire.columns import row, text, tuple_of
-from upr_protocol.wire.message import CONTROL, Message, Role, SessionState, said_in
+from upr_protocol.wire.message import CONTROL, Message, Role, SessionState, allowed_in
 
 
 class Refusal(Message, frozen=True):
@@ -18,7 +18,7 @@ class Refusal(Message, frozen=True):
 
     opcode = 0xFF
     sender = Role.SERVER
-    states = CONTROL | said_in(SessionState.OPENING, leads_to=SessionState.READY)
+    states = CONTROL | allowed_in(SessionState.OPENING, leads_to=SessionState.READY)
     status_meaning = "why the request was refused"
     layout = cs.Struct(
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",

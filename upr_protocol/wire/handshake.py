@@ -23,7 +23,15 @@ from upr_protocol.wire.columns import (
     unpack_position,
     unpack_text,
 )
-from upr_protocol.wire.message import DATA, LIVE, Message, Role, SessionState, check_end, said_in
+from upr_protocol.wire.message import (
+    DATA,
+    NOT_CLOSED,
+    Message,
+    Role,
+    SessionState,
+    allowed_in,
+    check_end,
+)
 
 _U64: Final = Struct("<Q")
 _STREAM: Final = Struct("<BQQ?")
@@ -45,7 +53,7 @@ class Hello(Message, frozen=True):
 
     opcode = 0x01
     sender = Role.CLIENT
-    states = said_in(SessionState.GREETING, leads_to=SessionState.GREETED)
+    states = allowed_in(SessionState.GREETING, leads_to=SessionState.GREETED)
     layout = cs.Struct(
         "versions" / tuple_of(cs.Int8ul, cs.Int8ul) * "versions the client speaks",
         "features" / cs.Int32ul * "a bit for each feature wanted",
@@ -82,7 +90,7 @@ class HelloReply(Message, frozen=True):
 
     opcode = 0x81
     sender = Role.SERVER
-    states = said_in(SessionState.GREETED, leads_to=SessionState.READY)
+    states = allowed_in(SessionState.GREETED, leads_to=SessionState.READY)
     layout = cs.Struct(
         "version" / cs.Int8ul * "the version chosen",
         "features" / cs.Int32ul * "the features both have",
@@ -141,7 +149,7 @@ class Error(Message, frozen=True):
 
     opcode = 0x02
     sender = Role.EITHER
-    states = said_in(*LIVE, leads_to=SessionState.CLOSED)
+    states = allowed_in(*NOT_CLOSED, leads_to=SessionState.CLOSED)
     status_meaning = "why the connection ends"
     layout = cs.Struct(
         "sentence" / text() * "what happened",
@@ -159,7 +167,7 @@ class PartitionLog(Message, frozen=True):
 
     opcode = 0x85
     sender = Role.SERVER
-    states = said_in(SessionState.OPENING)
+    states = allowed_in(SessionState.OPENING)
     about_partition = True
     status_meaning = "`OK`, or `NOT_MY_PARTITION`"
     layout = cs.Struct(
@@ -196,7 +204,7 @@ class Opened(Message, frozen=True):
 
     opcode = 0x84
     sender = Role.SERVER
-    states = said_in(SessionState.OPENING, leads_to=SessionState.OPEN)
+    states = allowed_in(SessionState.OPENING, leads_to=SessionState.OPEN)
     layout = cs.Struct(
         "partition_count" / cs.Int16ul * "how many partitions the bucket has",
         "map_revision" / cs.Int64ul * "the revision of the partition map; 0: the node has none",
@@ -211,7 +219,7 @@ class Open(Message, frozen=True):
 
     opcode = 0x04
     sender = Role.CLIENT
-    states = said_in(SessionState.READY, leads_to=SessionState.OPENING)
+    states = allowed_in(SessionState.READY, leads_to=SessionState.OPENING)
     answers = (PartitionLog, Opened)
     layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
@@ -313,5 +321,5 @@ class Go(Message, frozen=True):
 
     opcode = 0x07
     sender = Role.CLIENT
-    states = said_in(SessionState.OPEN, leads_to=SessionState.STREAMING)
+    states = allowed_in(SessionState.OPEN, leads_to=SessionState.STREAMING)
     layout = cs.Struct()

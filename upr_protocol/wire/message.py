@@ -53,43 +53,45 @@ class SessionState(Enum):
     # That of `Enum` is a function in Python, and these are looked up for every message.
     __hash__ = object.__hash__
 
-    GREETING = "nothing was said; the client says `Hello`"
-    GREETED = "the client said `Hello`; the server answers"
-    READY = "acquainted; the client may manage buckets, or open one"
-    OPENING = "the client chose a bucket; the server tells its partitions' histories"
+    GREETING = "waiting for the client's `Hello`"
+    GREETED = "waiting for the server's answer to `Hello`"
+    READY = "the handshake is done; the client may manage buckets, or open one"
+    OPENING = "the client has chosen a bucket; the server sends its partitions' histories"
     OPEN = "the client may publish, read, and ask for streams"
-    STREAMING = "the client said `Go`; the server cycles over the streams"
-    CLOSED = "over; nothing more is said, and what still comes is ignored"
+    STREAMING = "the client has sent `Go`; the server cycles over the streams"
+    CLOSED = "the session is over; both sides ignore what still comes"
 
 
 States = Mapping[SessionState, SessionState]
-"""The states in which a message may be said, each with the state that it leads to."""
+"""The states in which a message is allowed, each with the state that it leads to."""
 
 
-def said_in(
+def allowed_in(
     *states: SessionState, leads_to: SessionState | None = None
 ) -> dict[SessionState, SessionState]:
-    """The declaration of a message that may be said in `states`, and leads from each to `leads_to`;
-    by default the session stays where it is."""
+    """The declaration of a message that is allowed in `states`, and leads from each to `leads_to`.
+    By default the session stays where it is."""
     return {state: leads_to or state for state in states}
 
 
-LIVE: Final = said_in(*(state for state in SessionState if state is not SessionState.CLOSED))
-"""Every state in which anything may be said."""
+NOT_CLOSED: Final = allowed_in(
+    *(state for state in SessionState if state is not SessionState.CLOSED)
+)
+"""Every state in which any message is allowed."""
 
-ACQUAINTED: Final = said_in(
+AFTER_HANDSHAKE: Final = allowed_in(
     SessionState.READY, SessionState.OPENING, SessionState.OPEN, SessionState.STREAMING
 )
 """The states after the handshake."""
 
-CONTROL: Final = said_in(SessionState.READY, SessionState.OPEN, SessionState.STREAMING)
-"""For messages that manage buckets. None while a bucket is being opened: the refusal of another
+CONTROL: Final = allowed_in(SessionState.READY, SessionState.OPEN, SessionState.STREAMING)
+"""For messages that manage buckets. Not while a bucket is being opened: the refusal of another
 request could not be told from that of `Open`."""
 
-DATA: Final = said_in(SessionState.OPEN, SessionState.STREAMING)
+DATA: Final = allowed_in(SessionState.OPEN, SessionState.STREAMING)
 """For messages about the open bucket, and for long ones: a stranger can send no long frame."""
 
-STREAMING: Final = said_in(SessionState.STREAMING)
+STREAMING: Final = allowed_in(SessionState.STREAMING)
 """For messages of the partition cycle."""
 
 
@@ -97,7 +99,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A message of the protocol.
 
     A subclass is the message's one declaration: its fields, its `layout` (field for field), who
-    says it in which states, what answers it, and how long its body may be. The tables of the
+    sends it in which states, what answers it, and how long its body may be. The tables of the
     session and the protocol document are made from that. Hot messages have `struct` code beside the
     layout, which the tests hold equal to it.
 
@@ -109,9 +111,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     opcode: ClassVar[int]
     sender: ClassVar[Role]
-    """Who may say it."""
+    """Who may send it."""
     states: ClassVar[States]
-    """When it may be said, and what state follows."""
+    """When it is allowed, and what state follows."""
     answers: ClassVar[tuple[type[Message], ...]] = ()
     """For a request: the messages that answer it, beside `Refusal`."""
     layout: ClassVar[Any]

@@ -1,4 +1,4 @@
-"""What flows once the client said `Go`: snapshots, barriers, acknowledgements."""
+"""Messages of the partition cycle: snapshots, barriers, acknowledgements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, tuple_of
 from upr_protocol.wire.frame import pack_header
 from upr_protocol.wire.message import (
-    ACQUAINTED,
+    AFTER_HANDSHAKE,
     DATA,
     STREAMING,
     Message,
     Role,
     SessionState,
     U64Message,
+    allowed_in,
     check_end,
-    said_in,
 )
 
 _START: Final = Struct("<QQQQB?6x")
@@ -200,7 +200,7 @@ class Noop(Message, frozen=True):
 
     opcode = 0x0E
     sender = Role.EITHER
-    states = ACQUAINTED
+    states = AFTER_HANDSHAKE
     layout = cs.Struct()
 
 
@@ -231,5 +231,5 @@ class Close(Message, frozen=True):
 
     opcode = 0x10
     sender = Role.CLIENT
-    states = said_in(*ACQUAINTED, leads_to=SessionState.CLOSED)
+    states = allowed_in(*AFTER_HANDSHAKE, leads_to=SessionState.CLOSED)
     layout = cs.Struct()
