@@ -78,7 +78,7 @@ class Server:
             time=system.time,
             new_history_id=system.new_history_id,
             purge_age_s=config.purge_age_s,
-            listener=None if bus is None else bus.producer,
+            observer=None if bus is None else bus.producer,
             rest_s=IDLE_S if bus is None else REST_S,
         )
         self.cluster = Membership(self, config.node or identity, system, config.undo_mutations)
@@ -211,7 +211,7 @@ async def _create_configured(catalog: BucketCatalog, config: Config) -> None:
             await catalog.create_bucket(bucket_config.name, bucket_config.partitions, quota_bytes)
             continue
         if bucket_config.quota_bytes:
-            bucket.quota.limit_bytes = bucket_config.quota_bytes
+            bucket.memory_policy.limit_bytes = bucket_config.quota_bytes
         if bucket_config.partitions != len(bucket.partitions):
             log.warning(
                 "bucket keeps its partitions; their number cannot be changed",

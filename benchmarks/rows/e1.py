@@ -178,7 +178,7 @@ async def _run() -> _Told:
     ids = count(1)
     told = _Told()
     queues = EventQueues()
-    buckets = Buckets(lambda: HistoryId(next(ids)), listener=Producer(queues, lambda: None))
+    buckets = Buckets(lambda: HistoryId(next(ids)), observer=Producer(queues, lambda: None))
     for number in range(BUCKETS):
         buckets.create(f"bucket-{number}", 1, incarnation=next(ids))
     queue = queues.register("slow", 60.0, time.time())

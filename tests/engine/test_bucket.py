@@ -16,11 +16,11 @@ from upr_server.engine import (
     Bucket,
     BucketError,
     Buckets,
+    MemoryAction,
     MutationBatch,
-    Relief,
     WriterToken,
 )
-from upr_server.engine.quota import QUOTA_BYTES_MIN
+from upr_server.engine.memory_policy import QUOTA_BYTES_MIN
 
 
 def new_buckets() -> Buckets:
@@ -110,20 +110,22 @@ def small_bucket() -> Bucket:
 def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]
-    assert bucket.relief() is Relief.NOTHING
-    assert bucket.relieve() is Relief.NOTHING
+    assert bucket.memory_action() is MemoryAction.NOTHING
+    assert bucket.free_memory() is MemoryAction.NOTHING
     cursor = cursor_at(partition)
     for _ in range(9):
         put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
         list(items(cursor))
-    assert bucket.relief() is Relief.FREE, "some is being freed; publishers need not wait"
+    assert bucket.memory_action() is MemoryAction.FREE, (
+        "some is being freed; publishers need not wait"
+    )
     while bucket.collapse_wanted:
-        assert bucket.relieve() is Relief.COLLAPSE
-    assert bucket.relief() is Relief.NOTHING
-    assert bucket.relieve() is Relief.NOTHING
+        assert bucket.free_memory() is MemoryAction.COLLAPSE
+    assert bucket.memory_action() is MemoryAction.NOTHING
+    assert bucket.free_memory() is MemoryAction.NOTHING
     put(partition, *(b"more %d" % number for number in range(900)), value=bytes(960))
-    assert bucket.relief() is Relief.REFUSE_CREDIT
-    assert bucket.relieve() is Relief.REFUSE_CREDIT, "the disk has none of it"
+    assert bucket.memory_action() is MemoryAction.REFUSE_CREDIT
+    assert bucket.free_memory() is MemoryAction.REFUSE_CREDIT, "the disk has none of it"
     bucket.check_invariants()
 
 
@@ -131,12 +133,12 @@ def test_short_of_memory_nothing_that_could_be_freed_is_refused_once_the_disk_ha
     bucket = small_bucket()
     partition = bucket.partitions[0]
     put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
-    assert bucket.relieve() is Relief.REFUSE_CREDIT
-    assert bucket.relief() is Relief.REFUSE_CREDIT, "until something has changed"
+    assert bucket.free_memory() is MemoryAction.REFUSE_CREDIT
+    assert bucket.memory_action() is MemoryAction.REFUSE_CREDIT, "until something has changed"
     persist(partition)
-    assert bucket.relieve() is Relief.FREE
-    assert bucket.relieve() is Relief.NOTHING
-    assert bucket.relief() is Relief.NOTHING
+    assert bucket.free_memory() is MemoryAction.FREE
+    assert bucket.free_memory() is MemoryAction.NOTHING
+    assert bucket.memory_action() is MemoryAction.NOTHING
     assert partition.snapshots.oldest == 900
 
 
@@ -147,11 +149,11 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
     persist(partition)
     partition.index_advanced(SeqNo(900), 900)
-    assert bucket.relieve() is Relief.FREE, "the keys are evicted"
+    assert bucket.free_memory() is MemoryAction.FREE, "the keys are evicted"
     assert len(partition.table) == 0
-    assert bucket.relieve() is Relief.DROP
+    assert bucket.free_memory() is MemoryAction.DROP
     assert partition.snapshots.oldest == 900, "freed before the reader can come back to it"
-    assert bucket.relieve() is Relief.NOTHING
+    assert bucket.free_memory() is MemoryAction.NOTHING
     assert slow.next() == BackfillNeeded(SeqNo(0), SeqNo(900))
     bucket.check_invariants()
 
@@ -165,9 +167,9 @@ def test_over_its_quota_a_bucket_collapses_before_it_drops_cursors_or_refuses() 
     for _ in range(12):
         put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
         read(partition, partition.snapshot_end)
-    assert bucket.quota.is_full(bucket.memory)
-    assert bucket.relieve() is Relief.COLLAPSE
-    while bucket.relieve() is not Relief.NOTHING:
+    assert bucket.memory_policy.is_full(bucket.memory)
+    assert bucket.free_memory() is MemoryAction.COLLAPSE
+    while bucket.free_memory() is not MemoryAction.NOTHING:
         pass
     assert slow.next() != BackfillNeeded(SeqNo(0), SeqNo(1))
     bucket.check_invariants()
@@ -181,8 +183,8 @@ def test_evicting_items_that_expire_some_time_frees_what_tells_when() -> None:
     persist(partition)
     partition.index_advanced(SeqNo(5000), 5000)
     assert bucket.memory.expiries
-    while (relief := bucket.relieve()) is not Relief.NOTHING:
-        assert relief is Relief.FREE
+    while (relief := bucket.free_memory()) is not MemoryAction.NOTHING:
+        assert relief is MemoryAction.FREE
     while partition.eviction.evict(1000):
         pass
     assert bucket.memory.expiries == 0

@@ -30,12 +30,12 @@ from upr_server.engine import (
     Bucket,
     Fetched,
     FetchRequest,
+    MemoryAction,
+    MemoryPolicy,
     MutateResult,
     MutationBatch,
     Partition,
     PartitionImage,
-    Quota,
-    Relief,
     WriterToken,
 )
 from upr_server.engine.partition import EXPIRE_MAX
@@ -376,35 +376,43 @@ class OnDisk(RuleBasedStateMachine):
     def relieve(self, part: float) -> None:
         """Memory is short, or full; afterwards it is not, or nothing is left to be freed."""
         bucket, partition, manager = self.bucket, self.partition, self.manager
-        bucket.quota = Quota(max(1, int(bucket.memory.total * part)))
-        order = [Relief.FREE, Relief.COLLAPSE, Relief.DROP, Relief.REFUSE_CREDIT]
+        bucket.memory_policy = MemoryPolicy(max(1, int(bucket.memory.total * part)))
+        order = [
+            MemoryAction.FREE,
+            MemoryAction.COLLAPSE,
+            MemoryAction.DROP,
+            MemoryAction.REFUSE_CREDIT,
+        ]
         for _ in range(1000):
-            is_full, collapsible = bucket.quota.is_full(bucket.memory), bucket.collapse_wanted
+            is_full, collapsible = (
+                bucket.memory_policy.is_full(bucket.memory),
+                bucket.collapse_wanted,
+            )
             can_free, droppable = manager.snapshots.can_free, manager.droppable()
-            relief = bucket.relieve(10)
+            relief = bucket.free_memory(10)
             self.bucket.check_invariants()
-            if relief is Relief.NOTHING:
+            if relief is MemoryAction.NOTHING:
                 break
             if collapsible and not is_full:
-                assert relief is Relief.COLLAPSE
+                assert relief is MemoryAction.COLLAPSE
             elif can_free:
-                assert relief is Relief.FREE
-            elif relief is not Relief.FREE:
+                assert relief is MemoryAction.FREE
+            elif relief is not MemoryAction.FREE:
                 assert order.index(relief) >= order.index(
-                    Relief.COLLAPSE
+                    MemoryAction.COLLAPSE
                     if collapsible
-                    else Relief.DROP
+                    else MemoryAction.DROP
                     if droppable
-                    else Relief.REFUSE_CREDIT
+                    else MemoryAction.REFUSE_CREDIT
                 )
-                assert (relief is Relief.DROP) == (bool(droppable) and not collapsible)
-            if relief is Relief.REFUSE_CREDIT:
+                assert (relief is MemoryAction.DROP) == (bool(droppable) and not collapsible)
+            if relief is MemoryAction.REFUSE_CREDIT:
                 break
         else:
             raise AssertionError("relieving never ends")
-        if relief is Relief.NOTHING:
-            assert bucket.memory.total <= bucket.quota.high_bytes
-            assert bucket.relief() is Relief.NOTHING
+        if relief is MemoryAction.NOTHING:
+            assert bucket.memory.total <= bucket.memory_policy.high_bytes
+            assert bucket.memory_action() is MemoryAction.NOTHING
         else:
             assert not manager.snapshots.can_free
             assert not manager.droppable()
@@ -412,9 +420,9 @@ class OnDisk(RuleBasedStateMachine):
             known_on_disk = partition.eviction.pinned
             assert all(seq > known_on_disk for _, seq, _ in partition.table)
             assert partition.statistics()["expiring"] <= len(partition.table) + 1024
-            assert bucket.relief() is Relief.REFUSE_CREDIT
-        bucket.quota = Quota(ROOM)
-        assert bucket.relief() is Relief.NOTHING
+            assert bucket.memory_action() is MemoryAction.REFUSE_CREDIT
+        bucket.memory_policy = MemoryPolicy(ROOM)
+        assert bucket.memory_action() is MemoryAction.NOTHING
 
     @rule()
     def restart(self) -> None:

@@ -28,7 +28,7 @@ from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_server.engine import MutateResult, MutationBatch, Partition, PartitionImage, WriterToken
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import pack, unpack
 from upr_server.engine.publisher_answers import BATCHES_MAX
 
@@ -528,7 +528,7 @@ def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
 
 def test_answers_are_remembered_in_few_bytes() -> None:
     """All that a publisher has in flight is known again, however large its counters are."""
-    memory = Memory()
+    memory = MemoryAccount()
     partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
     partition.deduplicator.keep_pending()
     rows = [

@@ -14,14 +14,14 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_server.engine import BackfillNeeded, MutationBatch, Partition, SnapshotEnd, WriterToken
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
-from upr_server.engine.replica_reports import ReplicaReports
+from upr_server.engine.replica_progress import ReplicaProgress
 
 NOW: Final = 1e9
 
 
-def partition(memory: Memory | None = None) -> Partition:
+def partition(memory: MemoryAccount | None = None) -> Partition:
     ids = count(1)
     made = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
     made.deduplicator.keep_pending()
@@ -41,15 +41,15 @@ def persist(one: Partition) -> None:
             cursor.commit(item.end)
 
 
-def check_memory(one: Partition, memory: Memory) -> None:
+def check_memory(one: Partition, memory: MemoryAccount) -> None:
     one.check_invariants()
-    recount = Memory()
+    recount = MemoryAccount()
     one.recount(recount)
     assert recount == memory
 
 
 def test_what_the_disk_has_is_let_go() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     one = partition(memory)
     write(one, b"a", b"b", expiry=int(NOW) + 10)
     persist(one)
@@ -99,7 +99,7 @@ def test_readers_go_on_from_disk() -> None:
 
 
 def test_it_takes_writes_again_when_it_is_active_again() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     one = partition(memory)
     write(one, b"a")
     persist(one)
@@ -115,7 +115,7 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
 
 
 def test_a_cut_forgets_the_answers_above_it() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     one = partition(memory)
     writer = bytes(16)
     for counter, key in enumerate((b"a", b"b", b"c"), 1):
@@ -138,7 +138,7 @@ class Replicated(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memories = Memory(), Memory()
+        self.memories = MemoryAccount(), MemoryAccount()
         self.source, self.replica = map(PublisherAnswers, self.memories)
         self.source.keep_pending()
         self.replica.keep_pending()
@@ -231,7 +231,7 @@ TestReplicated.settings = settings(max_examples=60, stateful_step_count=40)
 def test_who_waits_is_called_once_enough_replicas_have_it(
     reports: list[tuple[str, int, int]], waits: list[tuple[int, int, bool, int]]
 ) -> None:
-    one = ReplicaReports()
+    one = ReplicaProgress()
     told: dict[int, bool] = {}
     newest: dict[str, tuple[int, int]] = {}
     expected: dict[int, bool] = {}
@@ -270,7 +270,7 @@ def test_who_waits_is_called_once_enough_replicas_have_it(
 
 
 def test_another_history_promises_nothing() -> None:
-    one, told = ReplicaReports(), list[bool]()
+    one, told = ReplicaProgress(), list[bool]()
     one.report("a", SeqNo(5), SeqNo(5))
     one.when(SeqNo(9), 1, persisted=False, deadline=9.0, call=told.append)
     one.clear()
@@ -279,7 +279,7 @@ def test_another_history_promises_nothing() -> None:
 
 
 def test_an_old_connection_takes_no_report_with_it() -> None:
-    one = ReplicaReports()
+    one = ReplicaProgress()
     old, new = object(), object()
     one.report("a", SeqNo(5), SeqNo(5), old)
     one.report("a", SeqNo(6), SeqNo(5), new)

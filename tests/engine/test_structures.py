@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.engine import Memory, Quota, WriterToken
+from upr_server.engine import MemoryAccount, MemoryPolicy, WriterToken
 from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.publisher_answers import (
@@ -23,7 +23,7 @@ from upr_server.engine.snapshots.counters import Counters
 
 
 def test_the_table_knows_which_keys_exist() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     table = HashTable(memory)
     assert table.newest(b"a") == (0, False)
     table.put(b"a", 1)
@@ -37,7 +37,7 @@ def test_the_table_knows_which_keys_exist() -> None:
 
 
 def test_a_run_is_entered_as_one_by_one() -> None:
-    table = HashTable(Memory())
+    table = HashTable(MemoryAccount())
     # Older snapshot; the open one (from 10) behind the window (from 20); in the window.
     for key, seq, is_tombstone in [
         (b"old", 5, False),
@@ -78,7 +78,7 @@ def counter(seq: int, key: bytes, value: bytes = b"1") -> Mutation:
 
 
 def test_counters_stay_in_order() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     counters = Counters(memory)
     for seq, key in [(2, b"a"), (5, b"b"), (7, b"c")]:
         counters.append(counter(seq, key))
@@ -99,8 +99,8 @@ def test_counters_stay_in_order() -> None:
 
 
 def test_stale_entries_are_ignored() -> None:
-    table = HashTable(Memory())
-    index = ExpiryIndex(table, Memory())
+    table = HashTable(MemoryAccount())
+    index = ExpiryIndex(table, MemoryAccount())
     for number, (key, expiry) in enumerate([(b"a", 30), (b"b", 10), (b"c", 20)], 1):
         table.put(key, number)
         index.add(expiry, number, key)
@@ -116,7 +116,7 @@ def test_stale_entries_are_ignored() -> None:
 
 
 def test_the_index_does_not_grow_with_what_is_stale() -> None:
-    table, memory = HashTable(Memory()), Memory()
+    table, memory = HashTable(MemoryAccount()), MemoryAccount()
     index = ExpiryIndex(table, memory)
     for number in range(1, 20_000):
         table.put(b"k", number)
@@ -134,7 +134,7 @@ def token(counter: int, writer: int = 0) -> WriterToken:
 
 
 def test_a_writer_window() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     assert answers.answer_to(token(5)) == (None, False)
     for number in range(1, BATCHES_MAX + 2):
@@ -150,7 +150,7 @@ def test_a_writer_window() -> None:
 
 
 def test_a_writer_window_in_bytes() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     for number in range(1, 11):
         answers.remember(token(number), bytes(ANSWERS_BYTES_MAX // 4 - ANSWER_BYTES))
@@ -169,7 +169,7 @@ def test_a_writer_window_in_bytes() -> None:
 
 
 def test_the_writers_heard_from_last_are_remembered() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     for number in range(WRITERS_MAX):
         answers.remember(token(1, number), b"first")
@@ -183,7 +183,7 @@ def test_the_writers_heard_from_last_are_remembered() -> None:
 
 
 def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
-    answers = PublisherAnswers(Memory())
+    answers = PublisherAnswers(MemoryAccount())
     answers.remember(token(1), b"before there was a disk", 1)
     answers.keep_pending()
     answers.remember(token(2), b"at 5", 5)
@@ -200,7 +200,7 @@ def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
 
 
 def test_what_is_forgotten_is_news_too() -> None:
-    answers = PublisherAnswers(Memory())
+    answers = PublisherAnswers(MemoryAccount())
     answers.keep_pending()
     for number in range(1, BATCHES_MAX + 2):
         answers.remember(token(number), b"", number)
@@ -217,7 +217,7 @@ def test_what_is_forgotten_is_news_too() -> None:
 
 
 def test_news_that_nothing_brings_to_the_disk_do_not_pile_up() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     answers.keep_pending()
     answers.remember(token(1), b"had an effect", 5)
@@ -237,7 +237,7 @@ def test_news_that_nothing_brings_to_the_disk_do_not_pile_up() -> None:
 
 def test_what_the_disk_may_have_to_know_is_told_though_it_is_forgotten() -> None:
     # Were the second lost in a crash, the first would have to be known.
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     answers.keep_pending()
     answers.remember(token(1), b"first", 5)
@@ -252,7 +252,7 @@ def test_what_the_disk_may_have_to_know_is_told_though_it_is_forgotten() -> None
 
 
 def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
-    answers = PublisherAnswers(Memory())
+    answers = PublisherAnswers(MemoryAccount())
     answers.keep_pending()
     answers.remember(token(1), b"on disk", 5)
     answers.take_pending(5)
@@ -270,7 +270,7 @@ def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
 
 
 def test_what_was_sent_behind_a_batch_that_is_put_off_waits_for_it() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     assert not answers.must_wait(token(1))
     answers.put_off(token(1))
@@ -287,7 +287,7 @@ def test_what_was_sent_behind_a_batch_that_is_put_off_waits_for_it() -> None:
 
 
 def test_a_writer_begins_again_and_is_put_off_again() -> None:
-    answers = PublisherAnswers(Memory())
+    answers = PublisherAnswers(MemoryAccount())
     for _ in range(BATCHES_MAX):
         answers.put_off(token(1))
         assert answers.must_wait(token(2))
@@ -296,7 +296,7 @@ def test_a_writer_begins_again_and_is_put_off_again() -> None:
 
 
 def test_a_writer_that_gives_up_what_was_put_off_goes_on() -> None:
-    answers = PublisherAnswers(Memory())
+    answers = PublisherAnswers(MemoryAccount())
     answers.put_off(token(1))
     assert answers.must_wait(token(2))
     assert not answers.must_wait(token(2)), "the first was given up"
@@ -306,7 +306,7 @@ def test_a_writer_that_gives_up_what_was_put_off_goes_on() -> None:
 
 
 def test_a_writer_that_sends_nothing_again_is_not_refused_for_ever() -> None:
-    answers = PublisherAnswers(Memory())
+    answers = PublisherAnswers(MemoryAccount())
     answers.put_off(token(1))
     waits = [answers.must_wait(token(number)) for number in range(2, 200)]
     assert waits == [number <= BATCHES_MAX for number in range(2, 200)]
@@ -314,7 +314,7 @@ def test_a_writer_that_sends_nothing_again_is_not_refused_for_ever() -> None:
 
 
 def test_of_how_many_writers_it_is_known_that_they_begin_again() -> None:
-    memory = Memory()
+    memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     for number in range(WRITERS_MAX + 1):
         answers.put_off(token(1, number))
@@ -328,7 +328,7 @@ def test_of_how_many_writers_it_is_known_that_they_begin_again() -> None:
 
 
 def test_memory_adds_up() -> None:
-    memory, other = Memory(), Memory()
+    memory, other = MemoryAccount(), MemoryAccount()
     memory.arrays = 5
     other.arrays, other.writers = 1, 2
     memory += other
@@ -338,7 +338,7 @@ def test_memory_adds_up() -> None:
 
 
 def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark() -> None:
-    quota, memory = Quota(1000), Memory()
+    quota, memory = MemoryPolicy(1000), MemoryAccount()
     for used, is_short, is_full in [
         (850, False, False),
         (851, True, False),
@@ -355,6 +355,6 @@ def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark() -> None:
 
 
 def test_what_was_read_from_disk_counts_against_the_quota() -> None:
-    quota, memory = Quota(1000), Memory()
+    quota, memory = MemoryPolicy(1000), MemoryAccount()
     memory.backfills = 881
     assert quota.is_full(memory)

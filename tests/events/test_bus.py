@@ -45,7 +45,7 @@ async def bus(autojump_clock: MockClock) -> AsyncIterator[EventBus]:
 
 def buckets_of(bus: EventBus) -> Buckets:
     ids = count(1)
-    return Buckets(lambda: HistoryId(next(ids)), listener=bus.producer)
+    return Buckets(lambda: HistoryId(next(ids)), observer=bus.producer)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ class BusMachine(RuleBasedStateMachine):
         self.ids = count(1)
         self.now = 0.0
         self.listener = Listener()
-        self.buckets = Buckets(lambda: HistoryId(next(self.ids)), listener=self.listener)
+        self.buckets = Buckets(lambda: HistoryId(next(self.ids)), observer=self.listener)
         self.clients = {name: Client(name, self.buckets) for name in CONSUMERS}
         self.start_node(EventQueues())
         for name in NAMES:

@@ -345,7 +345,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
             await model.persist()
         model.forget()
         total = 60 * 20 * 10_000
-        budget = int(server.catalog.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
+        budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
         assert budget + many * READ_BYTES_MIN < many * total / 10, "else it is about nothing"
         readers = [Reader(model) for _ in range(many)]
         for reader in readers:
@@ -392,7 +392,7 @@ async def test_one_that_nobody_takes_from_leaves_room_for_others(
             model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(20)))
             await model.persist()
         model.forget()
-        budget = int(server.catalog.bucket(BUCKET).quota.limit_bytes * BUDGET_SHARE)
+        budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
         assert budget < 100 * 20 * 10_000 / 2, "else it is about nothing"
         idle, other = Reader(model), Reader(model)
         assert idle.step() is WAIT_FOR_DISK

@@ -167,7 +167,7 @@ async def test_items_that_expire_together_stay_within_the_quota(
         await trio.sleep(10)
         while partition.manager.free_oldest() or partition.eviction.evict(1000):
             pass
-        bucket.quota.limit_bytes = quota_bytes
+        bucket.memory_policy.limit_bytes = quota_bytes
         peak = 0
         async with trio.open_nursery() as nursery:
             for task in (server.upkeep.expire, server.upkeep.free_memory, server.upkeep.collapse):

@@ -598,7 +598,7 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
         await peer.hear(Credit)
         bucket = server.catalog.buckets.get("small")
         assert bucket is not None
-        assert bucket.memory.total < bucket.quota.high_bytes
+        assert bucket.memory.total < bucket.memory_policy.high_bytes
         nursery.cancel_scope.cancel()
 
 

@@ -38,7 +38,7 @@ async def test_publishers_share_what_is_left_of_the_quota_when_the_bucket_is_ful
     server = make_server()
     shares = server.connections.resources.credit_shares
     bucket = server.catalog.buckets.create("small", 1, 100 * MIB)
-    room = (bucket.quota.limit_bytes - bucket.quota.full_bytes) // 2
+    room = (bucket.memory_policy.limit_bytes - bucket.memory_policy.full_bytes) // 2
     publishers = publishers_of(server, 1000)
     for count, publisher in enumerate(publishers, 1):
         shares.add(bucket, publisher)

@@ -13,7 +13,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_server.buckets.upkeep import Upkeep
-from upr_server.engine import Bucket, Buckets, Listener, PartitionImage, check_bucket
+from upr_server.engine import Bucket, BucketObserver, Buckets, PartitionImage, check_bucket
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     CreateBucket,
@@ -68,7 +68,7 @@ class BucketCatalog:
         time: Seconds since 1970.
         new_history_id: Draws a fresh non-zero random number.
         purge_age_s: How old a tombstone must be to be forgotten.
-        listener: Is told what becomes of buckets.
+        observer: Is told what becomes of buckets.
         rest_s: How long the disk of a bucket with which there is nothing to do is left alone,
             unless its `maintenance` is woken. Whoever gives more than the default wakes it.
 
@@ -87,10 +87,10 @@ class BucketCatalog:
         time: Callable[[], float],
         new_history_id: Callable[[], HistoryId],
         purge_age_s: float = PURGE_AGE_S,
-        listener: Listener | None = None,
+        observer: BucketObserver | None = None,
         rest_s: float = IDLE_S,
     ) -> None:
-        self.buckets = Buckets(new_history_id, upkeep.collapse_soon, listener)
+        self.buckets = Buckets(new_history_id, upkeep.collapse_soon, observer)
         self.disks: dict[Bucket, BucketDisk] = {}
         self.quota_bytes_default = quota_bytes_default
         self._store = store

@@ -11,7 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.concurrency import Notifier
-from upr_server.engine import Bucket, Relief
+from upr_server.engine import Bucket, MemoryAction
 from upr_server.runtime import HeapTrimmer
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -108,12 +108,12 @@ class Upkeep:
 
     async def _free_some(self) -> None:
         for bucket in list(self._short):
-            relief = Relief.FREE
-            while relief not in (Relief.NOTHING, Relief.REFUSE_CREDIT):
-                relief = bucket.relieve(COLLAPSE_MUTATIONS)
+            relief = MemoryAction.FREE
+            while relief not in (MemoryAction.NOTHING, MemoryAction.REFUSE_CREDIT):
+                relief = bucket.free_memory(COLLAPSE_MUTATIONS)
                 self._end_step()
                 await trio.lowlevel.checkpoint()
-            if relief is Relief.NOTHING:
+            if relief is MemoryAction.NOTHING:
                 self._short.pop(bucket, None)
             elif bucket in self._disks:
                 # What is left must go to disk before it can be freed.
@@ -148,7 +148,7 @@ class Upkeep:
             except StorageError:
                 # The bucket was deleted meanwhile, or the store fails, and all of it ends.
                 pass
-            if disk.bucket.relief() is not Relief.NOTHING:
+            if disk.bucket.memory_action() is not MemoryAction.NOTHING:
                 self.relieve(disk.bucket)
 
     def _give_up_on_replicas(self) -> None:

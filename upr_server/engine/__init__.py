@@ -5,13 +5,13 @@ in as a number and randomness as a function. Between two calls every structure i
 """
 
 from upr_server.engine.batch import MutationBatch
-from upr_server.engine.bucket import Bucket, BucketError, Buckets, Listener, check_bucket
+from upr_server.engine.bucket import Bucket, BucketError, BucketObserver, Buckets, check_bucket
 from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
+from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.mutate_result import MutateResult, unpack
 from upr_server.engine.partition import Partition, PartitionImage
 from upr_server.engine.publisher_answers import WriterToken
-from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
 from upr_server.engine.snapshots import (
     BackfillNeeded,
     Cursor,
@@ -30,13 +30,15 @@ __all__ = [
     "BackfillNeeded",
     "Bucket",
     "BucketError",
+    "BucketObserver",
     "Buckets",
     "Cursor",
     "CursorItem",
     "FetchRequest",
     "Fetched",
-    "Listener",
-    "Memory",
+    "MemoryAccount",
+    "MemoryAction",
+    "MemoryPolicy",
     "MutateResult",
     "MutationBatch",
     "MutationManager",
@@ -44,9 +46,7 @@ __all__ = [
     "Partition",
     "PartitionImage",
     "PersistenceCursor",
-    "Quota",
     "Registration",
-    "Relief",
     "SnapshotEnd",
     "SnapshotStart",
     "WriterToken",

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 from upr_protocol.errors import Status, UprError
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, PARTITIONS_DEFAULT, PARTITIONS_MAX
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
+from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.partition import Partition, PartitionImage
-from upr_server.engine.quota import QUOTA_BYTES_MIN, Quota, Relief
 
 QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
 
@@ -78,7 +78,7 @@ class Bucket:
         incarnation: Which bucket of this name it is.
         partitions: The partitions, by ID.
         memory: What it holds, by kind.
-        quota: Its quota.
+        memory_policy: When its memory runs short.
 
     Raises:
         BucketError: An argument is out of its range.
@@ -87,13 +87,13 @@ class Bucket:
     __slots__ = (
         "_collapsible",
         "_is_exhausted",
-        "_next_to_relieve",
+        "_next_to_free",
         "_on_collapsible",
         "incarnation",
         "memory",
+        "memory_policy",
         "name",
         "partitions",
-        "quota",
     )
 
     def __init__(
@@ -112,26 +112,26 @@ class Bucket:
         check_bucket(name, partition_count, quota_bytes)
         self.name = name
         self.incarnation = incarnation
-        told = partial(on_update, self) if on_update is not None else None
-        self.memory = Memory()
-        self.quota = Quota(quota_bytes)
+        notify = partial(on_update, self) if on_update is not None else None
+        self.memory = MemoryAccount()
+        self.memory_policy = MemoryPolicy(quota_bytes)
         self._on_collapsible = on_collapsible
-        # Partitions with something to collapse, so that nobody has to look for them.
+        # Partitions with something to collapse: a set that keeps its order.
         self._collapsible: dict[int, None] = {}
         self._is_exhausted = False
         # Where freeing goes on, so that all partitions have their turn.
-        self._next_to_relieve = 0
+        self._next_to_free = 0
         self.partitions = tuple(
             Partition(
-                PartitionId(number),
+                PartitionId(partition_id),
                 new_history_id,
                 state=state,
                 memory=self.memory,
-                on_collapsible=partial(self._is_collapsible, number),
-                image=images[number] if images is not None else None,
-                on_update=told,
+                on_collapsible=partial(self._became_collapsible, partition_id),
+                image=images[partition_id] if images is not None else None,
+                on_update=notify,
             )
-            for number in range(partition_count)
+            for partition_id in range(partition_count)
         )
 
     def __repr__(self) -> str:
@@ -158,70 +158,70 @@ class Bucket:
         """
         if not self._collapsible:
             return False
-        number = next(iter(self._collapsible))
-        del self._collapsible[number]
-        if self.partitions[number].manager.collapse_step(budget_mutations):
-            # At the end, so that all come to their turn.
-            self._collapsible[number] = None
+        partition_id = next(iter(self._collapsible))
+        del self._collapsible[partition_id]
+        if self.partitions[partition_id].manager.collapse_step(budget_mutations):
+            # At the end, so that all have their turn.
+            self._collapsible[partition_id] = None
         return bool(self._collapsible)
 
-    def _is_collapsible(self, number: int) -> None:
-        wanted = bool(self._collapsible)
-        self._collapsible[number] = None
-        if not wanted and self._on_collapsible is not None:
+    def _became_collapsible(self, partition_id: int) -> None:
+        was_wanted = self.collapse_wanted
+        self._collapsible[partition_id] = None
+        if not was_wanted and self._on_collapsible is not None:
             self._on_collapsible()
 
-    def relief(self) -> Relief:
-        """What its memory allows: `NOTHING` has to be done, it is being freed (`FREE`), or it is so
-        short that publishers wait (`REFUSE_CREDIT`). O(1)."""
-        if not self.quota.is_short(self.memory):
+    def memory_action(self) -> MemoryAction:
+        """What its memory calls for now: `NOTHING`, freeing some (`FREE`), or keeping publishers
+        waiting too (`REFUSE_CREDIT`). O(1)."""
+        if not self.memory_policy.is_short(self.memory):
             self._is_exhausted = False
-            return Relief.NOTHING
-        if self._is_exhausted or self.quota.is_full(self.memory):
-            return Relief.REFUSE_CREDIT
-        return Relief.FREE
+            return MemoryAction.NOTHING
+        if self._is_exhausted or self.memory_policy.is_full(self.memory):
+            return MemoryAction.REFUSE_CREDIT
+        return MemoryAction.FREE
 
-    def relieve(self, budget_mutations: int = COLLAPSE_MUTATIONS) -> Relief:
+    def free_memory(self, budget_mutations: int = COLLAPSE_MUTATIONS) -> MemoryAction:
         """Frees some memory, if it is short, by the first means that helps; in steps of about as
         many mutations or keys.
 
         Returns:
-            What was done; `REFUSE_CREDIT` when nothing could be.
+            What was done; `REFUSE_CREDIT` when nothing could be freed.
         """
         self._is_exhausted = False
-        if not self.quota.is_short(self.memory):
-            return Relief.NOTHING
+        if not self.memory_policy.is_short(self.memory):
+            return MemoryAction.NOTHING
         # Once over the quota, freeing what the disk has is quicker.
-        if not self.quota.is_full(self.memory) and self._collapse(budget_mutations):
-            return Relief.COLLAPSE
-        for relief, means in (
-            (Relief.FREE, self._free_snapshots),
-            (Relief.FREE, self._evict_keys),
-            (Relief.COLLAPSE, self._collapse),
-            (Relief.DROP, self._drop_cursors),
+        if not self.memory_policy.is_full(self.memory) and self._collapse(budget_mutations):
+            return MemoryAction.COLLAPSE
+        for action, free in (
+            (MemoryAction.FREE, self._free_snapshots),
+            (MemoryAction.FREE, self._evict_keys),
+            (MemoryAction.COLLAPSE, self._collapse),
+            (MemoryAction.DROP, self._drop_cursors),
         ):
-            if means(budget_mutations):
-                return relief
+            if free(budget_mutations):
+                return action
         self._is_exhausted = True
-        return Relief.REFUSE_CREDIT
+        return MemoryAction.REFUSE_CREDIT
 
     def _from_next(self) -> Iterator[Partition]:
-        """Every partition once, beginning where the last time ended."""
+        """Every partition once, beginning where the last call ended."""
         count = len(self.partitions)
         for _ in range(count):
-            self._next_to_relieve = (self._next_to_relieve + 1) % count
-            yield self.partitions[self._next_to_relieve]
+            self._next_to_free = (self._next_to_free + 1) % count
+            yield self.partitions[self._next_to_free]
 
     def _collapse(self, budget: int) -> bool:
-        wanted = self.collapse_wanted
+        was_wanted = self.collapse_wanted
         self.collapse_step(budget)
-        return wanted
+        return was_wanted
 
     def _free_snapshots(self, _budget: int) -> bool:
         freed = False
         for partition in self._from_next():
             freed |= partition.manager.free_oldest()
-            if freed and not self.quota.is_short(self.memory):
+            if freed and not self.memory_policy.is_short(self.memory):
                 break
         return freed
 
@@ -252,31 +252,31 @@ class Bucket:
             "cursors": sum(manager.cursor_count for manager in managers),
             "snapshots": sum(len(partition.snapshots) for partition in self.partitions),
             "memory": self.memory.statistics(),
-            "quota": self.quota.statistics(),
+            "quota": self.memory_policy.statistics(),
         }
 
     def check_invariants(self) -> None:
         """Every partition, and that the memory counted is the memory held. Slow."""
-        recount = Memory()
-        for number, partition in enumerate(self.partitions):
-            assert partition.id == number
+        recount = MemoryAccount()
+        for partition_id, partition in enumerate(self.partitions):
+            assert partition.id == partition_id
             partition.check_invariants()
             partition.recount(recount)
             # What was to be collapsed may have been freed since; the next step finds that out.
-            assert not partition.manager.collapse_wanted or number in self._collapsible
+            assert not partition.manager.collapse_wanted or partition_id in self._collapsible
         recount.backfills = self.memory.backfills  # these are held elsewhere
         assert recount == self.memory, (recount, self.memory)
 
 
-class Listener(Protocol):
-    """Who is told what becomes of buckets. Called in the middle of it all: to be quick, and to
-    raise nothing."""
+class BucketObserver(Protocol):
+    """Hears what becomes of buckets. The engine calls it in the middle of a change: it must be
+    quick and must not raise."""
 
     def created(self, bucket: Bucket) -> None:
         """A bucket was made."""
 
     def deleted(self, bucket: Bucket) -> None:
-        """A bucket was deleted; nothing more is told of it."""
+        """A bucket was deleted; nothing more of it will be heard."""
 
     def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
         """Something in a bucket has changed: once for each batch that was taken in.
@@ -294,7 +294,7 @@ class Buckets:
     Args:
         new_history_id: Draws a fresh non-zero random ID.
         on_collapsible: Called when there is something to collapse in a bucket that had nothing.
-        listener: Told what becomes of buckets.
+        observer: Hears what becomes of buckets.
     """
 
     __slots__ = ("_buckets", "_listener", "_new_history_id", "_on_collapsible")
@@ -303,11 +303,11 @@ class Buckets:
         self,
         new_history_id: Callable[[], HistoryId],
         on_collapsible: Callable[[Bucket], None] | None = None,
-        listener: Listener | None = None,
+        observer: BucketObserver | None = None,
     ) -> None:
         self._new_history_id = new_history_id
         self._on_collapsible = on_collapsible
-        self._listener = listener
+        self._listener = observer
         self._buckets: dict[str, Bucket] = {}
 
     def __len__(self) -> int:
@@ -349,7 +349,7 @@ class Buckets:
             new_history_id=self._new_history_id,
             partition_count=partition_count,
             quota_bytes=quota_bytes,
-            on_collapsible=partial(self._is_collapsible, name),
+            on_collapsible=partial(self._became_collapsible, name),
             images=images,
             incarnation=incarnation,
             on_update=self._listener.updated if self._listener is not None else None,
@@ -383,7 +383,7 @@ class Buckets:
             self._listener.deleted(bucket)
         return bucket
 
-    def _is_collapsible(self, name: str) -> None:
+    def _became_collapsible(self, name: str) -> None:
         bucket = self._buckets.get(name)
         if bucket is not None and self._on_collapsible is not None:
             self._on_collapsible(bucket)

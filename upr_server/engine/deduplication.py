@@ -9,7 +9,7 @@ import msgspec
 from upr_protocol.errors import Status
 from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import MutationBatch
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack, unpack
 from upr_server.engine.publisher_answers import PublisherAnswers, WriterToken
 
@@ -27,7 +27,7 @@ class Deduplicator:
     __slots__ = ("_answers",)
 
     def __init__(
-        self, memory: Memory, answers: Mapping[WriterToken, MutateResult], high: SeqNo
+        self, memory: MemoryAccount, answers: Mapping[WriterToken, MutateResult], high: SeqNo
     ) -> None:
         self._answers = PublisherAnswers(memory)
         for token, result in answers.items():

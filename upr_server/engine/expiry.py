@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 
 EXPIRY_BYTES: Final = 130
 """What an entry takes, about: a tuple (64), two numbers (64). The key is the hash table's."""
@@ -31,7 +31,7 @@ class ExpiryIndex:
 
     __slots__ = ("_clean_at", "_heap", "_memory", "_table")
 
-    def __init__(self, table: HashTable, memory: Memory) -> None:
+    def __init__(self, table: HashTable, memory: MemoryAccount) -> None:
         self._table = table
         self._memory = memory
         self._heap: list[tuple[int, int, bytes]] = []

@@ -16,7 +16,7 @@ from itertools import count, islice, repeat
 from sys import getsizeof
 from typing import Final
 
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 
 ENTRY_BYTES: Final = 69
 """What a key takes beside its own bytes and its slots in the dict: the number (32), the head of a
@@ -44,7 +44,7 @@ class HashTable:
 
     __slots__ = ("_entries", "_key_bytes", "_memory", "_nbytes", "items")
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._key_bytes = 0
         self._nbytes = 0

@@ -33,11 +33,11 @@ from upr_server.engine.lookup import (
     KeyLookup,
     is_plain_set,
 )
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult
 from upr_server.engine.operations import outcome
 from upr_server.engine.publisher_answers import WriterToken
-from upr_server.engine.replica_reports import ReplicaReports
+from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import MutationManager
 
 EXPIRE_MAX: Final = 512
@@ -129,12 +129,12 @@ class Partition:
         new_history_id: Callable[[], HistoryId],
         *,
         state: PartitionState = PartitionState.ACTIVE,
-        memory: Memory | None = None,
+        memory: MemoryAccount | None = None,
         on_collapsible: Callable[[], None] | None = None,
         image: PartitionImage | None = None,
         on_update: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
-        memory = Memory() if memory is None else memory
+        memory = MemoryAccount() if memory is None else memory
         if image is None:
             image = PartitionImage(state, FailoverLog().branch(new_history_id(), SeqNo(0)))
         self._on_update = on_update
@@ -149,7 +149,7 @@ class Partition:
         self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
         self._lookup = KeyLookup(self.table, self.snapshots, self._expiries, self.eviction)
         self.deduplicator = Deduplicator(memory, image.answers, image.high)
-        self.replicas = ReplicaReports()
+        self.replicas = ReplicaProgress()
         self.purge_seq = image.purge_seq
         self.indexed_items = image.items
 
@@ -486,7 +486,7 @@ class Partition:
 
     # Figures and checks.
 
-    def recount(self, memory: Memory) -> None:
+    def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`, by counting."""
         self.snapshots.recount(memory)
         memory.table += self.table.nbytes

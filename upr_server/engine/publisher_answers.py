@@ -39,7 +39,7 @@ from typing import Final
 import msgspec
 
 from upr_protocol.ids import SeqNo
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 
 BATCHES_MAX: Final = 64
 """Answers of one writer that a partition remembers."""
@@ -131,7 +131,7 @@ class PublisherAnswers:
         "_writers",
     )
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._nbytes = 0
         # Answers with the partition's high number then, which never falls; some are forgotten.

@@ -9,8 +9,8 @@ from upr_server.events.queues import EventQueues
 
 
 class Producer:
-    """The engine's `Listener`. The engine reports once a batch, not once a mutation, and a report
-    costs one dictionary look-up and one addition a consumer.
+    """The engine's `BucketObserver`. The engine reports once a batch, not once a mutation, and a
+    report costs one dictionary look-up and one addition a consumer.
 
     Args:
         queues: The queues.

@@ -9,7 +9,7 @@ from typing import Final
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import Credit
 from upr_server.buckets import Upkeep
-from upr_server.engine import Bucket, Relief
+from upr_server.engine import Bucket, MemoryAction
 
 CREDIT_BYTES_MAX: Final = 8 * 1024 * 1024
 """For one publisher: at 1 GB/s it covers 8 ms without an answer."""
@@ -47,7 +47,9 @@ class CreditShares:
         publishers = self._publishers[bucket]
         if publisher not in publishers:
             return CREDIT_BYTES_MIN
-        room = (bucket.quota.limit_bytes - bucket.quota.full_bytes) // MEMORY_PER_BYTE
+        room = (
+            bucket.memory_policy.limit_bytes - bucket.memory_policy.full_bytes
+        ) // MEMORY_PER_BYTE
         return max(CREDIT_BYTES_MIN, min(CREDIT_BYTES_MAX, room // len(publishers)))
 
     def add(self, bucket: Bucket, publisher: PublisherCredit) -> None:
@@ -113,10 +115,10 @@ class PublisherCredit:
         missing = share - session.credit.left
         if missing * _TOP_UP_FRACTION < share:
             return
-        relief = bucket.relief()
-        if relief is not Relief.NOTHING:
+        relief = bucket.memory_action()
+        if relief is not MemoryAction.NOTHING:
             self._shares.upkeep.relieve(bucket)
-        if relief is Relief.REFUSE_CREDIT:
+        if relief is MemoryAction.REFUSE_CREDIT:
             self._shares.refuse(self)
             return
         session.send(Credit(missing))

@@ -12,7 +12,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
 from upr_server.engine.deduplication import Deduplicator
 from upr_server.engine.eviction import KeyEviction
-from upr_server.engine.replica_reports import ReplicaReports
+from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import manager as managers
 from upr_server.engine.snapshots.cursor import Cursor
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
@@ -83,11 +83,11 @@ def forgets_answers_on_replicas() -> Iterator[None]:
 def counts_itself_as_a_replica() -> Iterator[None]:
     """What is to be replicated is acknowledged before a replica has it."""
 
-    def reached(_self: ReplicaReports, _copies: int, *, persisted: bool = False) -> SeqNo:
+    def reached(_self: ReplicaProgress, _copies: int, *, persisted: bool = False) -> SeqNo:
         del persisted
         return SEQ_MAX
 
-    with replaced(ReplicaReports, "reached", reached):
+    with replaced(ReplicaProgress, "reached", reached):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.document_arrays import DocumentArray
 from upr_server.engine.snapshots.segment import (
     SEGMENT_BYTES,
@@ -50,7 +50,7 @@ class ClosedSnapshot:
         arrays: Sequence[DocumentArray],
         counters: Sequence[Mutation],
         counter_bytes: int,
-        memory: Memory,
+        memory: MemoryAccount,
     ) -> ClosedSnapshot:
         """From what an open snapshot held; see `segments_of`."""
         nbytes = counter_bytes + sum([array.live_bytes for array in arrays])
@@ -59,7 +59,7 @@ class ClosedSnapshot:
         return cls(list(segments_of(start, end, arrays, counters, memory)), nbytes)
 
     @classmethod
-    def of_chunks(cls, chunks: Sequence[Chunk], memory: Memory) -> ClosedSnapshot:
+    def of_chunks(cls, chunks: Sequence[Chunk], memory: MemoryAccount) -> ClosedSnapshot:
         """From stored chunks, each of which begins where the one before ends."""
         segments = [Segment(chunk.start, chunk.end, memory, chunk=chunk) for chunk in chunks]
         return cls(segments, sum(chunk.nbytes for chunk in chunks))
@@ -91,7 +91,7 @@ class ClosedSnapshot:
         for segment in self._segments:
             segment.free()
 
-    def recount(self, memory: Memory) -> None:
+    def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`. O(segments)."""
         seen: set[int] = set()
         for segment in self._segments:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from upr_protocol.chunk import Mutation
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 
 COUNTER_BYTES: Final = 330
 """What a counter takes beside its key and value, about: its row (96), the row's numbers (3 of 32),
@@ -28,7 +28,7 @@ class Counters:
 
     __slots__ = ("_by_number", "_memory", "nbytes")
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._by_number: dict[int, Mutation] = {}
         self.nbytes = 0

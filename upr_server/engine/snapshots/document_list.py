@@ -15,7 +15,7 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.document_arrays import (
     ARRAY_BYTES_MAX,
     DocumentArray,
@@ -90,7 +90,7 @@ class DocumentList:
         "window",
     )
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._arrays: list[DocumentArray] = []
         self._filling: FillingArray | None = None

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from upr_protocol.ids import SeqNo
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.collapse import Collapse, run_to_collapse
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, PersistenceCursor
@@ -64,7 +64,7 @@ class MutationManager:
     )
 
     def __init__(
-        self, start: SeqNo, memory: Memory, on_collapsible: Callable[[], None] | None = None
+        self, start: SeqNo, memory: MemoryAccount, on_collapsible: Callable[[], None] | None = None
     ) -> None:
         self._memory = memory
         self._on_collapsible = on_collapsible

@@ -11,7 +11,7 @@ from __future__ import annotations
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.counters import Counters
 from upr_server.engine.snapshots.document_arrays import ROW_BYTES
@@ -37,7 +37,7 @@ class OpenSnapshot:
 
     __slots__ = ("_counters", "_documents", "_memory", "high", "live", "start")
 
-    def __init__(self, start: SeqNo, memory: Memory) -> None:
+    def __init__(self, start: SeqNo, memory: MemoryAccount) -> None:
         self._memory = memory
         self._documents = DocumentList(memory)
         self._counters = Counters(memory)
@@ -153,7 +153,7 @@ class OpenSnapshot:
         """What it takes, with what is skipped. O(arrays)."""
         return self._documents.nbytes + self._counters.nbytes
 
-    def recount(self, memory: Memory) -> None:
+    def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`. O(arrays)."""
         memory.arrays += self._documents.nbytes
         memory.counters += self._counters.nbytes

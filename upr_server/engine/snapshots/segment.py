@@ -16,7 +16,7 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import SeqNo
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.counters import counter_bytes
 from upr_server.engine.snapshots.document_arrays import DocumentArray
 
@@ -46,7 +46,7 @@ class Segment:
         self,
         start: SeqNo,
         end: SeqNo,
-        memory: Memory,
+        memory: MemoryAccount,
         arrays: Sequence[DocumentArray] = (),
         counters: Sequence[Mutation] = (),
         chunk: Chunk | None = None,
@@ -129,7 +129,7 @@ class Segment:
         array = self._arrays[at]
         return array.mutation(array.index(number))
 
-    def recount(self, memory: Memory, seen: set[int]) -> None:
+    def recount(self, memory: MemoryAccount, seen: set[int]) -> None:
         """Adds what it holds to `memory`, arrays in `seen` (by identity) excepted."""
         if self._chunk is not None:
             memory.encoded += self._chunk.nbytes
@@ -145,7 +145,7 @@ def segments_of(
     end: SeqNo,
     arrays: Sequence[DocumentArray],
     counters: Sequence[Mutation],
-    memory: Memory,
+    memory: MemoryAccount,
 ) -> Iterator[Segment]:
     """Divides (start, end] into segments, with no work a mutation: O(arrays + counters / 1,024).
 

@@ -10,7 +10,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import SeqNo
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.open_snapshot import OpenSnapshot
 from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
@@ -68,7 +68,7 @@ class SnapshotList(Generic[ReaderT]):
     )
 
     def __init__(
-        self, start: SeqNo, memory: Memory, on_left: Callable[[SnapshotSlot], None]
+        self, start: SeqNo, memory: MemoryAccount, on_left: Callable[[SnapshotSlot], None]
     ) -> None:
         self._memory = memory
         self._on_left = on_left
@@ -228,7 +228,7 @@ class SnapshotList(Generic[ReaderT]):
 
     # Checks.
 
-    def recount(self, memory: Memory) -> None:
+    def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`, by counting. O(arrays + segments)."""
         for slot in self.slots:
             slot.snapshot.recount(memory)

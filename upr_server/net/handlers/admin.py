@@ -49,7 +49,7 @@ def list_buckets(context: RequestContext, request: ListBuckets) -> None:
     async def answer() -> None:
         await trio.lowlevel.checkpoint()
         rows = tuple(
-            (bucket.name, len(bucket.partitions), bucket.quota.limit_bytes)
+            (bucket.name, len(bucket.partitions), bucket.memory_policy.limit_bytes)
             for bucket in context.catalog.buckets
         )
         context.send(ListBucketsReply(rows, opaque=request.opaque))

@@ -225,7 +225,7 @@ class Backfill:
             disk.memory.backfills -= nbytes
 
     def _budget_left(self) -> int:
-        budget = int(self._disk.bucket.quota.limit_bytes * BUDGET_SHARE)
+        budget = int(self._disk.bucket.memory_policy.limit_bytes * BUDGET_SHARE)
         return budget - self._disk.memory.backfills
 
     def _put(self, item: CursorItem) -> None:

@@ -15,10 +15,10 @@ from upr_protocol.ids import Cas, HistoryId, PartitionId, PartitionState
 from upr_server.engine import (
     Bucket,
     FetchRequest,
+    MemoryAction,
     MutateResult,
     Partition,
     PartitionImage,
-    Relief,
     WriterToken,
 )
 from upr_server.storage.api import Store
@@ -188,7 +188,7 @@ class BucketDisk:
         ):
             return
         after, has_more = b"", True
-        while has_more and self.bucket.relief() is Relief.NOTHING:
+        while has_more and self.bucket.memory_action() is MemoryAction.NOTHING:
             pins = {partition.id: partition.eviction.pin() for partition in self.bucket.partitions}
             try:
                 items, after = await self.store.ask(

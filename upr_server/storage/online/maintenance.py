@@ -190,7 +190,9 @@ class Maintenance:
     async def _step(self) -> bool:
         """Returns whether there is more to do at once."""
         is_idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
-        needs_index = self._bucket.quota.is_short(self._bucket.memory) or self._is_urgently_needed()
+        needs_index = (
+            self._bucket.memory_policy.is_short(self._bucket.memory) or self._is_urgently_needed()
+        )
         await self._leases.delete_lapsed()
         step, self._figures = await self._store.ask(
             Maintain(

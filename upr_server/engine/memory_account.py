@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Memory:
+class MemoryAccount:
     """Bytes held, kept as they come and go. Every change costs O(1).
 
     One object serves all structures of a bucket; each of them adds what it takes and takes away
@@ -43,13 +43,13 @@ class Memory:
             + self.backfills
         )
 
-    def __iadd__(self, other: Memory) -> Memory:
+    def __iadd__(self, other: MemoryAccount) -> MemoryAccount:
         for kind in self.__slots__:
             setattr(self, kind, getattr(self, kind) + getattr(other, kind))
         return self
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Memory):
+        if not isinstance(other, MemoryAccount):
             return NotImplemented
         return self.statistics() == other.statistics()
 

@@ -1,4 +1,4 @@
-"""What the replicas of one partition have reported, and who waits for it."""
+"""Replica progress: how far the replicas of one partition have come, and what waits for that."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Replicated = Callable[[bool], None]
 
 @attrs.define
 class _Report:
-    by: object
+    source: object
     received: SeqNo
     persisted: SeqNo
 
-    def has(self, *, persisted: bool) -> SeqNo:
+    def reached(self, *, persisted: bool) -> SeqNo:
         return self.persisted if persisted else self.received
 
 
@@ -31,7 +31,7 @@ class _Waiting:
     call: Replicated
 
 
-class ReplicaReports:
+class ReplicaProgress:
     """Complete snapshot ends, received and persisted, of the replicas that follow now.
 
     All of them are of the history that the partition is in: a report of another says nothing.
@@ -47,36 +47,39 @@ class ReplicaReports:
         """Replicas that have reported."""
         return len(self._reports)
 
-    def report(self, replica: str, received: SeqNo, persisted: SeqNo, by: object = None) -> None:
-        """A replica has come so far. One that went back says so, too. O(who waits).
+    def report(
+        self, replica: str, received: SeqNo, persisted: SeqNo, source: object = None
+    ) -> None:
+        """A replica has come so far, or has rolled back to there. O(waiting calls).
 
         Args:
             replica: Its name.
             received: The last complete snapshot end that it has received.
             persisted: The last one that it has on disk.
-            by: What told it: the same replica may connect anew before the old connection is gone.
+            source: The connection it came by: a replica may connect anew before the old connection
+                is gone.
         """
-        self._reports[replica] = _Report(by, received, persisted)
+        self._reports[replica] = _Report(source, received, persisted)
         self._answer()
 
-    def forget(self, replica: str, by: object = None) -> None:
-        """What told of a replica does so no more. What it was counted for stays counted."""
-        found = self._reports.get(replica)
-        if found is not None and found.by is by:
+    def forget(self, replica: str, source: object = None) -> None:
+        """The connection of a replica is gone. What it was counted for stays counted."""
+        report = self._reports.get(replica)
+        if report is not None and report.source is source:
             del self._reports[replica]
 
     def clear(self) -> None:
-        """The partition is in another history, or nobody's master any more: nobody who waits is
-        promised anything."""
+        """The partition is in another history, or not active any more: what waits is answered with
+        False."""
         self._reports.clear()
         waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            one.call(False)
+        for wait in waiting:
+            wait.call(False)
 
     def reached(self, copies: int, *, persisted: bool = False) -> SeqNo:
         """The number that so many replicas have, at least; 0 when there are not so many."""
-        found = sorted(one.has(persisted=persisted) for one in self._reports.values())
-        return found[-copies] if 0 < copies <= len(found) else SeqNo(0)
+        seqs = sorted(report.reached(persisted=persisted) for report in self._reports.values())
+        return seqs[-copies] if 0 < copies <= len(seqs) else SeqNo(0)
 
     def when(
         self, seq: SeqNo, copies: int, *, persisted: bool, deadline: float, call: Replicated
@@ -96,36 +99,37 @@ class ReplicaReports:
             self._waiting.append(_Waiting(seq, copies, persisted, deadline, call))
 
     def give_up(self, now: float) -> None:
-        """Those whose deadline has come are promised nothing. O(who waits)."""
+        """What waits longer than its deadline is answered with False. O(waiting calls)."""
         if self._waiting:
-            late = [one for one in self._waiting if one.deadline <= now]
-            self._waiting = [one for one in self._waiting if one.deadline > now]
-            for one in late:
-                one.call(False)
+            late = [wait for wait in self._waiting if wait.deadline <= now]
+            self._waiting = [wait for wait in self._waiting if wait.deadline > now]
+            for wait in late:
+                wait.call(False)
 
     def _answer(self) -> None:
         if not self._waiting:
             return
         reached: dict[tuple[int, bool], SeqNo] = {}
         due: list[_Waiting] = []
-        left: list[_Waiting] = []
-        for one in self._waiting:
-            level = one.copies, one.persisted
+        remaining: list[_Waiting] = []
+        for wait in self._waiting:
+            level = wait.copies, wait.persisted
             if level not in reached:
-                reached[level] = self.reached(one.copies, persisted=one.persisted)
-            (due if one.seq <= reached[level] else left).append(one)
-        self._waiting = left
-        for one in due:
-            one.call(True)
+                reached[level] = self.reached(wait.copies, persisted=wait.persisted)
+            (due if wait.seq <= reached[level] else remaining).append(wait)
+        self._waiting = remaining
+        # Last, since a call may ask for more to be waited for.
+        for wait in due:
+            wait.call(True)
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Calls that wait."""
         return len(self._waiting)
 
     def statistics(self) -> dict[str, object]:
         """Figures, by replica."""
         return {
-            name: {"received": one.received, "persisted": one.persisted}
-            for name, one in self._reports.items()
+            name: {"received": report.received, "persisted": report.persisted}
+            for name, report in self._reports.items()
         }

@@ -1,4 +1,4 @@
-"""A bucket's memory quota, and what is to be done when it runs short."""
+"""The memory policy: when a bucket comes near its quota, and what is done then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 import attrs
 
-from upr_server.engine.memory import Memory
+from upr_server.engine.memory_account import MemoryAccount
 
 HIGH_MARK: Final = 0.85
 """The part of the quota above which memory is being freed."""
@@ -24,10 +24,10 @@ QUOTA_BYTES_MIN: Final = 1024 * 1024
 
 
 @unique
-class Relief(Enum):
-    """What to do about a bucket's memory; each is tried before the next."""
+class MemoryAction(Enum):
+    """What a bucket does about its memory; each is tried before the next."""
 
-    NOTHING = "there is room"
+    NOTHING = "memory is not short"
     COLLAPSE = "collapse snapshots"
     FREE = "free what the disk has"
     DROP = "drop slow cursors"
@@ -35,7 +35,7 @@ class Relief(Enum):
 
 
 @attrs.define
-class Quota:
+class MemoryPolicy:
     """When a bucket's memory runs short, and until when.
 
     Attributes:
@@ -47,12 +47,12 @@ class Quota:
 
     @property
     def high_bytes(self) -> int:
-        """Above this, memory is being freed."""
+        """Above this, the bucket frees memory."""
         return int(self.limit_bytes * HIGH_MARK)
 
     @property
     def low_bytes(self) -> int:
-        """Until it has come down to this."""
+        """The bucket frees memory down to this."""
         return int(self.limit_bytes * LOW_MARK)
 
     @property
@@ -60,14 +60,16 @@ class Quota:
         """Above this, nothing more may come in."""
         return int(self.limit_bytes * FULL_MARK)
 
-    def is_short(self, memory: Memory) -> bool:
-        """Whether memory is to be freed now: from the high mark down to the low one. O(1); to be
-        asked after memory has changed."""
+    def is_short(self, memory: MemoryAccount) -> bool:
+        """Whether to free memory now: from the high mark down to the low one. O(1).
+
+        The answer depends on the one before; ask after memory has changed.
+        """
         self._is_short = memory.total > (self.low_bytes if self._is_short else self.high_bytes)
         return self._is_short
 
-    def is_full(self, memory: Memory) -> bool:
-        """Whether nothing more may come in before something was freed. O(1)."""
+    def is_full(self, memory: MemoryAccount) -> bool:
+        """Whether nothing more may come in before some memory is freed. O(1)."""
         return memory.total > self.full_bytes
 
     def statistics(self) -> dict[str, int]:
