@@ -19,7 +19,7 @@ PORT_DEFAULT: Final = 12000
 
 
 class AddressError(UprError, ValueError):
-    """The text is no address of a server or bucket."""
+    """The text is not a valid address of a server or bucket."""
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ class Address:
         """The address in `url`; the ports may be left out, the bucket too.
 
         Raises:
-            AddressError: It is none; the message says what is wrong and what one looks like.
+            AddressError: It is not valid; the message names the mistake and shows an example.
         """
         try:
             parts = urlsplit(url)
@@ -105,4 +105,6 @@ def _node_text(host: str, port: int) -> str:
 
 
 def _wrong(url: str, why: str) -> AddressError:
-    return AddressError(f"{url!r} is no address: {why} (as in upr://127.0.0.1:12000/flights)")
+    return AddressError(
+        f"{url!r} is not a valid address: {why} (example: upr://127.0.0.1:12000/flights)"
+    )

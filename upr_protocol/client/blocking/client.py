@@ -71,7 +71,7 @@ class BlockingClient(KeyOperations[WriteResult]):
             carried out.
         credit_timeout_s: How long a change waits for a server that is over its memory quota.
         retry_timeout_s: How long the calls that send again go on without any answer.
-        durability: What must hold before a change is answered.
+        durability: How durable a change must be before the server answers it.
         copies: How many replicas beside the active, for the replicated levels.
         idle_interval_s: How long the program may be busy with something else: after twice this the
             server takes it for dead.
@@ -352,12 +352,12 @@ class BlockingClient(KeyOperations[WriteResult]):
         writer: WriterIdentity | None = None,
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
     ) -> None:
-        """`publish_all` for any number of batches: it keeps nothing of those that are answered.
+        """`publish_all` for any number of batches: it forgets each batch once it is answered.
 
         Args:
             batches: Partitions and chunks; taken as there is room.
-            on_answer: Called with each batch that is answered, or refused for good. What it raises
-                ends the call; open batches may then be carried out or not.
+            on_answer: Called with each batch that is answered, or refused for good. An exception
+                of it ends the call; open batches may then be carried out or not.
             writer: As for `publish`.
             buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
 
@@ -391,7 +391,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         a `CounterDelta`.
 
         Args:
-            mutations: The operations; their `cas` is what is expected, their `seq` is ignored.
+            mutations: The operations; their `cas` is the expected version, their `seq` is ignored.
             writer: As for `publish`.
 
         Returns:

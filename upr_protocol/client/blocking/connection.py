@@ -1,4 +1,4 @@
-"""One session over one plain socket, without a thread: whoever waits does the reading."""
+"""One session over one plain socket, without a thread: the caller that waits also reads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BlockingConnection:
 
     Attributes:
         session: The session.
-        handshake: What the server told in the beginning.
+        handshake: The server's first answers.
         failure: Why the connection is over; None while it is not.
         socket: The connection's socket.
         clock: Tells the time in seconds.
@@ -94,7 +94,7 @@ class BlockingConnection:
         self._writing: Sequence[Buffer] = ()
         self._written_at = self.clock()
         self._silent_s = 0.0
-        """How long it was read in vain since the last bytes arrived."""
+        """How long callers have read since the last bytes arrived."""
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
         self.session = options.session(self.clock())
@@ -125,7 +125,7 @@ class BlockingConnection:
         return self._inbox.popleft()
 
     def take(self) -> Message | None:
-        """The next message that was read already; None when there is none."""
+        """The next message that was read already; None without one."""
         return self._inbox.popleft() if self._inbox else None
 
     @property
@@ -152,8 +152,8 @@ class BlockingConnection:
     # For `step_any`. An error ends the connection, and is kept in `failure`.
 
     def resume_reading(self) -> None:
-        """A caller is back. While there was none, nobody read: only silence that was read counts
-        for the idle timeout."""
+        """A caller is back. Without a caller nothing was read: for the idle timeout, only silence
+        during a read counts."""
         self.session.keep_alive.received(self.clock() - self._silent_s)
 
     def prepare(self, now: float) -> tuple[int, float]:

@@ -36,7 +36,7 @@ class BlockingConnectionPool:
         opened: The partitions whose histories the caller needs; empty for all.
 
     Attributes:
-        metadata: What is known of the cluster.
+        metadata: The client's view of the cluster.
         connections: The connections, by address; a lost one stays until it is replaced.
         was_connected: Whether any node was ever reached.
         down: The nodes that could not be reached, or whose connection was lost.

@@ -101,8 +101,8 @@ class BlockingDispatcher:
     def _by_node(
         self, requests: Sequence[Call[T]], indices: Iterable[int]
     ) -> dict[Address | None, list[int]]:
-        """Which requests go to which node; those under None go to any. A request whose partition
-        has no node is left out."""
+        """Which requests go to which node; requests under None go to any node. A request whose
+        partition has no node is left out."""
         by_node: dict[Address | None, list[int]] = {}
         for index in indices:
             partition = requests[index].partition
@@ -165,7 +165,7 @@ class BlockingDispatcher:
     def _connections_of(
         self, partitions: Sequence[int]
     ) -> list[tuple[BlockingConnection, list[PartitionId]]]:
-        """The nodes of partitions, each with those that it holds. Waits until each has one.
+        """The nodes of partitions, each with its partitions. Waits until each partition has one.
 
         Raises:
             BrokenError: Some had no node by the deadline.
@@ -191,7 +191,7 @@ class BlockingDispatcher:
             self._sleep(max(0.0, again_at - time.monotonic()))
 
     def logs(self) -> list[PartitionLog]:
-        """What the node of each partition told of it when it was connected to."""
+        """The log of each partition, as its node sent it during the handshake."""
         partitions = range(self.connect().handshake.partition_count)
         return [
             connection.handshake.logs[partition]

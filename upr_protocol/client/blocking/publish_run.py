@@ -57,7 +57,7 @@ class PublishRun:
         """Sends and receives until every batch is answered.
 
         Returns:
-            Whether it ended because no credit came in time.
+            Whether it ended because no credit arrived in time.
 
         Raises:
             UprError: No node could be reached for too long.
@@ -75,7 +75,7 @@ class PublishRun:
             self._place_partitions()
             connections = self._send()
             now = time.monotonic()
-            # What is queued goes out while the source makes the next batch, which may take a while.
+            # Queued batches go out while the source makes the next one, which may take a while.
             deadline = min(now if batch is not None else now + timeout_s, self._wakes_at())
             if batch is None:
                 starved_since = self._starved_since()
@@ -86,7 +86,7 @@ class PublishRun:
                 step_any(list(connections.values()), deadline)
             else:
                 self._sleep(max(0.0, deadline - now))
-                # What was waited for is due, however long `sleep` really took.
+                # Waits up to the deadline are over, however long `sleep` really took.
                 self._retry_at = {n: t for n, t in self._retry_at.items() if t > deadline}
             self._receive(connections)
 

@@ -162,12 +162,13 @@ class PartitionBatches:
     Attributes:
         partition: The partition.
         node: The node that they are placed with.
-        waiting: Those that are to be sent.
-        in_flight: Those that were sent, by opaque.
-        refused: Those that a server refused for a reason that may pass. They go back to `waiting`
-            once nothing is in flight: resent before that, they could overtake a later batch.
+        waiting: The batches to send.
+        in_flight: The batches without an answer, by opaque.
+        refused: The batches that a server refused for a reason that may pass. They go back to
+            `waiting` once nothing is in flight: resent before that, they could come after a later
+            batch.
         resend_at: When the refused ones may be sent again.
-        backoff: Spreads those times.
+        backoff: Spreads the times of resending.
     """
 
     __slots__ = (
@@ -328,7 +329,7 @@ class NodeBatches:
         self._accumulator = accumulator
         self._queues: dict[PartitionBatches, None] = {}
         self._queue_by_opaque: dict[int, PartitionBatches] = {}
-        # Queues that may send, in the order of their turns; and those that wait to resend.
+        # The queues that may send, in the order of their turns; and the queues that wait to resend.
         self._turns: dict[PartitionBatches, None] = {}
         self._resting: dict[PartitionBatches, None] = {}
 

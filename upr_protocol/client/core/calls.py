@@ -58,7 +58,7 @@ class Call(Generic[T]):
 
     Attributes:
         request: Makes the request with an opaque.
-        result: What the answer means; may raise.
+        result: Turns the answer into a result; raises if the server refused.
         partition: The partition that it is about; None when it is about no one partition.
     """
 
@@ -298,7 +298,7 @@ class LeaseRequest:
     Attributes:
         ranges: (partition, start, end) of each range, start exclusive.
         time_to_live_s: How long it lasts without renewal.
-        owner: Who holds it.
+        owner: The name of its holder.
         lease_id: Its ID, the same at each node.
     """
 

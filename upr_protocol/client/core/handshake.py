@@ -1,4 +1,4 @@
-"""The first messages of every connection: who the client is, and which bucket it wants."""
+"""The first messages of every connection: the client's identity, and the bucket it opens."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class DurabilityOptions(TypedDict, total=False):
-    """What must hold before the server answers a change.
+    """How durable a change must be before the server answers it.
 
     Attributes:
         durability: The level; by default the client's.

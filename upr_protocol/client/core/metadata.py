@@ -1,4 +1,4 @@
-"""What a client knows of its cluster: the newest partition map, and how old it is.
+"""The client's view of its cluster: the newest partition map, and whether it is stale.
 
 While no node has told of a map, the metadata takes the bucket for one that lies on a single node,
 the one at the user's address. Callers see no difference: that node holds every partition.
@@ -88,7 +88,7 @@ class ClusterMetadata:
         return True
 
     def known_nodes(self) -> list[Address]:
-        """Every node that may know the map, those that the user named first."""
+        """Every node that may know the map; the nodes that the user named come first."""
         addresses = self.address.each()
         if self.map is not None:
             addresses += [self.address.of_node(node) for node in self.map.nodes.values()]

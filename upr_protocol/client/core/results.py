@@ -101,7 +101,7 @@ def results_of(
 ) -> list[WriteResult | Failure]:
     """The result of each operation of `chunk`, in order. O(count).
 
-    Those that succeeded have consecutive sequence numbers and CAS values, in their order in the
+    Successful operations have consecutive sequence numbers and CAS values, in their order in the
     batch.
     """
     failed = dict(reply.failures)

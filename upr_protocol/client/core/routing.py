@@ -41,7 +41,7 @@ class PartitionRouter:
         self._retry_at: dict[PartitionId, float] = {}
         self._backoffs: dict[PartitionId, Backoff] = {}
 
-    # What nodes do.
+    # Reports about nodes.
 
     def refused(self, partition: PartitionId, error: UprError, now: float) -> None:
         """The node of a partition refused it. It is tried again after a wait, unless a newer map
@@ -89,8 +89,8 @@ class PartitionRouter:
             if address is None:
                 self._unplaced_since.setdefault(partition, now)
             elif not is_waiting_for(partition):
-                # Perhaps nothing arrives that would show that the node works. What is waited for
-                # later has the whole timeout.
+                # Perhaps no message arrives that would show that the node works. A caller that
+                # waits later has the whole timeout.
                 self._unplaced_since.pop(partition, None)
             placements[partition] = address
         self.placements = placements
@@ -121,8 +121,8 @@ class PartitionRouter:
     def timed_out(
         self, is_waiting_for: Callable[[PartitionId], bool], now: float
     ) -> UprError | None:
-        """The error of a partition that something has waited for too long; None while there is no
-        such partition."""
+        """The error of a partition that a caller has waited for too long; None while every wait is
+        within the timeout."""
         for partition, since in list(self._unplaced_since.items()):
             if not is_waiting_for(partition):
                 del self._unplaced_since[partition]  # `route` starts anew while it has no node

@@ -45,7 +45,7 @@ from upr_protocol.wire import LeaseAction
 
 @attrs.frozen
 class ClientStatistics:
-    """What a client can tell about itself.
+    """Figures of a client.
 
     Attributes:
         requests: How many requests were sent.
@@ -96,7 +96,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     async def get_many(self, keys: Sequence[Text]) -> list[Item | None]:
         """The items at `keys`, in their order; None for each that is missing.
 
-        The items of one partition are read at one moment; those of different partitions are not.
+        The items of one partition are read at one moment; items of different partitions are not.
         """
         dispatcher = self._dispatcher
         lookup = KeyLookup([to_bytes(key) for key in keys], self.partition_count)
@@ -203,7 +203,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
                 stands for the snapshot end that is persisted when the lease is granted.
             time_to_live_s: How long it lasts without renewal. The lease outlives this connection,
                 and a restart of the server.
-            owner: Who holds it, for the server's list of leases.
+            owner: The name of its holder, for the server's list of leases.
             lease_id: A random number of your own. Asking again with it makes no second lease: an
                 existing one is renewed with the ranges that it has. 0 draws a number.
 
@@ -248,7 +248,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         )
 
     def statistics(self) -> ClientStatistics:
-        """What the client can tell about itself."""
+        """The client's figures."""
         return ClientStatistics(
             self._dispatcher.requests, len(self._dispatcher), self._dispatcher.credit_left
         )

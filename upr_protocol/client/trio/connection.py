@@ -78,7 +78,7 @@ class Connection:
     Attributes:
         address: Where it leads.
         session: The session. After `session.send`, call `flush`.
-        handshake: What the server told in the beginning.
+        handshake: The server's first answers.
         failure: Why the connection is over; None while it is not.
         ended: Set when it is over.
         ready: Set when the handshake is done, or the connection is over before.

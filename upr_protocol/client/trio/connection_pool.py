@@ -41,7 +41,7 @@ asked on a connection of its own: this one may be dead without a word."""
 
 
 class NodeHandler(ConnectionHandler, Protocol):
-    """What uses one node, over one connection after another.
+    """Uses one node, over one connection after another.
 
     Attributes:
         retry: Told of progress; says when to give the node up.
@@ -58,7 +58,7 @@ H = TypeVar("H", bound=NodeHandler)
 
 
 class PoolClient(Protocol[H]):
-    """What a pool keeps connections for."""
+    """The owner of a pool: it says which connections it needs."""
 
     @property
     def is_finished(self) -> bool:
@@ -88,9 +88,9 @@ class _Node(Generic[H]):
     Attributes:
         address: Where it is. The user's address may name several places; one after the other is
             tried for the first node.
-        handler: What uses it.
-        connection: The connection to it; None while there is none.
-        map_request: What it was asked about its map on this connection.
+        handler: Uses it.
+        connection: The connection to it; None while it is not connected.
+        map_request: The question for its map on this connection.
         is_down: Whether the last connection, or attempt to make one, failed.
         scope: Cancel it to close the connection for good.
     """
@@ -116,7 +116,7 @@ class ConnectionPool(Generic[H]):
     Args:
         address: Where to begin.
         options: How to connect.
-        client: What the connections are for.
+        client: The owner of the pool.
         retry_timeout_s: How long to go on without a node for a partition that is waited for.
         state: The state that a node must hold a partition in.
         by_map: Whether to follow the partition map; otherwise everything goes to `address`.
@@ -124,10 +124,10 @@ class ConnectionPool(Generic[H]):
         opened: The partitions whose histories the client needs; empty for all.
 
     Attributes:
-        metadata: What is known of the cluster.
+        metadata: The client's view of the cluster.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
-        settled: Set when all partitions have been located for the first time: there is no newer
-            map, and each node that it names was reached or could not be.
+        settled: Set when all partitions have been located for the first time: the map is the
+            newest, and the pool has reached each node that it names or failed to.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class ConnectionPool(Generic[H]):
         await node.handler.drain()
         node.scope.cancel()
 
-    # What handlers report.
+    # For handlers.
 
     def connected(self, handler: H, connection: Connection) -> None:
         """A handler's connection has opened the bucket. The handler calls this before it uses the
@@ -326,7 +326,7 @@ class ConnectionPool(Generic[H]):
             nodes[address] = self._add_node(address)
         for partition, place in placements.items():
             client.place(partition, None if place is None else nodes[place].handler)
-        # While the map names no node at all, those that are connected can still tell a newer one.
+        # If the map names no node at all, the nodes that are connected can still tell a newer map.
         if needed:
             for node in [node for node in self._nodes if node.address not in needed]:
                 self._remove_node(node)

@@ -280,8 +280,9 @@ class RequestDispatcher:
     async def _next_group(
         self, partitions: Iterable[PartitionId], deadline: float
     ) -> tuple[NodeChannel, list[PartitionId]]:
-        """A channel to ask, and those of `partitions` to ask it about. It holds the first of them;
-        partitions that the bucket does not have go to any node, which refuses them.
+        """A channel to ask, and the partitions to ask it about: the first of `partitions`, and
+        others at the same node. Partitions that the bucket does not have go to any node, which
+        refuses them.
 
         Raises:
             ServerError, BrokenError: There was no channel by the deadline.
@@ -344,11 +345,11 @@ class RequestDispatcher:
             if metadata.map is None or metadata.holders(partition, PartitionState.ACTIVE)
         ]
 
-    # What is known without asking.
+    # Known without asking.
 
     @property
     def logs(self) -> list[PartitionLog]:
-        """What the node of each partition told of it when it was connected to."""
+        """The log of each partition, as its node sent it during the handshake."""
         return [
             channel.connection.handshake.logs[partition]
             for partition, channel in self._channel_of.items()

@@ -43,7 +43,7 @@ FAILURES_MAX: Final = 10_000
 
 
 class PublishError(UprError):
-    """Some operations failed, and nobody dealt with them.
+    """Some operations failed, and the application did not clear them.
 
     Attributes:
         failures: The first `FAILURES_MAX` of them.
@@ -56,7 +56,7 @@ class PublishError(UprError):
 
 @attrs.frozen
 class PublisherStatistics:
-    """What a publisher can tell about itself.
+    """Figures of a publisher.
 
     Attributes:
         batches: How many batches were answered.
@@ -97,8 +97,8 @@ class Publisher:
 
     Attributes:
         failures: The operations that failed, unless a callback is told; at most `FAILURES_MAX`.
-            Clear it when you have dealt with them: what is left when the context ends is raised as
-            `PublishError`.
+            Clear the list when you have dealt with them: failures left at the end of the context
+            are raised as `PublishError`.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Publisher:
                     raise over_quota(self.address, self._credit_timeout_s)
             await router.wait_for_change(deadline)
 
-    # Behind the scenes.
+    # Internal.
 
     def _count(self, batch: Batch) -> None:
         self._batches += 1
@@ -342,7 +342,7 @@ class Publisher:
             raise PublishError(self.failures, self._failed)
 
     def statistics(self) -> PublisherStatistics:
-        """What the publisher can tell about itself."""
+        """The publisher's figures."""
         return PublisherStatistics(
             self._batches,
             self._mutations,
@@ -391,7 +391,7 @@ async def publisher(
         linger_s: or after this time.
         in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
         buffer_bytes: How much it holds, unsent or unanswered, before its callers wait.
-        durability: What must hold before a batch is answered.
+        durability: How durable a batch must be before the server answers it.
         copies: How many replicas beside the active, for the replicated levels. An operation that
             does not become so durable within the retry timeout fails with `NOT_DURABLE_YET`: it was
             carried out, and may be lost.
@@ -409,7 +409,7 @@ async def publisher(
         AddressError: The URL is not valid, or names no bucket.
         BrokenError: It could not connect.
         ServerError: The server refused, for instance with `NO_BUCKET`.
-        PublishError: On leaving: operations failed, and there is no `on_failure`.
+        PublishError: On leaving: operations failed, and no `on_failure` was given.
     """
     if isinstance(target, Client):
         address, options = target.address, target.options
