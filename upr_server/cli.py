@@ -264,11 +264,11 @@ def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOption
                 raise click.UsageError(f"{data_dir} has no bucket {bucket!r}, but {names}")
             names = names if bucket is None else [bucket]
             inspected.buckets = len(names)
-            for found in inspect(data_dir, names, task, options):
-                if isinstance(found, Problem):
-                    inspected.problems.append(found)
-                elif isinstance(found, Progress):
-                    inspected.take(found)
+            for finding in inspect(data_dir, names, task, options):
+                if isinstance(finding, Problem):
+                    inspected.problems.append(finding)
+                elif isinstance(finding, Progress):
+                    inspected.take(finding)
         inspected.clear()
     except DataDirectoryError as error:
         _say(str(error))

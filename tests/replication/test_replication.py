@@ -280,7 +280,7 @@ async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:
         await group.start("b")
         # It is to follow one that is down.
         await group.share([Assignment("a", {"b": "c", "c": ""})] * P)
-        with pytest.raises(ServerError, match="has not heard of its master yet"):
+        with pytest.raises(ServerError, match="has not heard of its active yet"):
             await follow(group.nodes["b"].url, state)
 
 

@@ -52,7 +52,7 @@ class _Stream:
     snapshot_end: SeqNo = SeqNo(0)
     turn_end: SeqNo = SeqNo(0)
     """What the turn that it has must reach."""
-    told: tuple[HistoryId, SeqNo] | None = None
+    last_start: tuple[HistoryId, SeqNo] | None = None
     """The history and the purge number that its last `PartitionStart` named."""
 
     @property
@@ -61,13 +61,48 @@ class _Stream:
         return self.reader.is_reading and self.reader.seq == self.snapshot_end
 
 
-def _refusal_of_state(request: Stream) -> str:
-    """Why no partition is streamed in the state that `request` asks for; empty if it may be."""
+@attrs.frozen
+class _Refusal:
+    """Why there is no stream; `seq` is the rollback's ceiling, or how far the server is."""
+
+    status: Status
+    reason: str
+    seq: SeqNo = SeqNo(0)
+
+
+def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | _Refusal:
+    """Where a stream starts, or why there is none."""
     if request.state is PartitionState.DEAD:
-        return "a dead partition is not streamed; ask for an active one or a replica"
+        return _Refusal(
+            Status.BAD_ARGUMENT,
+            "a dead partition is not streamed; ask for an active one or a replica",
+        )
     if request.state is PartitionState.PENDING and not request.with_answers:
-        return "a pending partition is streamed to replicas only; ask for an active one"
-    return ""
+        return _Refusal(
+            Status.BAD_ARGUMENT,
+            "a pending partition is streamed to replicas only; ask for an active one",
+        )
+    if partition.state is not request.state:
+        is_dead = partition.state is PartitionState.DEAD
+        return _Refusal(
+            Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
+            f"the partition is {partition.state.name.lower()} here",
+        )
+    if not partition.failover_log.entries:
+        return _Refusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
+    # Within a lease no deletion was forgotten, wherever in it the client goes on.
+    purge_seq = SeqNo(0) if request.lease_id else partition.purge_seq
+    decision = decide_start(partition.failover_log, partition.high_seq, purge_seq, request.position)
+    if isinstance(decision, Retry):
+        return _Refusal(Status.SEQ_TOO_HIGH, decision.reason.value, partition.high_seq)
+    if isinstance(decision, RollBack):
+        return _Refusal(Status.ROLLBACK, decision.reason.value, decision.ceiling)
+    if request.lease_id:
+        try:
+            disk.leases.check_range(request.lease_id, partition.id, decision.seq, request.end_seq)
+        except ServerError as error:
+            return _Refusal(error.status, error.sentence, decision.seq)
+    return decision
 
 
 class Streamer:
@@ -81,7 +116,6 @@ class Streamer:
 
     __slots__ = (
         "_disk_streams",
-        "_map_revision",
         "_name",
         "_session",
         "_streams",
@@ -96,58 +130,31 @@ class Streamer:
         self._streams: dict[PartitionId, _Stream] = {}
         self._disk_streams: dict[_Stream, None] = {}
         """Streams of which something that was read from disk is being sent."""
-        self._map_revision = 0
         self._turn: _Stream | None = None
         """The stream whose snapshot is being sent."""
 
     def open(
-        self, disk: BucketDisk, partition: Partition, request: Stream, map_revision: int = 0
+        self, disk: BucketDisk, partition: Partition, request: Stream, map_revision: int
     ) -> None:
         """Answers `request` for `partition`: opens a stream, or says why not."""
-        self._map_revision = map_revision
-        if refusal := _refusal_of_state(request):
-            self._answer(request, Status.BAD_ARGUMENT, SeqNo(0), refusal, partition)
-            return
-        if partition.state is not request.state:
-            is_dead = partition.state is PartitionState.DEAD
-            self._answer(
-                request,
-                Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
-                SeqNo(0),
-                f"the partition is {partition.state.name.lower()} here",
-                partition,
+        decision = _decide(disk, partition, request)
+        if isinstance(decision, _Refusal):
+            status, reason = decision.status, decision.reason
+        else:
+            status, reason = Status.OK, decision.reason.value
+        self._session.send(
+            StreamReply(
+                decision.seq,
+                reason,
+                partition.failover_log,
+                map_revision,
+                partition=partition.id,
+                opaque=request.opaque,
+                status=status,
             )
-            return
-        if not partition.failover_log.entries:
-            self._answer(
-                request,
-                Status.SEQ_TOO_HIGH,
-                SeqNo(0),
-                "this replica has not heard of its master yet",
-                partition,
-            )
-            return
-        # In what a lease holds no deletion was forgotten, wherever in it the client goes on.
-        purge_seq = SeqNo(0) if request.lease_id else partition.purge_seq
-        decision = decide_start(
-            partition.failover_log, partition.high_seq, purge_seq, request.position
         )
-        reason = decision.reason.value
-        if isinstance(decision, Retry):
-            self._answer(request, Status.SEQ_TOO_HIGH, partition.high_seq, reason, partition)
+        if isinstance(decision, _Refusal):
             return
-        if isinstance(decision, RollBack):
-            self._answer(request, Status.ROLLBACK, decision.ceiling, reason, partition)
-            return
-        if request.lease_id:
-            try:
-                disk.leases.check_range(
-                    request.lease_id, partition.id, decision.seq, request.end_seq
-                )
-            except ServerError as error:
-                self._answer(request, error.status, decision.seq, error.sentence, partition)
-                return
-        self._answer(request, Status.OK, decision.seq, reason, partition)
         # A client that was cut inside a snapshot is at no end before that is over, whatever number
         # it has: older values may be missing of keys that changed again further on in it.
         if max(request.end_seq, decision.end_at_least) <= decision.seq:
@@ -183,21 +190,6 @@ class Streamer:
             end_at_least=decision.end_at_least,
             on_ready=on_ready,
             on_disk=self._wake,
-        )
-
-    def _answer(
-        self, request: Stream, status: Status, seq: SeqNo, reason: str, partition: Partition
-    ) -> None:
-        self._session.send(
-            StreamReply(
-                seq,
-                reason,
-                partition.failover_log,
-                self._map_revision,
-                partition=partition.id,
-                opaque=request.opaque,
-                status=status,
-            )
         )
 
     def feeds_replica(self, partition: PartitionId) -> bool:
@@ -290,9 +282,9 @@ class Streamer:
         """Puts the start of a snapshot into the session, or all of it where it is one chunk."""
         session, partition = self._session, stream.partition
         stream.snapshot_end = start.end
-        told = (partition.failover_log.current, partition.purge_seq)
+        history_id, purge_seq = partition.failover_log.current, partition.purge_seq
         first: CursorItem | Wait | None = None
-        if stream.told == told and self._may_go_whole(stream, start):
+        if stream.last_start == (history_id, purge_seq) and self._may_go_whole(stream, start):
             # What is in memory has a chunk behind its start.
             first = stream.reader.next()
             if isinstance(first, Chunk) and first.end == start.end:
@@ -301,13 +293,13 @@ class Streamer:
                 session.send(PartitionSnapshot(first, partition=partition.id, opaque=stream.opaque))
                 self._has_ended(stream, end.end)
                 return True
-        stream.told = told
+        stream.last_start = history_id, purge_seq
         session.send(
             PartitionStart(
-                told[0],
+                history_id,
                 start.start,
                 start.end,
-                told[1],
+                purge_seq,
                 start.kind,
                 start.may_repeat,
                 partition=partition.id,
@@ -337,11 +329,11 @@ class Streamer:
         """Sends what publishers were answered, of the snapshot that is about to end."""
         rows: list[tuple[bytes, int, int, bytes]] = []
         nbytes = 0
-        found = stream.partition.deduplicator.between(start, end)
-        for at, row in enumerate(found, 1):
+        answers = stream.partition.deduplicator.between(start, end)
+        for count, row in enumerate(answers, 1):
             rows.append(row)
             nbytes += len(row[3]) + ANSWER_OVERHEAD_BYTES
-            if nbytes >= BATCH_BYTES or at == len(found):
+            if nbytes >= BATCH_BYTES or count == len(answers):
                 self._session.send(
                     PartitionAnswers(
                         tuple(rows), partition=stream.partition.id, opaque=stream.opaque
