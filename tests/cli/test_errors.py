@@ -24,7 +24,7 @@ def leave_with(error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),
     [
-        (AddressError("'x' is no address"), 2, "'x' is no address"),
+        (AddressError("'x' is not a valid address"), 2, "'x' is not a valid address"),
         (ResumeStateError("this is no resume state"), 2, "this is no resume state"),
         (ServerError(Status.NO_BUCKET, "no bucket x"), 3, "no bucket x: create the bucket first"),
         (ServerError(Status.CAS_MISMATCH), 3, "cas mismatch: read the item again"),

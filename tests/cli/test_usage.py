@@ -64,7 +64,7 @@ def test_it_runs_as_a_module() -> None:
         (["get", "127.0.0.1/b", "k"], "the first argument must be the server's URL"),
         (["get", "upr://127.0.0.1", "k"], "the bucket is missing"),
         (["get", "upr:///b", "k"], "the host is missing"),
-        (["get", "upr://h:99999/b", "k"], "no address"),
+        (["get", "upr://h:99999/b", "k"], "not a valid address"),
         (["get", "upr://h/b/c", "k"], "a bucket's name has no slash"),
         (["get", "upr://h/b?x=1", "k"], "it has only a host, a port and a bucket"),
     ],
@@ -91,7 +91,7 @@ def test_a_url_on_the_command_line_overrides_the_environment(
     run("set", bucket, "k", "v")
     monkeypatch.setenv("UPR_URL", "nonsense")
     run("get", bucket, "k")
-    assert "no address" in run("get", "k", code=2).stderr
+    assert "not a valid address" in run("get", "k", code=2).stderr
 
 
 def test_unknown_commands_and_options_are_usage_errors(server: Server, run: Run) -> None:

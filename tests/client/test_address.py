@@ -50,10 +50,10 @@ def test_what_is_an_address(url: str, address: Address) -> None:
         ("upr://host/" + "b" * 101, "at most 100 bytes"),
     ],
 )
-def test_what_is_none(url: str, why: str) -> None:
+def test_an_invalid_url_raises_an_error_that_says_why(url: str, why: str) -> None:
     with pytest.raises(AddressError, match=why) as caught:
         Address.parse(url)
-    assert "as in upr://127.0.0.1:12000/flights" in str(caught.value)
+    assert "example: upr://127.0.0.1:12000/flights" in str(caught.value)
 
 
 def test_a_bucket_can_be_asked_for() -> None:
