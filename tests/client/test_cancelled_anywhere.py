@@ -505,15 +505,6 @@ async def _consume_with_rollback(server: Server, folder: Path) -> None:
 
 
 async def _consume_as_replica(server: Server, folder: Path) -> None:
-    if server.cluster.map_of("b") is None:
-        assignment = Assignment(active="a", replicas={"z": ""})
-        with_replica = PartitionMap(
-            bucket="b",
-            revision=1,
-            nodes={"a": f"{HOST}:{server.port}", "z": f"{HOST}:1"},
-            partitions=(assignment,) * PARTITIONS,
-        )
-        await NodeClient(Address.parse(server.url("b"))).set_map(0, with_replica)
     async with consume_as_replica(
         server.url("b"),
         state=PartitionState.ACTIVE,
@@ -576,7 +567,6 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _publisher: (publisher,),
     _consume: (consume,),
     _consume_with_rollback: (consume_with_rollback,),
-    _consume_as_replica: (consume_as_replica,),
     _keep_local_copy: (keep_local_copy,),
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
     _node_status: (NodeClient.status,),
@@ -605,6 +595,27 @@ async def test_from_the_connection_to_its_end(
     steps = await cancelled_at_each_step(work, look)
     assert steps.times > 10
     steps.check_inside(*CONTEXTS[context])
+
+
+async def test_a_replicas_consumer(
+    network: MemoryNetwork, server: Server, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    partition_map = PartitionMap(
+        bucket="b",
+        revision=1,
+        nodes={"a": f"{HOST}:{server.port}", "z": f"{HOST}:65535"},
+        partitions=(Assignment(active="a", replicas={"z": ""}),) * PARTITIONS,
+    )
+    await NodeClient(Address.parse(server.url("b"))).set_map(0, partition_map)
+    # The server asks the replica's node for its map, in vain, for as long as it runs.
+    await trio.sleep(2 * ASK_INTERVAL_S)
+
+    async def work() -> None:
+        await _consume_as_replica(server, tmp_path)
+
+    steps = await cancelled_at_each_step(work, lambda: check(server))
+    assert steps.times > 10
+    steps.check_inside(consume_as_replica)
 
 
 # Operators. What they do takes very many steps, of which only some are tried.
@@ -767,6 +778,7 @@ def test_nothing_is_forgotten() -> None:
         *(FileStore.load, FileStore.save),
         *WAITS_FOR_NOTHING,
         *(function for functions in CONTEXTS.values() for function in functions),
+        consume_as_replica,
         *SURVEY,
         *COMMANDS,
     }
