@@ -117,7 +117,7 @@ class BucketStorage:
     Attributes:
         log: The log.
         index: The index.
-        copied: See the argument.
+        copied: As given.
     """
 
     def __init__(

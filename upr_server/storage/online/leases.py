@@ -1,12 +1,12 @@
-"""Leases: ranges of numbers that compaction leaves as they are, and who holds them for how long.
+"""Leases: ranges of sequence numbers that compaction leaves as they are, for a limited time.
 
-Those that clients ask for survive a restart. One that is not renewed in time lapses: it holds
-nothing back any more, but is remembered, and can be renewed for as long as nothing of its ranges
-was dropped. Whoever reads a range under a lease therefore reads every time what was there when it
-was granted, or is told that it is gone.
+The leases of clients survive a restart. A lease that is not renewed in time lapses. It protects
+nothing then, but it is remembered, and its owner can renew it while nothing of its ranges was
+dropped. So a client that reads a range under a lease gets each time what was there when the lease
+was granted, or the error `RANGE_GONE`.
 
-Backfills hold theirs for as long as they read, at most `BACKFILL_LEASE_S`: a consumer that has read
-for so long begins again, behind what it has.
+A backfill holds its range for as long as it reads, at most `BACKFILL_LEASE_S`. A consumer that has
+read for so long begins another backfill from where it stands.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ LAPSED_S: Final = 7 * 24 * 3600.0
 """How long a lapsed lease is remembered, unless others need its place."""
 
 LAPSED_RANGES_MAX: Final = 64 * 1024
-"""Ranges that all lapsed leases may have together: each is looked at in every step of a
-compaction."""
+"""How many ranges all lapsed leases may have together: every step of a compaction looks at each."""
 
 GONE: Final = (
-    "lease {:x} is not there, or compaction has dropped some of what it held after it lapsed"
+    "lease {:x} does not exist, or compaction has dropped some of its range after it lapsed"
 )
 
 
@@ -46,11 +45,11 @@ class LeaseBook:
     """The leases on one bucket.
 
     Args:
-        store: Where they are kept.
+        store: The disk, where they are stored.
         bucket: The bucket.
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number.
-        leases: Those that were there.
+        leases: The leases that the disk has.
     """
 
     def __init__(
@@ -70,27 +69,27 @@ class LeaseBook:
         self._broken = 0
 
     def __len__(self) -> int:
-        """Leases that clients hold."""
-        return len(self._held())
+        """How many leases clients hold."""
+        return len(self._unexpired())
 
-    def _held(self) -> list[LeaseRecord]:
+    def _unexpired(self) -> list[LeaseRecord]:
         now = self._time()
         return [lease for lease in self._leases.values() if lease.expires_at > now]
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """(partition, start, end) of all that is held now."""
-        held = [found for lease in self._held() for found in lease.ranges]
-        return held + list(self._backfills.values())
+        """(partition, start, end) of all ranges that clients and backfills hold now."""
+        of_clients = [leased for lease in self._unexpired() for leased in lease.ranges]
+        return of_clients + list(self._backfills.values())
 
     def lapsed(self) -> list[LeaseRecord]:
-        """Those that hold nothing back, and are whole."""
+        """The leases that have lapsed, and are whole: they can be renewed."""
         now = self._time()
         return [
             lease for lease in self._leases.values() if lease.expires_at <= now and lease.is_whole
         ]
 
     def mark_broken(self, lease_ids: Iterable[int]) -> None:
-        """A compaction has dropped something of these; the disk has it already."""
+        """Marks leases of which something was dropped; on disk they are marked already."""
         for lease_id in lease_ids:
             lease = self._leases[lease_id]
             self._leases[lease_id] = msgspec.structs.replace(lease, is_whole=False)
@@ -104,7 +103,7 @@ class LeaseBook:
         self._backfills[owner] = (partition, start, end)
 
     def release_range(self, owner: object) -> None:
-        """The backfill is over. Nothing happens when it held nothing."""
+        """Releases a backfill's range, if it holds one."""
         self._backfills.pop(owner, None)
 
     # Clients.
@@ -116,30 +115,31 @@ class LeaseBook:
         ranges: Sequence[tuple[int, int, int]],
         time_to_live_s: int,
     ) -> LeaseRecord:
-        """A lease, on disk when this returns. To be called under `Maintenance.paused`.
+        """Grants a lease. It is on disk when this returns. To be called under
+        `Maintenance.paused`: else a step of compaction might drop something of it meanwhile.
 
         Args:
-            lease_id: Its ID. If it is there already, it goes on for so long from now, with the
-                ranges that it has. 0 for one that is drawn.
-            owner: Who holds it.
-            ranges: (partition, start, end), start exclusive. An end of `SEQ_MAX` is the snapshot
-                end that is on disk.
+            lease_id: Its ID; 0 to draw one. A lease that exists already is renewed, with the ranges
+                that it has.
+            owner: The name of the client that holds it.
+            ranges: (partition, start, end), start exclusive. An end of `SEQ_MAX` stands for the
+                persisted snapshot end.
             time_to_live_s: How long it lives without renewal.
 
         Raises:
-            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `RANGE_GONE`, or `ROLLBACK_NEEDED` when
-                what is asked for is no longer whole.
+            ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `RANGE_GONE`, or `ROLLBACK_NEEDED` if the
+                range has lost tombstones already.
         """
         if lease_id in self._leases:
             return await self.renew(lease_id, time_to_live_s)
         ranges = [
-            (number, start, self._persisted(number) if end == SEQ_MAX else end)
-            for number, start, end in ranges
+            (partition, start, self._persisted(partition) if end == SEQ_MAX else end)
+            for partition, start, end in ranges
         ]
         self._check(ranges, time_to_live_s)
         if len(self._leases) >= LEASES_MAX:
-            await self._make_room()
-        return await self._keep(
+            await self._delete_first_lapsed()
+        return await self._put(
             LeaseRecord(
                 lease_id or self._new_id(),
                 owner,
@@ -151,15 +151,15 @@ class LeaseBook:
 
     def _persisted(self, partition: int) -> SeqNo:
         if partition >= len(self._bucket.partitions):
-            raise ServerError(Status.BAD_ARGUMENT, f"there is no partition {partition}")
+            raise ServerError(Status.BAD_ARGUMENT, f"partition {partition} does not exist")
         return self._bucket.partitions[partition].manager.persistence.committed
 
-    async def _make_room(self) -> None:
-        """Forgets the lease that lapsed first."""
+    async def _delete_first_lapsed(self) -> None:
         first = min(self._leases.values(), key=attrgetter("expires_at"))
         if first.expires_at > self._time():
             raise ServerError(
-                Status.LIMIT_REACHED, f"bucket {self._bucket.name} has {LEASES_MAX} leases"
+                Status.LIMIT_REACHED,
+                f"bucket {self._bucket.name} has {LEASES_MAX} leases already; release one first",
             )
         await self._store.ask(DeleteLeases(self._bucket.name, [first.lease_id]))
         self._leases.pop(first.lease_id, None)
@@ -175,41 +175,42 @@ class LeaseBook:
                 Status.BAD_ARGUMENT,
                 f"a lease lives 1 to {LEASE_TIME_TO_LIVE_S_MAX} seconds, not {time_to_live_s}",
             )
-        if len({number for number, _, _ in ranges}) < len(ranges):
-            raise ServerError(Status.BAD_ARGUMENT, "a lease has one range of a partition")
-        for number, start, end in ranges:
-            persisted = self._persisted(number)
+        if len({partition for partition, _, _ in ranges}) < len(ranges):
+            raise ServerError(Status.BAD_ARGUMENT, "a lease has at most one range of a partition")
+        for partition, start, end in ranges:
+            persisted = self._persisted(partition)
             if not start <= end <= persisted:
                 raise ServerError(
                     Status.BAD_ARGUMENT,
-                    f"({start}, {end}] of partition {number} is no range that is on disk, where "
-                    f"the last number is {persisted}",
+                    f"({start}, {end}] of partition {partition} is not a range on disk, where the "
+                    f"last number is {persisted}",
                 )
-            partition = self._bucket.partitions[number]
-            if 0 < start < partition.purge_seq:
+            purge_seq = self._bucket.partitions[partition].purge_seq
+            if 0 < start < purge_seq:
                 raise ServerError(
                     Status.ROLLBACK_NEEDED,
-                    f"partition {number} has forgotten deletions up to {partition.purge_seq}",
+                    f"partition {partition} has forgotten deletions up to {purge_seq}",
                 )
 
-    async def _keep(self, lease: LeaseRecord) -> LeaseRecord:
-        # It holds from now on, and its owner hears of it when it is on disk.
-        before = self._leases.get(lease.lease_id)
+    async def _put(self, lease: LeaseRecord) -> LeaseRecord:
+        # It protects its ranges from now on, and its owner hears of it when it is on disk. The
+        # other way round, compaction could break it in between.
+        previous = self._leases.get(lease.lease_id)
         self._leases[lease.lease_id] = lease
         try:
             await self._store.ask(PutLease(self._bucket.name, lease))
         except DiskFullError:
             self._leases.pop(lease.lease_id, None)
-            if before is not None:
-                self._leases[lease.lease_id] = before
+            if previous is not None:
+                self._leases[lease.lease_id] = previous
             raise
         return lease
 
     def get_whole(self, lease_id: int) -> LeaseRecord:
-        """A lease that is whole, held or lapsed.
+        """A whole lease, lapsed or not.
 
         Raises:
-            ServerError: `RANGE_GONE`.
+            ServerError: `RANGE_GONE`: it does not exist, or is broken.
         """
         lease = self._leases.get(lease_id)
         if lease is None or not lease.is_whole:
@@ -217,14 +218,15 @@ class LeaseBook:
         return lease
 
     def check_range(self, lease_id: int, partition: PartitionId, start: SeqNo, end: SeqNo) -> None:
-        """Makes sure that (`start`, `end`] of a partition can be read under a lease.
+        """Checks that (`start`, `end`] of a partition can be read under a lease.
 
         Raises:
-            ServerError: `RANGE_GONE`, also when the lease is for something else.
+            ServerError: `RANGE_GONE`, also if the lease is for another range.
         """
         lease = self.get_whole(lease_id)
         if not any(
-            found == partition and low <= start and end <= high for found, low, high in lease.ranges
+            leased == partition and low <= start and end <= high
+            for leased, low, high in lease.ranges
         ):
             raise ServerError(
                 Status.RANGE_GONE,
@@ -232,7 +234,7 @@ class LeaseBook:
             )
 
     async def renew(self, lease_id: int, time_to_live_s: int) -> LeaseRecord:
-        """A lease that goes on for so long from now. To be called under `Maintenance.paused`.
+        """Has a lease live for so long from now. To be called under `Maintenance.paused`.
 
         Raises:
             ServerError: `RANGE_GONE` or `BAD_ARGUMENT`.
@@ -243,21 +245,26 @@ class LeaseBook:
                 Status.BAD_ARGUMENT, f"a lease lives 1 to {LEASE_TIME_TO_LIVE_S_MAX} seconds"
             )
         expires_at = self._time() + time_to_live_s
-        return await self._keep(
+        return await self._put(
             msgspec.structs.replace(lease, time_to_live_s=time_to_live_s, expires_at=expires_at)
         )
 
     async def release(self, lease_id: int) -> None:
-        """Ends a lease, and forgets it. Raises `ServerError` when there is none."""
+        """Ends and deletes a lease.
+
+        Raises:
+            ServerError: `BAD_ARGUMENT`: it does not exist.
+        """
         if lease_id not in self._leases:
             raise ServerError(
-                Status.BAD_ARGUMENT, f"there is no lease {lease_id:x}: it was released already"
+                Status.BAD_ARGUMENT,
+                f"lease {lease_id:x} does not exist: it was released or has expired",
             )
         await self._store.ask(DeleteLeases(self._bucket.name, [lease_id]))
         self._leases.pop(lease_id, None)
 
     async def delete_lapsed(self) -> None:
-        """Forgets leases that lapsed long ago, and the first that did if they are too many."""
+        """Deletes leases that lapsed long ago, and more, oldest first, if there are too many."""
         now = self._time()
         lapsed = [lease for lease in self._leases.values() if lease.expires_at <= now]
         lapsed.sort(key=attrgetter("expires_at"), reverse=True)
@@ -269,27 +276,27 @@ class LeaseBook:
         ]
         if over:
             await self._store.ask(DeleteLeases(self._bucket.name, over))
-            # Not before: one that is left on disk, as that is full, must be known to compaction.
+            # Not before: if the disk is full they stay on disk, and compaction must know of them.
             for lease_id in over:
                 self._leases.pop(lease_id, None)
 
     def statistics(self) -> dict[str, object]:
         """Figures, and every lease that a client holds."""
-        now, held = self._time(), self._held()
+        now, unexpired = self._time(), self._unexpired()
         return {
-            "held": len(held),
-            "lapsed": len(self._leases) - len(held),
+            "held": len(unexpired),
+            "lapsed": len(self._leases) - len(unexpired),
             "broken": self._broken,
             "backfills": len(self._backfills),
             "leases": [
                 {
                     "id": f"{lease.lease_id:016x}",
                     "owner": lease.owner,
-                    "partitions": len({found[0] for found in lease.ranges}),
+                    "partitions": len({partition for partition, _, _ in lease.ranges}),
                     "numbers": sum(end - start for _, start, end in lease.ranges),
                     "time_to_live_s": lease.time_to_live_s,
                     "expires_in_s": round(lease.expires_at - now, 1),
                 }
-                for lease in held
+                for lease in unexpired
             ],
         }
