@@ -99,7 +99,7 @@ def test_unknown_leases_and_ranges_are_refused(bucket: str, run: Run) -> None:
     with BlockingClient(bucket) as client:
         for ranges, said in (
             ([], "1 to 1024 ranges"),
-            ([(99, 0, 0)], "no partition 99"),
+            ([(99, 0, 0)], "partition 99 does not exist"),
             ([(0, 0, 5)], "no range that is on disk"),
         ):
             with pytest.raises(ServerError, match=said):

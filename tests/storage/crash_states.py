@@ -61,7 +61,7 @@ _SIZES: Final = (1, 1, 1, 2, 3, 8, 30)
 _VALUES: Final = (0, 10, 100, 100, 1_000, 6_000)
 
 
-class Found(msgspec.Struct):
+class Tally(msgspec.Struct):
     """What the replay found.
 
     Attributes:
@@ -195,7 +195,7 @@ class Disk:
         elif isinstance(event, Resize):
             raise TypeError("a file that LMDB writes does not change its length otherwise")
 
-    def crashed(self, random: Random, doing: Event | None, found: Found) -> bytes:
+    def crashed(self, random: Random, doing: Event | None, tally: Tally) -> bytes:
         """What is there after a crash; of what was being done, a write may have been begun."""
         image = bytearray(self._image)
         writes = [*self.pending, doing] if isinstance(doing, Write) else self.pending
@@ -204,9 +204,9 @@ class Disk:
             if random.random() < likely:
                 _write(image, write.offset, write.data)
             elif random.random() < 0.5:
-                found.lost += 1
+                tally.lost += 1
             else:
-                found.torn += _tear(image, write, random)
+                tally.torn += _tear(image, write, random)
         return bytes(image)
 
 
@@ -218,35 +218,35 @@ def _write(image: bytearray, offset: int, data: bytes) -> None:
 
 def _tear(image: bytearray, write: Write, random: Random) -> bool:
     """Keeps some sectors of a write, and says whether others were lost."""
-    at, end = write.offset, write.offset + len(write.data)
-    kept = lost = 0
-    while at < end:
-        through = min(end, (at // SECTOR_BYTES + 1) * SECTOR_BYTES)
+    offset, end = write.offset, write.offset + len(write.data)
+    kept_sectors = lost_sectors = 0
+    while offset < end:
+        through = min(end, (offset // SECTOR_BYTES + 1) * SECTOR_BYTES)
         if random.random() < 0.5:
-            _write(image, at, write.data[at - write.offset : through - write.offset])
-            kept += 1
+            _write(image, offset, write.data[offset - write.offset : through - write.offset])
+            kept_sectors += 1
         else:
-            lost += 1
-        at = through
-    return bool(kept and lost)
+            lost_sectors += 1
+        offset = through
+    return bool(kept_sectors and lost_sectors)
 
 
 def states(
-    recording: Recording, found: Found, disk: Disk
+    recording: Recording, tally: Tally, disk: Disk
 ) -> Iterator[tuple[str, bytes, list[bytes]]]:
     """Each state: its name, its file, and the digests that are right, the older first."""
     random = Random(5)
     reported = recording.digest
     following = [event.digest for event in recording.events if isinstance(event, Reported)]
-    found.commits = len(following)
-    for at, event in enumerate(recording.events):
-        started = at > 0 and not isinstance(recording.events[at - 1], Reported)
+    tally.commits = len(following)
+    for position, event in enumerate(recording.events):
+        started = position > 0 and not isinstance(recording.events[position - 1], Reported)
         within = started or isinstance(event, Write)
         is_certain = not disk.pending and not isinstance(event, Write)
         for variant in range(1 if is_certain else VARIANTS_MAX):
-            found.states += 1
+            tally.states += 1
             right = [reported, following[0]] if within else [reported]
-            yield f"event {at}, variant {variant}", disk.crashed(random, event, found), right
+            yield f"event {position}, variant {variant}", disk.crashed(random, event, tally), right
         disk.take(event)
         if isinstance(event, Reported):
             reported = event.digest
@@ -261,7 +261,7 @@ def read_all(log: ChunkLog) -> None:
             after = log.read(number, after, high, bytes_max=1 << 20)[-1].end
 
 
-def examine(folder: Path, right: list[bytes], found: Found) -> None:
+def examine(folder: Path, right: list[bytes], tally: Tally) -> None:
     ordered_map = LmdbMap(folder, bytes_max=MAP_BYTES, is_summed=True)
     try:
         log = ChunkLog(ordered_map)
@@ -270,22 +270,22 @@ def examine(folder: Path, right: list[bytes], found: Found) -> None:
         digest = digest_of(ordered_map)
         if digest not in right:
             raise AssertionError("what is there was never committed, or is too old")
-        found.newer += digest in right[1:]
-        if not found.states % 25:
-            commit_some(log, Random(found.states))
+        tally.newer += digest in right[1:]
+        if not tally.states % 25:
+            commit_some(log, Random(tally.states))
             read_all(log)
-            found.written_on += 1
+            tally.written_on += 1
     finally:
         ordered_map.close()
 
 
-def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bool) -> Found:
+def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bool) -> Tally:
     """Opens every state."""
-    found = Found()
+    tally = Tally()
     disk = Disk(recording.image, is_honest=is_honest)
     seen = set()
     path = folder / "data.mdb"
-    for name, image, right in islice(states(recording, found, disk), states_max):
+    for name, image, right in islice(states(recording, tally, disk), states_max):
         seen.add(hashlib.blake2b(image, digest_size=16).digest())
         path.write_bytes(image)
         with suppress(FileNotFoundError):
@@ -293,11 +293,11 @@ def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bo
         # Where this stands when the process is killed, it says.
         (folder / "state").write_text(name)
         try:
-            examine(folder, right, found)
+            examine(folder, right, tally)
         except Exception as error:  # noqa: BLE001  # anything at all is what this looks for
-            found.wrong.append(f"{name}: {type(error).__name__}: {error}")
-    found.different = len(seen)
-    return found
+            tally.wrong.append(f"{name}: {type(error).__name__}: {error}")
+    tally.different = len(seen)
+    return tally
 
 
 def main(program: str, folder: Path) -> None:
@@ -310,8 +310,8 @@ def main(program: str, folder: Path) -> None:
         recording = msgspec.msgpack.decode(saved.read_bytes(), type=Recording)
         is_honest = program == "replay"
         states_max = 1 << 32 if is_honest else LIE_STATES
-        found = replay(recording, work, states_max, is_honest=is_honest)
-        (work / "found").write_bytes(msgspec.msgpack.encode(found))
+        tally = replay(recording, work, states_max, is_honest=is_honest)
+        (work / "tally").write_bytes(msgspec.msgpack.encode(tally))
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ class Model:
         self.highs = [0] * partitions
         self.ends = [[0] for _ in range(partitions)]
 
-    def contents(self, partition: int, at: int) -> Contents:
+    def contents(self, partition: int, seq: int) -> Contents:
         """What existed when `at` was the newest number."""
-        return apply({}, (row for row in self.histories[partition] if row.seq <= at))
+        return apply({}, (row for row in self.histories[partition] if row.seq <= seq))
 
     def take(self, writes: Sequence[PartitionWrite]) -> None:
         """They were committed."""
@@ -93,5 +93,5 @@ class Model:
     def check_read(self, log: ChunkLog, partition: int, start: int, end: int) -> None:
         """A consumer at `start` that reads up to `end` has what existed there."""
         rows = read(log, partition, start, end)
-        found = apply(self.contents(partition, start), rows)
-        assert found == self.contents(partition, end)
+        contents = apply(self.contents(partition, start), rows)
+        assert contents == self.contents(partition, end)

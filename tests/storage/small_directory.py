@@ -69,15 +69,15 @@ def _write(
     high = storage.log.high(partition)
     count = chance.choice([1, 3, 20, 40])
     rows = []
-    for at in range(count):
-        seq = high + 1 + at
+    for position in range(count):
+        seq = high + 1 + position
         operation = chance.choice([Operation.SET, Operation.SET, Operation.SET, Operation.DELETE])
         value, expiry = b"", 0
         if operation == Operation.SET:
             value = chance.randbytes(chance.choice([0, 8, 60, 200, 300 if turn % 5 else 3000]))
             expiry = chance.choice([0, 0, EXPIRY + seq])
         key = key_of(chance.randrange(KEYS))
-        rows.append(Mutation(operation, key, value, SeqNo(seq), Cas(seq * 2), at, expiry))
+        rows.append(Mutation(operation, key, value, SeqNo(seq), Cas(seq * 2), position, expiry))
     chunk = Chunk.build(rows, high, SeqNo(high + count))
     log = ((7, 0),) if turn < 10 else ((9, 1), (7, 0))
     record = PartitionRecord(PartitionState.ACTIVE, log, chunk.end, chunk.end * 2)
@@ -125,8 +125,11 @@ def answers(storage: BucketStorage) -> Answers:
     """What an undamaged directory answers."""
     stored = storage.log.load()
     streams = [
-        [bytes(chunk) for chunk in storage.log.read(number, 0, found.record.high, bytes_max=PLENTY)]
-        for number, found in enumerate(stored.partitions)
+        [
+            bytes(chunk)
+            for chunk in storage.log.read(number, 0, partition.record.high, bytes_max=PLENTY)
+        ]
+        for number, partition in enumerate(stored.partitions)
     ]
     keys = [want.key for want in wants()]
     items = [

@@ -60,8 +60,8 @@ def _flips_of_the_tree(folder: Path, chance: random.Random) -> list[Flip]:
     for part in ("log", "index"):
         data = (folder / part / "data.mdb").read_bytes()
         for page in range(len(data) // PAGE_BYTES):
-            at = page * PAGE_BYTES
-            number, flags = int.from_bytes(data[at : at + 8], "little"), data[at + 10]
+            offset = page * PAGE_BYTES
+            number, flags = int.from_bytes(data[offset : offset + 8], "little"), data[offset + 10]
             # A branch, a leaf or a meta page; of what is left of others, the number is another.
             if number == page and flags & 0b1011:
                 structural.append((part, page))
@@ -69,17 +69,17 @@ def _flips_of_the_tree(folder: Path, chance: random.Random) -> list[Flip]:
     for _ in range(FLIPS_OF_THE_TREE):
         part, page = chance.choice(structural)
         # The head of a page, its table of places, and for the rest wherever it may be.
-        at = chance.randrange(chance.choice([16, 160, PAGE_BYTES, PAGE_BYTES]))
-        flips.append((part, page * PAGE_BYTES + at, chance.randrange(8)))
+        offset = chance.randrange(chance.choice([16, 160, PAGE_BYTES, PAGE_BYTES]))
+        flips.append((part, page * PAGE_BYTES + offset, chance.randrange(8)))
     return flips
 
 
 def _flip(folder: Path, flip: Flip) -> None:
-    part, at, bit = flip
+    part, offset, bit = flip
     with open(folder / part / "data.mdb", "r+b", buffering=0) as file:
-        file.seek(at)
+        file.seek(offset)
         byte = file.read(1)[0]
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([byte ^ 1 << bit]))
 
 
@@ -110,31 +110,31 @@ def _read_records(storage: BucketStorage, log: LmdbMap, good: Answers) -> bytes:
     try:
         log.verify()
         storage.open()
-        found = storage.log.load()
+        stored = storage.log.load()
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
         return FAULT
-    if found == good.stored:
+    if stored == good.stored:
         return EQUAL
-    same_but_mark = (found.record, found.partitions, found.leases) == (
+    same_but_mark = (stored.record, stored.partitions, stored.leases) == (
         good.stored.record,
         good.stored.partitions,
         good.stored.leases,
     )
     # Without the mark of a clean stop the server begins a new history: safe, if not free.
-    return NEW_HISTORY if same_but_mark and not found.is_clean else WRONG
+    return NEW_HISTORY if same_but_mark and not stored.is_clean else WRONG
 
 
 def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     high = good.stored.partitions[partition].record.high
     try:
-        found = storage.log.read(partition, 0, high, bytes_max=PLENTY)
+        chunks = storage.log.read(partition, 0, high, bytes_max=PLENTY)
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
         return FAULT
-    return EQUAL if [bytes(chunk) for chunk in found] == good.streams[partition] else WRONG
+    return EQUAL if [bytes(chunk) for chunk in chunks] == good.streams[partition] else WRONG
 
 
 def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
@@ -142,8 +142,8 @@ def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     # What the server knows, that has seen it come so far.
     indexed = good.stored.partitions[partition].record.high
     try:
-        found = storage.index.find(partition, wants(), indexed=indexed)
-        return EQUAL if found == list(expected.values()) else _compare(found, expected)
+        items = storage.index.find(partition, wants(), indexed=indexed)
+        return EQUAL if items == list(expected.values()) else _compare(items, expected)
     except StorageError:
         pass
     except Exception:  # noqa: BLE001  # the test tells of it
@@ -160,14 +160,14 @@ def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     return next(kind for kind in (WRONG, OLDER, MISSING, REFUSED) if kind in kinds)
 
 
-def _compare(found: Sequence[object], expected: Mapping[bytes, object]) -> bytes:
+def _compare(items: Sequence[object], expected: Mapping[bytes, object]) -> bytes:
     differing = [
         (item, good)
-        for item, good in zip(found, expected.values(), strict=True)
+        for item, good in zip(items, expected.values(), strict=True)
         if item is not None and item != good
     ]
     if not differing:
-        return EQUAL if list(found) == list(expected.values()) else MISSING
+        return EQUAL if list(items) == list(expected.values()) else MISSING
     for item, good in differing:
         if not isinstance(item, Mutation) or not isinstance(good, Mutation | None):
             return WRONG
@@ -182,7 +182,7 @@ def _is_noticed(folder: Path, name: str) -> bool:
     except StorageError:
         return True
     try:
-        return any(isinstance(found, Problem) for found in Check(name, log, index).run())
+        return any(isinstance(finding, Problem) for finding in Check(name, log, index).run())
     finally:
         log.close()
         index.close()
@@ -247,8 +247,8 @@ def _flips_of_branches(folder: Path) -> list[Flip]:
             end = int.from_bytes(data[page + 12 : page + 14], "little")
             if data[page + 10] != 1 or not 16 < end < PAGE_BYTES:
                 continue
-            for at in range(page + 16, page + end, 2):
-                node = page + int.from_bytes(data[at : at + 2], "little")
+            for pointer in range(page + 16, page + end, 2):
+                node = page + int.from_bytes(data[pointer : pointer + 2], "little")
                 flips += [(part, node + byte, bit) for byte in range(6) for bit in range(8)]
     sizes = {part: (folder / part / "data.mdb").stat().st_size for part in ("log", "index")}
     return [flip for flip in flips if flip[1] < sizes[flip[0]]][:: effort(5, 1)]
@@ -278,7 +278,7 @@ def _outcomes_in(folder: Path, choose: Callable[[Path], list[Flip]]) -> list[Out
 def test_flipped_bits_are_never_served_and_always_noticed(tmp_path: Path) -> None:
     outcomes = _outcomes_in(tmp_path, lambda folder: _flips(folder, random.Random(20)))
     counts = Counter(kind for _, kind, _ in outcomes)
-    wrong = [found for found in outcomes if found[1] in (WRONG, OLDER, FAULT)]
+    wrong = [outcome for outcome in outcomes if outcome[1] in (WRONG, OLDER, FAULT)]
     assert not wrong, f"{wrong}"
     assert not _unnoticed(outcomes)
     # What the test is worth: so many flips did change what was read.
@@ -288,8 +288,8 @@ def test_flipped_bits_are_never_served_and_always_noticed(tmp_path: Path) -> Non
 
 
 def _unnoticed(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    changed = [found for found in outcomes if found[1] not in (EQUAL, NEW_HISTORY)]
-    return [found for found in changed if found[2] != b"n"]
+    changed = [outcome for outcome in outcomes if outcome[1] not in (EQUAL, NEW_HISTORY)]
+    return [outcome for outcome in changed if outcome[2] != b"n"]
 
 
 @pytest.mark.timeout(400)
@@ -310,7 +310,7 @@ def test_a_page_of_the_past_is_served_to_no_stream_and_always_noticed(
     else:
         outcomes = _outcomes_in(tmp_path, _flips_of_branches)
     counts = Counter(kind for _, kind, _ in outcomes)
-    assert not [found for found in outcomes if found[1] in (WRONG, FAULT)]
+    assert not [outcome for outcome in outcomes if outcome[1] in (WRONG, FAULT)]
     older = [flip for flip, kind, _ in outcomes if kind == OLDER]
     assert not [flip for flip in older if flip[0] != "index" or flip[1] < META_BYTES], f"{older}"
     assert not _unnoticed(outcomes)

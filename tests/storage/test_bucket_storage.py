@@ -141,7 +141,10 @@ def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
         overwrite(bucket, model, random)
     kinds = [step.is_compaction for step in tidy(bucket, urgent=True)]
     # Until one of the two has nothing left.
-    last = min(max(at for at, kind in enumerate(kinds) if kind is which) for which in (True, False))
+    last = min(
+        max(position for position, kind in enumerate(kinds) if kind is which)
+        for which in (True, False)
+    )
     both = kinds[: last + 1]
     assert len(both) >= 6
     return [(kind, len(list(steps))) for kind, steps in groupby(both)][1:]
@@ -258,7 +261,7 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
         compacted(partition, purged, garbage_bytes)
 
     monkeypatch.setattr(bucket.index, "apply_compaction", refuse)
-    told = [0] * PARTITIONS
+    purge_seqs = [0] * PARTITIONS
     failed = False
     for _ in range(200):
         overwrite(bucket, model, random)
@@ -269,13 +272,13 @@ def test_the_purge_number_is_told_whatever_becomes_of_the_index(
                 step = bucket.maintain(urgent=True, leases=(), purge_before_cas=before_cas)
                 more = step.has_more
                 if step.partition >= 0:
-                    told[step.partition] = step.purge_seq
+                    purge_seqs[step.partition] = step.purge_seq
         except CorruptionError:
             failed = True
             break
     assert failed == isinstance(error, CorruptionError)
-    assert any(told)
-    assert told == [found.purge_seq for found in bucket.log.load().partitions]
+    assert any(purge_seqs)
+    assert purge_seqs == [partition.purge_seq for partition in bucket.log.load().partitions]
 
 
 def test_a_chunk_may_be_larger_than_a_step_of_compaction(

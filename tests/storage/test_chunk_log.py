@@ -89,8 +89,8 @@ def test_what_was_committed_is_read_from_anywhere_to_anywhere(
             writes.append(PartitionWrite(number, record_of(high), chunks))
         log.commit(writes)
         model.take(writes)
-    found = log.sizes()
-    assert [found.get(number, 0) for number in range(PARTITIONS)] == sizes
+    measured = log.sizes()
+    assert [measured.get(number, 0) for number in range(PARTITIONS)] == sizes
     for number, history in enumerate(model.histories):
         high = model.highs[number]
         assert log.high(number) == high
@@ -133,11 +133,11 @@ def test_of_a_chunk_that_is_larger_than_a_read_its_front_is_read(log: ChunkLog) 
 def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> None:
     chunk = some_chunk(0, 5)
     log.commit([write(0, chunk)])
-    (found,) = log.read(0, 0, 5, bytes_max=PLENTY)
+    (middle,) = log.read(0, 0, 5, bytes_max=PLENTY)
     for start in range(5, 500, 5):
         log.commit([write(0, some_chunk(start, 5))])
-    assert found == chunk
-    found.check(chunk.crc)
+    assert middle == chunk
+    middle.check(chunk.crc)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_commit_that_does_not_follow_changes_nothing_at_all(
 def test_answers_are_kept_in_order_and_forgotten(log: ChunkLog) -> None:
     tokens = tuple(Token(WRITER, counter, b"answer %d" % counter) for counter in (300, 2, 1))
     log.commit([write(0, tokens=tokens), write(2, tokens=tokens[:1])])
-    found = log.load().partitions
-    assert list(found[0].tokens) == [tokens[2], tokens[1], tokens[0]]
-    assert (list(found[1].tokens), list(found[2].tokens)) == ([], [tokens[0]])
+    partitions = log.load().partitions
+    assert list(partitions[0].tokens) == [tokens[2], tokens[1], tokens[0]]
+    assert (list(partitions[1].tokens), list(partitions[2].tokens)) == ([], [tokens[0]])
     forgotten = (Token(WRITER, 2, b""), Token(WRITER, 7, b""))
     log.commit([write(0, tokens=forgotten)])
     assert [token.counter for token in log.load().partitions[0].tokens] == [1, 300]

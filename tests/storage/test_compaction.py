@@ -100,7 +100,10 @@ class Life(RuleBasedStateMachine):
 
     def writes_of(self, rows: SomeRows) -> list[PartitionWrite]:
         writes = []
-        for number, group in groupby(sorted(rows, key=lambda some: some[0]), lambda some: some[0]):
+        for number, group in groupby(
+            sorted(rows, key=lambda mutation: mutation[0]),
+            lambda mutation: mutation[0],
+        ):
             seq = start = self.model.highs[number]
             chunks = []
             mutations: list[Mutation] = []
@@ -130,7 +133,7 @@ class Life(RuleBasedStateMachine):
         before = [stored.purge_seq for stored in self.log.load().partitions]
         done = self.storage.maintain(
             urgent=urgent,
-            leases=[found for lease in self.leases.values() for found in lease.ranges],
+            leases=[leased for lease in self.leases.values() for leased in lease.ranges],
             lapsed=list(self.lapsed.values()),
             purge_before_cas=self.purge_before(age),
         )
@@ -169,11 +172,11 @@ class Life(RuleBasedStateMachine):
 
     # Leases and readers.
 
-    @rule(number=st.integers(0, PARTITIONS - 1), at=st.floats(0, 1))
-    def lease(self, number: int, at: float) -> None:
+    @rule(number=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
+    def lease(self, number: int, share: float) -> None:
         high = self.model.highs[number]
         purge = self.log.load().partitions[number].purge_seq
-        start = round(at * high)
+        start = round(share * high)
         if start < high and len(self.leases) < 3:
             start = start if start >= purge else 0
             lease_id = len(self.leased_rows)
@@ -203,11 +206,11 @@ class Life(RuleBasedStateMachine):
             self.model.check_read(self.log, number, start, end)
             assert read(self.log, number, start, end) == self.leased_rows[lease_id]
 
-    @rule(number=st.integers(0, PARTITIONS - 1), at=st.floats(0, 1))
-    def follow_from_anywhere(self, number: int, at: float) -> None:
+    @rule(number=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
+    def follow_from_anywhere(self, number: int, share: float) -> None:
         high = self.model.highs[number]
         purge = self.log.load().partitions[number].purge_seq
-        self.model.check_read(self.log, number, purge + round(at * (high - purge)), high)
+        self.model.check_read(self.log, number, purge + round(share * (high - purge)), high)
 
     @invariant()
     def whole(self) -> None:
@@ -233,38 +236,38 @@ class Life(RuleBasedStateMachine):
     @rule(now=st.sampled_from([9, 10, 25, 30]), limit=st.integers(1, 4))
     def look_up(self, now: int, limit: int) -> None:
         self.catch_up()
-        due = []
+        expected_expired = []
         for number in range(PARTITIONS):
             mark = self.index.watermark(number)
             contents = self.model.contents(number, mark.seq)
             assert mark.items == len(contents)
             expected = [contents.get(key) for key in KEYS]
-            found = self.index.find(
+            items = self.index.find(
                 number, [FetchRequest(key, 0, needs_value=True) for key in KEYS]
             )
-            assert found == expected
-            found = self.index.find(
+            assert items == expected
+            items = self.index.find(
                 number, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
             )
-            assert [self.bare(item) for item in found] == [self.bare(item) for item in expected]
+            assert [self.bare(item) for item in items] == [self.bare(item) for item in expected]
             known = [
                 FetchRequest(item.key, item.seq, needs_value=True) for item in contents.values()
             ]
             assert self.index.find(number, known) == list(contents.values())
-            due += [
+            expected_expired += [
                 (item.expiry, number, item.seq, key)
                 for key, item in contents.items()
                 if 0 < item.expiry <= now
             ]
-        found_due = []
+        found_expired = []
         after = b""
         while True:
-            items, after = self.index.find_expired(now, after, limit)
-            assert len(items) <= limit
-            found_due += [(item.expiry, item.partition, item.seq, item.key) for item in items]
+            expired, after = self.index.find_expired(now, after, limit)
+            assert len(expired) <= limit
+            found_expired += [(item.expiry, item.partition, item.seq, item.key) for item in expired]
             if not after:
                 break
-        assert found_due == sorted(due)
+        assert found_expired == sorted(expected_expired)
 
     def bare(self, item: Mutation | None) -> tuple[bytes, int, int] | None:
         return None if item is None else (item.key, item.seq, item.expiry)
@@ -309,9 +312,9 @@ class Life(RuleBasedStateMachine):
             writes = ()
         except StoreFailedError:
             pass
-        for one in (self.log_disk, self.index_disk):
-            one.crash()
-            one.keep_on_fault = False
+        for disk in (self.log_disk, self.index_disk):
+            disk.crash()
+            disk.keep_on_fault = False
         self.open()
         whole = {lease.lease_id for lease in self.log.load().leases if lease.is_whole}
         self.lapsed = {key: lease for key, lease in self.lapsed.items() if key in whole}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.effort import effort
 from tests.kit.process import ROOT, environment
-from tests.storage.crash_states import COMMITS, Found
+from tests.storage.crash_states import COMMITS, Tally
 from tests.storage.write_recorder import is_possible
 
 STATES_MIN: Final = effort(2_000, 5_000)
@@ -41,8 +41,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def found_in(work: Path) -> Found:
-    return msgspec.msgpack.decode((work / "found").read_bytes(), type=Found)
+def tally_of(work: Path) -> Tally:
+    return msgspec.msgpack.decode((work / "tally").read_bytes(), type=Tally)
 
 
 def test_every_crash_leaves_the_last_commit_that_was_reported_or_the_one_under_way(
@@ -51,15 +51,15 @@ def test_every_crash_leaves_the_last_commit_that_was_reported_or_the_one_under_w
     complaint = run("replay", recorded)
     work = recorded / "replay"
     assert complaint == "", (work / "state").read_text()
-    found = found_in(work)
-    assert not found.wrong, f"{len(found.wrong)} of {found.states}, such as {found.wrong[0]}"
-    assert found.different >= STATES_MIN
-    assert found.commits >= COMMITS * 0.9
-    assert found.lost > STATES_MIN / 4
-    assert found.torn > STATES_MIN / 4
+    tally = tally_of(work)
+    assert not tally.wrong, f"{len(tally.wrong)} of {tally.states}, such as {tally.wrong[0]}"
+    assert tally.different >= STATES_MIN
+    assert tally.commits >= COMMITS * 0.9
+    assert tally.lost > STATES_MIN / 4
+    assert tally.torn > STATES_MIN / 4
     # Some crashes came so late that their commit was there, and what is left can be written on.
-    assert found.newer > STATES_MIN / 50
-    assert found.written_on > 100
+    assert tally.newer > STATES_MIN / 50
+    assert tally.written_on > 100
 
 
 def test_a_disk_that_says_too_early_that_a_write_is_on_it_is_found_out(recorded: Path) -> None:
@@ -68,5 +68,5 @@ def test_a_disk_that_says_too_early_that_a_write_is_on_it_is_found_out(recorded:
         # LMDB follows what its pages say, and theirs may lead anywhere.
         assert complaint.startswith("-"), complaint
         return
-    found = found_in(recorded / "replay-lies")
-    assert found.wrong
+    tally = tally_of(recorded / "replay-lies")
+    assert tally.wrong

@@ -94,21 +94,21 @@ def test_it_finds_the_newest_of_each_key_as_of_its_watermark(both: Both) -> None
 
 
 def test_partitions_and_keys_that_begin_alike_are_kept_apart(both: Both) -> None:
-    one, other = sets(b"a", b"ab", b"a\0"), sets(b"a")
-    both.commit(one)
-    both.commit(other, partition=1)
+    first, second = sets(b"a", b"ab", b"a\0"), sets(b"a")
+    both.commit(first)
+    both.commit(second, partition=1)
     both.follow()
     both.follow(1)
-    assert both.find(b"a", b"ab", b"a\0", b"a\0\0") == [*one, None]
-    assert both.find(b"a", b"ab", partition=1) == [other[0], None]
+    assert both.find(b"a", b"ab", b"a\0", b"a\0\0") == [*first, None]
+    assert both.find(b"a", b"ab", partition=1) == [second[0], None]
 
 
 def test_without_values_it_tells_number_and_expiry(both: Both) -> None:
     both.commit(sets(b"a", b"b", expiry=70))
     both.follow()
-    (found,) = both.find(b"b", value=False)
-    assert found is not None
-    assert (found.seq, found.expiry, found.value) == (2, 70, b"")
+    (item,) = both.find(b"b", value=False)
+    assert item is not None
+    assert (item.seq, item.expiry, item.value) == (2, 70, b"")
 
 
 def test_an_answer_that_is_too_long_has_the_first_of_it(both: Both) -> None:

@@ -81,8 +81,8 @@ def get(ordered_map: OrderedMap, key: bytes) -> bytes | None:
 
 def last(ordered_map: OrderedMap, first: bytes, end: bytes) -> tuple[bytes, bytes] | None:
     with ordered_map.read() as transaction:
-        found = transaction.last(first, end)
-        return None if found is None else (found[0], bytes(found[1]))
+        last = transaction.last(first, end)
+        return None if last is None else (last[0], bytes(last[1]))
 
 
 def test_nothing_is_in_a_new_one(ordered_map: OrderedMap) -> None:
@@ -161,8 +161,8 @@ def test_a_transaction_that_raises_changes_nothing(ordered_map: OrderedMap) -> N
 
 
 def test_a_full_disk_changes_nothing_and_takes_what_fits(ordered_map: OrderedMap) -> None:
-    kept = {b"key %d" % number: bytes(20_000) for number in range(20)}
-    put(ordered_map, kept.items())
+    items = {b"key %d" % number: bytes(20_000) for number in range(20)}
+    put(ordered_map, items.items())
 
     def write_too_much(transaction: WriteTransaction) -> None:
         transaction.put(b"key 3", b"changed")
@@ -172,9 +172,9 @@ def test_a_full_disk_changes_nothing_and_takes_what_fits(ordered_map: OrderedMap
 
     with pytest.raises(DiskFullError), ordered_map.write() as transaction:
         write_too_much(transaction)
-    assert contents(ordered_map) == kept
+    assert contents(ordered_map) == items
     put(ordered_map, [(b"small", b"enough")])
-    assert contents(ordered_map) == {**kept, b"small": b"enough"}
+    assert contents(ordered_map) == {**items, b"small": b"enough"}
 
 
 def test_a_full_disk_has_room_again_when_something_was_deleted(ordered_map: OrderedMap) -> None:
@@ -274,8 +274,8 @@ def check(ordered_map: OrderedMap, model: dict[bytes, bytes], key: bytes) -> Non
         assert list(seen_by(transaction).items()) == sorted(model.items())
         assert transaction.get(key) == model.get(key)
         below = [item for item in sorted(model.items()) if item[0] <= key]
-        found = transaction.last(LOWEST, key)
-        assert (None if found is None else (found[0], bytes(found[1]))) == (
+        last = transaction.last(LOWEST, key)
+        assert (None if last is None else (last[0], bytes(last[1]))) == (
             below[-1] if below else None
         )
 

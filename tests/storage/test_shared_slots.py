@@ -29,9 +29,9 @@ def a_chunk(seq: int, size: int) -> Chunk:
 
 
 def memory() -> int:
-    found = make_shared_memory()
-    assert found is not None
-    return found
+    descriptor = make_shared_memory()
+    assert descriptor is not None
+    return descriptor
 
 
 @contextmanager
@@ -70,26 +70,26 @@ class SlotsMachine(RuleBasedStateMachine):
             self._seq += 1
             written.append(self._writer.put(a_chunk(self._seq, size)))
         buffers = [chunk.encode() for chunk in written]
-        kept, at = [], 0
+        chunks, offset = [], 0
         for chunk, is_there in zip(written, self._writer.are_in_slot(list(buffers)), strict=True):
             if is_there:
                 assert slot is not None
-                seen = Chunk(slot.view[at : at + chunk.nbytes], chunk.crc)
-                at += chunk.nbytes
-                kept.append((seen, bytes(chunk)))
+                seen = Chunk(slot.view[offset : offset + chunk.nbytes], chunk.crc)
+                offset += chunk.nbytes
+                chunks.append((seen, bytes(chunk)))
             else:
                 self._beside.append((chunk, bytes(chunk)))
-        if slot is not None and kept:
-            self._answers.append(kept)
+        if slot is not None and chunks:
+            self._answers.append(chunks)
 
     @precondition(lambda self: self._answers)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        kept = data.draw(st.sampled_from(self._answers))
-        del kept[data.draw(st.integers(0, len(kept) - 1))]
-        if not kept:
+        chunks = data.draw(st.sampled_from(self._answers))
+        del chunks[data.draw(st.integers(0, len(chunks) - 1))]
+        if not chunks:
             # By place: answers of equal chunks are not the same.
-            self._answers = [one for one in self._answers if one]
+            self._answers = [answer for answer in self._answers if answer]
 
     @rule()
     def trim(self) -> None:
@@ -97,8 +97,8 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_is_what_it_was(self) -> None:
-        for kept in (*self._answers, self._beside):
-            for chunk, expected in kept:
+        for chunks in (*self._answers, self._beside):
+            for chunk, expected in chunks:
                 assert bytes(chunk) == expected
                 chunk.check(chunk.crc)
 
@@ -136,11 +136,11 @@ def test_memory_that_is_not_in_use_is_given_back() -> None:
     with both_ends() as (slots, buffer, descriptor):
         assert resident_bytes(descriptor) == 0
         lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
-        for number in (one.number for one in lent):
+        for number in (slot.number for slot in lent):
             buffer.begin(number)
             buffer.put(a_chunk(1, 1000))
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES
-        kept = bytes(lent[0].view)
+        before = bytes(lent[0].view)
         del lent[1:]
         slots.trim()
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES, "it was in use a moment ago"
@@ -150,7 +150,7 @@ def test_memory_that_is_not_in_use_is_given_back() -> None:
         assert resident_bytes(descriptor) == 2 * SLOT_BYTES
         slots.trim()
         assert resident_bytes(descriptor) == SLOT_BYTES
-        assert bytes(lent[0].view) == kept
+        assert bytes(lent[0].view) == before
 
 
 def test_views_outlive_both_ends() -> None:

@@ -141,14 +141,14 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         await store.ask(DeleteLeases(BUCKET.name, [10, 11]))
         await store.ask(MarkCleanStop(BUCKET.name))
     async with opener() as store:
-        (found,) = await store.ask(LoadBuckets())
-        assert (found.record, found.is_clean, list(found.leases)) == (BUCKET, True, [lease])
-        assert [partition.record.high for partition in found.partitions] == [3, 0, 5, 0]
-        assert list(found.partitions[0].tokens) == [token]
+        (stored,) = await store.ask(LoadBuckets())
+        assert (stored.record, stored.is_clean, list(stored.leases)) == (BUCKET, True, [lease])
+        assert [partition.record.high for partition in stored.partitions] == [3, 0, 5, 0]
+        assert list(stored.partitions[0].tokens) == [token]
         assert await read_all(store, 0, 3) == list(write.chunks[0])
         await store.ask(StartServing(BUCKET.name, []))
-        (found,) = await store.ask(LoadBuckets())
-        assert not found.is_clean
+        (stored,) = await store.ask(LoadBuckets())
+        assert not stored.is_clean
         assert not store.failed.is_set()
 
 
@@ -166,10 +166,10 @@ async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
         figures = await upkeep_all(store)
         assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == rows
         assert await store.ask(FindExpired(BUCKET.name, 49, b"", 100)) == ([], b"")
-        found, after = await store.ask(FindExpired(BUCKET.name, 50, b"", 4))
-        assert [due.seq for due in found] == [1, 2, 3, 4]
-        found, after = await store.ask(FindExpired(BUCKET.name, 50, after, 100))
-        assert ([due.seq for due in found], after) == ([5, 6, 7, 8, 9, 10], b"")
+        items, after = await store.ask(FindExpired(BUCKET.name, 50, b"", 4))
+        assert [item.seq for item in items] == [1, 2, 3, 4]
+        items, after = await store.ask(FindExpired(BUCKET.name, 50, after, 100))
+        assert ([item.seq for item in items], after) == ([5, 6, 7, 8, 9, 10], b"")
         assert figures["commits"] == 1
 
 
@@ -213,8 +213,8 @@ async def test_an_answer_may_have_any_number_of_chunks(opener: Opener) -> None:
     async with opener() as store:
         await create(store)
         await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(count - 1), small)]))
-        found = await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(count - 1), PLENTY))
-        assert (len(found), found[-1].end) == (count - 1, count - 1)
+        chunks = await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(count - 1), PLENTY))
+        assert (len(chunks), chunks[-1].end) == (count - 1, count - 1)
 
 
 # Many callers.
@@ -256,9 +256,9 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
         for partition in range(PARTITIONS):
             with trio.move_on_after(0.0001 * partition):
                 await store.ask(Commit(BUCKET.name, [some_write(partition, 0)]))
-        (found,) = await store.ask(LoadBuckets())
+        (bucket,) = await store.ask(LoadBuckets())
         # Each is there, whole, or not at all.
-        for partition, stored in enumerate(found.partitions):
+        for partition, stored in enumerate(bucket.partitions):
             assert stored.record.high in (0, 3)
             assert len(await read_all(store, partition, stored.record.high)) in (0, 3)
 
@@ -372,10 +372,10 @@ async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
     # A small read goes through the pipe.
     small = await store.ask(ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(3), SLOT_READ_BYTES_MIN - 1))
     assert (small, len(slots)) == (list(write.chunks), SLOTS)
-    found = await read_whole(store, 3)
-    assert (found, len(slots)) == (list(write.chunks), SLOTS - 1)
-    values = found.pop().value_bytes
-    found.clear()
+    chunks = await read_whole(store, 3)
+    assert (chunks, len(slots)) == (list(write.chunks), SLOTS - 1)
+    values = chunks.pop().value_bytes
+    chunks.clear()
     assert (bytes(values), len(slots)) == (bytes(write.chunks[-1].value_bytes), SLOTS - 1)
     del values
     assert len(slots) == SLOTS
@@ -391,9 +391,9 @@ async def test_what_finds_no_room_in_a_slot_goes_through_the_pipe(
         for seq, size in enumerate(sizes, 1)
     ]
     await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(5), large)]))
-    found = await read_whole(store, 5)
-    assert (found, len(slots)) == (large, SLOTS - 1)
-    for chunk in found:
+    chunks = await read_whole(store, 5)
+    assert (chunks, len(slots)) == (large, SLOTS - 1)
+    for chunk in chunks:
         chunk.check(chunk.crc)
 
 
@@ -403,10 +403,10 @@ async def test_with_every_slot_lent_chunks_go_through_the_pipe(
     store, slots = reading
     expected = [one_row(1)]
     await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)]))
-    kept = [await read_whole(store, 1) for _ in range(SLOTS + 3)]
+    answers = [await read_whole(store, 1) for _ in range(SLOTS + 3)]
     assert len(slots) == 0
-    assert all(found == expected for found in kept)
-    kept.clear()
+    assert all(answer == expected for answer in answers)
+    answers.clear()
     assert len(slots) == SLOTS
 
 
@@ -422,8 +422,8 @@ async def test_a_caller_that_is_cancelled_gives_its_slot_back_when_the_answer_ha
             await read_whole(store, 1)
     assert len(slots) == SLOTS - 3, "the process may still write to them"
     os.kill(store._reader.process.pid, signal.SIGCONT)
-    found = await read_whole(store, 1)
-    assert (found, len(slots)) == (expected, SLOTS - 1)
+    chunks = await read_whole(store, 1)
+    assert (chunks, len(slots)) == (expected, SLOTS - 1)
 
 
 async def test_chunks_outlive_the_process_that_read_them(
@@ -432,11 +432,11 @@ async def test_chunks_outlive_the_process_that_read_them(
     store, _ = reading
     expected = [one_row(1)]
     await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(1), expected)]))
-    kept = await read_whole(store, 1)
+    chunks = await read_whole(store, 1)
     os.kill(store._reader.process.pid, signal.SIGKILL)
     with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
         await read_whole(store, 1)
-    assert kept == expected
+    assert chunks == expected
 
 
 async def test_a_system_without_such_memory_reads_through_the_pipe(
@@ -488,8 +488,8 @@ async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
             await store.ask(Commit(BUCKET.name, [some_write(0, 3)]))
     # The directory is as it was.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        (found,) = await store.ask(LoadBuckets())
-        assert found.partitions[0].record.high == 3
+        (stored,) = await store.ask(LoadBuckets())
+        assert stored.partitions[0].record.high == 3
 
 
 async def test_a_process_that_cannot_be_started_leaves_no_other(
@@ -516,8 +516,8 @@ async def test_only_one_server_may_use_a_directory(
         with pytest.raises(DataDirectoryError, match="in use by another server"):
             async with open_store(tmp_path, bytes_max=MAP_BYTES):
                 pytest.fail("it was opened twice")
-        (found,) = await store.ask(LoadBuckets())
-        assert found.record == BUCKET
+        (stored,) = await store.ask(LoadBuckets())
+        assert stored.record == BUCKET
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         assert len(await store.ask(LoadBuckets())) == 1
 
@@ -553,10 +553,10 @@ async def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path) -> 
     try:
         assert process.stdout is not None
         async with process.stdout:
-            told = b""
-            while not told.endswith(b"\n"):
-                told += await process.stdout.receive_some()
-        pids = [int(word) for word in told.split()]
+            output = b""
+            while not output.endswith(b"\n"):
+                output += await process.stdout.receive_some()
+        pids = [int(word) for word in output.split()]
         assert len(pids) == 2
         assert all(is_running(pid) for pid in pids)
     finally:

@@ -103,26 +103,28 @@ class Truncations(RuleBasedStateMachine):
             if mutation.seq <= self.mark and newest[mutation.key] != mutation.seq
         }
 
-    @rule(at=st.floats(0, 1))
-    def cut(self, at: float) -> None:
+    @rule(share=st.floats(0, 1))
+    def truncate(self, share: float) -> None:
         """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
-        ceiling, floor = SeqNo(int(at * (self.received + 1))), SeqNo(self.mark)
-        found = self.storage.log.find_snapshot_end(PARTITION, ceiling, floor)
-        known = [end for end in self.ends if floor < end <= ceiling]
+        ceiling, floor = SeqNo(int(share * (self.received + 1))), SeqNo(self.mark)
+        end = self.storage.log.find_snapshot_end(PARTITION, ceiling, floor)
+        known = [snapshot_end for snapshot_end in self.ends if floor < snapshot_end <= ceiling]
         if known:
-            assert found == known[-1]
+            assert end == known[-1]
         else:
-            assert found in (None, self.mark), "what is indexed may be forgotten as an end"
-            assert found is None or found in self.ends or found == 0
-        to = found or 0
-        if not to:
+            assert end in (None, self.mark), "what is indexed may be forgotten as an end"
+            assert end is None or end in self.ends or end == 0
+        new_end = end or 0
+        if not new_end:
             while self.storage.delete_index_entries(PARTITION):
                 pass
-        self.storage.truncate(PARTITION, record(to), ())
-        self.rows = [row for row in self.rows if row.seq <= to]
-        self.ends = [end for end in self.ends if end <= to]
-        self.received, self.partial = to, None
-        self.chunk_ends = {end for end in self.chunk_ends if end <= to}
+        self.storage.truncate(PARTITION, record(new_end), ())
+        self.rows = [row for row in self.rows if row.seq <= new_end]
+        self.ends = [snapshot_end for snapshot_end in self.ends if snapshot_end <= new_end]
+        self.received, self.partial = new_end, None
+        self.chunk_ends = {
+            snapshot_end for snapshot_end in self.chunk_ends if snapshot_end <= new_end
+        }
 
     @rule()
     def restart(self) -> None:
@@ -135,15 +137,15 @@ class Truncations(RuleBasedStateMachine):
     def the_log_has_what_was_received(self) -> None:
         if not hasattr(self, "rows"):
             return
-        found: list[Mutation] = []
-        at = SeqNo(0)
-        while at < self.received:
-            chunks = self.storage.log.read(PARTITION, at, self.received, bytes_max=200)
-            found += [row for chunk in chunks for row in chunk]
-            at = chunks[-1].end
-        kept = {row.seq for row in found}
-        assert found == [row for row in self.rows if row.seq in kept]
-        assert {row.seq for row in self.rows} - kept <= self.gone
+        read: list[Mutation] = []
+        after = SeqNo(0)
+        while after < self.received:
+            chunks = self.storage.log.read(PARTITION, after, self.received, bytes_max=200)
+            read += [row for chunk in chunks for row in chunk]
+            after = chunks[-1].end
+        seqs = {row.seq for row in read}
+        assert read == [row for row in self.rows if row.seq in seqs]
+        assert {row.seq for row in self.rows} - seqs <= self.gone
 
     @precondition(lambda self: hasattr(self, "rows"))
     @invariant()
@@ -153,8 +155,8 @@ class Truncations(RuleBasedStateMachine):
         for mutation in self.rows:
             if mutation.seq <= mark:
                 state[mutation.key] = mutation
-        found = self.storage.index.find(PARTITION, [FetchRequest(key, 0, True) for key in KEYS])
-        for key, item in zip(KEYS, found, strict=True):
+        items = self.storage.index.find(PARTITION, [FetchRequest(key, 0, True) for key in KEYS])
+        for key, item in zip(KEYS, items, strict=True):
             newest = state.get(key)
             assert item == (newest if newest and newest.op is Operation.SET else None)
         assert self.storage.index.watermark(PARTITION).items == sum(

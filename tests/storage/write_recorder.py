@@ -102,16 +102,16 @@ class WriteRecorder:
         }
         library = Path(str(import_module("lmdb.cpython").__file__)).resolve()
         base = _base_of(library)
-        found = set()
+        redirected = set()
         for name, address in _slots(library.read_bytes()):
             if name in ("pwritev", "pwritev64", "pwritev2", "msync", "sync_file_range"):
                 # Those are not for files that are written, or this module must learn of them.
                 self._redirect(base + address, ctypes.CFUNCTYPE(number)(self._unknown))
             elif name in self._replaced:
-                found.add(name)
+                redirected.add(name)
                 self._redirect(base + address, self._replaced[name])
-        if not found & {"pwrite", "pwrite64"} or "fdatasync" not in found:
-            raise RuntimeError(f"of the calls that LMDB makes only {sorted(found)} were found")
+        if not redirected & {"pwrite", "pwrite64"} or "fdatasync" not in redirected:
+            raise RuntimeError(f"of the calls that LMDB makes only {sorted(redirected)} were found")
 
     def _redirect(self, slot: int, function: Any) -> None:
         self._kept.append(function)
@@ -131,18 +131,18 @@ class WriteRecorder:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             self.events.append(Write(offset, data, bool(flags & SYNCED_FLAGS)))
 
-    def _pwrite(self, descriptor: int, at: int, length: int, offset: int) -> int:
-        data = ctypes.string_at(at, length)
+    def _pwrite(self, descriptor: int, address: int, length: int, offset: int) -> int:
+        data = ctypes.string_at(address, length)
         self._note(descriptor, offset, data)
         return os.pwrite(descriptor, data, offset)
 
-    def _write(self, descriptor: int, at: int, length: int) -> int:
-        data = ctypes.string_at(at, length)
+    def _write(self, descriptor: int, address: int, length: int) -> int:
+        data = ctypes.string_at(address, length)
         self._note(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR), data)
         return os.write(descriptor, data)
 
-    def _writev(self, descriptor: int, at: int, count: int) -> int:
-        vectors = (_Vector * count).from_address(at)
+    def _writev(self, descriptor: int, address: int, count: int) -> int:
+        vectors = (_Vector * count).from_address(address)
         data = b"".join(ctypes.string_at(vector.base, vector.length) for vector in vectors)
         self._note(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR), data)
         return os.write(descriptor, data)
@@ -187,8 +187,8 @@ def _slots(elf: bytes) -> Iterator[tuple[str, int]]:
     for table, size in ((_JUMPS, _JUMPS_SIZE), (_RELOCATIONS, _RELOCATIONS_SIZE)):
         if table not in dynamic:
             continue
-        at = in_file(dynamic[table])
-        for address, info, _ in _RELOCATION.iter_unpack(elf[at : at + dynamic[size]]):
+        start = in_file(dynamic[table])
+        for address, info, _ in _RELOCATION.iter_unpack(elf[start : start + dynamic[size]]):
             if info & 0xFFFF_FFFF in _ADDRESSES:
                 symbol = _SYMBOL.unpack_from(elf, symbols + _SYMBOL.size * (info >> 32))
                 name_at = strings + symbol[0]

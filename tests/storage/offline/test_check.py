@@ -70,9 +70,9 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def hashes(path: Path) -> dict[str, tuple[str, int]]:
     return {
-        str(found): (hashlib.sha256(found.read_bytes()).hexdigest(), found.stat().st_mtime_ns)
-        for found in sorted(path.rglob("*"))
-        if found.is_file()
+        str(file): (hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_mtime_ns)
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
     }
 
 
@@ -89,7 +89,7 @@ def change(data: Path, part: str, do: Callable[[WriteTransaction], None]) -> Non
     ordered_map.close()
 
 
-def found_in(data: Path) -> list[tuple[int, str]]:
+def problems_in(data: Path) -> list[tuple[int, str]]:
     log, index = open_bucket(data / "buckets" / BUCKET)
     try:
         return [
@@ -206,7 +206,7 @@ def checked_as_nobody(data: Path) -> int:
             os.setgid(65534)
             os.setuid(65534)
             with lock_for_reading(data):
-                code = len(found_in(data))
+                code = len(problems_in(data))
         except DataDirectoryError:
             code = 3
         finally:
@@ -255,17 +255,17 @@ def test_a_dump_goes_on_behind_what_was_cut(data: Path) -> None:
 
 def test_a_chunk_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "log", lambda transaction: transaction.delete(first(transaction, CHUNK)[0]))
-    assert (0, "the log has nothing from 0 to ") in [(p, w[:30]) for p, w in found_in(data)]
+    assert (0, "the log has nothing from 0 to ") in [(p, w[:30]) for p, w in problems_in(data)]
 
 
 def test_the_last_chunk_missing_is_noticed(data: Path) -> None:
     def take(transaction: WriteTransaction) -> None:
-        found = transaction.last(chunk_key(1, 0), chunk_key(1, SEQS_END))
-        assert found is not None
-        transaction.delete(found[0])
+        last_chunk = transaction.last(chunk_key(1, 0), chunk_key(1, SEQS_END))
+        assert last_chunk is not None
+        transaction.delete(last_chunk[0])
 
     change(data, "log", take)
-    assert any(p == 1 and w.startswith("the log ends at ") for p, w in found_in(data))
+    assert any(p == 1 and w.startswith("the log ends at ") for p, w in problems_in(data))
 
 
 def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
         transaction.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
 
     change(data, "log", spoil)
-    assert any(p == 0 and "checksum mismatch" in w for p, w in found_in(data))
+    assert any(p == 0 and "checksum mismatch" in w for p, w in problems_in(data))
     dumped = run("dump", "--data-dir", data)
     assert dumped.returncode == 1
     assert "left out" in dumped.stderr
@@ -291,15 +291,15 @@ def test_a_partition_record_that_says_less_is_noticed(data: Path) -> None:
         transaction.put(key, pack_record(key, older))
 
     change(data, "log", lower)
-    found = found_in(data)
-    assert any(p == 2 and w.startswith("the log ends at ") for p, w in found)
-    assert any(p == 2 and w.startswith("the index is at ") for p, w in found)
+    problems = problems_in(data)
+    assert any(p == 2 and w.startswith("the log ends at ") for p, w in problems)
+    assert any(p == 2 and w.startswith("the index is at ") for p, w in problems)
 
 
 @pytest.mark.parametrize("kind", [PARTITION, b"b"])
 def test_a_record_that_is_missing_is_noticed(data: Path, kind: bytes) -> None:
     change(data, "log", lambda transaction: transaction.delete(first(transaction, kind)[0]))
-    assert any("has no record of" in what for _, what in found_in(data))
+    assert any("has no record of" in what for _, what in problems_in(data))
 
 
 def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> None:
@@ -311,15 +311,15 @@ def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> Non
         transaction.put(lease_key(9), pack_record(lease_key(9), lease))
 
     change(data, "log", raise_them)
-    found = " ".join(what for _, what in found_in(data))
-    assert "above the high" in found
-    assert "it leases (5, " in found
+    problems = " ".join(what for _, what in problems_in(data))
+    assert "above the high" in problems
+    assert "it leases (5, " in problems
 
 
 def test_a_record_of_no_kind_is_noticed(data: Path) -> None:
     for part in ("log", "index"):
         change(data, part, lambda transaction: transaction.put(b"?", b"?"))
-    assert sum("no record has this kind of key" in what for _, what in found_in(data)) == 2
+    assert sum("no record has this kind of key" in what for _, what in problems_in(data)) == 2
 
 
 def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
         transaction.put(lease_key(77), value)
 
     change(data, "log", move)
-    assert any("checksum mismatch" in what for _, what in found_in(data))
+    assert any("checksum mismatch" in what for _, what in problems_in(data))
 
 
 # The index.
@@ -336,8 +336,8 @@ def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
 
 def test_an_index_entry_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "index", lambda transaction: transaction.delete(first(transaction, KEY)[0]))
-    found = [what for _, what in found_in(data)]
-    assert any(what.startswith("the index does not find the key") for what in found)
+    problems = [what for _, what in problems_in(data)]
+    assert any(what.startswith("the index does not find the key") for what in problems)
 
 
 def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
@@ -346,27 +346,29 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
         transaction.put(key, IndexEntry(1, 0).pack(key))
 
     change(data, "index", older)
-    assert any(w.startswith("the newest mutation of the key") for _, w in found_in(data))
+    assert any(w.startswith("the newest mutation of the key") for _, w in problems_in(data))
 
 
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
     key = index_key(0, b"never written")
     change(data, "index", lambda transaction: transaction.put(key, IndexEntry(5, 0).pack(key)))
-    found = [what for _, what in found_in(data)]
-    assert any(what.startswith("the log has nothing of the key 'never written'") for what in found)
-    assert any("items, and should have" in what for what in found)
+    problems = [what for _, what in problems_in(data)]
+    assert any(
+        what.startswith("the log has nothing of the key 'never written'") for what in problems
+    )
+    assert any("items, and should have" in what for what in problems)
 
 
 def test_an_expiry_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "index", lambda transaction: transaction.delete(first(transaction, EXPIRY)[0]))
-    assert any("has no expiry record" in what for _, what in found_in(data))
+    assert any("has no expiry record" in what for _, what in problems_in(data))
 
 
 def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
     key = partition_key(WATERMARK, 1)
     mark = Watermark(SeqNo(1 << 40), 0, 0)
     change(data, "index", lambda transaction: transaction.put(key, pack_record(key, mark)))
-    assert (1, "the index is at ") in [(p, w[:16]) for p, w in found_in(data)]
+    assert (1, "the index is at ") in [(p, w[:16]) for p, w in problems_in(data)]
 
 
 def test_of_very_many_problems_the_first_are_told(data: Path) -> None:
@@ -375,7 +377,7 @@ def test_of_very_many_problems_the_first_are_told(data: Path) -> None:
             transaction.put(b"? %d" % number, b"")
 
     change(data, "index", many)
-    assert any("80 problems more" in what for _, what in found_in(data))
+    assert any("80 problems more" in what for _, what in problems_in(data))
 
 
 # What is dumped.
@@ -420,12 +422,14 @@ def test_a_dump_may_be_of_one_partition_its_keys_or_its_history(data: Path) -> N
         assert dumped.returncode == 0
         return [json.loads(line) for line in dumped.stdout.splitlines()]
 
-    one = rows("--partition", 1)
-    assert {row["partition"] for row in one} == {1}
-    assert {row["key"] for row in one} <= {key_of(number).decode() for number in range(KEYS)}
+    partition_rows = rows("--partition", 1)
+    assert {row["partition"] for row in partition_rows} == {1}
+    assert {row["key"] for row in partition_rows} <= {
+        key_of(number).decode() for number in range(KEYS)
+    }
     assert not any("value" in row for row in rows("--keys-only"))
     history = rows("--history", "--partition", 1)
-    assert len(history) > len(one)
+    assert len(history) > len(partition_rows)
     assert [row["seq"] for row in history] == sorted({int(str(row["seq"])) for row in history})
     assert rows("--partition", 900) == []
 
@@ -454,7 +458,7 @@ def test_ctrl_c_ends_a_dump_quietly(data: Path) -> None:
     try:
         process.stdout.read(1)
         os.killpg(process.pid, signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, told) == (130, b"")
+    assert (process.returncode, errors) == (130, b"")
