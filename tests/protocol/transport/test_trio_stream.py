@@ -1,13 +1,37 @@
-"""Writing many buffers to a socket, in as many calls as it takes."""
+"""Reading and writing Trio streams, sockets and others."""
 
 from __future__ import annotations
 
+import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import MockClock, memory_stream_pair
 
-from upr_protocol.transport import write_all
+from upr_protocol.address import Address
+from upr_protocol.chunk import Buffer
+from upr_protocol.session import ClientSession, ServerSession, SessionState
+from upr_protocol.transport import (
+    dial_tcp,
+    new_scratch,
+    read_rest,
+    read_some,
+    write_all,
+    write_now,
+    write_rest,
+)
 from upr_protocol.transport.socket_io import unsent
+from upr_protocol.wire import Hello
+
+
+def socket_pair() -> tuple[trio.SocketStream, trio.SocketStream]:
+    near, far = trio.socket.socketpair()
+    return trio.SocketStream(near), trio.SocketStream(far)
+
+
+def hello() -> list[Buffer]:
+    """The first frame of a client."""
+    return ClientSession("test:transport", now=0.0).take_outgoing(0.0)
 
 
 @given(st.lists(st.binary(max_size=5), max_size=8), st.data())
@@ -21,16 +45,71 @@ def test_unsent_gives_exactly_the_bytes_that_were_not_sent(
 
 async def test_a_socket_takes_more_buffers_than_one_call() -> None:
     buffers = [b"%d," % index + bytes(index % 7) for index in range(5000)]
-    ours, theirs = trio.socket.socketpair()
+    near, far = socket_pair()
     received = bytearray()
 
     async def receive() -> None:
-        while data := await theirs.recv(65536):
-            received.extend(data)
+        async with far:
+            async for data in far:
+                received.extend(data)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(receive)
-        async with trio.SocketStream(ours) as stream:
-            await write_all(stream, buffers)
-    theirs.close()
+        async with near:
+            await write_all(near, buffers)
     assert received == b"".join(buffers)
+
+
+async def test_a_session_gets_what_comes_from_a_socket_and_from_any_other_stream() -> None:
+    for near, far in (socket_pair(), memory_stream_pair()):
+        async with near, far:
+            session = ServerSession("test:server", now=0.0)
+            await write_all(near, hello())
+            assert await read_some(far, session, new_scratch()) > 0
+            assert [type(message) for message in session.events()] == [Hello]
+            assert session.state is SessionState.READY
+            assert read_rest(far, session, new_scratch()) == 0
+            await near.send_eof()
+            assert await read_some(far, session, new_scratch()) == 0
+
+
+async def test_reading_waits_for_the_first_byte_and_may_be_cancelled(
+    autojump_clock: MockClock,
+) -> None:
+    for near, far in (socket_pair(), memory_stream_pair()):
+        async with near, far:
+            session = ServerSession("test:server", now=0.0)
+            with trio.move_on_after(1) as scope:
+                await read_some(far, session, new_scratch())
+            assert scope.cancelled_caught
+            # It has taken nothing.
+            await write_all(near, hello())
+            await read_some(far, session, new_scratch())
+            assert [type(message) for message in session.events()] == [Hello]
+
+
+async def test_a_peer_that_reads_nothing_times_out(autojump_clock: MockClock) -> None:
+    near, far = socket_pair()
+    async with near, far:
+        left = write_now(near, [bytes(1 << 20)] * 16)
+        assert left, "the socket is full"
+        with pytest.raises(trio.TooSlowError):
+            await write_rest(near, left, timeout_s=3.0)
+
+
+async def test_a_closed_stream_is_told_from_a_lost_one() -> None:
+    near, far = socket_pair()
+    session = ServerSession("test:server", now=0.0)
+    await far.aclose()
+    with pytest.raises(trio.BrokenResourceError):
+        await write_all(near, [bytes(1 << 20)])
+    await near.aclose()
+    with pytest.raises(trio.ClosedResourceError):
+        await write_all(near, hello())
+    with pytest.raises(trio.ClosedResourceError):
+        await read_some(near, session, new_scratch())
+
+
+async def test_a_host_name_that_cannot_be_one_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="not a valid host name"):
+        await dial_tcp(Address("mün..chen", 1))
