@@ -100,7 +100,7 @@ def test_unknown_leases_and_ranges_are_refused(bucket: str, run: Run) -> None:
         for ranges, said in (
             ([], "1 to 1024 ranges"),
             ([(99, 0, 0)], "partition 99 does not exist"),
-            ([(0, 0, 5)], "no range that is on disk"),
+            ([(0, 0, 5)], "not a range on disk"),
         ):
             with pytest.raises(ServerError, match=said):
                 client.acquire_lease(ranges, time_to_live_s=60, owner="me")
