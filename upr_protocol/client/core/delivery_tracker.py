@@ -87,7 +87,7 @@ class SaveLimits:
 
 
 class SaveSchedule:
-    """When to save what was processed since the last save.
+    """When to save a state that has moved since the last save.
 
     Args:
         limits: How much may go unsaved.
@@ -108,13 +108,11 @@ class SaveSchedule:
         """Whether there is something to save."""
         return self._priority is not None
 
-    def add_processed(self, delivery: Delivery) -> None:
-        """The application has processed `delivery`."""
-        priority = delivery.priority
-        if delivery.position is not None or priority is not SavePriority.PARTIAL:
-            self._nbytes += delivery.nbytes
-            if self._priority is None or priority > self._priority:
-                self._priority = priority
+    def add_unsaved(self, priority: SavePriority, nbytes: int) -> None:
+        """The state has moved, behind so many bytes."""
+        self._nbytes += nbytes
+        if self._priority is None or priority > self._priority:
+            self._priority = priority
 
     @property
     def due_at(self) -> float:
@@ -128,7 +126,7 @@ class SaveSchedule:
         return self._saved_at + self._limits.interval_s
 
     def saved(self, now: float) -> None:
-        """Everything processed so far is saved."""
+        """The state is saved as it is now."""
         self._saved_at = now
         self._priority = None
         self._nbytes = 0
@@ -202,7 +200,8 @@ class DeliveryTracker:
         if delivery.position is not None:
             partition, position = delivery.position
             self.state.positions[partition] = position
-        self.schedule.add_processed(delivery)
+        if delivery.position is not None or delivery.priority is not SavePriority.PARTIAL:
+            self.schedule.add_unsaved(delivery.priority, delivery.nbytes)
         self._acknowledge(delivery)
 
     def discard(self) -> None:

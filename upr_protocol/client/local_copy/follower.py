@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Final
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.delivery_tracker import SaveLimits, SavePriority, SaveSchedule
 from upr_protocol.client.core.events import (
     ChunkReceived,
     Event,
@@ -53,12 +52,7 @@ class LocalCopy(RollbackIterator):
     ) -> None:
         super().__init__(consumer, planner)
         self._file = file
-        self._limits = limits
-        self._committed_at = trio.current_time()
-        self._uncommitted_bytes = 0
-        self._has_uncommitted = False
-        self._has_complete_snapshot = False
-        """Whether a complete snapshot is among the uncommitted changes."""
+        self._schedule = SaveSchedule(limits, trio.current_time())
 
     async def __anext__(self) -> Event | Undone:
         """The next event, processed. Cancelled, no event is lost.
@@ -74,7 +68,7 @@ class LocalCopy(RollbackIterator):
     async def _next_event(self) -> Event:
         """The consumer's next event; commits in time if there is none."""
         while True:
-            due_at = self._due_at()
+            due_at = self._schedule.due_at
             if due_at <= trio.current_time():
                 await self.save()
                 continue
@@ -83,41 +77,27 @@ class LocalCopy(RollbackIterator):
 
     async def _process(self, event: Event) -> Event | Undone | None:
         processed = await super()._process(event)
-        if isinstance(processed, SnapshotEnd):
-            self._has_complete_snapshot = True
         partition = getattr(event, "partition", None)
         if partition is not None:
             position = self._consumer.position(partition)
             self._file.set_position(partition, position, self._planner.settled_at(partition))
-            self._has_uncommitted = True
+            is_complete = isinstance(processed, SnapshotEnd)
+            priority = SavePriority.COMPLETE if is_complete else SavePriority.PARTIAL
+            nbytes = event.chunk.nbytes if isinstance(event, ChunkReceived) else 0
+            self._schedule.add_unsaved(priority, nbytes)
         return processed
 
     async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
         await self._file.put_chunk(event.partition, log, event.chunk)
-        self._uncommitted_bytes += event.chunk.nbytes
 
     async def _roll_back(self, plan: RollbackPlan) -> None:
         with trio.CancelScope(shield=True):
             await self._file.roll_back(plan)
 
-    def _due_at(self) -> float:
-        if not self._has_uncommitted:
-            return math.inf
-        if self._uncommitted_bytes >= self._limits.nbytes:
-            return self._committed_at
-        wait_s = (
-            self._limits.complete_interval_s
-            if self._has_complete_snapshot
-            else self._limits.interval_s
-        )
-        return self._committed_at + wait_s
-
     async def save(self) -> None:
         """Commits everything that the iterator gave; readers see it then."""
         await self._file.commit()
-        self._committed_at = trio.current_time()
-        self._uncommitted_bytes = 0
-        self._has_complete_snapshot = self._has_uncommitted = False
+        self._schedule.saved(trio.current_time())
 
     # What the copy holds.
 
