@@ -67,6 +67,27 @@ class OtherStream:
         pass
 
 
+class BusyStream(OtherStream):
+    """It is one change ahead whenever anybody looks, unless it pauses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file: IndexFile | None = None
+        self._ahead = 1
+
+    def reached(self) -> dict[PartitionId, Mark]:
+        assert self.file is not None
+        mark = self.file.mark(PARTITION)
+        return {PARTITION: at(mark.position.log, mark.seq + self._ahead)}
+
+    def pause(self) -> None:
+        self._ahead = 0
+        self.put(self.reached()[PARTITION])
+
+    def resume(self) -> None:
+        self._ahead = 1
+
+
 class WithAWord:
     """A consumer, and a word to be said just before one of its events: whoever has it in hand then
     has not come to wait for anything."""
@@ -138,3 +159,18 @@ async def test_what_came_before_it_begins_again_does_not_count(
 def at(log: FailoverLog, seq: int) -> Mark:
     """Behind a whole snapshot."""
     return Mark(Position(log, SeqNo(seq), SeqNo(seq), None))
+
+
+async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: Path) -> None:
+    """The running indexes' stream pauses for it."""
+    busy = BusyStream()
+    async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
+        for number in range(COUNT):
+            await client.set(f"k{number}", json.dumps(number))
+        builder, file = set_up(busy, tmp_path, server.url(BUCKET))
+        busy.file = file
+        with trio.fail_after(20):
+            await builder.run()
+        assert file.is_built
+        assert file.entry_count() == COUNT
+        file.close()

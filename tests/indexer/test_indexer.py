@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -22,7 +22,12 @@ from tests.indexer.kit import (
 )
 from tests.kit.process import eventually
 from upr_protocol.client import connect
+from upr_protocol.failover import Position
+from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.index_file import ScanResult
+from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
 from upr_server.indexer.query import Query, QueryError, RequiredWrite
@@ -242,3 +247,34 @@ async def test_an_index_that_is_being_built_is_not_asked(tmp_path: Path) -> None
             await scan(indexer, "d/city")
         gate.set()
         await until_ready(indexer, "d/city")
+
+
+async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failover is applied between the look at the required change and the answer."""
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY})
+        answer = await client.set("k", '{"city": "a"}')
+        await until_ready(indexer, "d/city")
+        await scan(indexer, "d/city")
+        file = indexer.definitions.find(name_of("d/city")).file
+        real_scan = file.scan
+
+        def scan_and_fail_over(*arguments: Any, **options: Any) -> ScanResult:
+            result = real_scan(*arguments, **options)
+            position = file.mark(answer.partition).position
+            log = position.log.branch(HistoryId(99), SeqNo(answer.seq - 1))
+            file.marks[answer.partition] = Mark(
+                Position(log, SeqNo(answer.seq - 1), SeqNo(answer.seq - 1))
+            )
+            return result
+
+        monkeypatch.setattr(file, "scan", scan_and_fail_over)
+        written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
+        with pytest.raises(WriteLostError):
+            await scan(indexer, "d/city", consistency="at_least", written=written)

@@ -15,6 +15,7 @@ from tests.indexer.kit import a_server, an_indexer, by_brute_force, define, scan
 from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
 from upr_protocol.ids import PartitionId
+from upr_server.indexer import pipeline as pipeline_module
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
@@ -162,37 +163,98 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
 
     pipeline._next_round = next_batch  # type: ignore[method-assign]
     for number in range(10):
-        pipeline.put(_piece(pool, 0, 400_000))
+        pipeline.put(_batch(pool, 0, 400_000))
         if number < 2:
-            pipeline.put(_piece(pool, 1, 1000))
-    ticket = pipeline.put_counts()
+            pipeline.put(_batch(pool, 1, 1000))
+    counts = pipeline.put_counts()
+    assert counts == (10, 2)
     assert pipeline.length == 12
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
         assert await pipeline.drain()
-        assert pipeline.has_applied(ticket)
+        assert pipeline.has_applied(counts)
         nursery.cancel_scope.cancel()
     assert pool.used == 0
     # The small ones did not wait for the large ones before them.
     assert [batch.partition for batch in batches[0]][:4] == [0, 1, 0, 1]
     assert pipeline.is_stopped
-    pipeline.put(_piece(pool, 0, 1))
+    pipeline.put(_batch(pool, 0, 1))
     assert not await pipeline.drain()
     pipeline.abandon()
     assert pool.used == 0
 
 
-async def test_a_queue_is_bounded_in_pieces_too() -> None:
+async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:
+    """The running indexes' stream, which stops at three quarters, goes on."""
+    gate = Gate()
+    largest_chunk = 2 * 1024 * 1024
+    pool_bytes = 3 * POOL_BYTES
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, pool_bytes, work=gate) as indexer,
+    ):
+        async with publisher(server.url("b")) as writer:
+            for number in range(COUNT):
+                await writer.set(str(number), json.dumps({"n": 1, "x": "x" * VALUE_BYTES}))
+        await eventually(lambda: indexer.statistics()["applied"] == COUNT, "it was read")
+        await define(client, "d", {"n": BY_N})
+        await eventually(lambda: indexer.definitions.building_count == 1, "building has begun")
+        gate.close()
+        await eventually(lambda: indexer.pool.used > pool_bytes // 2, "half of the pool is used")
+        await client.set("more", "{}")
+        await eventually(lambda: indexer.statistics()["received"] == COUNT + 2, "it is received")
+        assert indexer.pool.used < pool_bytes // 2 + largest_chunk
+        gate.open()
+        await until_ready(indexer, "d/n")
+
+
+async def test_a_full_queue_holds_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small batches do not fill the pool, and are bounded in number."""
+    batches_max = 5
+    monkeypatch.setattr(pipeline_module, "QUEUE_BATCHES_MAX", batches_max)
+    gate = Gate()
+    async with (
+        a_server(partitions=1) as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, work=gate) as indexer,
+    ):
+        await eventually(lambda: indexer.stream.is_connected, "the stream has begun")
+        gate.close()
+        written = 0
+
+        def has_received() -> bool:
+            return indexer.pipeline.is_full or indexer.statistics()["received"] == written
+
+        while not indexer.pipeline.is_full:
+            await client.set(f"k{written}", "{}")
+            written += 1
+            # Each is a snapshot of its own, as the next one comes later.
+            await eventually(has_received, "it is received")
+        for _ in range(2 * batches_max):
+            await client.set(f"k{written}", "{}")
+            written += 1
+        # Another consumer is sent all of it.
+        async with consume(server.url("b")) as other:
+            await count_all(other, written)
+        assert indexer.pipeline.length == batches_max
+        gate.open()
+        await eventually(lambda: indexer.statistics()["applied"] == written, "all is applied")
+
+
+async def test_a_queue_is_bounded_in_batches_too() -> None:
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
     await trio.lowlevel.checkpoint()
     for _ in range(QUEUE_BATCHES_MAX):
         assert not pipeline.is_full
-        pipeline.put(_piece(pool, 3, BATCH_OVERHEAD_BYTES))
+        pipeline.put(_batch(pool, 3, BATCH_OVERHEAD_BYTES))
     assert pipeline.is_full
 
 
-def _piece(pool: MemoryPool, partition: int, nbytes: int) -> IndexBatch:
+def _batch(pool: MemoryPool, partition: int, nbytes: int) -> IndexBatch:
     pool.reserve(nbytes)
     return IndexBatch(PartitionId(partition), NO_MARK, nbytes=nbytes)
 
