@@ -1,6 +1,6 @@
 """What can go wrong, as codes on the wire and as exceptions on either side of it.
 
-Each code stands for one cause; `ADVICE` says what the one who sees it can do about it.
+Each code stands for one cause; `ADVICE` says what to do about it.
 """
 
 from __future__ import annotations
@@ -73,28 +73,28 @@ class Status(IntEnum):
 ADVICE: Final[dict[Status, str]] = {
     Status.NOT_MY_PARTITION: "reload the partition map and ask the node that owns the partition",
     Status.WRONG_STATE: "reload the partition map and begin again with HELLO",
-    Status.ROLLBACK: "undo down to the ceiling or below it, then ask again",
-    Status.SEQ_TOO_HIGH: "this server is behind; ask again later or elsewhere",
+    Status.ROLLBACK: "roll back to the ceiling or below it, then ask again",
+    Status.SEQ_TOO_HIGH: "this server is behind the client; ask again later, or ask another node",
     Status.NO_BUCKET: "create the bucket first, or correct its name",
-    Status.BUCKET_EXISTS: "use the bucket that is there, or delete it first",
+    Status.BUCKET_EXISTS: "use the existing bucket, or delete it first",
     Status.BAD_ARGUMENT: "correct the request",
-    Status.UNSUPPORTED: "this server does not offer it; do without, or ask one that does",
+    Status.UNSUPPORTED: "this server does not support it; do without, or use one that does",
     Status.TEMPORARY_FAILURE: "try again later",
-    Status.TOKEN_TOO_OLD: "the answer to this batch is forgotten; read the keys to see its effect",
-    Status.HISTORY_CHANGED: "a failover came between; read the keys to see what was kept",
-    Status.TIMED_OUT: "ask again, or give it longer",
-    Status.LIMIT_REACHED: "free some of what is held before asking for more",
-    Status.DAMAGED: "what the disk holds is damaged; run upr-server check, and restore from a copy",
-    Status.RANGE_GONE: "read what is there now, from the beginning; and renew leases in time",
-    Status.FENCED: "a newer run of this task, or consumer of this name, is at work; stop",
+    Status.TOKEN_TOO_OLD: "the answer was forgotten; read the keys to see the batch's effect",
+    Status.HISTORY_CHANGED: "a failover happened meanwhile; read the keys to see what was kept",
+    Status.TIMED_OUT: "ask again, or allow more time",
+    Status.LIMIT_REACHED: "release some before asking for more",
+    Status.DAMAGED: "data on disk is damaged; run upr-server check, and restore a backup",
+    Status.RANGE_GONE: "read again from the beginning, and renew leases in time",
+    Status.FENCED: "a newer run of this task, or another consumer of this name, is active; stop",
     Status.REPLAY_DIFFERS: (
-        "the same batch was sent before with other contents: make the input the same each time, "
+        "the same batch was sent before with other contents; make the input repeatable, "
         "by a checkpoint or a table"
     ),
-    Status.REVISION_CONFLICT: "another command came first; look at the map, and repeat yours",
+    Status.REVISION_CONFLICT: "another command changed the map first; look at it, and repeat yours",
     Status.NOT_DURABLE_YET: (
-        "the change was made and may be lost yet; send the batch again under its token, or await "
-        "its number"
+        "the change was made but could still be lost; send the batch again under its token, or "
+        "wait until its sequence number is durable"
     ),
     Status.TOO_FEW_REPLICAS: "add replicas, or ask for fewer copies",
     Status.EXISTS: "use set or replace if the key may exist",
@@ -107,27 +107,27 @@ ADVICE: Final[dict[Status, str]] = {
     Status.STREAM_CLOSED: "nothing to do: the client asked for it",
     Status.STATE_CHANGED: "reload the partition map and begin again with HELLO",
     Status.ROLLBACK_NEEDED: "begin again with HELLO; the answer to STREAM names the number",
-    Status.BACKFILL_FAILED: "begin again; if it stays, look into the server's log",
+    Status.BACKFILL_FAILED: "begin again; if it happens again, read the server's log",
     Status.TOO_SLOW: "read faster, or ask for fewer partitions",
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
-    Status.SHUTTING_DOWN: "connect again, here or elsewhere, after a pause",
-    Status.BAD_MAGIC: "speak UPR to this port",
-    Status.BAD_VERSION: "speak a version that HELLO's answer names",
-    Status.BAD_CHECKSUM: "connect again; if it stays, suspect the network or the client",
+    Status.SHUTTING_DOWN: "connect again after a pause, to this node or another",
+    Status.BAD_MAGIC: "use the UPR protocol on this port",
+    Status.BAD_VERSION: "use a version that HELLO's answer names",
+    Status.BAD_CHECKSUM: "connect again; if it happens again, check the network and the client",
     Status.FRAME_TOO_LONG: "keep frames within the limits that HELLO's answer names",
-    Status.UNKNOWN_MESSAGE: "speak only messages of the version that was agreed",
+    Status.UNKNOWN_MESSAGE: "send only messages of the agreed version",
     Status.OUT_OF_TURN: "follow the state table in docs/protocol.md",
     Status.MALFORMED: "follow the layouts in docs/protocol.md",
     Status.OPAQUE_IN_USE: "give each open request an opaque of its own",
-    Status.FLOW_CONTROL: "keep to the window and the credit that were granted",
+    Status.FLOW_CONTROL: "stay within the granted window and credit",
     Status.IDLE: "send NOOP within the idle interval",
-    Status.TOO_MANY: "keep to the counts that HELLO's answer names",
-    Status.INTERNAL: "a fault of the server; its log has the story",
+    Status.TOO_MANY: "stay within the counts that HELLO's answer names",
+    Status.INTERNAL: "a fault in the server; read its log",
 }
 
 
 class UprError(Exception):
-    """The root of everything that UPR raises on purpose."""
+    """The base of all exceptions that UPR raises on purpose."""
 
 
 class ProtocolError(UprError):
@@ -143,15 +143,15 @@ class ProtocolError(UprError):
 
 
 class LocalProtocolError(ProtocolError):
-    """We were about to break it; nothing was sent."""
+    """This side was about to break a rule of the protocol; nothing was sent."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke it; the connection cannot go on."""
+    """The peer broke a rule of the protocol; the connection cannot go on."""
 
 
 class ChunkError(UprError):
-    """The bytes are not a chunk, or one that breaks a rule of chunks."""
+    """The bytes are not a chunk, or break a rule of chunks."""
 
 
 class ServerError(UprError):
@@ -160,7 +160,7 @@ class ServerError(UprError):
     Attributes:
         status: Why.
         sentence: What happened, without the advice that the exception's text adds.
-        map_revision: The revision of the server's partition map, as far as it told; or 0.
+        map_revision: The revision of the server's partition map; 0 where it sent none.
     """
 
     def __init__(self, status: Status, sentence: str = "", map_revision: int = 0) -> None:

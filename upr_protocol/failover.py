@@ -1,8 +1,8 @@
-"""Failover logs, and where a stream may start (seed 002; settled in docs/guarantees.md).
+"""Failover logs, and where a stream may start.
 
 An entry is the start of a branch: a history ID and the sequence number at which that history
-began. It is written once and never touched again. Two logs that share an entry share everything up
-to the point where the first of them left it.
+began. It is written once and never changed. Two logs that share an entry share everything up to the
+point where the first of them left that branch. docs/guarantees.md says what follows for a client.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FailoverLog:
     def __attrs_post_init__(self) -> None:
         ids = [entry.history_id for entry in self.entries]
         if 0 in ids:
-            raise ValueError("0 is no history ID")
+            raise ValueError("a history ID must not be 0")
         if len(set(ids)) != len(ids):
             raise ValueError("a history ID occurs twice in the failover log")
         if any(newer.seq < older.seq for newer, older in pairwise(self.entries)):
@@ -71,20 +71,19 @@ class FailoverLog:
         return self.entries[0].history_id if self.entries else HistoryId(0)
 
     def branch(self, history_id: HistoryId, seq: SeqNo) -> FailoverLog:
-        """The log after a new branch began at `seq`: entries above it go, the oldest over the
-        limit too."""
-        kept = [entry for entry in self.entries if entry.seq <= seq]
-        new = FailoverEntry(history_id, seq)
-        return FailoverLog((new, *kept)[:FAILOVER_ENTRIES_MAX])
+        """The log after a new branch began at `seq`: without entries above it, and without the
+        oldest ones over the limit."""
+        older = self.until(seq).entries
+        return FailoverLog((FailoverEntry(history_id, seq), *older)[:FAILOVER_ENTRIES_MAX])
 
     def left(self, history_id: HistoryId) -> SeqNo:
-        """Up to where this history is known to have everything that `history_id` had: where its
-        next branch left that one; 0 when that one is not in the log."""
-        left = SEQ_MAX
+        """The number at which this history left `history_id`, at the start of the next branch: up
+        to there it has everything that `history_id` had. 0 when that is not in the log."""
+        left_at = SEQ_MAX
         for entry in self.entries:
             if entry.history_id == history_id:
-                return left
-            left = entry.seq
+                return left_at
+            left_at = entry.seq
         return SeqNo(0)
 
     def holds(self, history_id: HistoryId, seq: SeqNo) -> bool:
@@ -92,8 +91,11 @@ class FailoverLog:
         return seq <= self.left(history_id)
 
     def branch_of(self, seq: SeqNo) -> HistoryId:
-        """The branch in which `seq` was given: by that name every later history knows it that has
-        it, but for those whose log has grown too long. 0 when the log does not go back so far."""
+        """The branch in which `seq` was given; 0 when the log does not go back so far.
+
+        Every later history containing `seq` lists this branch, unless the entry was dropped because
+        the log was full.
+        """
         return next((e.history_id for e in self.entries if e.seq < seq), HistoryId(0))
 
     def until(self, seq: SeqNo) -> FailoverLog:
@@ -102,7 +104,7 @@ class FailoverLog:
 
 
 class PartialSnapshot(msgspec.Struct, frozen=True):
-    """The snapshot that a client was cut in: (start, end] of `history_id`."""
+    """The snapshot that a client has received in part: (start, end] of `history_id`."""
 
     history_id: HistoryId
     start: SeqNo
@@ -113,10 +115,12 @@ class Position(msgspec.Struct, frozen=True):
     """How far a client has come in one partition.
 
     Attributes:
-        log: The failover log that the server last told it.
-        last_complete: The end of the last snapshot it has whole.
-        highest_received: The highest number it has, complete or not; not below `last_complete`.
-        partial: The snapshot it was cut in, or None when `highest_received` is `last_complete`.
+        log: The failover log that the server last sent it.
+        last_complete: The end of the last snapshot that it has received whole.
+        highest_received: The highest number it has received, in a complete snapshot or not; not
+            below `last_complete`.
+        partial: The snapshot that it has received in part; None when `highest_received` is
+            `last_complete`.
     """
 
     log: FailoverLog = FailoverLog()
@@ -156,7 +160,7 @@ class Start:
 
 @attrs.frozen
 class RollBack:
-    """The client has what this server never had.
+    """The client has mutations that this server never had.
 
     Attributes:
         ceiling: The client must go back to its newest complete snapshot end at or below this.
@@ -184,7 +188,7 @@ Decision = Start | RollBack | Retry
 def decide_start(
     server: FailoverLog, server_high: SeqNo, purge: SeqNo, client: Position
 ) -> Decision:
-    """Where the stream of a client may start: the whole-log rule.
+    """Where the stream of a client may start, by comparing the whole logs.
 
     Args:
         server: The server's log.
@@ -193,19 +197,20 @@ def decide_start(
         client: What the client has.
 
     Returns:
-        A `Start` behind all that the client has, or the ceiling it must go back to, or `Retry`.
+        A `Start` behind all that the client has, or a `RollBack`, or `Retry`.
     """
     if client.highest_received == client.last_complete:
-        # Of a snapshot of which nothing came there is nothing to complete. Its end may be one that
-        # this server never reaches, as another history announced it.
+        # The client has received nothing of this snapshot, so it need not be completed. And its end
+        # may be one that this server never reaches, since another history announced it.
         client = msgspec.structs.replace(client, partial=None)
-    found = _ceiling(server, server_high, client)
-    if isinstance(found, Retry):
-        return found
-    ceiling, reason = found
+    bound = _ceiling(server, server_high, client)
+    if isinstance(bound, Retry):
+        return bound
+    ceiling, reason = bound
     if ceiling > server_high:
         # The client left the common history at a number that this server has yet to reach. Up to
-        # there the two cannot differ, so there is nothing to undo; but nothing to stream either.
+        # there the two cannot differ: the client need not undo anything, but the server cannot
+        # stream anything either.
         return Retry(Reason.SERVER_BEHIND)
     if 0 < ceiling < purge:
         ceiling, reason = SeqNo(0), Reason.PURGED
@@ -218,7 +223,7 @@ def decide_start(
 def _ceiling(
     server: FailoverLog, server_high: SeqNo, client: Position
 ) -> tuple[SeqNo, Reason] | Retry:
-    # Of a branch that begins above its last complete snapshot the client has nothing whole.
+    # The client has no complete snapshot of a branch that begins above its last complete one.
     log = client.log.until(client.last_complete)
     position = {entry.history_id: index for index, entry in enumerate(log)}
     common = next(
@@ -235,8 +240,8 @@ def _ceiling(
         return SeqNo(0), reason
     server_index, client_index = common
     if server_index or client_index:
-        # One of them left the common branch: at the next newer entry of its log. The one that
-        # did not is bounded by what the client has of it.
+        # At least one of them left the common branch, at the next newer entry of its log. The
+        # other's end is what the client has of it: no number above that can be common.
         server_left = (
             server.entries[server_index - 1].seq if server_index else client.highest_received
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ROWS: Final = 16 * 1024
-"""Keys that are looked at together: what is known of them stays in the processor's cache."""
+"""Keys hashed together: their intermediate results stay in the processor's cache."""
 
 
 def partition_of(key: bytes, partitions: int) -> PartitionId:
@@ -29,7 +29,7 @@ def partitions_of(
 
     Args:
         offsets: Where each key begins, and where the last ends. None is longer than a key may be.
-        data: The keys, one behind the other.
+        data: The keys, one after another.
         partitions: How many partitions the bucket has.
     """
     import numpy as np
@@ -37,8 +37,8 @@ def partitions_of(
     # CRC-32 is linear: the sum of what each byte adds, which depends on how far it stands from the
     # end, and of what there is to zeros of that length.
     adds, zeros = _tables()
-    found = np.empty(len(offsets) - 1, np.uint16)
-    for first in range(0, len(found), _ROWS):
+    partition_ids = np.empty(len(offsets) - 1, np.uint16)
+    for first in range(0, len(partition_ids), _ROWS):
         ends = offsets[first + 1 : first + _ROWS + 1]
         lengths = ends - offsets[first : first + len(ends)]
         hashes = zeros[lengths]
@@ -49,8 +49,8 @@ def partitions_of(
                 continue
             rows = np.flatnonzero(lengths > distance)
             hashes[rows] ^= adds[distance][data[ends[rows] - (distance + 1)]]
-        found[first : first + len(ends)] = hashes % np.uint16(partitions)
-    return found
+        partition_ids[first : first + len(ends)] = hashes % np.uint16(partitions)
+    return partition_ids
 
 
 @cache

@@ -34,7 +34,7 @@ NODES_MAX: Final = 256
 """Nodes in one partition map: each asks the others for it now and then."""
 
 COOKIE_BYTES_MAX: Final = 64
-"""A barrier cookie is "a short text string" (seed 002): a UUID in any spelling fits."""
+"""A barrier cookie is a short text string: a UUID in any spelling fits."""
 
 OPEN_BARRIERS_MAX: Final = 64
 """Barriers that one connection may have under way; each costs the server its cookie."""
@@ -55,28 +55,30 @@ WINDOW_BYTES_MIN: Final = 64 * 1024
 """Smaller windows would turn every chunk into a round trip."""
 
 IDLE_INTERVAL_S_DEFAULT: Final = 20
-"""A side that has said nothing for this long says `NOOP`; after twice this it is taken for dead."""
+"""A side that has sent nothing for this long sends `NOOP`; after twice this its peer takes it for
+dead."""
 
 IDLE_INTERVAL_S_MIN: Final = 1
 IDLE_INTERVAL_S_MAX: Final = 3600
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""A stranger who has not come as far as `HELLO` by then is shown out."""
+"""The server closes a connection that has not sent `HELLO` by then."""
 
 SEND_TIMEOUT_S: Final = 60.0
-"""A peer that takes not one byte for this long is not slow but gone."""
+"""A peer that takes not one byte for this long is gone, not slow."""
 
 REQUESTS_OPEN_MAX: Final = 4096
 """Requests of one connection that wait for their answers."""
 
 LEASES_MAX: Final = 1024
-"""Leases that clients may hold on one bucket: each is looked at in every step of a compaction."""
+"""Leases that clients may hold on one bucket: every step of a compaction looks at each of them."""
 
 LEASE_RANGES_MAX: Final = 1024
 """Ranges of one lease: one a partition."""
 
 LEASE_TIME_TO_LIVE_S_MAX: Final = 24 * 3600
-"""Who wants a range for longer renews: what is held costs disk, and its holder may be dead."""
+"""A client that needs a range for longer renews its lease: a leased range costs disk, and the
+client may be dead."""
 
 CONSUMER_NAME_BYTES_MAX: Final = 100
 """The name of a consumer of the event bus."""
@@ -85,18 +87,18 @@ CONSUMERS_MAX: Final = 100
 """Consumers of one node's event bus: each has a queue, in which every bucket may stand once."""
 
 HEALTH_TIMEOUT_S_MIN: Final = 1
-"""A consumer that asks three times in its timeout is no burden then."""
+"""A consumer polls three times in its timeout: at this rate it does not burden the server."""
 
 HEALTH_TIMEOUT_S_MAX: Final = 3600
-"""For so long at most is a queue kept for a consumer that may be dead."""
+"""The server keeps the queue of a consumer that may be dead for so long at most."""
 
 EVENT_PATTERN_BYTES_MAX: Final = 200
 """A bucket's name has 100 bytes, and each may need brackets."""
 
 EVENT_KEYS_MAX: Final = 2000
-"""Buckets and design documents that one answer tells of: with keys of 250 bytes it stays within
+"""Buckets and design documents that one answer names: with keys of 250 bytes it stays within
 1 MiB."""
 
 DESIGNS_MAX: Final = 1000
-"""Design documents of one bucket that a consumer is told one by one; when more changed since it was
-told last, it is told that any of them may have changed."""
+"""Design documents of one bucket that an event names one by one; when more have changed, the event
+says that any of them may have changed."""

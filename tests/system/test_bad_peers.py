@@ -167,7 +167,9 @@ async def test_another_protocol() -> None:
     """What a browser would hear."""
     async with attacked() as server, peer(server.host, server.port, greeted=False) as bad:
         await bad.send_bytes(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert (await bad.expect_error(Status.BAD_MAGIC)).advice == "speak UPR to this port"
+        assert (
+            await bad.expect_error(Status.BAD_MAGIC)
+        ).advice == "use the UPR protocol on this port"
 
 
 async def test_another_version() -> None:

@@ -191,7 +191,7 @@ async def test_a_change_without_durability_in_time_raises_not_durable(
             Status.NOT_DURABLE_YET if isinstance(m, Mutate) else None
         )
     async with connect(URL, dial=cluster.dial) as client:
-        with pytest.raises(NotDurableError, match="was made and may be lost yet") as caught:
+        with pytest.raises(NotDurableError, match="was made but could still be lost") as caught:
             await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
         assert caught.value.status is Status.NOT_DURABLE_YET
         assert caught.value.written is None

@@ -1,4 +1,4 @@
-"""Closed snapshots: somebody's consistent picture, which does not change any more."""
+"""Closed snapshots: consistent states of a partition, which do not change any more."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _END: Final = attrgetter("end")
 class ClosedSnapshot:
     """The newest mutation of every key that changed in (start, end], in segments.
 
-    Encoded chunks are shared by all who read them (seed 002's immutable tree: a snapshot is a
-    reference, and is freed when nobody holds it).
+    All its readers share its encoded chunks.
 
     Attributes:
         start: Exclusive; the end of the snapshot before it.
@@ -80,7 +79,7 @@ class ClosedSnapshot:
         """The mutation with this number. O(log mutations).
 
         Raises:
-            KeyError: There is none.
+            KeyError: No mutation has this number.
         """
         if not self.start < number <= self.end:
             raise KeyError(number)

@@ -1,13 +1,14 @@
-"""Collapsing: several closed snapshots become one, the newer item of each key wins (seed 001).
+"""Collapsing: several closed snapshots become one, the newer item of each key wins.
 
-What may be collapsed is a run of neighbours with nobody inside any of them, and nobody at the front
-of any but the first. What is worth it is decided by size, as in a log-structured merge: a snapshot
-is rewritten only together with newer ones that come to half its size at least. So a mutation is
-copied a logarithmic number of times, the sizes that stay fall by half from one to the next, and all
-of them together come to about twice the oldest one, whose keys are unique.
+A run of neighbours may be collapsed if no cursor stands inside any of them, nor at the front of any
+but the first: a cursor at the front of the first reads the collapsed snapshot as well as it would
+have read them all. Size decides whether it is worth it, as in a log-structured merge: a snapshot is
+rewritten only together with newer ones that come to half its size at least. So a mutation is copied
+a logarithmic number of times, the sizes that stay fall by half from one to the next, and all of
+them together come to about twice the oldest one, whose keys are unique.
 
-The work is done in steps beside the snapshots, from the newest chunk to the oldest, and the result
-is put in at the end in one stroke, if nobody has come between.
+The work is done in steps beside the snapshots, from the newest chunk to the oldest. The result
+replaces them at the end at once, if no cursor has entered the run meanwhile.
 """
 
 from __future__ import annotations

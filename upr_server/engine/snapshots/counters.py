@@ -1,7 +1,7 @@
-"""The counters of one open snapshot (seed 000's balanced tree).
+"""The counters of one open snapshot.
 
-Seed 000 asks for a balanced tree by sequence number, because the event that an increment replaces
-is taken out of the middle. Numbers only ever rise, so an insertion-ordered dict by number is sorted
+The event that an increment replaces is taken out of the middle, for which one would use a balanced
+tree by sequence number. Numbers only ever rise, so an insertion-ordered dict by number is sorted
 already, and both operations cost O(1): docs/adr/0004-counters-in-insertion-order.md.
 """
 

@@ -1,14 +1,14 @@
-"""Document arrays: runs of mutations with skip flags (seed 000's fixed-size arrays).
+"""Document arrays: runs of mutations with skip flags.
 
 Three kinds, which differ in where the numbers stand:
 
-- a `PublishedArray` is a publisher's chunk, kept as it came: its mutations are numbered on end from
-  a first number, and the numbers are written into columns only if it lives to be encoded;
+- a `PublishedArray` is a publisher's chunk, kept as it came: its mutations have consecutive
+  numbers, which are written into columns only if it lives to be encoded;
 - a `FillingArray` takes single mutations at its end;
 - a `NumberedArray` is one that was filled, or what is left of arrays that were mostly skipped.
 
-An array of the newest part of the open snapshot has no flags of its own: those stand in the window,
-and the array gets its piece of them when it is settled.
+An array of the newest part of the open snapshot has no flags of its own: `SkipFlags` covers it, and
+the array gets its part of them when it is settled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ARRAY_MUTATIONS_MAX: Final = 1024
 array."""
 
 ARRAY_BYTES_MAX: Final = 256 * 1024
-"""A filling array is sealed at this many bytes: see `segment.SEGMENT_BYTES`."""
+"""A filling array is sealed at this many bytes, which make a segment."""
 
 ARRAY_SPAN_MAX: Final = 4096
-"""A filling array is sealed once it spans so many numbers (counters take those between): the
-window cannot let go of numbers that a filling array spans."""
+"""A filling array is sealed once it spans so many numbers (counters take those between): the skip
+flags cannot let go of numbers that a filling array spans."""
 
 ROW_BYTES: Final = 33
 """What a mutation takes in the columns of a chunk, beside its key and value."""
@@ -47,9 +47,9 @@ class DocumentArray(ABC):
         first: The lowest number it ever held.
         last: The highest number it holds.
         count: Mutations, with those skipped.
-        live: Mutations that are not skipped; of an array in the window, as of the last count.
+        live: Mutations that are not skipped; without flags of its own, as of the last count.
         nbytes: What it takes in memory.
-        skip: A flag for each mutation, 1 for skipped; None while the flags stand in the window.
+        skip: A flag for each mutation, 1 for skipped; None while `SkipFlags` covers the array.
         holders: Segments of a closed snapshot that read from it; it is freed at 0.
     """
 
@@ -97,12 +97,12 @@ class DocumentArray(ABC):
         """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
         return after < self.first and self.last <= through and self.live == self.count
 
-    def settle(self, window: SkipFlags) -> None:
-        """Takes its flags out of the window. At memory speed, if its numbers follow on."""
-        flags, base = window.flags, window.base
+    def settle(self, skip_flags: SkipFlags) -> None:
+        """Takes a copy of its flags. At memory speed, if its numbers are consecutive."""
+        flags, base = skip_flags.flags, skip_flags.base
         if self.last - self.first + 1 == self.count:
-            at = self.first - base
-            self.skip = flags[at : at + self.count]
+            offset = self.first - base
+            self.skip = flags[offset : offset + self.count]
         else:
             self.skip = bytearray([flags[number - base] for number in self.numbers()])
         self.live = self.count - self.skip.count(1)
@@ -121,7 +121,7 @@ class DocumentArray(ABC):
 
 
 class PublishedArray(DocumentArray):
-    """A publisher's chunk of `SET`s as it came, numbered on end."""
+    """A publisher's chunk of `SET`s as it came, numbered consecutively."""
 
     __slots__ = ("_chunk", "_first_cas")
 

@@ -1,9 +1,9 @@
-"""The documents of an open snapshot: seed 000's list of arrays, with the window over its end.
+"""The document list: the documents of an open snapshot, in arrays, with skip flags over its end.
 
-**Tidying.** Whatever is skipped takes memory until its array goes. Arrays skipped whole are
-dropped; when what is skipped outweighs what is not, those skipped the most are rewritten, runs of
-neighbours into one. Each rewritten mutation stands for one at least that is freed, mostly for
-several, so that tidying adds a constant to the cost of a mutation.
+**Tidying.** A skipped document takes memory until its array goes. Arrays skipped whole are dropped.
+When the skipped documents outweigh the live ones, the arrays skipped the most are rewritten, runs
+of neighbours into one. Rewriting a mutation frees at least one other, mostly several, so that
+tidying adds a constant to the cost of a mutation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PUBLISHED_MUTATIONS_MIN: Final = 64
 array, a chunk, a view, about 400 bytes) would show."""
 
 PUBLISHED_BYTES_MIN: Final = 64 * 1024
-"""Nor is a batch copied that is as large as this, however few mutations it has."""
+"""A batch as large as this is not copied either, however few mutations it has."""
 
 PUBLISHED_MUTATIONS_MAX: Final = 4096
 """A batch of more is cut, so that no array, segment or step of a collapse is longer than that."""
@@ -74,7 +74,7 @@ class DocumentList:
         memory: What the bucket holds.
 
     Attributes:
-        window: The skip flags of the arrays at its end.
+        skip_flags: The flags of the newest arrays.
         rewritten: Mutations that tidying has copied, ever: a figure for `statistics`.
     """
 
@@ -87,7 +87,7 @@ class DocumentList:
         "_superseded",
         "_tidy_at",
         "rewritten",
-        "window",
+        "skip_flags",
     )
 
     def __init__(self, memory: MemoryAccount) -> None:
@@ -100,14 +100,14 @@ class DocumentList:
         self._superseded = 0
         self._mean_bytes = 0
         self._tidy_at = SLACK_BYTES
-        self.window = SkipFlags()
+        self.skip_flags = SkipFlags()
         self.rewritten = 0
 
     def __len__(self) -> int:
         """Arrays."""
         return len(self._arrays)
 
-    # Taking documents in. The window covers them already.
+    # Taking documents in. The skip flags cover them already.
 
     def add_chunk(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas) -> None:
         """Takes in a publisher's chunk of `SET`s without large values, numbered on end."""
@@ -140,7 +140,7 @@ class DocumentList:
     def add_large(self, row: Mutation) -> None:
         """Takes in one large document, as an array of its own, and settles all before it.
 
-        The window must not cover it.
+        The skip flags must not cover it.
         """
         if self._filling is not None:
             self._seal(self._filling)
@@ -182,20 +182,20 @@ class DocumentList:
         return True
 
     def skip(self, number: int) -> None:
-        """Flags `number`. O(log arrays), O(1) in the window."""
-        if number in self.window:
-            self.window.skip(number)
+        """Flags `number`. O(log arrays), O(1) where the skip flags cover it."""
+        if number in self.skip_flags:
+            self.skip_flags.skip(number)
         else:
             self._skip_settled([number])
 
     def skip_all(self, numbers: list[int]) -> None:
         """Flags all of `numbers`, in any order."""
-        window = self.window
-        settled = [number for number in numbers if number not in window]
+        skip_flags = self.skip_flags
+        settled = [number for number in numbers if number not in skip_flags]
         if len(settled) < len(numbers):
             for number in numbers:
-                if number in window:
-                    window.skip(number)
+                if number in skip_flags:
+                    skip_flags.skip(number)
         if settled:
             settled.sort()
             self._skip_settled(settled)
@@ -203,10 +203,11 @@ class DocumentList:
     def _skip_settled(self, numbers: list[int]) -> None:
         """Flags rising `numbers` in settled arrays, and drops those that are done with."""
         arrays = self._arrays
-        at = 0
+        array_index = 0
         for number in numbers:
-            at = bisect_left(arrays, number, at, key=_LAST)
-            array = arrays[at]
+            # The numbers rise, and so do the arrays: the search goes on where the last one ended.
+            array_index = bisect_left(arrays, number, array_index, key=_LAST)
+            array = arrays[array_index]
             skip = array.skip
             assert skip is not None, "a settled array has flags of its own"
             index = array.index(number)
@@ -215,33 +216,34 @@ class DocumentList:
             array.live -= 1
             if not array.live:
                 self._memory.arrays -= array.nbytes
-                del arrays[at]
+                del arrays[array_index]
 
     def settle(self, below: int = SEQ_MAX) -> None:
-        """Settles the window's arrays that begin below a number, and lets go of their flags."""
-        arrays, window = self._arrays, self.window
-        if not window:
+        """Gives arrays that begin below a number flags of their own, and lets go of the shared
+        ones."""
+        arrays, skip_flags = self._arrays, self.skip_flags
+        if not skip_flags:
             return
-        at = bisect_left(arrays, window.base, key=_FIRST)
-        while at < len(arrays) and arrays[at].first < below:
-            array = arrays[at]
-            array.settle(window)
+        index = bisect_left(arrays, skip_flags.base, key=_FIRST)
+        while index < len(arrays) and arrays[index].first < below:
+            array = arrays[index]
+            array.settle(skip_flags)
             if array.live:
-                at += 1
+                index += 1
             else:
                 self._memory.arrays -= array.nbytes
-                del arrays[at]
-        if at == len(arrays):
-            window.flags.clear()
+                del arrays[index]
+        if index == len(arrays):
+            skip_flags.flags.clear()
         else:
-            window.leave(arrays[at].first)
+            skip_flags.leave(arrays[index].first)
 
     # Keeping the memory near what is live.
 
     def tidy(self, live: int) -> None:
         """Frees some of what is skipped, by the rules that the module's text explains.
 
-        O(1) until enough was added; then O(arrays + window / 4,000), and at most
+        O(1) until enough was added; then O(arrays + skip flags / 4,000), and at most
         `TIDY_MUTATIONS_MAX` mutations rewritten.
 
         Args:
@@ -251,19 +253,19 @@ class DocumentList:
         added, due = self._added, self._tidy_at
         if added <= due and 2 * self._superseded <= due + added:
             return
-        window = self.window
-        for array in self._arrays[bisect_left(self._arrays, window.base, key=_FIRST) :]:
+        skip_flags = self.skip_flags
+        for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
             if array.skip is None:
-                array.live = array.count - window.skipped(array.first, array.last)
+                array.live = array.count - skip_flags.skipped(array.first, array.last)
         live_bytes = sum(array.live_bytes for array in self._arrays)
         too_much = sum(array.nbytes for array in self._arrays) - 2 * live_bytes - SLACK_BYTES
         done = True
         if too_much > 0 or len(self._arrays) > CROWD:
             done = self._rewrite(self._share(too_much))
-        excess = window.excess(live)
-        if excess and self._filling is not None and self._filling.first < window.base + excess:
+        excess = skip_flags.excess(live)
+        if excess and self._filling is not None and self._filling.first < skip_flags.base + excess:
             self._seal(self._filling)
-        self.settle(window.base + excess)
+        self.settle(skip_flags.base + excess)
         self._added = self._superseded = 0
         self._mean_bytes = self._weighted_mean()
         self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if done else 0
@@ -305,7 +307,7 @@ class DocumentList:
         Returns:
             Whether it came to the end.
         """
-        kept: list[DocumentArray] = []
+        arrays: list[DocumentArray] = []
         run: list[DocumentArray] = []
         run_bytes = 0
         budget = TIDY_MUTATIONS_MAX
@@ -315,43 +317,44 @@ class DocumentList:
                 continue
             little = share * array.live < array.count or array.nbytes < SMALL_ARRAY_BYTES
             if not little or array is self._filling or budget <= 0:
-                self._join(run, kept)
-                kept.append(array)
+                self._join(run, arrays)
+                arrays.append(array)
                 continue
             settled = array.skip is not None
             run_bytes = run_bytes + array.live_bytes if run else array.live_bytes
             if run and (run_bytes > ARRAY_BYTES_MAX or settled != (run[0].skip is not None)):
-                self._join(run, kept)
+                self._join(run, arrays)
                 run_bytes = array.live_bytes
             budget -= array.count
             run.append(array)
-        self._join(run, kept)
-        self._arrays = kept
+        self._join(run, arrays)
+        self._arrays = arrays
         return budget > 0
 
-    def _join(self, run: list[DocumentArray], kept: list[DocumentArray]) -> None:
-        """Rewrites `run` into one array at the end of `kept`, if it is worth it; empties it."""
+    def _join(self, run: list[DocumentArray], arrays: list[DocumentArray]) -> None:
+        """Adds `run` to `arrays`, rewritten into one array if that is worth it; empties `run`."""
         if len(run) < CROWD and not any(2 * array.live < array.count for array in run):
-            kept += run
+            arrays += run
             run.clear()
             return
-        window, in_window = self.window, run[0].skip is None
+        skip_flags, is_shared = self.skip_flags, run[0].skip is None
         builder = ChunkBuilder()
         for array in run:
-            if in_window:
-                array.settle(window)
+            if is_shared:
+                array.settle(skip_flags)
             array.copy_into(builder, array.first - 1, array.last)
             self._memory.arrays -= array.nbytes
         run.clear()
         joined = NumberedArray(builder.build())
-        if in_window:
-            # What was flagged there is gone, and the flags of an array count what is in it.
-            window.clear(joined.first, joined.last)
+        if is_shared:
+            # The joined array holds none of the skipped documents: a flag left behind would count
+            # as skipped a number that is no longer there.
+            skip_flags.clear(joined.first, joined.last)
         else:
             joined.skip = bytearray(joined.count)
         self._memory.arrays += joined.nbytes
         self.rewritten += joined.count
-        kept.append(joined)
+        arrays.append(joined)
 
     # Reading.
 
@@ -359,12 +362,12 @@ class DocumentList:
         """The document with this number. O(log documents).
 
         Raises:
-            KeyError: There is none.
+            KeyError: No document has this number.
         """
-        at = bisect_left(self._arrays, number, key=_LAST)
-        if at == len(self._arrays):
+        index = bisect_left(self._arrays, number, key=_LAST)
+        if index == len(self._arrays):
             raise KeyError(number)
-        array = self._arrays[at]
+        array = self._arrays[index]
         return array.mutation(array.index(number))
 
     def close(self) -> list[DocumentArray]:
@@ -373,7 +376,7 @@ class DocumentList:
         live: list[DocumentArray] = []
         for array in self._arrays:
             if array.skip is None:
-                array.settle(self.window)
+                array.settle(self.skip_flags)
             if array.live:
                 live.append(array)
             else:
@@ -386,32 +389,32 @@ class DocumentList:
         return sum(array.nbytes for array in self._arrays)
 
     def check_invariants(self) -> list[Mutation]:
-        """Order, counts, the window's place. O(documents).
+        """Order, counts, the place of the skip flags. O(documents).
 
         Returns:
             What is not skipped, in order.
         """
-        window = self.window
+        skip_flags = self.skip_flags
         rows: list[Mutation] = []
         last = 0
         for array in self._arrays:
             array.check_invariants()
             assert last < array.first, "arrays out of order"
             last = array.last
-            assert (array.first in window) == (array.skip is None), "flags in the wrong place"
+            assert (array.first in skip_flags) == (array.skip is None), "flags in the wrong place"
             for index, number in enumerate(array.numbers()):
                 if array.skip is not None:
                     skipped = array.skip[index]
                 else:
-                    skipped = window.flags[number - window.base]
+                    skipped = skip_flags.flags[number - skip_flags.base]
                 if not skipped:
                     rows.append(array.mutation(index))
             if array.skip is None:
-                outside = window.skipped(array.first, array.last)
-                inside = sum(window.flags[n - window.base] for n in array.numbers())
+                outside = skip_flags.skipped(array.first, array.last)
+                inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.numbers())
                 assert outside == inside, "a flag that is for no document"
-        if window:
-            assert any(array.skip is None for array in self._arrays), "a window on nothing"
+        if skip_flags:
+            assert any(array.skip is None for array in self._arrays), "skip flags for nothing"
         if self._filling is not None:
             assert self._filling is self._arrays[-1]
             assert self._filling.count, "an empty array stayed"
@@ -434,8 +437,9 @@ def _pieces(chunk: Chunk) -> list[Chunk]:
     """`chunk` in pieces within the limits, none of which holds much more memory than its own."""
     count, nbytes = chunk.count, chunk.nbytes
     if count <= PUBLISHED_MUTATIONS_MAX and nbytes <= PUBLISHED_BYTES_MAX:
-        held = memoryview(chunk.encode().obj).nbytes
-        return [chunk if held < 2 * nbytes else chunk.copied()]
+        # A chunk is a view of the frame that it came in, and keeps all of that in memory.
+        frame_bytes = memoryview(chunk.encode().obj).nbytes
+        return [chunk if frame_bytes < 2 * nbytes else chunk.copied()]
     parts = max(-(-count // PUBLISHED_MUTATIONS_MAX), -(-nbytes // PUBLISHED_BYTES_MAX))
     step = -(-count // parts)
     return [

@@ -1,7 +1,7 @@
-"""The open snapshot: where mutations arrive, and only the newest of each key stays (seed 001).
+"""The open snapshot: where mutations arrive, and only the newest of each key stays.
 
-It holds documents in a list of arrays and counters in a list of their own (seed 000). A key's older
-event is taken out: from the counters by number, in a document array by flagging it skipped, or, if
+It holds documents in a list of arrays and counters in a list of their own. A key's older event is
+taken out: from the counters by number, in a document array by flagging it skipped, or, if
 it is the very last of the array being filled, by putting the new one in its place. Nobody reads an
 open snapshot, so nobody has seen what is taken out.
 """
@@ -66,11 +66,12 @@ class OpenSnapshot:
             self._add_rows(chunk, first_seq, first_cas, table)
             return
         documents, counters, count = self._documents, self._counters, len(keys)
-        window = documents.window
-        window.extend(first_seq, count)
-        # With counters about, a number may be one of theirs: the loop then flags none itself.
-        base = SEQ_MAX if counters else window.base
-        superseded, fresh = table.put_all(keys, first_seq, self.start, base, window.flags)
+        skip_flags = documents.skip_flags
+        skip_flags.extend(first_seq, count)
+        # A superseded number may be a counter's, which has no flag. While there are any, a base
+        # above all numbers makes the loop return what it supersedes, and flag nothing.
+        base = SEQ_MAX if counters else skip_flags.base
+        superseded, fresh = table.put_all(keys, first_seq, self.start, base, skip_flags.flags)
         documents.add_chunk(chunk, first_seq, first_cas)
         self.high = SeqNo(first_seq + count - 1)
         self.live += fresh
@@ -105,7 +106,7 @@ class OpenSnapshot:
         if len(row.value) > LARGE_VALUE_BYTES:
             documents.add_large(row)
         else:
-            documents.window.extend(row.seq, 1)
+            documents.skip_flags.extend(row.seq, 1)
             documents.add(row)
         self.high = row.seq
         documents.tidy(self.live)
@@ -123,8 +124,8 @@ class OpenSnapshot:
             documents.superseded(1)
         counters.append(row)
         self.high = row.seq
-        if documents.window:
-            documents.window.extend(row.seq, 1)
+        if documents.skip_flags:
+            documents.skip_flags.extend(row.seq, 1)
             documents.count(ROW_BYTES)
             documents.tidy(self.live)
 
@@ -134,7 +135,7 @@ class OpenSnapshot:
         """The mutation with this number, which must not be superseded. O(log mutations).
 
         Raises:
-            KeyError: There is none.
+            KeyError: No mutation has this number.
         """
         return self._counters.find(number) or self._documents.find(number)
 
@@ -167,17 +168,17 @@ class OpenSnapshot:
             "arrays": len(self._documents),
             "counters": len(self._counters),
             "bytes": self.nbytes,
-            "window": len(self._documents.window),
+            "window": len(self._documents.skip_flags),
             "rewritten": self._documents.rewritten,
         }
 
     def check_invariants(self) -> None:
-        """Order, counts, unique keys, the window's end. O(mutations)."""
+        """Order, counts, unique keys, the end of the skip flags. O(mutations)."""
         self._counters.check_invariants()
         rows = self._documents.check_invariants() + self._counters.in_order()
         assert all(self.start < row.seq <= self.high for row in rows), "beyond its numbers"
         assert len({row.key for row in rows}) == len(rows), "a key occurs twice"
         assert len({row.seq for row in rows}) == len(rows), "a number occurs twice"
         assert len(rows) == self.live, (len(rows), self.live)
-        window = self._documents.window
-        assert not window or window.base + len(window) == self.high + 1, "the window's end"
+        skip_flags = self._documents.skip_flags
+        assert not skip_flags or skip_flags.base + len(skip_flags) == self.high + 1, "their end"

@@ -1,9 +1,8 @@
-"""Segments: a closed snapshot in pieces, each encoded once for all who read it.
+"""Segments: the parts of a closed snapshot, each encoded once for all its readers.
 
-A segment covers a contiguous range of numbers, and ends where the next begins. Until somebody reads
-it, it refers to document arrays and counters as the open snapshot left them; the first reader has
-them merged into one chunk, in the order of their numbers (seed 000's iterator, which hands on the
-lower of its two cursors), and from then on the chunk is all there is.
+A segment covers a contiguous range of numbers, and ends where the next begins. Until a cursor reads
+it, it refers to document arrays and counters as the open snapshot left them. The first read merges
+them into one chunk, in the order of their numbers; from then on the segment holds only the chunk.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from upr_server.engine.snapshots.counters import counter_bytes
 from upr_server.engine.snapshots.document_arrays import DocumentArray
 
 SEGMENT_BYTES: Final = 256 * 1024
-"""Neighbouring arrays share a segment up to this: a send of that size already runs at memory speed
-(`1-architecture.md`), and encoding it takes well under a millisecond."""
+"""Neighbouring arrays share a segment up to this: a send of that size already runs at memory
+speed, and encoding it takes well under a millisecond."""
 
 SEGMENT_COUNTERS_MAX: Final = 1024
 """Counters in one segment; as rows they cost more to encode than documents do."""
@@ -111,22 +110,22 @@ class Segment:
         """The mutation with this number. O(log mutations).
 
         Raises:
-            KeyError: There is none.
+            KeyError: No mutation has this number.
         """
         chunk = self._chunk
         if chunk is not None:
             seqs = chunk.seqs
-            at = bisect_left(seqs, number)
-            if at == chunk.count or seqs[at] != number:
+            index = bisect_left(seqs, number)
+            if index == chunk.count or seqs[index] != number:
                 raise KeyError(number)
-            return chunk.mutation(at)
-        at = bisect_left(self._counters, number, key=_SEQ)
-        if at < len(self._counters) and self._counters[at].seq == number:
-            return self._counters[at]
-        at = bisect_left(self._arrays, number, key=_LAST)
-        if at == len(self._arrays):
+            return chunk.mutation(index)
+        index = bisect_left(self._counters, number, key=_SEQ)
+        if index < len(self._counters) and self._counters[index].seq == number:
+            return self._counters[index]
+        index = bisect_left(self._arrays, number, key=_LAST)
+        if index == len(self._arrays):
             raise KeyError(number)
-        array = self._arrays[at]
+        array = self._arrays[index]
         return array.mutation(array.index(number))
 
     def recount(self, memory: MemoryAccount, seen: set[int]) -> None:

@@ -1,9 +1,9 @@
-"""The window: skip flags of the newest documents, by sequence number.
+"""Skip flags: which of the newest documents are superseded, by sequence number.
 
 Most of what a mutation supersedes is recent. So the flags of the newest arrays stand together in
 one bytearray, and the hot loop flags a number with one subtraction and one store: 14 ns a mutation,
 against 86 when the flags stand in each array and the superseded numbers are sorted and swept over
-the arrays. Arrays that the window leaves behind are *settled*: they get their piece of the flags.
+the arrays. Older arrays are *settled*: they get their part of the flags.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 
 from upr_protocol.ids import SeqNo
 
-WINDOW_MIN: Final = 8192
-"""Numbers that a window may always cover: 8 KiB a partition at most."""
+COVERED_MIN: Final = 8192
+"""Numbers that the flags may always cover: 8 KiB a partition at most."""
 
-WINDOW_PER_LIVE: Final = 4
-"""Numbers that it may cover for each live mutation, which takes a hundred times as much itself."""
+COVERED_PER_LIVE: Final = 4
+"""Numbers that they may cover for each live mutation, which takes a hundred times as much."""
 
 
 class SkipFlags:
@@ -63,7 +63,7 @@ class SkipFlags:
         self.base = number
 
     def excess(self, live: int) -> int:
-        """How many flags it should let go of, with so many live mutations: 0 while it is not too
-        long, and then half of it, so that this is spread over as many numbers."""
-        limit = WINDOW_MIN + WINDOW_PER_LIVE * live
+        """How many flags to let go of, with so many live mutations: none up to a limit, and then
+        down to half of it, so that the cost is spread over as many numbers."""
+        limit = COVERED_MIN + COVERED_PER_LIVE * live
         return len(self.flags) - limit // 2 if len(self.flags) > limit else 0
