@@ -100,7 +100,7 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
 
 def names_of_buckets() -> list[str]:
     """All that are in memory."""
-    return [found.name for found in gc.get_objects() if isinstance(found, Bucket)]
+    return [bucket.name for bucket in gc.get_objects() if isinstance(bucket, Bucket)]
 
 
 async def test_what_has_expired_where_nobody_is_active_keeps_nobody_busy(

@@ -586,9 +586,9 @@ async def test_no_older_version_is_ever_seen(
             key = draw.choice(keys)
             floor = max(seen[key], acknowledged[key])
             value = await value_of(peer, key)
-            found = int(value or b"0")
-            assert floor <= found <= written[key]
-            seen[key] = found
+            count = int(value or b"0")
+            assert floor <= count <= written[key]
+            seen[key] = count
             reads += 1
             await trio.sleep(draw.random() / 50)
 
@@ -601,20 +601,20 @@ async def test_no_older_version_is_ever_seen(
 
     async with (
         serving(store, 1) as server,
-        speaking(server) as one,
-        speaking(server) as two,
-        speaking(server) as three,
+        speaking(server) as first,
+        speaking(server) as second,
+        speaking(server) as third,
         trio.open_nursery() as readers,
     ):
-        readers.start_soon(read, three)
+        readers.start_soon(read, third)
         readers.start_soon(forget, server)
         async with trio.open_nursery() as writers:
-            writers.start_soon(write, one, keys[:2])
-            writers.start_soon(write, two, keys[2:])
+            writers.start_soon(write, first, keys[:2])
+            writers.start_soon(write, second, keys[2:])
         await evicted(server)
-        assert int(await value_of(one, b"n") or b"0") == counted == 120
+        assert int(await value_of(first, b"n") or b"0") == counted == 120
         for key in keys:
-            assert int(await value_of(one, key) or b"0") == written[key]
+            assert int(await value_of(first, key) or b"0") == written[key]
         bucket = server.catalog.bucket(BUCKET)
         fetched = server.catalog.disks[bucket].statistics()["fetch"]
         assert isinstance(fetched, dict)

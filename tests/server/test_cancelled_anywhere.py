@@ -114,9 +114,9 @@ async def server(
 
 
 def disk_of(server: Server) -> BucketDisk:
-    found = server.disk_of("b")
-    assert found is not None
-    return found
+    disk = server.disk_of("b")
+    assert disk is not None
+    return disk
 
 
 # Buckets.
@@ -163,8 +163,8 @@ async def test_a_bucket(
             await server.catalog.delete_bucket("c")
 
     work = partial(case, server)
-    found = await cancelled_at_each_step(work, look, then=work, undo=undo)
-    found.check_inside(*BUCKETS[case])
+    steps = await cancelled_at_each_step(work, look, then=work, undo=undo)
+    steps.check_inside(*BUCKETS[case])
 
 
 # The disk.
@@ -199,8 +199,8 @@ async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
     partition = disk.bucket.partitions[0]
     pin = partition.eviction.pin()
     try:
-        found = await disk.find(partition, [FetchRequest(b"key", 0, needs_value=True)])
-        assert found[b"key"] is not None
+        rows = await disk.find(partition, [FetchRequest(b"key", 0, needs_value=True)])
+        assert rows[b"key"] is not None
     finally:
         partition.eviction.unpin(pin)
 
@@ -249,8 +249,8 @@ async def test_what_is_asked_of_a_disk(
         assert disk.flusher._waiters == 0
 
     work = partial(case, disk, numbers)
-    found = await cancelled_at_each_step(work, look, then=work, undo=settle)
-    found.check_inside(*DISK[case])
+    steps = await cancelled_at_each_step(work, look, then=work, undo=settle)
+    steps.check_inside(*DISK[case])
 
 
 UNINDEXED: Final = tries(Maintenance.wait_until_indexed)
@@ -273,8 +273,8 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
     async def settle() -> None:
         await trio.sleep(5)
 
-    found = await cancelled_at_each_step(work, look, then=work, undo=settle)
-    found.check_inside(*UNINDEXED)
+    steps = await cancelled_at_each_step(work, look, then=work, undo=settle)
+    steps.check_inside(*UNINDEXED)
 
 
 STORE: Final = tries(Store.ask, SimulatedStore.execute, SimulatedStore.wait)
@@ -306,8 +306,8 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         assert not store._turn.locked()
         await store.ask(DeleteBucket(name))
 
-    found = await cancelled_at_each_step(work, then=work)
-    found.check_inside(*STORE)
+    steps = await cancelled_at_each_step(work, then=work)
+    steps.check_inside(*STORE)
 
 
 # Connections.
@@ -423,29 +423,23 @@ class _Nowhere:
 
 
 def _map(server: Server) -> PartitionMap:
-    found = server.cluster.map_of("b")
-    if found is not None:
-        return found.with_assignments({})
+    current = server.cluster.map_of("b")
+    if current is not None:
+        return current.with_assignments({})
     return PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
 
 
-def _membership(server: Server) -> Membership:
-    found = server.cluster
-    assert isinstance(found, Membership)
-    return found
-
-
 async def _give(server: Server) -> None:
-    given = _map(server)
-    await _membership(server).set_map(given.revision - 1, given.encode())
+    new_map = _map(server)
+    await server.cluster.set_map(new_map.revision - 1, new_map.encode())
 
 
 async def _adopt(server: Server) -> None:
-    assert await _membership(server).adopt(_map(server))
+    assert await server.cluster.adopt(_map(server))
 
 
 async def _confirm(server: Server) -> None:
-    membership = _membership(server)
+    membership = server.cluster
     membership._buckets["b"].is_confirmed = False
     await membership.confirm("b", membership.revision("b"))
 
@@ -468,27 +462,27 @@ async def test_a_map(
     await _give(server)
 
     async def then() -> None:
-        found = server.cluster.map_of("b")
-        assert found is not None
+        current = server.cluster.map_of("b")
+        assert current is not None
         (stored,) = await SimulatedStore(directory).ask(LoadBuckets())
-        assert stored.cluster_map == found.encode()
+        assert stored.cluster_map == current.encode()
         await case(server)
 
-    found = await cancelled_at_each_step(partial(case, server), lambda: check(server), then=then)
-    found.check_inside(*MAPS[case])
+    steps = await cancelled_at_each_step(partial(case, server), lambda: check(server), then=then)
+    steps.check_inside(*MAPS[case])
 
 
 async def _name_replica(server: Server, address: str) -> None:
     """Its map says that the node `z` follows it."""
     assignment = Assignment(active="a", replicas={"z": ""})
-    given = PartitionMap(
+    new_map = PartitionMap(
         bucket="b",
         revision=2,
         nodes={"a": f"{HOST}:{server.port}", "z": address},
         partitions=(assignment,) * PARTITIONS,
     )
     await _give(server)
-    await _membership(server).set_map(1, given.encode())
+    await server.cluster.set_map(1, new_map.encode())
 
 
 JOIN: Final = tries(Membership.join)
@@ -502,7 +496,7 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
         await trio.sleep(2 * ASK_INTERVAL_S)
 
         async def work() -> None:
-            await _membership(other).join("b", f"{HOST}:{server.port}")
+            await other.cluster.join("b", f"{HOST}:{server.port}")
 
         async def undo() -> None:
             if other.catalog.buckets.get("b") is not None:
@@ -512,8 +506,8 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
             check(server)
             check(other)
 
-        found = await cancelled_at_each_step(work, look, then=work, undo=undo)
-        found.check_inside(*JOIN)
+        steps = await cancelled_at_each_step(work, look, then=work, undo=undo)
+        steps.check_inside(*JOIN)
 
 
 WHOLE: Final = tries(
@@ -557,8 +551,8 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
             put(partition, b"more")
             check(server)
 
-    found = await cancelled_at_each_step(work, then=work)
-    found.check_inside(*WHOLE)
+    steps = await cancelled_at_each_step(work, then=work)
+    steps.check_inside(*WHOLE)
 
 
 REPLICA: Final = tries(
@@ -582,27 +576,27 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
 
     async def follows(node: Server) -> None:
         if node.catalog.buckets.get("b") is None:
-            await _membership(node).join("b", f"{HOST}:{server.port}")
+            await node.cluster.join("b", f"{HOST}:{server.port}")
         ours, theirs = server.catalog.bucket("b"), node.catalog.bucket("b")
         key = b"key-%d" % next(numbers)
         for partition in ours.partitions:
             put(partition, key)
-        ends = [one.high_seq for one in ours.partitions]
+        ends = [partition.high_seq for partition in ours.partitions]
         with trio.fail_after(60):
             await trio.lowlevel.checkpoint()
-            while [one.high_seq for one in theirs.partitions] != ends:  # noqa: ASYNC110
+            while [partition.high_seq for partition in theirs.partitions] != ends:  # noqa: ASYNC110
                 await trio.sleep(0.05)
         check(node)
 
     async def work() -> None:
         async with node("z", port=port, store=slow_store(directory)) as other:
             await follows(other)
-            await _membership(other).stop()
+            await other.cluster.stop()
 
-    found = await cancelled_at_each_step(
+    steps = await cancelled_at_each_step(
         work, lambda: check(server), then=work, every=3, reaching=REPLICA
     )
-    found.check_inside(*REPLICA)
+    steps.check_inside(*REPLICA)
 
 
 # Events.
@@ -614,26 +608,26 @@ async def test_the_event_bus(autojump_clock: MockClock) -> None:
     """A question that is cancelled takes nothing with it: the next one is told all."""
     ids, incarnations = count(1), count(1)
     bus = EventBus(SimulatedStore(), time=trio.current_time, new_id=lambda: next(ids))
-    acknowledged = created = told = 0
+    acknowledged = created = received = 0
 
     async def next_events() -> None:
-        nonlocal acknowledged, told
+        nonlocal acknowledged, received
         acknowledged, everything, events = await bus.next_events(
             "c", EventFilter(), timeout_s=30, acknowledged=acknowledged, wait_s=1
         )
         assert not everything
-        told += len(events)
+        received += len(events)
 
     async def work() -> None:
         nonlocal created
         created += 1
         incarnation = next(incarnations)
         bus.producer.created(_Bucket(f"b{incarnation}", incarnation))  # type: ignore[arg-type]
-        while told < created:
+        while received < created:
             await next_events()
         # There is nothing more: this one waits.
         await next_events()
-        assert told == created
+        assert received == created
 
     def look() -> None:
         assert bus.statistics()["asking"] == 0
@@ -675,15 +669,15 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
     def look() -> None:
         assert set(children_of(os.getpid())) == before
 
-    found = await cancelled_at_each_step(work, look, every=every)
-    found.check_inside(open_store, ProcessStore.watch)
+    steps = await cancelled_at_each_step(work, look, every=every)
+    steps.check_inside(open_store, ProcessStore.watch)
     async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
 
         async def ask() -> None:
             await store.ask(LoadBuckets())
 
-        found = await cancelled_at_each_step(ask, then=ask)
-    found.check_inside(ProcessStore.execute)
+        steps = await cancelled_at_each_step(ask, then=ask)
+    steps.check_inside(ProcessStore.execute)
 
 
 SIGNALS: Final = tries(serve, run_until_signal)

@@ -237,8 +237,8 @@ async def test_a_batch_is_answered_and_read_back() -> None:
         assert reply.counters == ((2, 6),)
         await peer.say(Get((b"a", b"missing"), partition=P0, opaque=peer.opaque()))
         got = await peer.hear(GetReply)
-        found, missing = got.chunk
-        assert (found.op, found.value, found.seq) == (Operation.SET, b"6", 2)
+        counter, missing = got.chunk
+        assert (counter.op, counter.value, counter.seq) == (Operation.SET, b"6", 2)
         assert (missing.op, missing.seq) == (Operation.DELETE, 0)
         assert got.next_index == 2
         await peer.say(Seqnos(opaque=peer.opaque()))

@@ -124,8 +124,8 @@ async def is_silent(peer: Peer) -> bool:
 async def value_of(peer: Peer, key: bytes, partition: PartitionId = P0) -> bytes | None:
     """What the server has."""
     await peer.say(Get((key,), partition=partition, opaque=peer.opaque()))
-    (found,) = (await peer.hear(GetReply)).chunk
-    return None if found.op == Operation.DELETE else found.value
+    (row,) = (await peer.hear(GetReply)).chunk
+    return None if row.op == Operation.DELETE else row.value
 
 
 async def statistics(peer: Peer) -> dict[str, Any]:
@@ -369,9 +369,9 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     assert any(isinstance(call, Commit) for call in calls)
     assert not any(isinstance(call, MarkCleanStop) for call in calls)
     log_of(store).bytes_max = 1 << 62
-    (found,) = await SimulatedStore(directory).ask(LoadBuckets())
-    assert not found.is_clean
-    assert found.partitions[0].record.high == 1
+    (stored,) = await SimulatedStore(directory).ask(LoadBuckets())
+    assert not stored.is_clean
+    assert stored.partitions[0].record.high == 1
 
 
 class _HeldIndex(SimulatedStore):
@@ -549,7 +549,7 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
             counters += [value for _, value in reply.counters]
             numbers.append((reply.first_seq, reply.last_seq, reply.first_cas))
         assert counters == [1, 3, 6, 10]
-        assert [found[0] for found in numbers] == [1, 2, 3, 4]
+        assert [seqs[0] for seqs in numbers] == [1, 2, 3, 4]
         if is_answered:
             assert [(r.first_seq, r.last_seq, r.first_cas) for r in first] == numbers[:3]
         assert await value_of(peer, b"n") == b"10"

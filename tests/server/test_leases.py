@@ -95,8 +95,8 @@ async def compact(server: Server) -> None:
 def figures(server: Server) -> tuple[int, int]:
     """Leases held, and lapsed."""
     (disk,) = server.catalog.disks.values()
-    found = disk.leases.statistics()
-    return int(str(found["held"])), int(str(found["lapsed"]))
+    statistics = disk.leases.statistics()
+    return int(str(statistics["held"])), int(str(statistics["lapsed"]))
 
 
 def cutting(rng: random.Random, times: int) -> Dial:
@@ -123,7 +123,7 @@ async def read(
 ) -> Rows:
     """Everything in the leased ranges."""
     rows: Rows = {}
-    positions = {PartitionId(number): found for number, found in (starts or {}).items()}
+    positions = {PartitionId(number): start for number, start in (starts or {}).items()}
     async with consume(
         server.url("b"),
         partitions=list(ends),
@@ -153,14 +153,14 @@ async def test_what_is_leased_is_read_the_same_each_time(server: Server) -> None
     """Though every key is overwritten and everything else compacted meanwhile."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2, 3)
-        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-        ends = {found.partition: found.end for found in held.ranges}
-        assert held.lease_id == 7
+        lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {r.partition: r.end for r in lease.ranges}
+        assert lease.lease_id == 7
         assert ends == {row.partition: row.high_seq for row in await client.seqnos()}
-        assert {found.history_id for found in held.ranges} == {
+        assert {r.history_id for r in lease.ranges} == {
             row.history_id for row in await client.seqnos()
         }
-        assert all(found.nbytes > 0 for found in held.ranges)
+        assert all(r.nbytes > 0 for r in lease.ranges)
         first = await read(server, 7, ends)
         assert sum(map(len, first.values())) == 3 * len(KEYS), "every version"
         for number in range(4, 9):
@@ -168,16 +168,16 @@ async def test_what_is_leased_is_read_the_same_each_time(server: Server) -> None
             await compact(server)
         assert await read(server, 7, ends) == first
         again = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-        assert [(found.start, found.end) for found in again.ranges] == [
-            (found.start, found.end) for found in held.ranges
-        ]
+        assert [(r.start, r.end) for r in again.ranges] == [(r.start, r.end) for r in lease.ranges]
         # Part of it, from a number in the middle.
         for partition, rows in first.items():
             middle = rows[len(rows) // 2].seq
-            (info,) = [found for found in client.partitions() if found.partition == partition]
+            (info,) = [info for info in client.partitions() if info.partition == partition]
             position = Position(info.log, middle, middle, None)
-            some = await read(server, 7, {partition: ends[partition]}, starts={partition: position})
-            assert some[partition] == [row for row in rows if row.seq > middle]
+            rows_read = await read(
+                server, 7, {partition: ends[partition]}, starts={partition: position}
+            )
+            assert rows_read[partition] == [row for row in rows if row.seq > middle]
         await client.release_lease(7)
         assert figures(server) == (0, 0)
         with pytest.raises(ServerError) as refused:
@@ -189,21 +189,21 @@ async def test_what_is_leased_is_whole_though_deletions_are_forgotten(server: Se
     """A reader may begin in the middle of it, or go on there after a lost connection."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2)
-        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-        ends = {found.partition: found.end for found in held.ranges}
+        lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {r.partition: r.end for r in lease.ranges}
         first = await read(server, 7, ends)
         for partition in server.catalog.bucket("b").partitions:
             partition.purge_seq = SeqNo(partition.high_seq - 1)
         for info in client.partitions():
             rows = first[info.partition]
             position = Position(info.log, rows[2].seq, rows[2].seq, None)
-            some = await read(
+            rows_read = await read(
                 server,
                 7,
                 {info.partition: ends[info.partition]},
                 starts={info.partition: position},
             )
-            assert some[info.partition] == rows[3:]
+            assert rows_read[info.partition] == rows[3:]
         rng = random.Random(5)
         assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
         with pytest.raises(ServerError) as refused:
@@ -249,12 +249,12 @@ async def test_ranges_that_are_none(server: Server) -> None:
 async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)
-        held = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me")
-        (found,) = held.ranges
+        lease = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me")
+        (leased,) = lease.ranges
         await write(client, 2)
-        for ends in ({0: found.end + 1}, {1: 1}):
+        for ends in ({0: leased.end + 1}, {1: 1}):
             with pytest.raises(ServerError, match="does not hold") as refused:
-                await read(server, held.lease_id, ends)
+                await read(server, lease.lease_id, ends)
             assert refused.value.status is Status.RANGE_GONE
 
 
@@ -263,13 +263,13 @@ async def test_one_that_lapses_can_be_renewed_until_something_is_dropped(
 ) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1, 2)
-        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-        ends = {found.partition: found.end for found in held.ranges}
+        lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {r.partition: r.end for r in lease.ranges}
         first = await read(server, 7, ends)
         clock.now += 100
         assert figures(server) == (0, 1)
         assert await read(server, 7, ends) == first
-        assert (await client.renew_lease(7, time_to_live_s=60)).ranges == held.ranges
+        assert (await client.renew_lease(7, time_to_live_s=60)).ranges == lease.ranges
         assert figures(server) == (1, 0)
         await write(client, 3)
         await compact(server)
@@ -323,8 +323,8 @@ async def test_one_is_read_on_after_lost_connections_and_a_restart(
     rng = random.Random(seed)
     async with connect(server.url("b")) as client:
         await write(client, 1, 2, 3)
-        held = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-        ends = {found.partition: found.end for found in held.ranges}
+        lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        ends = {r.partition: r.end for r in lease.ranges}
         first = await read(server, 7, ends)
         assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
     # A second server on the same disks, as after a crash of the first: a new history.
@@ -333,12 +333,12 @@ async def test_one_is_read_on_after_lost_connections_and_a_restart(
     async with running_server(CONFIG, SimulatedStore(directory)) as other:
         partition, rows = next(iter(first.items()))
         (log,) = [
-            found.failover_log
-            for found in other.catalog.bucket("b").partitions[partition : partition + 1]
+            copy.failover_log
+            for copy in other.catalog.bucket("b").partitions[partition : partition + 1]
         ]
         assert len(log) == 2
         assert await read(other, 7, ends) == first
         middle = rows[3].seq
         before = Position(log.until(SeqNo(0)), middle, middle, None)
-        some = await read(other, 7, {partition: ends[partition]}, starts={partition: before})
-        assert some[partition] == rows[4:]
+        rows_read = await read(other, 7, {partition: ends[partition]}, starts={partition: before})
+        assert rows_read[partition] == rows[4:]
