@@ -33,7 +33,7 @@ def test_events_are_printed_until_ctrl_c(bucket: str, run: Run, start: Start) ->
 
 def test_bad_options_and_names_are_refused(server: Server, run: Run) -> None:
     assert (
-        "no name of a consumer" in run("events", server.url, "--consumer", "no name", code=3).stderr
+        "invalid consumer name" in run("events", server.url, "--consumer", "no name", code=3).stderr
     )
     run("events", server.url, "--kind", "changed", code=2)
     run("events", server.url, "--timeout", "0", code=2)
