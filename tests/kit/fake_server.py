@@ -71,17 +71,18 @@ class _Stream:
 
 
 class FakeServer:
-    """See the module.
+    """A server of one bucket.
 
     Attributes:
         partitions: The bucket's partitions.
-        credit_bytes: What a client is granted when it opens the bucket; each `Mutate` is given
-        back. chunk_mutations: Mutations in a streamed chunk.
+        credit_bytes: How much credit a client gets when it opens the bucket. Each `Mutate` gives
+            its credit back.
+        chunk_mutations: Mutations in a streamed chunk.
         get_items_max: Items in one answer to `Get`.
-        refuse: Asked about each request; a status refuses it.
-        connections: Connections that are served now.
-        greeted: Connections that ever opened the bucket.
-        identities: Who they said they are.
+        refuse: Called with each request; a status refuses it.
+        connections: The open connections.
+        bucket_opens: How many connections have opened the bucket.
+        identities: The identities of all clients.
     """
 
     def __init__(self, partition_count: int = 4) -> None:
@@ -94,7 +95,7 @@ class FakeServer:
         self.get_items_max = 4096
         self.refuse: Callable[[Message], Status | None] = lambda _: None
         self.connections: set[FakeConnection] = set()
-        self.greeted = 0
+        self.bucket_opens = 0
         self.identities: list[str] = []
         self.buckets: dict[str, tuple[int, int]] = {BUCKET: (partition_count, 0)}
         self.held: set[type[Message]] = set()
@@ -363,7 +364,7 @@ class FakeConnection:
         if message.bucket != BUCKET or BUCKET not in server.buckets:
             self._refuse(message, Status.NO_BUCKET)
             return
-        server.greeted += 1
+        server.bucket_opens += 1
         server.identities.append(self.session.client_identity)
         for number in message.partitions or range(len(server.partitions)):
             partition_id = PartitionId(number)

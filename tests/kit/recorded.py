@@ -68,7 +68,7 @@ VERSIONS_MAX: Final = 30
 
 
 @attrs.define
-class Lane:
+class PartitionLoad:
     """The keys of one partition that one publisher writes to, one batch after the other; so it is
     known in which order.
 
@@ -123,7 +123,7 @@ class RecordedPublisher:
         self.stopping = False
         self.acknowledged = 0
 
-    def _lane(self, partition: int) -> Lane:
+    def _load_of(self, partition: int) -> PartitionLoad:
         keys: list[bytes] = []
         count = 0
         while len(keys) < 8:
@@ -131,7 +131,7 @@ class RecordedPublisher:
             count += 1
             if partition_of(key, self._partitions) == partition:
                 keys.append(key)
-        return Lane(PartitionId(partition), keys[:6], keys[6:])
+        return PartitionLoad(PartitionId(partition), keys[:6], keys[6:])
 
     async def run(self) -> None:
         """Writes, for as long as it is wanted."""
@@ -155,47 +155,47 @@ class RecordedPublisher:
                     trio.open_nursery() as nursery,
                 ):
                     for partition in range(self._partitions):
-                        nursery.start_soon(self._write, sink, self._lane(partition))
+                        nursery.start_soon(self._write, sink, self._load_of(partition))
             except* UprError as errors:
                 self._history.add(Said(self.name, f"gave up: {errors.exceptions[0]}"))
             await self._sleep(self._chance.random())
 
-    async def _write(self, sink: Publisher, lane: Lane) -> None:
+    async def _write(self, sink: Publisher, load: PartitionLoad) -> None:
         while not self.stopping:
             await self._sleep(self._chance.expovariate(1 / self._pause_s))
-            numbers, rows = zip(*self._rows(lane), strict=True)
+            numbers, rows = zip(*self._rows(load), strict=True)
             chunk = Chunk.build(rows)
             try:
-                reply = await sink.publish_and_wait(lane.partition, chunk)
+                reply = await sink.publish_and_wait(load.partition, chunk)
             except NotDurableError:
                 continue
-            results = results_of(lane.partition, chunk, reply)
+            results = results_of(load.partition, chunk, reply)
             for row, number, what in zip(rows, numbers, results, strict=True):
                 if isinstance(what, WriteResult):
                     self.acknowledged += 1
                     self._history.add(
-                        Answered(row.key, number, True, lane.partition, what.history_id, what.seq)
+                        Answered(row.key, number, True, load.partition, what.history_id, what.seq)
                     )
                 else:
                     self._history.add(Answered(row.key, number, False))
 
-    def _rows(self, lane: Lane) -> list[tuple[int, Mutation]]:
+    def _rows(self, load: PartitionLoad) -> list[tuple[int, Mutation]]:
         """A batch, each operation with its number among those of its key. A key may come twice: its
         first value is then superseded before anybody sees it."""
         chance = self._chance
         if chance.random() < 0.2:
-            keys = [chance.choice(lane.counters)]
+            keys = [chance.choice(load.counters)]
         else:
-            keys = chance.choices(lane.keys, k=chance.choice((1, 2, 3, 6)))
-        return [self._row(lane, key) for key in keys]
+            keys = chance.choices(load.keys, k=chance.choice((1, 2, 3, 6)))
+        return [self._row(load, key) for key in keys]
 
-    def _row(self, lane: Lane, key: bytes) -> tuple[int, Mutation]:
-        number = lane.sent.get(key, 0)
-        lane.sent[key] = number + 1
-        return number, self._operation(lane, key, number)
+    def _row(self, load: PartitionLoad, key: bytes) -> tuple[int, Mutation]:
+        number = load.sent.get(key, 0)
+        load.sent[key] = number + 1
+        return number, self._operation(load, key, number)
 
-    def _operation(self, lane: Lane, key: bytes, number: int) -> Mutation:
-        if key in lane.counters:
+    def _operation(self, load: PartitionLoad, key: bytes, number: int) -> Mutation:
+        if key in load.counters:
             self._history.add(Sent(self.name, key, number, None, self._level, 1))
             return Mutation(
                 Operation.INCREMENT, key, counter_delta(Operation.INCREMENT, 1, 1, create=True)

@@ -155,7 +155,7 @@ class ThreadedCluster:
         self.thread.nursery.start_soon(self.cluster.server(name).serve, stream)
 
     def move(self, changed: dict[int, Assignment], *, tell: str | None = None) -> None:
-        """See `FakeCluster`."""
+        """Moves partitions, as `FakeCluster.move` does."""
         self.thread.call(lambda: self.cluster.move(changed, tell=tell))
 
     def kill(self, name: str) -> None:

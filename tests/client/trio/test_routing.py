@@ -109,7 +109,7 @@ async def test_a_single_node_is_never_asked_for_a_map(
         await sink.flush()
         await consumer.barrier()
         assert mirror.contents == server.contents()
-        assert server.greeted == cluster.nets["a"].dialled == 2
+        assert server.bucket_opens == cluster.nets["a"].dialled == 2
         assert not any(connection.counts[GetMap] for connection in server.connections)
 
 
