@@ -294,9 +294,7 @@ def _unnoticed(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("where", ["the tree's pages", "the numbers in its branches"])
-def test_a_page_of_the_past_is_served_to_no_stream_and_always_noticed(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_stale_page_is_never_streamed_and_always_noticed(tmp_path: Path, where: str) -> None:
     """The one thing that a point read can get wrong.
 
     A page that the tree no longer uses keeps what it held until it is used again. If a flipped bit

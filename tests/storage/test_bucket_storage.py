@@ -190,7 +190,7 @@ def test_an_opened_bucket_knows_how_its_disk_is_used(bucket: BucketStorage) -> N
     assert any(usage.purge_seq for usage in bucket._partitions)
 
 
-def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
+def test_maintenance_resumes_after_a_full_disk() -> None:
     log, index = SimulatedDisk(), SimulatedDisk()
     bucket = new_bucket(log, index)
     random, model = Random(6), Model(PARTITIONS)
@@ -222,7 +222,7 @@ def test_a_disk_that_is_full_takes_up_again_where_it_was() -> None:
     assert refused > 20
 
 
-def test_a_disk_that_is_full_is_compacted_whatever_may_be_wasted(
+def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 1 << 40)
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_is_compacted_whatever_may_be_wasted(
 
 
 @pytest.mark.parametrize("error", [DiskFullError("no room"), CorruptionError("damaged")])
-def test_the_purge_number_is_told_whatever_becomes_of_the_index(
+def test_the_purge_number_is_reported_even_if_the_index_fails(
     monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
     """Consumers from before it must roll back, and the deletions are gone from the log."""

@@ -72,7 +72,7 @@ def write(partition: int, *chunks: Chunk, tokens: tuple[Token, ...] = ()) -> Par
 
 @settings(max_examples=60)
 @given(commits=COMMITS, data=st.data())
-def test_what_was_committed_is_read_from_anywhere_to_anywhere(
+def test_committed_mutations_are_read_between_any_two_numbers(
     commits: list[dict[int, list[tuple[int, int]]]], data: st.DataObject
 ) -> None:
     log, model = created(SimulatedDisk()), Model(PARTITIONS)
@@ -105,7 +105,7 @@ def test_what_was_committed_is_read_from_anywhere_to_anywhere(
         assert log.find(number, [row.seq for row in picked], PLENTY) == picked
 
 
-def test_a_read_ends_with_the_chunk_that_comes_to_what_it_may_take(log: ChunkLog) -> None:
+def test_a_read_ends_with_the_chunk_that_reaches_its_limit(log: ChunkLog) -> None:
     chunks = [some_chunk(start, 5) for start in range(0, 50, 5)]
     log.commit([write(0, *chunks)])
     read_of = chunks[0].nbytes * 2 + 1
@@ -116,7 +116,7 @@ def test_a_read_ends_with_the_chunk_that_comes_to_what_it_may_take(log: ChunkLog
     assert [(first.start, first.end), (second.start, second.end)] == [(3, 5), (5, 7)]
 
 
-def test_of_a_chunk_that_is_larger_than_a_read_its_front_is_read(log: ChunkLog) -> None:
+def test_of_a_chunk_larger_than_a_read_the_front_is_read(log: ChunkLog) -> None:
     first, second = some_chunk(0, 5), some_chunk(5, 5)
     log.commit([write(0, first, second)])
     for count in range(1, 5):
@@ -149,7 +149,7 @@ def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> No
         PartitionWrite(1, record_of(3)),
     ],
 )
-def test_a_commit_that_does_not_follow_changes_nothing_at_all(
+def test_a_commit_that_does_not_begin_at_the_end_changes_nothing(
     log: ChunkLog, wrong: PartitionWrite
 ) -> None:
     before = log.load()
@@ -160,7 +160,7 @@ def test_a_commit_that_does_not_follow_changes_nothing_at_all(
     log.commit([write(0, some_chunk(0, 5)), write(1, some_chunk(0, 5))])
 
 
-def test_answers_are_kept_in_order_and_forgotten(log: ChunkLog) -> None:
+def test_answers_are_stored_in_order_and_deleted(log: ChunkLog) -> None:
     tokens = tuple(Token(WRITER, counter, b"answer %d" % counter) for counter in (300, 2, 1))
     log.commit([write(0, tokens=tokens), write(2, tokens=tokens[:1])])
     partitions = log.load().partitions
@@ -180,7 +180,7 @@ def test_the_mark_of_a_clean_stop_goes_together_with_the_records(log: ChunkLog) 
     log.start_serving([])
 
 
-def test_leases_are_kept_renewed_and_forgotten(log: ChunkLog) -> None:
+def test_leases_are_stored_renewed_and_deleted(log: ChunkLog) -> None:
     lease = LeaseRecord(1 << 60, "a", ((0, 0, 9),), 60, 10.5)
     renewed = LeaseRecord(1 << 60, "a", ((0, 0, 9),), 60, 70.5)
     other = LeaseRecord(2, "b", (), 1, 1.0)
@@ -195,7 +195,7 @@ def test_leases_are_kept_renewed_and_forgotten(log: ChunkLog) -> None:
 # Disks that are full, fail, or flip bits.
 
 
-def test_a_commit_leaves_room_for_compaction() -> None:
+def test_a_commit_leaves_space_for_compaction() -> None:
     disk = SimulatedDisk()
     log = created(disk)
     disk.bytes_max = 1_000_000
@@ -224,7 +224,7 @@ def test_a_commit_that_fails_is_there_whole_or_not_at_all(is_kept: bool) -> None
     assert set(log.sizes()) == ({0, 2} if is_kept else set())
 
 
-def test_no_bit_of_a_chunk_may_flip_unnoticed() -> None:
+def test_every_flipped_bit_of_a_chunk_is_noticed() -> None:
     disk = SimulatedDisk()
     log = created(disk)
     log.commit([write(0, some_chunk(0, 5), some_chunk(5, 5))])
@@ -236,7 +236,7 @@ def test_no_bit_of_a_chunk_may_flip_unnoticed() -> None:
     assert len(log.read(0, 0, 10, bytes_max=PLENTY)) == 2
 
 
-def test_no_bit_of_a_record_may_flip_unnoticed() -> None:
+def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     disk = SimulatedDisk()
     log = created(disk)
     for key in (BUCKET, partition_key(PARTITION, 1)):
@@ -257,7 +257,7 @@ def test_no_bit_of_a_record_may_flip_unnoticed() -> None:
         b"\x81\xa1x" + b"\x91" * 5000 + b"\x01",  # nested beyond what Python follows
     ],
 )
-def test_a_sealed_record_that_is_none_is_damage(packed: bytes) -> None:
+def test_a_sealed_record_that_cannot_be_decoded_is_damage(packed: bytes) -> None:
     with pytest.raises(CorruptionError, match="cannot be decoded"):
         parse_record(BUCKET, seal(BUCKET, packed), BucketRecord)
 

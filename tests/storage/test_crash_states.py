@@ -62,7 +62,7 @@ def test_every_crash_leaves_the_last_commit_that_was_reported_or_the_one_under_w
     assert tally.written_on > 100
 
 
-def test_a_disk_that_says_too_early_that_a_write_is_on_it_is_found_out(recorded: Path) -> None:
+def test_a_disk_that_confirms_writes_too_early_is_detected(recorded: Path) -> None:
     complaint = run("replay-lies", recorded)
     if complaint:
         # LMDB follows what its pages say, and theirs may lead anywhere.

@@ -93,7 +93,7 @@ def test_it_finds_the_newest_of_each_key_as_of_its_watermark(both: Both) -> None
     assert both.index.watermark(0).items == 2
 
 
-def test_partitions_and_keys_that_begin_alike_are_kept_apart(both: Both) -> None:
+def test_partitions_and_keys_with_a_common_prefix_are_kept_apart(both: Both) -> None:
     first, second = sets(b"a", b"ab", b"a\0"), sets(b"a")
     both.commit(first)
     both.commit(second, partition=1)
@@ -103,7 +103,7 @@ def test_partitions_and_keys_that_begin_alike_are_kept_apart(both: Both) -> None
     assert both.find(b"a", b"ab", partition=1) == [second[0], None]
 
 
-def test_without_values_it_tells_number_and_expiry(both: Both) -> None:
+def test_a_lookup_without_values_returns_sequence_number_and_expiry(both: Both) -> None:
     both.commit(sets(b"a", b"b", expiry=70))
     both.follow()
     (item,) = both.find(b"b", value=False)
@@ -111,7 +111,7 @@ def test_without_values_it_tells_number_and_expiry(both: Both) -> None:
     assert (item.seq, item.expiry, item.value) == (2, 70, b"")
 
 
-def test_an_answer_that_is_too_long_has_the_first_of_it(both: Both) -> None:
+def test_an_answer_that_is_too_large_has_the_first_items(both: Both) -> None:
     rows = sets(b"a", b"b", b"c", b"d")
     both.commit(rows)
     both.follow()
@@ -129,7 +129,7 @@ def test_an_item_expires_once_and_not_when_it_was_overwritten(both: Both) -> Non
     assert [(item.key, item.expiry) for item in due] == [(b"c", 70), (b"a", 90)]
 
 
-def test_a_tombstone_does_not_expire_whatever_it_says(both: Both) -> None:
+def test_a_tombstone_does_not_expire_even_with_an_expiry(both: Both) -> None:
     rows = sets(b"a", expiry=70)
     both.commit([*rows, Mutation(Operation.DELETE, b"a", seq=SeqNo(2), expiry=80)])
     both.follow()
@@ -137,7 +137,7 @@ def test_a_tombstone_does_not_expire_whatever_it_says(both: Both) -> None:
     assert both.find(b"a") == [None]
 
 
-def test_what_is_compacted_between_its_two_looks_is_looked_up_again(
+def test_a_lookup_that_compaction_overtakes_is_repeated(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both.commit(sets(b"a", b"b"))
@@ -159,7 +159,7 @@ def test_what_is_compacted_between_its_two_looks_is_looked_up_again(
 # What is damaged.
 
 
-def test_an_item_whose_chunk_is_damaged_is_refused_and_the_others_are_not(
+def test_an_item_with_a_damaged_chunk_is_refused_and_others_are_not(
     disks: tuple[Both, SimulatedDisk, SimulatedDisk],
 ) -> None:
     both, log, _ = disks
@@ -191,7 +191,7 @@ def test_an_entry_that_is_damaged_is_refused(
         both.index.find_expired(100, b"", 10)
 
 
-def test_an_index_that_knows_more_than_its_log_is_refused(
+def test_an_index_ahead_of_its_log_is_refused(
     disks: tuple[Both, SimulatedDisk, SimulatedDisk],
 ) -> None:
     both, _, index = disks
@@ -204,9 +204,7 @@ def test_an_index_that_knows_more_than_its_log_is_refused(
 
 
 @pytest.mark.parametrize("last", [b"\x09", b"\x79"])
-def test_a_key_whose_entry_has_another_key_now_is_not_called_missing(
-    both: Both, last: bytes
-) -> None:
+def test_a_key_hidden_by_a_flipped_bit_is_not_reported_missing(both: Both, last: bytes) -> None:
     """A bit flips in the key, and the entry stays where it was: before its neighbour or behind."""
     both.commit(sets(b"key 1", b"key 9"))
     both.follow()

@@ -85,13 +85,13 @@ def last(ordered_map: OrderedMap, first: bytes, end: bytes) -> tuple[bytes, byte
         return None if last is None else (last[0], bytes(last[1]))
 
 
-def test_nothing_is_in_a_new_one(ordered_map: OrderedMap) -> None:
+def test_a_new_map_is_empty(ordered_map: OrderedMap) -> None:
     assert contents(ordered_map) == {}
     assert get(ordered_map, b"a") is None
     assert last(ordered_map, LOWEST, HIGHEST) is None
 
 
-def test_what_is_put_is_there_and_the_newest_counts(ordered_map: OrderedMap) -> None:
+def test_put_replaces_the_value_of_a_key(ordered_map: OrderedMap) -> None:
     put(ordered_map, [(b"a", b"1"), (b"b", b""), (b"a", b"2")])
     assert contents(ordered_map) == {b"a": b"2", b"b": b""}
     assert get(ordered_map, b"b") == b""
@@ -110,7 +110,7 @@ def test_a_key_that_is_deleted_is_gone_and_one_that_is_missing_may_be_deleted(
     assert contents(ordered_map) == {b"b": b"2"}
 
 
-def test_a_scan_has_both_of_its_ends_and_rises(ordered_map: OrderedMap) -> None:
+def test_a_scan_includes_both_ends_in_rising_order(ordered_map: OrderedMap) -> None:
     put(ordered_map, [(key, key) for key in (b"d", b"b", b"a", b"c", b"bb")])
     with ordered_map.read() as transaction:
         assert [key for key, _ in transaction.scan(b"b", b"c")] == [b"b", b"bb", b"c"]
@@ -130,7 +130,7 @@ def test_the_last_key_of_a_range(ordered_map: OrderedMap) -> None:
     assert last(ordered_map, b"g", b"z") is None
 
 
-def test_a_writer_reads_what_it_has_written(ordered_map: OrderedMap) -> None:
+def test_a_write_transaction_reads_its_own_changes(ordered_map: OrderedMap) -> None:
     put(ordered_map, [(b"a", b"1")])
     with ordered_map.write() as transaction:
         transaction.put_all([(b"b", b"2"), (b"c", b"3")])
@@ -160,7 +160,7 @@ def test_a_transaction_that_raises_changes_nothing(ordered_map: OrderedMap) -> N
     assert contents(ordered_map) == {**dict(before), b"e": b"5"}
 
 
-def test_a_full_disk_changes_nothing_and_takes_what_fits(ordered_map: OrderedMap) -> None:
+def test_a_full_disk_changes_nothing_and_accepts_what_fits(ordered_map: OrderedMap) -> None:
     items = {b"key %d" % number: bytes(20_000) for number in range(20)}
     put(ordered_map, items.items())
 
@@ -177,7 +177,7 @@ def test_a_full_disk_changes_nothing_and_takes_what_fits(ordered_map: OrderedMap
     assert contents(ordered_map) == {**items, b"small": b"enough"}
 
 
-def test_a_full_disk_has_room_again_when_something_was_deleted(ordered_map: OrderedMap) -> None:
+def test_a_full_disk_has_space_again_after_deletions(ordered_map: OrderedMap) -> None:
     def fill(value: bytes) -> int:
         for number in range(1_000):
             try:
@@ -197,7 +197,7 @@ def test_a_full_disk_has_room_again_when_something_was_deleted(ordered_map: Orde
     put(ordered_map, [(b"more %d" % number, bytes(30_000)) for number in range(filled // 4)])
 
 
-def test_room_that_is_reserved_is_left(ordered_map: OrderedMap) -> None:
+def test_reserved_space_is_left_free(ordered_map: OrderedMap) -> None:
     with ordered_map.write(reserve_bytes=MAP_BYTES // 2) as transaction:
         transaction.put(b"a", bytes(MAP_BYTES * 6 // 10))
     before = contents(ordered_map)
@@ -212,13 +212,13 @@ def test_room_that_is_reserved_is_left(ordered_map: OrderedMap) -> None:
     assert contents(ordered_map) == {**before, b"b": b"1"}
 
 
-def test_what_is_used_is_told(ordered_map: OrderedMap) -> None:
+def test_statistics_report_the_bytes_in_use(ordered_map: OrderedMap) -> None:
     put(ordered_map, [(b"a", bytes(100_000))])
     figures = ordered_map.statistics()
     assert 100_000 <= figures["bytes_used"] <= figures["bytes_in_file"] <= MAP_BYTES
 
 
-def test_a_reader_keeps_seeing_what_it_saw(lmdb_environment: LmdbMap) -> None:
+def test_a_read_transaction_keeps_seeing_one_state(lmdb_environment: LmdbMap) -> None:
     put(lmdb_environment, [(b"a", b"1")])
     with lmdb_environment.read() as transaction:
         for number in range(10):
@@ -227,7 +227,7 @@ def test_a_reader_keeps_seeing_what_it_saw(lmdb_environment: LmdbMap) -> None:
     assert get(lmdb_environment, b"a") == b"later"
 
 
-def test_what_was_committed_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+def test_committed_data_survives_a_reopening(tmp_path: Path) -> None:
     first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
     put(first, [(b"a", b"1")])
     first.close()
@@ -236,7 +236,7 @@ def test_what_was_committed_is_there_when_it_is_opened_again(tmp_path: Path) -> 
     again.close()
 
 
-def test_one_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+def test_a_map_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
     with pytest.raises(CorruptionError, match="cannot be opened"):
         LmdbMap(tmp_path, bytes_max=MAP_BYTES)
@@ -250,7 +250,7 @@ def failing() -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_simulated_disk_that_fails_says_nothing_until_it_is_started_again(is_kept: bool) -> None:
+def test_a_failed_simulated_disk_refuses_everything_until_a_restart(is_kept: bool) -> None:
     disk = SimulatedDisk(bytes_max=MAP_BYTES)
     put(disk, [(b"a", b"1")])
     used = disk.statistics()["bytes_used"]
@@ -324,7 +324,7 @@ def simulated(_folder: str) -> OrderedMap:
 @pytest.mark.parametrize("make", [lmdb_in, simulated])
 @settings(max_examples=60)
 @given(transactions=TRANSACTIONS, key=KEYS)
-def test_it_is_a_dict_that_is_sorted(
+def test_the_map_behaves_like_a_sorted_dict(
     make: Callable[[str], OrderedMap], transactions: list[tuple[list[Step], bool]], key: bytes
 ) -> None:
     with TemporaryDirectory() as folder:

@@ -113,7 +113,7 @@ class SlotsMachine(RuleBasedStateMachine):
 test_slots = SlotsMachine.TestCase
 
 
-def test_a_column_of_a_chunk_keeps_its_slot() -> None:
+def test_a_column_of_a_chunk_keeps_its_slot_lent() -> None:
     with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
@@ -132,7 +132,7 @@ def test_a_column_of_a_chunk_keeps_its_slot() -> None:
         assert len(slots) == COUNT
 
 
-def test_memory_that_is_not_in_use_is_given_back() -> None:
+def test_unused_memory_is_given_back() -> None:
     with both_ends() as (slots, buffer, descriptor):
         assert resident_bytes(descriptor) == 0
         lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
@@ -166,7 +166,7 @@ def test_views_outlive_both_ends() -> None:
     assert bytes(view) == bytes(chunk)
 
 
-def test_what_was_put_must_be_in_the_answer() -> None:
+def test_a_chunk_in_the_slot_must_be_in_the_answer() -> None:
     with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None

@@ -152,7 +152,7 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         assert not store.failed.is_set()
 
 
-async def test_what_was_committed_is_read_found_and_due(opener: Opener) -> None:
+async def test_committed_items_are_read_looked_up_and_expire(opener: Opener) -> None:
     async with opener() as store:
         await create(store)
         write = some_write(1, 0, 10, expiry=50)
@@ -179,7 +179,7 @@ def mapped_files(part: str) -> list[str]:
     return [line for text in maps for line in text.splitlines() if part in line]
 
 
-async def test_a_bucket_that_was_deleted_may_be_made_anew(opener: Opener) -> None:
+async def test_a_deleted_bucket_can_be_created_again(opener: Opener) -> None:
     async with opener() as store:
         await create(store)
         await store.ask(Commit(BUCKET.name, [some_write(0, 0)]))
@@ -266,7 +266,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
 # A disk that is full.
 
 
-def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
+def test_a_bucket_refused_by_a_full_disk_can_be_created_later(tmp_path: Path) -> None:
     prepare(tmp_path)
     directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
 
@@ -282,7 +282,7 @@ def test_a_bucket_that_finds_no_room_may_be_made_later(tmp_path: Path) -> None:
     assert directory.names() == ["b"]
 
 
-def test_a_disk_without_room_takes_no_bucket(
+def test_a_disk_without_space_refuses_a_new_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMDB is not even asked: its new lock file would kill the process with SIGBUS."""
@@ -300,7 +300,7 @@ def test_a_disk_without_room_takes_no_bucket(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("where", ["mkdir", "rename", "lmdb"])
-def test_a_bucket_that_cannot_be_made_leaves_nothing(
+def test_a_bucket_that_cannot_be_created_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
 ) -> None:
     prepare(tmp_path)
@@ -381,7 +381,7 @@ async def test_a_slot_is_lent_for_as_long_as_a_chunk_of_it_lives(
     assert len(slots) == SLOTS
 
 
-async def test_what_finds_no_room_in_a_slot_goes_through_the_pipe(
+async def test_chunks_that_do_not_fit_a_slot_go_through_the_pipe(
     reading: tuple[ProcessStore, SlotPool],
 ) -> None:
     store, slots = reading
@@ -455,9 +455,7 @@ async def test_a_system_without_such_memory_reads_through_the_pipe(
 
 
 @pytest.mark.parametrize("role", ["writer", "reader"])
-async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
-    tmp_path: Path, role: str
-) -> None:
+async def test_a_killed_process_fails_the_store_and_its_callers(tmp_path: Path, role: str) -> None:
     failures: list[str] = []
 
     async def call(store: ProcessStore, high: int) -> None:
@@ -492,7 +490,7 @@ async def test_a_process_that_is_killed_fails_the_store_and_whoever_waits(
         assert stored.partitions[0].record.high == 3
 
 
-async def test_a_process_that_cannot_be_started_leaves_no_other(
+async def test_if_one_process_cannot_start_the_other_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object) -> None:
@@ -584,24 +582,24 @@ async def refused(path: Path, match: str) -> None:
     assert everything_in(path) == before
 
 
-async def test_the_directory_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+async def test_a_directory_of_another_version_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "buckets").mkdir()
     (tmp_path / "format").write_text("upr 999\n")
     await refused(tmp_path, "has the format 'upr 999'")
 
 
-async def test_a_directory_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+async def test_a_foreign_directory_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "letters").write_text("Dear Sir")
     await refused(tmp_path, "is not empty")
 
 
-async def test_a_folder_of_buckets_that_has_no_format_is_refused(tmp_path: Path) -> None:
+async def test_a_buckets_folder_without_a_format_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "buckets" / "some").mkdir(parents=True)
     (tmp_path / "buckets" / "some" / "data").write_text("of somebody")
     await refused(tmp_path, "is not empty")
 
 
-async def test_a_file_is_no_directory(tmp_path: Path) -> None:
+async def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("text")
     with pytest.raises(DataDirectoryError, match="cannot be written"):
@@ -611,7 +609,7 @@ async def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_directory_whose_making_was_cut_off_is_made_again(
+def test_a_directory_whose_creation_was_interrupted_is_completed(
     tmp_path: Path, is_written: bool
 ) -> None:
     (tmp_path / "buckets").mkdir()

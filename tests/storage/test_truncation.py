@@ -183,7 +183,7 @@ def write(high: int, *ends: int) -> PartitionWrite:
     return PartitionWrite(PARTITION, record(high), chunks, ends=[SeqNo(end) for end in ends])
 
 
-def test_a_cut_breaks_the_leases_that_reach_behind_it() -> None:
+def test_a_truncation_breaks_leases_that_reach_behind_it() -> None:
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
     for lease_id, end in ((1, 20), (2, 21), (3, 30)):
@@ -195,7 +195,7 @@ def test_a_cut_breaks_the_leases_that_reach_behind_it() -> None:
     assert bucket.truncate(PARTITION, record(20), ()) == [], "once"
 
 
-def test_a_cut_forgets_answers() -> None:
+def test_a_truncation_deletes_answers() -> None:
     bucket = new_bucket()
     tokens = [Token(bytes(16), counter, b"answer") for counter in (1, 2)]
     bucket.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
@@ -203,7 +203,7 @@ def test_a_cut_forgets_answers() -> None:
     assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 
 
-def test_nothing_is_cut_that_is_indexed() -> None:
+def test_what_is_indexed_cannot_be_truncated() -> None:
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
     bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=5)
@@ -214,7 +214,7 @@ def test_nothing_is_cut_that_is_indexed() -> None:
     assert bucket.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
 
 
-def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
+def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At 20 the key had a value that the compaction dropped, as a later one had superseded it."""
@@ -242,7 +242,7 @@ def test_what_a_compaction_went_by_is_no_state_though_the_index_is_lost(
     assert again.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
 
 
-def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
+def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
     log, index = SimulatedDisk(), SimulatedDisk()
     bucket = BucketStorage(log, index)
     bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
@@ -256,7 +256,7 @@ def test_a_crash_while_an_index_is_forgotten_leaves_nothing_of_it() -> None:
 
 
 @given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))
-def test_what_is_kept_from_the_index_is_shared(keep: int, highs: list[int]) -> None:
+def test_what_stays_unindexed_is_shared_among_partitions(keep: int, highs: list[int]) -> None:
     bucket = new_bucket()
     writes: list[Any] = []
     for number, high in enumerate(highs):
@@ -279,7 +279,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_SHARE", 0.01)
 
 
-def test_a_map_is_kept_with_what_it_makes_of_partitions() -> None:
+def test_a_partition_map_is_stored_with_its_partition_records() -> None:
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
     partial = PartialRecord(HISTORY, SeqNo(30), SeqNo(50), SeqNo(40))

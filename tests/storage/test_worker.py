@@ -7,7 +7,7 @@ import sys
 from tests.kit.process import run
 
 
-async def test_it_starts_without_what_it_has_no_use_for() -> None:
+async def test_a_worker_does_not_import_what_only_the_server_needs() -> None:
     """A server waits for two of them when it starts."""
     line = "import sys, upr_server.storage.worker; print(*{'trio', 'structlog'} & set(sys.modules))"
     done = await run((sys.executable, "-c", line))

@@ -110,7 +110,7 @@ def first(transaction: WriteTransaction, kind: bytes) -> tuple[bytes, bytes]:
 # What is well.
 
 
-def test_what_is_well_is_said_in_one_sentence(data: Path) -> None:
+def test_a_sound_directory_is_reported_in_one_sentence(data: Path) -> None:
     before = hashes(data)
     checked = run("check", "--data-dir", data)
     assert checked.returncode == 0, checked
@@ -120,18 +120,18 @@ def test_what_is_well_is_said_in_one_sentence(data: Path) -> None:
     assert hashes(data) == before
 
 
-def test_a_directory_without_buckets_is_well(tmp_path: Path) -> None:
+def test_a_directory_without_buckets_is_sound(tmp_path: Path) -> None:
     (tmp_path / "buckets").mkdir()
     (tmp_path / "format").write_text("upr 1\n")
     assert run("check", "--data-dir", tmp_path).returncode == 0
 
 
-def test_what_a_crash_left_half_made_is_no_bucket(data: Path) -> None:
+def test_a_half_made_bucket_is_not_checked(data: Path) -> None:
     (data / "buckets" / ".new-other").mkdir()
     assert run("check", "--data-dir", data).returncode == 0
 
 
-def test_an_index_that_is_gone_is_well_once_it_was_opened_again(data: Path) -> None:
+def test_a_missing_index_is_rebuilt_at_the_next_start(data: Path) -> None:
     # The advice that `check` gives.
     file_of(data, "index").unlink()
     assert "the server rebuilds it" in run("check", "--data-dir", data).stdout
@@ -148,7 +148,7 @@ def test_the_default_directory_is_the_users_own() -> None:
 # Directories that cannot be read.
 
 
-def test_a_directory_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
     for command in ("check", "dump"):
         checked = run(command, "--data-dir", tmp_path)
         assert checked.returncode == 1
@@ -226,7 +226,7 @@ def test_an_unknown_bucket_is_a_wrong_command_line(data: Path) -> None:
     ("part", "share"),
     [(part, share) for part in ("log", "index") for share in (0, 0.01, 0.03, 0.1, 0.3, 0.6)],
 )
-def test_a_file_that_was_cut_is_noticed(data: Path, part: str, share: float) -> None:
+def test_a_truncated_file_is_noticed(data: Path, part: str, share: float) -> None:
     path = file_of(data, part)
     os.truncate(path, int(path.stat().st_size * share))
     before = hashes(data)
@@ -238,7 +238,7 @@ def test_a_file_that_was_cut_is_noticed(data: Path, part: str, share: float) -> 
     assert hashes(data) == before
 
 
-def test_a_dump_goes_on_behind_what_was_cut(data: Path) -> None:
+def test_a_dump_goes_on_behind_a_truncated_part(data: Path) -> None:
     whole = run("dump", "--data-dir", data).stdout.splitlines()
     path = file_of(data, "log")
     os.truncate(path, int(path.stat().st_size * 0.9))
@@ -281,7 +281,7 @@ def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
     assert {json.loads(line)["partition"] for line in dumped.stdout.splitlines()} == {0, 1, 2}
 
 
-def test_a_partition_record_that_says_less_is_noticed(data: Path) -> None:
+def test_a_partition_record_below_the_log_is_noticed(data: Path) -> None:
     def lower(transaction: WriteTransaction) -> None:
         key = partition_key(PARTITION, 2)
         value = transaction.get(key)
@@ -316,13 +316,13 @@ def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> Non
     assert "it leases (5, " in problems
 
 
-def test_a_record_of_no_kind_is_noticed(data: Path) -> None:
+def test_a_record_of_unknown_kind_is_noticed(data: Path) -> None:
     for part in ("log", "index"):
         change(data, part, lambda transaction: transaction.put(b"?", b"?"))
     assert sum("no record has this kind of key" in what for _, what in problems_in(data)) == 2
 
 
-def test_a_lease_in_anothers_place_is_noticed(data: Path) -> None:
+def test_a_lease_under_another_key_is_noticed(data: Path) -> None:
     def move(transaction: WriteTransaction) -> None:
         _, value = first(transaction, LEASE)
         transaction.put(lease_key(77), value)
@@ -371,7 +371,7 @@ def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
     assert (1, "the index is at ") in [(p, w[:16]) for p, w in problems_in(data)]
 
 
-def test_of_very_many_problems_the_first_are_told(data: Path) -> None:
+def test_of_very_many_problems_the_first_are_reported(data: Path) -> None:
     def many(transaction: WriteTransaction) -> None:
         for number in range(100):
             transaction.put(b"? %d" % number, b"")
@@ -434,7 +434,7 @@ def test_a_dump_may_be_of_one_partition_its_keys_or_its_history(data: Path) -> N
     assert rows("--partition", 900) == []
 
 
-def test_a_closed_pipe_ends_a_dump_without_a_word(data: Path) -> None:
+def test_a_closed_pipe_ends_a_dump_silently(data: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "dump", "--data-dir", str(data)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
