@@ -1,4 +1,4 @@
-"""A server process, and the command run in this process and in others."""
+"""A server process, and `upr` run in this process or as one of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _names = count(1)
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """A server for all tests of the session, each of which has a bucket of its own."""
+    """A server for all tests of the session; each test has a bucket of its own."""
     with start_server() as started:
         yield started
 
@@ -42,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts `upr` as a process, which ends with the test: `start("tail", url)`."""
+    """Starts `upr` as a process that is killed at the end of the test: `start("tail", url)`."""
     with ExitStack() as stack:
 
         def start(*args: str, **options: Any) -> Upr:
@@ -55,7 +55,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def bucket(server: Server, run: Run) -> str:
-    """The URL of a new bucket of eight partitions."""
+    """The URL of a new bucket with eight partitions."""
     url = f"{server.url}bucket-{next(_names)}"
     run("bucket", "create", url, "--partitions", "8")
     return url

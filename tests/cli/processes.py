@@ -1,4 +1,4 @@
-"""Programs of the project as processes."""
+"""`upr` and `upr-server` as processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Server:
     """A server process.
 
     Attributes:
-        url: `upr://HOST:PORT/`, to which a bucket's name is added.
+        url: `upr://HOST:PORT/`; append a bucket's name.
         process: The process.
     """
 
@@ -33,16 +33,16 @@ class Server:
     process: subprocess.Popen[str]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Sends a signal and waits for the end."""
+        """Sends a signal, and waits until the process has ended."""
         self.process.send_signal(number)
         self.process.wait(DEADLINE_S)
 
 
 @contextmanager
 def start_server(address: str = "127.0.0.1:0", *options: str) -> Iterator[Server]:
-    """A server that runs for as long as the context, in a data directory that goes with it unless
-    `options` name another."""
-    # Its processes for the disk may be at their last work when it was killed.
+    """A server that runs for as long as the context. Its data directory is removed afterwards,
+    unless `options` name another one."""
+    # The storage processes of a killed server may still be writing.
     folder = tempfile.TemporaryDirectory(prefix="upr-server-", ignore_cleanup_errors=True)
     with folder as data:
         process = subprocess.Popen(
@@ -71,7 +71,7 @@ def _serving(process: subprocess.Popen[str]) -> Iterator[Server]:
 
 
 class Upr(subprocess.Popen[bytes]):
-    """`upr` as a process whose outputs can be read."""
+    """`upr` as a process."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Upr(subprocess.Popen[bytes]):
     ) -> None:
         super().__init__(
             [*UPR, *args],
-            bufsize=0,  # or what was read ahead for `event` would be missing in `finished`
+            bufsize=0,  # data that `event` reads ahead would be missing in `finished`
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.PIPE,
@@ -90,39 +90,39 @@ class Upr(subprocess.Popen[bytes]):
         )
 
     def event(self, name: str) -> Line:
-        """The next line of `upr tail` with that event."""
+        """The next line of `upr tail` with this event."""
         assert self.stdout is not None
         for line in self.stdout:
             event: Line = json.loads(line)
             if event["event"] == name:
                 return event
-        raise AssertionError(f"it ended without a line of {name}")
+        raise AssertionError(f"the output ended without an event {name!r}")
 
     def feed(self, data: bytes) -> None:
-        """Writes to its standard input."""
+        """Writes to the standard input."""
         assert self.stdin is not None
         self.stdin.write(data)
         self.stdin.flush()
 
     def leave(self) -> None:
-        """Reads its standard output no more."""
+        """Closes the reading end of the standard output."""
         assert self.stdout is not None
         self.stdout.close()
         self.stdout = None
 
     def finished(self, *, code: int = 0, data: bytes | None = None) -> tuple[bytes, bytes]:
-        """What it printed on its two outputs, once it ended with `code`."""
+        """Waits until it ends with `code`. Returns standard output and standard error."""
         out, err = self.communicate(data, timeout=DEADLINE_S)
         assert self.returncode == code, (self.returncode, out, err)
         return out, err
 
     def stopped(self, number: int = signal.SIGTERM) -> tuple[bytes, bytes]:
-        """What it printed, once a signal had ended it."""
+        """Sends a signal, and returns what the process printed."""
         self.send_signal(number)
         return self.finished(code=128 + number)
 
     def end(self) -> None:
-        """Ends it, whatever it does."""
+        """Kills the process."""
         self.kill()
         with self:
             pass

@@ -104,15 +104,15 @@ def test_unknown_commands_and_options_are_usage_errors(server: Server, run: Run)
 
 
 @contextmanager
-def stranger(says: bytes) -> Iterator[int]:
-    """The port of somebody who takes a connection, says something else, and hangs up."""
+def other_program(reply: bytes) -> Iterator[int]:
+    """The port of a program that answers a connection with `reply`, and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             peer, _ = listener.accept()
             with peer:
                 peer.recv(64)
-                peer.sendall(says)
+                peer.sendall(reply)
                 peer.shutdown(socket.SHUT_WR)
                 while peer.recv(4096):
                     pass
@@ -141,12 +141,12 @@ def test_an_unreachable_server_is_a_lost_connection(start: Start, args: list[str
     assert err.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 100, b""])
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 100, b""])
 @pytest.mark.parametrize("args", [["get", "k"], ["tail"]], ids=" ".join)
 def test_another_program_at_the_address_is_a_lost_connection(
-    start: Start, args: list[str], says: bytes
+    start: Start, args: list[str], reply: bytes
 ) -> None:
-    with stranger(says) as port:
+    with other_program(reply) as port:
         name, *rest = args
         _, err = start(name, f"upr://127.0.0.1:{port}/b", *rest).finished(code=4)
     assert err.startswith(b"upr: ")
