@@ -30,13 +30,13 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bucket that is there from the start: made, or found.
+    """A bucket that the server creates at its start, unless it exists.
 
     Attributes:
         name: Its name.
-        partitions: How many partitions it is made with; one that was found keeps its own.
-        quota_bytes: Memory that it may take; 0 for `quota_bytes` of the server, or for what one
-            that was found was made with.
+        partitions: How many partitions it is created with. A bucket that exists keeps its own.
+        quota_bytes: Memory that it may take; 0 for `quota_bytes` of the server, or for the quota
+            that a bucket that exists was created with.
     """
 
     name: str
@@ -45,29 +45,30 @@ class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server can be told.
+    """The settings of a server.
 
     Attributes:
         listen: `HOST:PORT`; port 0 takes a free one.
         identity: The server's name for itself; empty takes the host's name.
         node: What partition maps call this server; empty takes `identity`.
         quota_bytes: The memory quota of a bucket that is created without one.
-        connections_max: Connections at a time.
-        send_timeout_s: How long a peer may take nothing of what waits for it.
-        replication_timeout_s: How long replicas may take to have a batch that was to be replicated;
-            then its publisher hears that they do not have it yet.
-        undo_mutations: How many of a bucket's newest mutations a replica can undo, about, when
-            another than its master goes on; beyond it, it begins again from nothing.
+        connections_max: How many connections may be open at a time.
+        send_timeout_s: How long a peer may take no bytes that wait for it.
+        replication_timeout_s: How long replicas may take to have a batch that its publisher wants
+            replicated. Then the publisher is told that they do not have it yet.
+        undo_mutations: How many of a bucket's newest mutations a replica can undo, about, after a
+            failover to another node. A replica that would have to undo more starts from nothing.
         data_dir: Where buckets are kept; empty for the platform's data directory.
-        disk_bytes_max: How large each file there may become; 0 for as large as the disk is, and at
+        disk_bytes_max: How large each file there may become; 0 for the size of the disk, and at
             most 256 GiB.
-        purge_age_s: How old a deletion must be to be forgotten; a consumer that was away for
-            longer may have to begin again.
-        events: Whether those who ask are told which buckets were created, deleted and updated.
+        purge_age_s: How old a deletion must be to be forgotten. A consumer that was away for longer
+            may have to start again.
+        events: Whether the server tells event consumers which buckets were created, deleted and
+            updated.
         shutdown_deadline_s: How long peers have to take what is queued when the server stops.
         log_level: The least severe event that is logged.
         log_format: `console` for people, `json` for machines.
-        buckets: Buckets that are there from the start.
+        buckets: Buckets that the server creates at its start.
     """
 
     listen: str = "127.0.0.1:12000"
@@ -100,27 +101,31 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.data_dir) if self.data_dir else default_data_dir()
 
     def check(self) -> None:
-        """Looks at what the types of the fields do not tell.
+        """Checks what the types of the fields do not.
 
         Raises:
-            ConfigError: With what is wrong, and what it should be.
+            ConfigError: A setting is invalid; the message says which, and what it should be.
         """
         self.address()
         try:
             identity = self.identity.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"identity is {self.identity!r}, which is not UTF-8") from error
+            raise ConfigError(f"identity must be UTF-8, not {self.identity!r}") from error
         if len(identity) > IDENTITY_BYTES_MAX:
-            raise ConfigError(f"identity is at most {IDENTITY_BYTES_MAX} bytes")
+            raise ConfigError(
+                f"identity must be at most {IDENTITY_BYTES_MAX} bytes, not {len(identity)}"
+            )
         if self.node and not NODE_NAME.fullmatch(self.node):
             raise ConfigError(
-                f"node is {self.node!r}; a node's name is 1 to 100 letters, digits, dots, "
-                "underscores or hyphens"
+                "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
+                f"{self.node!r}"
             )
         names = [bucket.name for bucket in self.buckets]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"there are two buckets {name!r}")
+                raise ConfigError(
+                    f"bucket {name!r} is listed twice; give each bucket a name of its own"
+                )
         for bucket in self.buckets:
             try:
                 check_bucket(bucket.name, bucket.partitions, bucket.quota_bytes or self.quota_bytes)
@@ -154,11 +159,11 @@ def load_config(
 ) -> Config:
     """The configuration from `path` (if any), then `environment`, then `options`.
 
-    Options that are None are not given. Environment variables are a field's name in capitals behind
-    `UPR_SERVER_`; `buckets` can only be set in the file.
+    Options that are None are left out. An environment variable is named `UPR_SERVER_` and the field
+    in capitals; `buckets` can only be set in the file.
 
     Raises:
-        ConfigError: With the name of what is wrong, and what it should be.
+        ConfigError: A setting is invalid; the message says which, and what it should be.
     """
     config = load_settings(
         Config, ENVIRONMENT_PREFIX, path, environment, options, ignored=("buckets",)

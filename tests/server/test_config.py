@@ -45,7 +45,7 @@ def test_text_from_the_environment_is_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"listen": "nowhere"}, "HOST:PORT"),
         ({"listen": "h:99999"}, "HOST:PORT"),
@@ -53,15 +53,15 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"quota_bytes": "0"}, "quota_bytes"),
         ({"quota_bytes": "1048575"}, "quota_bytes"),
         ({"identity": "é" * 101}, "200 bytes"),
-        ({"identity": "\udcff"}, "not UTF-8"),
+        ({"identity": "\udcff"}, "must be UTF-8"),
         ({"quota_bytes": "many"}, "quota_bytes"),
         ({"log_level": "loud"}, "log_level"),
         ({"colour": "red"}, "colour"),
         ({"shutdown_deadline_s": "-1"}, "shutdown_deadline_s"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(settings: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_invalid_setting_is_refused_by_its_name(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(None, {}, settings)
 
 

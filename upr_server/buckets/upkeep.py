@@ -116,7 +116,7 @@ class Upkeep:
             if relief is MemoryAction.NOTHING:
                 self._short.pop(bucket, None)
             elif bucket in self._disks:
-                # What is left must go to disk before it can be freed.
+                # The rest must go to disk before it can be freed.
                 self._disks[bucket].maintenance.wake()
 
     # Expiring items, and returning memory.

@@ -25,12 +25,12 @@ SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
 
 YIELD_BYTES: Final = 64 * 1024
-"""Who sends so much at a time lets others have their turn before there is more."""
+"""A connection that has sent so much at a time lets others have their turn before it sends more."""
 
 BUSY_S: Final = 0.25
 """How often silence is looked at while something is being written."""
 
-PARTING_S: Final = 2.0
+CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
 
 _UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
@@ -121,7 +121,7 @@ class Connection:
     async def _close_gracefully(self) -> None:
         """Ends the conversation so that the peer hears the last word. A connection that is closed
         while bytes lie in it unread is reset, and the reset may overtake what was written."""
-        with trio.move_on_after(PARTING_S):
+        with trio.move_on_after(CLOSING_READ_S):
             await self._stream.send_eof()
             while await self._stream.receive_some(SCRATCH_BYTES):
                 pass

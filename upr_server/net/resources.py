@@ -62,12 +62,15 @@ class Events(Protocol):
         acknowledged: int,
         wait_s: float,
     ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
-        """Waits for something to tell a consumer: the number of the batch, or 0; whether it must
-        look at everything; and what became of buckets.
+        """Waits for events of a consumer.
+
+        Returns:
+            The batch's number, or 0 for no events; whether the consumer must look at everything;
+            and what became of buckets.
 
         Raises:
             ServerError: `FENCED`, `LIMIT_REACHED`, `UNSUPPORTED`.
-            StorageError: What is to be told cannot be read.
+            StorageError: The events cannot be read.
         """
 
     def statistics(self) -> dict[str, object]:

@@ -30,15 +30,15 @@ from upr_server.storage.online.leased_reader import LeasedReader
 from upr_server.storage.online.stream_reader import StreamReader
 
 BATCH_BYTES: Final = 1024 * 1024
-"""How much is handed to the socket at a time: large enough that its cost a call is small, small
-enough that answers to requests do not wait behind it."""
-
-
-ANSWER_OVERHEAD_BYTES: Final = 36
-"""What an answer takes in a frame beside its own bytes."""
+"""How much is handed to the socket at a time: large enough that the cost of each call is small,
+small enough that answers to requests do not wait behind it."""
 
 DISK_BATCH_BYTES: Final = 256 * 1024
-"""The same of what was read from disk, which is nobody else's: so much memory a connection."""
+"""The same for chunks that were read from disk. Each connection has its own copy of them, so this
+bounds the memory of a connection."""
+
+ANSWER_OVERHEAD_BYTES: Final = 36
+"""What a publisher's answer takes in a frame beside its own bytes."""
 
 
 @attrs.define(eq=False)
@@ -110,7 +110,7 @@ class Streamer:
 
     Args:
         session: The connection's session.
-        name: Who streams, for statistics.
+        name: The consumer's name, for statistics.
         wake: Called when a partition that had nothing to send has something again.
     """
 
@@ -198,7 +198,7 @@ class Streamer:
         return stream is not None and stream.answers_from is not None
 
     def end(self, partition: PartitionId, status: Status) -> None:
-        """Ends one stream and says why. Nothing happens when there is none."""
+        """Ends the stream of a partition and says why, if there is one."""
         stream = self._streams.pop(partition, None)
         if stream is not None:
             stream.reader.close()
@@ -215,7 +215,7 @@ class Streamer:
             self.end(partition, status)
 
     def close(self) -> None:
-        """Gives up every reader: the connection is gone."""
+        """Closes every reader; the connection is over."""
         for stream in self._streams.values():
             stream.reader.close()
         self._streams.clear()
@@ -285,7 +285,7 @@ class Streamer:
         history_id, purge_seq = partition.failover_log.current, partition.purge_seq
         first: CursorItem | Wait | None = None
         if stream.last_start == (history_id, purge_seq) and self._may_go_whole(stream, start):
-            # What is in memory has a chunk behind its start.
+            # A snapshot in memory has a chunk right behind its start.
             first = stream.reader.next()
             if isinstance(first, Chunk) and first.end == start.end:
                 end = stream.reader.next()

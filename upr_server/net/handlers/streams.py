@@ -16,7 +16,7 @@ def open_bucket(context: RequestContext, request: Open) -> None:
     for number in request.partitions or range(len(bucket.partitions)):
         partition = bucket.partitions[number] if number < len(bucket.partitions) else None
         if partition is None or partition.state is PartitionState.DEAD:
-            # What is left here of a partition that was taken away is nobody's business any more.
+            # A copy that the map took from this node may be stale: nobody is told its numbers.
             context.send(
                 PartitionLog(
                     PartitionState.DEAD,
