@@ -117,8 +117,8 @@ class Stream:
         self._address = address
         self._pipeline = pipeline
         self._pool = pool
-        self._ring_path = received_keys_path
-        self._ring_limits = received_keys_limits
+        self._received_keys_path = received_keys_path
+        self._received_keys_limits = received_keys_limits
         self._store = _IndexedState(address.bucket, pipeline)
         self._assembler = BatchAssembler(pool, self._put, batch_bytes(pool))
         self._consumer: RollbackConsumer | None = None
@@ -167,9 +167,9 @@ class Stream:
         self.marks = common_marks(self._pipeline.members)
         async with consume_with_rollback(
             self._address,
-            self._ring_path,
+            self._received_keys_path,
             resume=self._store,
-            received_keys_limits=self._ring_limits,
+            received_keys_limits=self._received_keys_limits,
             retry_timeout_s=math.inf,
             save_limits=NEVER,
             identity="upr-indexer",

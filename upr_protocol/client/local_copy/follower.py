@@ -14,7 +14,9 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits, SavePriority, SaveSchedule
 from upr_protocol.client.core.events import (
+    BarrierReached,
     ChunkReceived,
+    Completed,
     Event,
     SnapshotEnd,
     Undone,
@@ -77,10 +79,10 @@ class LocalCopy(RollbackIterator):
 
     async def _process(self, event: Event) -> Event | Undone | None:
         processed = await super()._process(event)
-        partition = getattr(event, "partition", None)
-        if partition is not None:
-            position = self._consumer.position(partition)
-            self._file.set_position(partition, position, self._planner.settled_at(partition))
+        if not isinstance(event, Completed | BarrierReached):
+            position = self._consumer.position(event.partition)
+            settled_at = self._planner.settled_at(event.partition)
+            self._file.set_position(event.partition, position, settled_at)
             is_complete = isinstance(processed, SnapshotEnd)
             priority = SavePriority.COMPLETE if is_complete else SavePriority.PARTIAL
             nbytes = event.chunk.nbytes if isinstance(event, ChunkReceived) else 0
