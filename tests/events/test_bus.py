@@ -254,7 +254,7 @@ async def test_a_consumer_that_waits_is_not_dead(autojump_clock: MockClock, bus:
     assert bus.statistics()["consumers_cleared"] == 0
 
 
-async def test_what_has_expired_is_told(
+async def test_an_expired_item_is_an_update(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batch_id, _, _ = await ask(bus)
@@ -269,7 +269,7 @@ async def test_what_has_expired_is_told(
     assert [(event.updates, event.designs) for event in events] == [(1, (b"_design/x",))]
 
 
-async def test_what_was_cut_may_be_any_design_document(
+async def test_after_a_truncation_any_design_document_may_have_changed(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
@@ -281,7 +281,7 @@ async def test_what_was_cut_may_be_any_design_document(
     assert events == (BucketEvent("b", 1, BucketFate.NONE, 1, (ANY_DESIGN,)),)
 
 
-async def test_a_batch_that_changed_nothing_tells_nothing(
+async def test_a_batch_without_effect_is_not_an_update(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batch_id, _, _ = await ask(bus)

@@ -109,14 +109,14 @@ async def test_creation_update_deletion_and_design_documents(server: Server) -> 
         assert again.incarnation != created.incarnation
 
 
-async def test_what_failed_is_no_change(server: Server) -> None:
+async def test_a_failed_operation_is_not_an_update(server: Server) -> None:
     async with connect(server.url("b")) as client, feed_of(server) as feed:
         with pytest.raises(ServerError):
             await client.replace("_design/missing", "v")
         await nothing_is_told(feed, client)
 
 
-async def test_only_what_is_wanted_is_told(server: Server) -> None:
+async def test_a_filter_leaves_out_other_events(server: Server) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(connect(server.url("b")))
 
@@ -144,7 +144,7 @@ async def test_only_what_is_wanted_is_told(server: Server) -> None:
         assert (await event(named)).bucket == "orders"
 
 
-async def test_who_comes_back_under_its_name_is_told_what_it_missed(server: Server) -> None:
+async def test_a_consumer_that_returns_is_told_what_it_missed(server: Server) -> None:
     async with connect(server.url("b")) as client:
         async with feed_of(server):
             pass
@@ -161,7 +161,7 @@ async def test_who_comes_back_under_its_name_is_told_what_it_missed(server: Serv
             assert bucket_event.fate is BucketFate.DELETED
 
 
-async def test_what_was_not_dealt_with_is_told_again(server: Server) -> None:
+async def test_a_batch_without_acknowledgement_is_told_again(server: Server) -> None:
     async with connect(server.url("b")) as client:
         async with feed_of(server) as feed:
             await client.set("k", "v")
@@ -170,7 +170,7 @@ async def test_what_was_not_dealt_with_is_told_again(server: Server) -> None:
             assert await event(feed) == first
 
 
-async def test_who_takes_a_name_has_it(server: Server) -> None:
+async def test_a_second_follower_takes_over_the_name(server: Server) -> None:
     async with feed_of(server) as first, trio.open_nursery() as nursery:
 
         async def fenced() -> None:
@@ -188,7 +188,7 @@ async def test_who_takes_a_name_has_it(server: Server) -> None:
             assert (await event(second)).bucket == "b"
 
 
-async def test_a_subscriber_that_stops_reading_costs_one_batch(server: Server) -> None:
+async def test_a_consumer_that_stops_asking_costs_one_batch(server: Server) -> None:
     async with connect(server.url("b")) as client, feed_of(server) as feed:
         bus = bus_of(server)
         await client.set("k", "v")
@@ -275,7 +275,7 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
                     pass
 
 
-async def test_what_is_wrong_is_refused_and_the_connection_goes_on(server: Server) -> None:
+async def test_a_wrong_question_is_refused_and_the_connection_goes_on(server: Server) -> None:
     for options, said in (
         ({"consumer": "no name"}, "invalid consumer name"),
         ({"consumer": ".compaction"}, "invalid consumer name"),
@@ -323,5 +323,5 @@ async def test_a_feed_that_is_left_and_one_without_a_server(server: Server) -> N
             await told(feed)
 
 
-def test_a_question_fits_what_strangers_may_say() -> None:
+def test_a_question_fits_into_a_small_frame() -> None:
     assert MESSAGES[NextEvents.opcode].body_bytes_max <= 4096

@@ -73,7 +73,7 @@ def entries_of(indexer: Indexer, name: str) -> int:
     return indexer.definitions.find(name_of(name)).file.entry_count()
 
 
-async def test_an_index_is_begun_though_the_stream_stands_still(tmp_path: Path) -> None:
+async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
         async with standing_still(indexer):
             await define(client, "e", {"n": NUMBER})
@@ -88,7 +88,7 @@ async def test_an_index_is_begun_though_the_stream_stands_still(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("consistency", ["now", "at_least"])
-async def test_an_index_is_dropped_though_the_stream_stands_still(
+async def test_an_index_is_dropped_while_the_stream_is_paused(
     tmp_path: Path, consistency: str
 ) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
@@ -118,7 +118,7 @@ async def test_an_index_is_dropped_though_the_stream_stands_still(
         assert indexer.definitions.names() == []
 
 
-async def test_an_index_that_is_about_to_go_is_let_go_of_at_the_end(tmp_path: Path) -> None:
+async def test_a_dropped_index_that_is_still_read_is_closed_at_the_stop(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
         index = indexer.definitions.find(name_of("d/city"))
         # Somebody reads it still.
@@ -128,7 +128,7 @@ async def test_an_index_that_is_about_to_go_is_let_go_of_at_the_end(tmp_path: Pa
     assert index.file._is_closed
 
 
-async def test_what_changes_often_ends_as_it_was_written_last(tmp_path: Path) -> None:
+async def test_a_definition_that_changes_often_ends_as_it_was_written_last(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
 
         def is_now(definition: IndexDefinition) -> bool:
@@ -156,7 +156,7 @@ async def test_what_changes_often_ends_as_it_was_written_last(tmp_path: Path) ->
         assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
 
 
-async def test_a_definition_that_the_server_loses_is_taken_back(tmp_path: Path) -> None:
+async def test_a_definition_that_the_server_loses_is_undone(tmp_path: Path) -> None:
     world = World(0, tmp_path)
     async with world.running():
         text = '{"indexes": {"city": {"key": ["city"]}}}'
@@ -191,7 +191,7 @@ async def redefine(client: Client, indexer: Indexer) -> None:
     assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
 
 
-async def test_without_an_event_bus_the_stream_brings_it(tmp_path: Path) -> None:
+async def test_without_an_event_bus_the_stream_brings_definitions(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         async with a_town(tmp_path, events=False) as (_, client, indexer):
             await redefine(client, indexer)
@@ -200,7 +200,9 @@ async def test_without_an_event_bus_the_stream_brings_it(tmp_path: Path) -> None
     assert "events is false" in said[0]
 
 
-async def test_another_of_its_name_ends_the_listening_and_nothing_else(tmp_path: Path) -> None:
+async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     with structlog.testing.capture_logs() as logs:
 
         def has_given_up() -> bool:
@@ -216,7 +218,7 @@ async def test_another_of_its_name_ends_the_listening_and_nothing_else(tmp_path:
             await redefine(client, indexer)
 
 
-async def test_what_cannot_be_read_the_stream_brings(
+async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dial(address: object) -> trio.abc.Stream:
@@ -234,7 +236,9 @@ async def test_what_cannot_be_read_the_stream_brings(
             )
 
 
-def test_the_name_is_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_consumer_name_stands_for_the_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     name = consumer_name(tmp_path)
     assert re.fullmatch(r"indexer-[0-9a-f]{12}", name)

@@ -91,7 +91,7 @@ async def test_scans(site: Site) -> None:
     assert [entry.id for entry in every] == [entry.id for entry in page.entries]
 
 
-async def test_what_is_told_of_indexes(site: Site) -> None:
+async def test_the_status_of_indexes_and_of_the_indexer(site: Site) -> None:
     statuses = await site.ask(site.asking.indexes)
     assert [(status["name"], status["state"]) for status in statuses] == [
         ("d/both", "ready"),
@@ -111,7 +111,7 @@ async def test_what_is_told_of_indexes(site: Site) -> None:
     assert "indexes: name at least one" in mistakes["bad"]
 
 
-async def test_what_is_refused(site: Site) -> None:
+async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     refusal, asking = site.refusal, site.asking
     error = await refusal(asking.create, "e", {"indexes": {"x": {"key": ["a[", "b"]}}})
     assert (error.code, error.place) == ("bad_definition", "indexes.x.key[0]")
@@ -148,7 +148,7 @@ async def test_scans_are_refused_when_memory_is_short(site: Site) -> None:
     assert len((await site.ask(site.asking.scan, "d/city")).entries) == 20
 
 
-async def test_the_description_describes_what_there_is(site: Site) -> None:
+async def test_openapi_describes_every_route(site: Site) -> None:
     parts = urlsplit(site.asking.url)
 
     def get(path: str) -> tuple[int, Any]:
@@ -169,14 +169,14 @@ async def test_the_description_describes_what_there_is(site: Site) -> None:
     assert all(f'"{name}":' in text for name in ("Answer", "IndexStatus", "Failures"))
 
 
-async def test_an_address_that_is_taken(site: Site) -> None:
+async def test_an_address_in_use_is_an_error(site: Site) -> None:
     taken = site.asking.url.removeprefix("http://")
     with pytest.raises(ListenError, match=f"cannot listen on {taken}"):
         async with serving(site.indexer, taken):
             raise AssertionError("it listens")
 
 
-async def test_a_scan_may_wait_longer_than_the_question_before_it(site: Site) -> None:
+async def test_a_scan_may_wait_longer_than_the_request_before_it(site: Site) -> None:
     await site.ask(site.asking.status)
     await site.ask(site.asking.scan, "d/city", timeout_s=200)
     sock = site.asking._connection.sock
@@ -186,7 +186,7 @@ async def test_a_scan_may_wait_longer_than_the_question_before_it(site: Site) ->
 
 @pytest.mark.parametrize("status", [b"200 OK", b"500 Oh"])
 @pytest.mark.parametrize("body", [b"hello", b"\xff", b"[]", b'{"error":"no"}'])
-async def test_something_else_there(status: bytes, body: bytes) -> None:
+async def test_a_server_that_is_not_an_indexer_is_an_error(status: bytes, body: bytes) -> None:
     def ask(url: str) -> None:
         with IndexClient(url) as client:
             client.indexes()
@@ -205,7 +205,7 @@ async def test_something_else_there(status: bytes, body: bytes) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_nobody_there() -> None:
+async def test_an_unreachable_indexer_is_a_broken_connection() -> None:
     def ask() -> None:
         with IndexClient("http://127.0.0.1:1") as client:
             client.status()
@@ -215,6 +215,6 @@ async def test_nobody_there() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h/x"])
-def test_what_is_no_url(url: str) -> None:
+def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="write http"):
         IndexClient(url)

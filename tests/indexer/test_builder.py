@@ -116,7 +116,7 @@ def set_up(there: OtherStream, path: Path, url: str) -> tuple[Builder, IndexFile
     return Builder(Address.parse(url), pool, work, members, stream, running, 1), file
 
 
-async def test_what_came_before_it_begins_again_does_not_count(
+async def test_an_event_from_before_a_new_beginning_is_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The history changes, and the partition is to be read again from 0, just as one more of its

@@ -103,7 +103,7 @@ def test_several_nodes_may_be_named() -> None:
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(settings: dict[str, str], said: str) -> None:
+def test_a_bad_setting_is_refused_by_name(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(**settings)
     environment = {f"UPR_INDEXER_{name.upper()}": text for name, text in settings.items()}
@@ -166,7 +166,7 @@ def test_the_version() -> None:
         ([URL, "--colour", "red"], "No such option"),
     ],
 )
-def test_a_command_that_cannot_be_is_refused(arguments: list[str], said: str) -> None:
+def test_a_wrong_command_line_is_refused(arguments: list[str], said: str) -> None:
     result = command(*arguments)
     assert result.exit_code == 2
     assert said in result.output
@@ -181,7 +181,7 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
     assert "queues" in result.output
 
 
-async def test_what_fails_at_the_start_is_a_sentence(tmp_path: Path) -> None:
+async def test_a_failed_start_prints_a_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         options = ("--listen", listen, "--data-dir", str(tmp_path / "data"))

@@ -157,7 +157,7 @@ async def a_town() -> AsyncIterator[tuple[ServerProcess, str]]:
 
 
 @pytest.mark.timeout(600)
-async def test_an_indexer_that_crawls(tmp_path: Path) -> None:
+async def test_a_slow_indexer_stays_within_its_memory_and_catches_up(tmp_path: Path) -> None:
     async with a_town() as (server, url), trio.open_nursery() as nursery:
         other = Other()
         nursery.start_soon(other.run, url)

@@ -89,7 +89,7 @@ async def patiently(ask: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(ROUNDS))
-async def test_at_now_it_is_what_the_active_nodes_have(seed: int, tmp_path: Path) -> None:
+async def test_a_scan_at_now_equals_what_the_active_nodes_have(seed: int, tmp_path: Path) -> None:
     async with cluster(partitions=PARTITIONS) as nodes, connect(url_of(nodes)) as client:
         world = World(seed, nodes, tmp_path)
         world.client = client

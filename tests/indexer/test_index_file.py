@@ -74,7 +74,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60)
 @given(STEPS)
-def test_it_holds_what_a_dict_would(
+def test_an_index_file_holds_what_a_dict_would(
     tmp_path_factory: pytest.TempPathFactory,
     steps: list[tuple[int, str, list[tuple[bytes, bytes | None]]]],
 ) -> None:
@@ -124,7 +124,7 @@ def file(tmp_path: Path) -> IndexFile:
     return IndexFile(tmp_path / "i", "b")
 
 
-def test_ranges_both_ways(file: IndexFile) -> None:
+def test_ranges_are_read_in_both_directions(file: IndexFile) -> None:
     apply(file, batch(0, whole(5), [(n, b"k%d" % n, b"v%d" % n) for n in range(1, 6)]))
     every = entries(file)
     assert len(every) == 5
@@ -142,7 +142,7 @@ def test_ranges_both_ways(file: IndexFile) -> None:
     assert file.scan(KeyRange(), 4).more
 
 
-def test_inside_a_snapshot_it_is_not_settled(file: IndexFile) -> None:
+def test_inside_a_snapshot_an_index_is_not_settled(file: IndexFile) -> None:
     apply(file, batch(0, part(0, 2, 3), [(2, b"k", b"v")]), batch(1, whole(1), [(1, b"l", b"w")]))
     with pytest.raises(NotSettledError):
         file.scan(KeyRange(), 1)
@@ -154,7 +154,7 @@ def test_inside_a_snapshot_it_is_not_settled(file: IndexFile) -> None:
     assert entries(file) == [b"\x09wl"]
 
 
-def test_after_going_back_it_settles_at_the_number_it_was_told(file: IndexFile) -> None:
+def test_after_a_rollback_an_index_settles_at_the_number_it_was_given(file: IndexFile) -> None:
     apply(file, batch(0, whole(9), [(9, b"k", b"v")]))
     back = attrs.evolve(whole(4), settles_at=SeqNo(6))
     apply(file, IndexBatch(PartitionId(0), back, rollback_documents={b"k": b"w"}))
@@ -167,7 +167,7 @@ def test_after_going_back_it_settles_at_the_number_it_was_told(file: IndexFile) 
     assert entries(file) == [b"\x09wk", b"\x09yl"]
 
 
-def test_what_a_mark_says_of_a_write() -> None:
+def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
     mark = Mark(Position(FailoverLog.of([(8, 5), (7, 0)]), SeqNo(9), SeqNo(9)))
     assert mark.has(HistoryId(7), SeqNo(5))
     assert mark.has(HistoryId(8), SeqNo(9))
@@ -179,13 +179,13 @@ def test_what_a_mark_says_of_a_write() -> None:
     assert not mark.lost(HistoryId(9), SeqNo(1))
 
 
-def test_it_is_of_one_bucket(file: IndexFile) -> None:
+def test_an_index_file_belongs_to_one_bucket(file: IndexFile) -> None:
     file.close()
     with pytest.raises(IndexFileError, match="of the bucket 'b', not of 'c'"):
         IndexFile(file.path, "c")
 
 
-def test_what_cannot_be_written_changes_nothing(file: IndexFile) -> None:
+def test_a_failed_commit_changes_nothing(file: IndexFile) -> None:
     apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
     with pytest.raises(IndexFileError):
         apply(file, batch(0, whole(3), [(2, b"k", b"w"), (3, b"l", b"x" * 600)]))

@@ -105,7 +105,7 @@ async def test_fields_that_contradict_each_other_are_refused(
         assert refused.value.place == place
 
 
-async def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_a_restarted_indexer_resumes_where_it_was(tmp_path: Path) -> None:
     async with a_server() as server, connect(server.url("b")) as client:
         await define(client, "d", {"city": CITY})
         await client.set("k1", '{"city": "a"}')
@@ -121,7 +121,7 @@ async def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
             assert await scan(indexer, "d/city") == [(["b"], "k2")]
 
 
-async def test_an_index_that_is_added_is_built_and_one_that_is_dropped_goes(
+async def test_an_added_index_is_built_and_a_dropped_one_removed(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -174,7 +174,7 @@ async def test_a_definition_that_changes_is_another_index(tmp_path: Path) -> Non
         assert await scan(indexer, "d/city") == [([5], "k1")]
 
 
-async def test_a_bad_definition_is_refused_or_told(tmp_path: Path) -> None:
+async def test_a_bad_definition_is_refused_or_listed_as_a_mistake(tmp_path: Path) -> None:
     async with (
         a_server() as server,
         connect(server.url("b")) as client,
@@ -189,7 +189,7 @@ async def test_a_bad_definition_is_refused_or_told(tmp_path: Path) -> None:
         assert indexer.definitions.names() == []
 
 
-async def test_at_least_what_was_written(tmp_path: Path) -> None:
+async def test_at_least_sees_ones_own_writes(tmp_path: Path) -> None:
     async with (
         a_server() as server,
         connect(server.url("b")) as client,
@@ -224,7 +224,7 @@ async def test_scans_that_come_together_share_a_barrier(tmp_path: Path) -> None:
         assert 1 <= indexer.barriers.sent - sent <= 2
 
 
-async def test_an_index_that_is_being_built_is_not_asked(tmp_path: Path) -> None:
+async def test_a_scan_of_an_index_that_is_being_built_is_refused(tmp_path: Path) -> None:
     gate = trio.Event()
     names: Callable[[], list[IndexName]] = list
 

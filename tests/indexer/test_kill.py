@@ -136,12 +136,12 @@ def written_through(indexer: IndexerProcess, client: BlockingClient, count: int)
     return stale
 
 
-def test_what_was_written_is_read(url: str, tmp_path: Path) -> None:
+def test_every_write_is_seen_by_the_scan_after_it(url: str, tmp_path: Path) -> None:
     with BlockingClient(url) as client, indexer_process(url, tmp_path) as indexer:
         assert written_through(indexer, client, WRITES) == 0
 
 
-def test_a_directory_is_one_indexers(url: str, tmp_path: Path) -> None:
+def test_a_data_directory_has_one_indexer(url: str, tmp_path: Path) -> None:
     with indexer_process(url, tmp_path) as first:
         with pytest.raises(AssertionError), indexer_process(url, tmp_path):
             raise IndexerError("", "a second one has started")

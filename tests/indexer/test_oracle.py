@@ -110,7 +110,7 @@ class World(Oracle):
 
 
 @pytest.mark.parametrize("seed", range(ROUNDS))
-async def test_at_now_it_is_what_the_server_has(seed: int, tmp_path: Path) -> None:
+async def test_a_scan_at_now_equals_what_the_server_has(seed: int, tmp_path: Path) -> None:
     world = World(seed, tmp_path)
     async with world.running():
         await world.redefine()

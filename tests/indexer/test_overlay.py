@@ -43,7 +43,7 @@ async def running(
         nursery.cancel_scope.cancel()
 
 
-async def test_an_entry_stays_until_a_barrier_has_passed_that_was_sent_after_it() -> None:
+async def test_an_entry_stays_until_a_barrier_sent_after_it_has_returned() -> None:
     passage = Passage()
     changes: list[dict[str, bytes | None]] = []
     async with running(passage, lambda: changes.append(overlay.texts)) as overlay:
@@ -60,7 +60,7 @@ async def test_an_entry_stays_until_a_barrier_has_passed_that_was_sent_after_it(
     assert changes == [{"a": b"1"}, {"a": b"1", "b": None}, {"b": None}, {}]
 
 
-async def test_what_is_told_again_waits_for_a_barrier_of_its_own() -> None:
+async def test_an_entry_put_again_waits_for_a_barrier_of_its_own() -> None:
     passage = Passage()
     async with running(passage) as overlay:
         overlay.put("a", b"1")
@@ -74,7 +74,7 @@ async def test_what_is_told_again_waits_for_a_barrier_of_its_own() -> None:
         assert overlay.texts == {}
 
 
-async def test_it_does_not_grow_while_no_barrier_passes() -> None:
+async def test_the_overlay_does_not_grow_while_no_barrier_returns() -> None:
     passage = Passage()
     async with running(passage) as overlay:
         for number in range(100):

@@ -27,7 +27,7 @@ def as_written(answer: WriteResult) -> tuple[RequiredWrite, ...]:
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("undo_mutations", [1000, 1])
-async def test_what_the_server_lost_is_not_in_the_index_any_more(
+async def test_an_index_loses_what_the_server_lost(
     tmp_path: Path, undo_mutations: int, restarts: bool
 ) -> None:
     world = World(0, tmp_path)

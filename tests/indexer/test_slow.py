@@ -61,7 +61,7 @@ async def count_all(consumer: Consumer, key_count: int) -> None:
                 return
 
 
-async def test_an_indexer_that_stands_still(tmp_path: Path) -> None:
+async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
     gate = Gate()
     async with (
         a_server() as server,
@@ -259,7 +259,7 @@ def _batch(pool: MemoryPool, partition: int, nbytes: int) -> IndexBatch:
     return IndexBatch(PartitionId(partition), NO_MARK, nbytes=nbytes)
 
 
-async def test_barriers_are_shared_by_those_who_came_before_they_were_sent() -> None:
+async def test_a_barrier_is_shared_by_scans_that_came_before_it_was_sent() -> None:
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
     sent = 0

@@ -67,14 +67,14 @@ def test_a_mistake_has_its_place(text: str, place: str, reason: str) -> None:
 
 
 @given(st.recursive(st.none() | st.text() | st.integers(), st.lists) | st.binary())
-def test_whatever_stands_there_is_a_design_or_refused(value: object) -> None:
+def test_any_text_is_a_design_or_is_refused(value: object) -> None:
     text = value if isinstance(value, bytes) else json.dumps(value).encode()
     with pytest.raises(DefinitionError):
         parse_design("d", text)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 101, "é", ".a"])
-def test_what_is_no_name(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(DefinitionError):
         parse_design(name, b'{"indexes": {"a": {"key": ["x"]}}}')
 
@@ -116,7 +116,7 @@ def test_another_definition_is_another_index() -> None:
         (("x",), "", '{"x": "' + "a" * 259 + '"}', None),
     ],
 )
-def test_what_is_in_an_index(
+def test_which_documents_an_index_contains(
     key: tuple[str, ...], filter_: str, value: str, parts: list[object] | None
 ) -> None:
     entry = Extractor(IndexDefinition(key, filter_)).entry(b"k1", decode_value(value.encode()))
@@ -128,10 +128,10 @@ def test_design_documents_are_in_no_index() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, "a", [0], {"a": 0}, True])
-def test_what_is_true(value: object) -> None:
+def test_values_that_a_filter_takes_for_true(value: object) -> None:
     assert is_true(value)
 
 
 @pytest.mark.parametrize("value", [False, None, "", [], {}])
-def test_what_is_not(value: object) -> None:
+def test_values_that_a_filter_takes_for_false(value: object) -> None:
     assert not is_true(value)

@@ -60,7 +60,7 @@ def test_bytes_compare_as_the_values_do(left: list[object], right: list[object])
 
 
 @given(KEYS, st.binary(max_size=3))
-def test_what_is_decoded_is_what_was_encoded(key: list[object], behind: bytes) -> None:
+def test_decoding_reverses_encoding(key: list[object], behind: bytes) -> None:
     data = encode_parts(key)
     parts, end = decode_parts(data + behind, len(key))
     assert compare(parts, key) == 0
@@ -87,7 +87,7 @@ def test_any_bytes_are_a_key_or_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, float("nan"), float("inf"), "\ud800", 10**400])
-def test_what_is_no_key_is_refused(value: object) -> None:
+def test_values_that_cannot_be_keys_are_refused(value: object) -> None:
     with pytest.raises(IndexKeyError):
         encode_parts([value])
 
@@ -109,7 +109,7 @@ def test_arrays_too_deep_are_refused() -> None:
         "ffefffffffffffff 8001",  # the largest double, of which nothing is left
     ],
 )
-def test_what_is_left_is_what_some_number_leaves(number: str) -> None:
+def test_bytes_of_a_number_that_does_not_exist_are_refused(number: str) -> None:
     with pytest.raises(IndexKeyError):
         decode_parts(bytes.fromhex(f"08 {number}"), 1)
     assert decode_parts(encode_parts([2**53 + 1, -(2**63), 2**64 - 1]), 3)[0] == [
