@@ -1,5 +1,7 @@
-"""The disk: chunk logs, their indexes, and what flushes, reads and tidies them.
+"""The disk: each bucket's log and index, and what writes, maintains and reads them.
 
-The engine's mutations come down through the `Flusher`, whole snapshots at a time, and go up again
-through a `StreamReader`, which joins what is on disk to what is in memory.
+`online` runs in the server's loop. Its `Flusher` writes the engine's mutations, whole snapshots at
+a time, and its `StreamReader` reads them again, joining what is on disk with what is in memory.
+`offline` reads a data directory that no server uses. The other modules are the store between them:
+`api` is what the loop sees of it, and everything below `calls` runs where the disk is.
 """

@@ -150,15 +150,15 @@ class BucketStorage:
             _PartitionUsage(
                 partition.record.high,
                 partition.purge_seq,
-                self.index.watermark(number),
-                sizes.get(number, 0),
+                self.index.watermark(partition_id),
+                sizes.get(partition_id, 0),
             )
-            for number, partition in enumerate(stored.partitions)
+            for partition_id, partition in enumerate(stored.partitions)
         ]
-        for number, usage in enumerate(self._partitions):
+        for partition_id, usage in enumerate(self._partitions):
             # A crash may have interrupted a truncation to 0 after the first entries went.
-            while not usage.watermark.seq and self.index.has_entries(number):
-                self.index.delete_entries(number, INDEX_DELETE_KEYS)
+            while not usage.watermark.seq and self.index.has_entries(partition_id):
+                self.index.delete_entries(partition_id, INDEX_DELETE_KEYS)
         return msgspec.structs.replace(
             stored,
             partitions=[

@@ -164,7 +164,7 @@ class SaveEventQueues(Call[None], frozen=True):
 
 
 class Commit(BucketCall[None], frozen=True):
-    """Puts whole snapshots on disk, all or none; see `ChunkLog.commit`."""
+    """Puts whole snapshots of any number of partitions on disk, all or none."""
 
     writes: Sequence[PartitionWrite]
 
@@ -191,8 +191,8 @@ class DeleteLeases(BucketCall[None], frozen=True):
 
 
 class PutPartitionMap(BucketCall[None], frozen=True):
-    """Stores another partition map, and what it makes of partitions; see
-    `BucketStorage.put_partition_map`."""
+    """Stores another partition map and the partitions' records under it. A record may make its
+    partition end earlier, but not below what is indexed."""
 
     document: str
     records: Sequence[tuple[int, PartitionRecord]]
@@ -202,8 +202,8 @@ class PutPartitionMap(BucketCall[None], frozen=True):
 
 
 class Truncate(BucketCall[list[int]], frozen=True):
-    """Makes a partition end at `record.high`, and answers the leases that this broke; see
-    `BucketStorage.truncate`."""
+    """Deletes what a partition has behind `record.high`, a snapshot end not below what is indexed.
+    Answers the leases that this broke."""
 
     partition: int
     record: PartitionRecord
@@ -258,8 +258,8 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
 
 
 class FindSnapshotEnd(BucketCall[SeqNo | None], frozen=True):
-    """Finds the highest snapshot end at which a partition can be truncated; see
-    `ChunkLog.newest_end`."""
+    """Finds the highest snapshot end in [`floor`, `ceiling`] at which a partition can be
+    truncated."""
 
     is_read: ClassVar[bool] = True
 
@@ -272,7 +272,8 @@ class FindSnapshotEnd(BucketCall[SeqNo | None], frozen=True):
 
 
 class ReadChunks(BucketCall[list[Chunk]], frozen=True):
-    """Reads chunks behind `after`, at least one; see `ChunkLog.read`."""
+    """Reads the chunks of (`after`, `through`]: at least one mutation, and no more chunks once
+    `bytes_max` is reached."""
 
     is_read: ClassVar[bool] = True
 
@@ -304,7 +305,8 @@ class MeasureRanges(BucketCall[list[int]], frozen=True):
 
 
 class FindItems(BucketCall[list[Mutation | None]], frozen=True):
-    """Finds items by key; see `KeyIndex.find`."""
+    """Looks items up by key, as of the index's watermark, which has reached `indexed`. Answers as
+    many as fit into one answer, and at least one."""
 
     is_read: ClassVar[bool] = True
 
@@ -317,7 +319,8 @@ class FindItems(BucketCall[list[Mutation | None]], frozen=True):
 
 
 class FindExpired(BucketCall[tuple[list[ExpiredItem], bytes]], frozen=True):
-    """Finds items that have expired; see `KeyIndex.find_expired`."""
+    """Finds items that expired at `now` or before: at most `limit`, behind the continuation
+    `after`. Answers them with the next continuation, which is empty at the end."""
 
     is_read: ClassVar[bool] = True
 

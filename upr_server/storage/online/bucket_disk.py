@@ -139,20 +139,22 @@ class BucketDisk:
     async def truncate(
         self, partition: PartitionId, record: PartitionRecord, tokens: Sequence[Token]
     ) -> list[int]:
-        """Makes a partition end at `record.high`: a snapshot's end that is not below what is
-        indexed, or 0. With 0 all of it goes, in several steps, so that commits may come between
-        them: after a crash on the way the partition is what it was, and its index is made anew.
+        """Deletes what a partition has on disk behind `record.high`: a snapshot end that is not
+        below what is indexed, or 0.
+
+        For 0 its index entries are deleted first, in several steps, so that commits can come in
+        between. After a crash on the way the partition is as it was, and is indexed anew.
 
         Args:
             partition: The partition.
-            record: What is true of it afterwards.
-            tokens: Answers to forget.
+            record: Its record afterwards.
+            tokens: Answers to delete.
 
         Returns:
             The leases that this broke.
 
         Raises:
-            StorageError: It was not done, or not wholly.
+            StorageError: It was not done; index entries may be deleted nevertheless.
         """
         name = self.bucket.name
         if not record.high:
@@ -236,14 +238,14 @@ def recover_partitions(
     """
     images: list[PartitionImage] = []
     changed: list[tuple[int, PartitionRecord]] = []
-    for number, partition in enumerate(stored.partitions):
+    for partition_id, partition in enumerate(stored.partitions):
         record = partition.record
         failover_log = FailoverLog.of(record.failover_log)
         has_map = bool(stored.cluster_map)
         if not has_map and not stored.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())
-            changed.append((number, msgspec.structs.replace(record, failover_log=pairs)))
+            changed.append((partition_id, msgspec.structs.replace(record, failover_log=pairs)))
         images.append(_image(partition, failover_log))
     return images, changed
 
