@@ -29,7 +29,11 @@ html_theme: Final = "furo"
 html_title: Final = "UPR"
 html_show_copyright: Final = False
 
-autodoc_default_options: Final = {"members": True, "member-order": "groupwise"}
+autodoc_default_options: Final = {
+    "members": True,
+    "member-order": "groupwise",
+    "show-inheritance": True,
+}
 autodoc_typehints: Final = "signature"
 autodoc_typehints_format: Final = "short"
 autodoc_member_order: Final = "groupwise"

@@ -41,6 +41,13 @@ from upr_protocol.client.core.events import (
     Undone,
 )
 from upr_protocol.client.core.key_lookup import Item
+from upr_protocol.client.core.key_operations import (
+    CasOptions,
+    ChangeOptions,
+    DurabilityOptions,
+    ItemOptions,
+    KeyOperations,
+)
 from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.writer_identity import WriterIdentity
@@ -76,12 +83,15 @@ __all__ = [
     "BlockingClient",
     "BlockingConsumer",
     "BucketInfo",
+    "CasOptions",
+    "ChangeOptions",
     "ChunkReceived",
     "Client",
     "ClientStatistics",
     "Completed",
     "Consumer",
     "ConsumerStatistics",
+    "DurabilityOptions",
     "Event",
     "EventFeed",
     "Failure",
@@ -92,6 +102,8 @@ __all__ = [
     "IndexPage",
     "IndexerError",
     "Item",
+    "ItemOptions",
+    "KeyOperations",
     "LeasedRange",
     "LocalCopy",
     "LocalCopyError",
