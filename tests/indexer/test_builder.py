@@ -34,7 +34,7 @@ class ByKey:
     """Every document has an entry: its key."""
 
     def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
-        """See `EntrySource`."""
+        """The key, without a payload."""
         return change.key, b""
 
 
