@@ -106,7 +106,7 @@ def test_a_replaced_tail_leaves_nothing() -> None:
     assert array.nbytes == size
     assert freed == 33 + 3
     array.check_invariants()
-    assert list(array.numbers()) == [2, 4]
+    assert list(array.seqs()) == [2, 4]
 
 
 def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:

@@ -313,6 +313,18 @@ def test_a_writer_that_sends_nothing_again_is_not_refused_for_ever() -> None:
     answers.check_invariants()
 
 
+def test_a_batch_refused_again_and_again_is_not_overtaken() -> None:
+    """A partition that is not active refuses every batch, new ones too. However many they were, the
+    last of them must come before those behind it."""
+    answers = PublisherAnswers(MemoryAccount())
+    for counter in range(1, BATCHES_MAX + 3):
+        answers.put_off(token(counter))
+    last = BATCHES_MAX + 2
+    assert answers.must_wait(token(last + 1))
+    assert not answers.must_wait(token(last))
+    answers.check_invariants()
+
+
 def test_of_how_many_writers_it_is_known_that_they_begin_again() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)

@@ -75,15 +75,15 @@ class ClosedSnapshot:
         """The first segment with numbers above `after`. O(log segments)."""
         return 0 if after == self.start else bisect_right(self._segments, after, key=_END)
 
-    def find(self, number: int) -> Mutation:
+    def find(self, seq: int) -> Mutation:
         """The mutation with this number. O(log mutations).
 
         Raises:
             KeyError: No mutation has this number.
         """
-        if not self.start < number <= self.end:
-            raise KeyError(number)
-        return self._segments[bisect_left(self._segments, number, key=_END)].find(number)
+        if not self.start < seq <= self.end:
+            raise KeyError(seq)
+        return self._segments[bisect_left(self._segments, seq, key=_END)].find(seq)
 
     def free(self) -> None:
         """Lets go of its memory; nobody may read it any more."""

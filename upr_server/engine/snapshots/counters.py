@@ -26,26 +26,26 @@ def counter_bytes(counter: Mutation) -> int:
 class Counters:
     """Counter events by sequence number, in its order; each key at most once."""
 
-    __slots__ = ("_by_number", "_memory", "nbytes")
+    __slots__ = ("_by_seq", "_memory", "nbytes")
 
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
-        self._by_number: dict[int, Mutation] = {}
+        self._by_seq: dict[int, Mutation] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self._by_seq)
 
     def append(self, counter: Mutation) -> None:
         """Adds an event whose number is above all others. O(1)."""
-        self._by_number[counter.seq] = counter
+        self._by_seq[counter.seq] = counter
         taken = counter_bytes(counter)
         self.nbytes += taken
         self._memory.counters += taken
 
-    def remove(self, number: int) -> bool:
+    def remove(self, seq: int) -> bool:
         """Takes out the event with this number, if it is here. O(1)."""
-        counter = self._by_number.pop(number, None)
+        counter = self._by_seq.pop(seq, None)
         if counter is None:
             return False
         freed = counter_bytes(counter)
@@ -53,19 +53,19 @@ class Counters:
         self._memory.counters -= freed
         return True
 
-    def find(self, number: int) -> Mutation | None:
+    def find(self, seq: int) -> Mutation | None:
         """The event with this number. O(1)."""
-        return self._by_number.get(number)
+        return self._by_seq.get(seq)
 
     def in_order(self) -> list[Mutation]:
         """All events, by rising number. O(counters), a copy of so many pointers."""
         # Never `next(iter(...))` on this dict: its front may be a long stretch of deleted slots.
-        return list(self._by_number.values())
+        return list(self._by_seq.values())
 
     def check_invariants(self) -> None:
         """Order, uniqueness, bytes. O(counters)."""
-        assert all(a < b for a, b in pairwise(self._by_number)), "counters out of order"
-        assert all(number == row.seq for number, row in self._by_number.items()), "misplaced"
-        keys = [counter.key for counter in self._by_number.values()]
+        assert all(a < b for a, b in pairwise(self._by_seq)), "counters out of order"
+        assert all(seq == row.seq for seq, row in self._by_seq.items()), "misplaced"
+        keys = [counter.key for counter in self._by_seq.values()]
         assert len(set(keys)) == len(keys), "a counter occurs twice"
-        assert self.nbytes == sum(map(counter_bytes, self._by_number.values())), "counter bytes"
+        assert self.nbytes == sum(map(counter_bytes, self._by_seq.values())), "counter bytes"

@@ -71,8 +71,8 @@ class DocumentArray(ABC):
         return self.nbytes * self.live // self.count
 
     @abstractmethod
-    def index(self, number: int) -> int:
-        """Where `number` stands; `KeyError` when it is not here. O(log count)."""
+    def index(self, seq: int) -> int:
+        """Where `seq` stands; `KeyError` when it is not here. O(log count)."""
 
     @abstractmethod
     def mutation(self, index: int) -> Mutation:
@@ -90,7 +90,7 @@ class DocumentArray(ABC):
         """
 
     @abstractmethod
-    def numbers(self) -> Sequence[int]:
+    def seqs(self) -> Sequence[int]:
         """The number of each mutation. O(count), O(1) for a published array."""
 
     def is_whole_in(self, after: int, through: int) -> bool:
@@ -104,16 +104,16 @@ class DocumentArray(ABC):
             offset = self.first - base
             self.skip = flags[offset : offset + self.count]
         else:
-            self.skip = bytearray([flags[number - base] for number in self.numbers()])
+            self.skip = bytearray([flags[seq - base] for seq in self.seqs()])
         self.live = self.count - self.skip.count(1)
 
     def check_invariants(self) -> None:
         """Order, counts. O(count)."""
-        numbers = list(self.numbers())
-        assert len(numbers) == self.count > 0, (self.count, numbers)
-        assert all(a < b for a, b in pairwise(numbers)), "numbers must rise"
-        assert self.first <= numbers[0], (self.first, numbers[0])
-        assert self.last == numbers[-1], (self.last, numbers[-1])
+        seqs = list(self.seqs())
+        assert len(seqs) == self.count > 0, (self.count, seqs)
+        assert all(a < b for a, b in pairwise(seqs)), "numbers must rise"
+        assert self.first <= seqs[0], (self.first, seqs[0])
+        assert self.last == seqs[-1], (self.last, seqs[-1])
         assert 0 <= self.live <= self.count, (self.live, self.count)
         if self.skip is not None:
             assert len(self.skip) == self.count, (len(self.skip), self.count)
@@ -135,10 +135,10 @@ class PublishedArray(DocumentArray):
         self.skip = None
         self.holders = 0
 
-    def index(self, number: int) -> int:
-        if not self.first <= number <= self.last:
-            raise KeyError(number)
-        return number - self.first
+    def index(self, seq: int) -> int:
+        if not self.first <= seq <= self.last:
+            raise KeyError(seq)
+        return seq - self.first
 
     def mutation(self, index: int) -> Mutation:
         chunk = self._chunk
@@ -153,7 +153,7 @@ class PublishedArray(DocumentArray):
             row.expiry,
         )
 
-    def numbers(self) -> Sequence[int]:
+    def seqs(self) -> Sequence[int]:
         return range(self.first, self.first + self.count)
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
@@ -165,7 +165,7 @@ class PublishedArray(DocumentArray):
         assert self.skip is not None
         cas = range(self._first_cas, self._first_cas + self.count)
         keep = None if self.live == self.count else self.skip.translate(_KEEP)
-        builder.extend_numbered(self._chunk, self.numbers(), cas, keep)
+        builder.extend_numbered(self._chunk, self.seqs(), cas, keep)
 
 
 class NumberedArray(DocumentArray):
@@ -183,19 +183,19 @@ class NumberedArray(DocumentArray):
         self.skip = None
         self.holders = 0
 
-    def index(self, number: int) -> int:
+    def index(self, seq: int) -> int:
         seqs = cast("Sequence[int]", self._chunk.seqs)
-        index = bisect_left(seqs, number)
-        if index == self.count or seqs[index] != number:
-            raise KeyError(number)
+        index = bisect_left(seqs, seq)
+        if index == self.count or seqs[index] != seq:
+            raise KeyError(seq)
         return index
 
     def mutation(self, index: int) -> Mutation:
         return self._chunk.mutation(index)
 
-    def numbers(self) -> Sequence[int]:
-        numbers: list[int] = self._chunk.seqs.tolist()
-        return numbers
+    def seqs(self) -> Sequence[int]:
+        seqs: list[int] = self._chunk.seqs.tolist()
+        return seqs
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
         chunk = self._chunk
@@ -277,11 +277,11 @@ class FillingArray(DocumentArray):
         array.skip = self.skip
         return array
 
-    def index(self, number: int) -> int:
+    def index(self, seq: int) -> int:
         seqs = self._builder.seqs
-        index = bisect_left(seqs, number)
-        if index == self.count or seqs[index] != number:
-            raise KeyError(number)
+        index = bisect_left(seqs, seq)
+        if index == self.count or seqs[index] != seq:
+            raise KeyError(seq)
         return index
 
     def mutation(self, index: int) -> Mutation:
@@ -297,7 +297,7 @@ class FillingArray(DocumentArray):
             builder.expiries[index],
         )
 
-    def numbers(self) -> Sequence[int]:
+    def seqs(self) -> Sequence[int]:
         return self._builder.seqs
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:

@@ -170,47 +170,47 @@ class DocumentList:
 
     # Taking older documents out.
 
-    def pop(self, number: int) -> bool:
-        """Takes `number` out without a trace if it is the last of the array being filled.
+    def pop(self, seq: int) -> bool:
+        """Takes `seq` out without a trace if it is the last of the array being filled.
 
         What replaces it must be added next: the array may stand there empty.
         """
         filling = self._filling
-        if filling is None or filling.last != number or not filling.count:
+        if filling is None or filling.last != seq or not filling.count:
             return False
         self._memory.arrays -= filling.pop()
         return True
 
-    def skip(self, number: int) -> None:
-        """Flags `number`. O(log arrays), O(1) where the skip flags cover it."""
-        if number in self.skip_flags:
-            self.skip_flags.skip(number)
+    def skip(self, seq: int) -> None:
+        """Flags `seq`. O(log arrays), O(1) where the skip flags cover it."""
+        if seq in self.skip_flags:
+            self.skip_flags.skip(seq)
         else:
-            self._skip_settled([number])
+            self._skip_settled([seq])
 
-    def skip_all(self, numbers: list[int]) -> None:
-        """Flags all of `numbers`, in any order."""
+    def skip_all(self, seqs: list[int]) -> None:
+        """Flags all of `seqs`, in any order."""
         skip_flags = self.skip_flags
-        settled = [number for number in numbers if number not in skip_flags]
-        if len(settled) < len(numbers):
-            for number in numbers:
-                if number in skip_flags:
-                    skip_flags.skip(number)
+        settled = [seq for seq in seqs if seq not in skip_flags]
+        if len(settled) < len(seqs):
+            for seq in seqs:
+                if seq in skip_flags:
+                    skip_flags.skip(seq)
         if settled:
             settled.sort()
             self._skip_settled(settled)
 
-    def _skip_settled(self, numbers: list[int]) -> None:
-        """Flags rising `numbers` in settled arrays, and drops those that are done with."""
+    def _skip_settled(self, seqs: list[int]) -> None:
+        """Flags rising `seqs` in settled arrays, and drops those that are done with."""
         arrays = self._arrays
         array_index = 0
-        for number in numbers:
+        for seq in seqs:
             # The numbers rise, and so do the arrays: the search goes on where the last one ended.
-            array_index = bisect_left(arrays, number, array_index, key=_LAST)
+            array_index = bisect_left(arrays, seq, array_index, key=_LAST)
             array = arrays[array_index]
             skip = array.skip
             assert skip is not None, "a settled array has flags of its own"
-            index = array.index(number)
+            index = array.index(seq)
             assert not skip[index], "superseded twice"
             skip[index] = 1
             array.live -= 1
@@ -358,17 +358,17 @@ class DocumentList:
 
     # Reading.
 
-    def find(self, number: int) -> Mutation:
+    def find(self, seq: int) -> Mutation:
         """The document with this number. O(log documents).
 
         Raises:
             KeyError: No document has this number.
         """
-        index = bisect_left(self._arrays, number, key=_LAST)
+        index = bisect_left(self._arrays, seq, key=_LAST)
         if index == len(self._arrays):
-            raise KeyError(number)
+            raise KeyError(seq)
         array = self._arrays[index]
-        return array.mutation(array.index(number))
+        return array.mutation(array.index(seq))
 
     def close(self) -> list[DocumentArray]:
         """The arrays with anything live, with flags of their own; the list is done with.
@@ -402,16 +402,16 @@ class DocumentList:
             assert last < array.first, "arrays out of order"
             last = array.last
             assert (array.first in skip_flags) == (array.skip is None), "flags in the wrong place"
-            for index, number in enumerate(array.numbers()):
+            for index, seq in enumerate(array.seqs()):
                 if array.skip is not None:
                     skipped = array.skip[index]
                 else:
-                    skipped = skip_flags.flags[number - skip_flags.base]
+                    skipped = skip_flags.flags[seq - skip_flags.base]
                 if not skipped:
                     rows.append(array.mutation(index))
             if array.skip is None:
                 outside = skip_flags.skipped(array.first, array.last)
-                inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.numbers())
+                inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.seqs())
                 assert outside == inside, "a flag that is for no document"
         if skip_flags:
             assert any(array.skip is None for array in self._arrays), "skip flags for nothing"

@@ -77,7 +77,7 @@ class OpenSnapshot:
         self.live += fresh
         if superseded:
             if counters:
-                superseded = [number for number in superseded if not counters.remove(number)]
+                superseded = [seq for seq in superseded if not counters.remove(seq)]
             documents.skip_all(superseded)
         documents.superseded(count - fresh)
         documents.tidy(self.live)
@@ -131,13 +131,13 @@ class OpenSnapshot:
 
     # Reading.
 
-    def find(self, number: int) -> Mutation:
+    def find(self, seq: int) -> Mutation:
         """The mutation with this number, which must not be superseded. O(log mutations).
 
         Raises:
             KeyError: No mutation has this number.
         """
-        return self._counters.find(number) or self._documents.find(number)
+        return self._counters.find(seq) or self._documents.find(seq)
 
     def close(self) -> ClosedSnapshot:
         """What it holds, as a closed snapshot; the open one is done with. O(arrays + counters)."""

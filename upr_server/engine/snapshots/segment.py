@@ -106,7 +106,7 @@ class Segment:
         documents = builder.build(start, end)
         return Chunk.build(merge(documents, counters, key=_SEQ), start, end)
 
-    def find(self, number: int) -> Mutation:
+    def find(self, seq: int) -> Mutation:
         """The mutation with this number. O(log mutations).
 
         Raises:
@@ -115,18 +115,18 @@ class Segment:
         chunk = self._chunk
         if chunk is not None:
             seqs = chunk.seqs
-            index = bisect_left(seqs, number)
-            if index == chunk.count or seqs[index] != number:
-                raise KeyError(number)
+            index = bisect_left(seqs, seq)
+            if index == chunk.count or seqs[index] != seq:
+                raise KeyError(seq)
             return chunk.mutation(index)
-        index = bisect_left(self._counters, number, key=_SEQ)
-        if index < len(self._counters) and self._counters[index].seq == number:
+        index = bisect_left(self._counters, seq, key=_SEQ)
+        if index < len(self._counters) and self._counters[index].seq == seq:
             return self._counters[index]
-        index = bisect_left(self._arrays, number, key=_LAST)
+        index = bisect_left(self._arrays, seq, key=_LAST)
         if index == len(self._arrays):
-            raise KeyError(number)
+            raise KeyError(seq)
         array = self._arrays[index]
-        return array.mutation(array.index(number))
+        return array.mutation(array.index(seq))
 
     def recount(self, memory: MemoryAccount, seen: set[int]) -> None:
         """Adds what it holds to `memory`, arrays in `seen` (by identity) excepted."""

@@ -36,8 +36,8 @@ class SkipFlags:
     def __len__(self) -> int:
         return len(self.flags)
 
-    def __contains__(self, number: int) -> bool:
-        return bool(self.flags) and number >= self.base
+    def __contains__(self, seq: int) -> bool:
+        return bool(self.flags) and seq >= self.base
 
     def extend(self, first: SeqNo, count: int) -> None:
         """Covers `count` more numbers from `first` on, which must follow on the last covered."""
@@ -45,9 +45,9 @@ class SkipFlags:
             self.base = first
         self.flags += bytes(count)
 
-    def skip(self, number: int) -> None:
+    def skip(self, seq: int) -> None:
         """Flags a covered number."""
-        self.flags[number - self.base] = 1
+        self.flags[seq - self.base] = 1
 
     def skipped(self, first: int, last: int) -> int:
         """How many of the numbers in [`first`, `last`] are flagged. At memory speed."""
@@ -57,10 +57,10 @@ class SkipFlags:
         """Takes back the flags of the numbers in [`first`, `last`]."""
         self.flags[first - self.base : last + 1 - self.base] = bytes(last - first + 1)
 
-    def leave(self, number: int) -> None:
-        """Lets go of all flags below `number`."""
-        del self.flags[: number - self.base]
-        self.base = number
+    def leave(self, seq: int) -> None:
+        """Lets go of all flags below `seq`."""
+        del self.flags[: seq - self.base]
+        self.base = seq
 
     def excess(self, live: int) -> int:
         """How many flags to let go of, with so many live mutations: none up to a limit, and then
