@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from tests.protocol.strategies import (
     KEYS,
     U64,
-    VALUES,
-    mutations,
     published_chunks,
     stored_chunks,
     stored_rows,
@@ -24,13 +22,11 @@ from tests.protocol.strategies import (
 from upr_protocol.chunk import (
     CHUNK_HEAD_BYTES,
     Chunk,
-    ChunkBuilder,
     CounterDelta,
     Mutation,
     encoded_bytes,
     plain_chunk,
     published_chunk,
-    to_arrow,
 )
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import SEQ_MAX, Cas, Operation, SeqNo
@@ -578,32 +574,6 @@ def test_numbering_writes_two_columns_and_the_range(
     ]
 
 
-@given(st.lists(st.tuples(KEYS, VALUES), max_size=12), st.data())
-def test_a_plain_chunk_is_the_built_one(
-    pairs: list[tuple[bytes, bytes]], data: st.DataObject
-) -> None:
-    keys, values = [key for key, _ in pairs], [value for _, value in pairs]
-    assert plain_chunk(keys, values) == Chunk.build(
-        [Mutation(Operation.SET, key, value) for key, value in pairs]
-    )
-    kinds = st.sampled_from([Operation.ADD, Operation.DELETE, Operation.TOUCH])
-    operations = data.draw(st.lists(kinds, min_size=len(pairs), max_size=len(pairs)))
-    assert plain_chunk(keys, values, bytes(operations)) == Chunk.build(
-        [Mutation(op, *pair) for op, pair in zip(operations, pairs, strict=True)]
-    )
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "operations"),
-    [(1, 2, 1), (2, 3, 2), (2, 1, 2), (3, 3, 2), (3, 3, 4), (0, 1, 0)],
-)
-def test_a_plain_chunk_needs_as_many_values_and_operations_as_keys(
-    keys: int, values: int, operations: int
-) -> None:
-    with pytest.raises(ValueError, match="as many"):
-        plain_chunk([b"k"] * keys, [b"v"] * values, b"\1" * operations)
-
-
 @given(U64, U64, st.booleans())
 def test_counter_deltas_come_back(delta: int, initial: int, create: bool) -> None:
     value = CounterDelta(delta, initial, create)
@@ -658,120 +628,6 @@ def test_an_offset_that_is_wrong_among_keys_of_one_length_is_noticed(
     else:
         with pytest.raises(ChunkError):
             chunk.check_published()
-
-
-# --- the builder ----------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
-    builder, rows = ChunkBuilder(), list[Mutation]()
-    for _ in range(data.draw(st.integers(0, 8))):
-        what = data.draw(st.sampled_from(["append", "pop", "extend", "some", "numbered"]))
-        if what == "append":
-            row = data.draw(mutations())
-            builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
-            rows.append(row)
-        elif what == "pop":
-            if rows:
-                builder.pop()
-                rows.pop()
-        else:
-            chunk = data.draw(stored_chunks(10))
-            more = list(chunk)
-            keep = None
-            if what != "extend":
-                keep = data.draw(st.lists(st.booleans(), min_size=len(more), max_size=len(more)))
-            if what == "numbered":
-                seqs = list(range(7, 7 + len(more)))
-                cas = list(range(9, 9 + len(more)))
-                builder.extend_numbered(chunk, seqs, cas, keep)
-                more = [
-                    Mutation(m.op, m.key, m.value, SeqNo(s), Cas(c), m.flags, m.expiry)
-                    for m, s, c in zip(more, seqs, cas, strict=True)
-                ]
-            else:
-                builder.extend(chunk, keep)
-            rows += more if keep is None else [m for m, k in zip(more, keep, strict=True) if k]
-        built = builder.build(SeqNo(0), SEQ_MAX)
-        assert list(built) == rows
-        assert len(builder) == len(rows)
-        assert builder.nbytes == built.nbytes
-
-
-def test_a_built_chunk_stays_as_it_is_while_the_builder_goes_on() -> None:
-    builder = ChunkBuilder()
-    builder.append(Operation.SET, b"a", b"1", 1)
-    first = builder.build()
-    builder.append(Operation.SET, b"b", b"2", 2)
-    builder.pop()
-    builder.append(Operation.DELETE, b"c", b"", 4)
-    assert list(first) == [a_set(1, b"a", b"1")]
-    assert (builder.build().start, builder.build().end) == (0, 4)
-
-
-def test_popping_an_empty_builder_is_an_error() -> None:
-    with pytest.raises(IndexError):
-        ChunkBuilder().pop()
-
-
-# --- Arrow ----------------------------------------------------------------------------------------
-
-
-@given(stored_chunks())
-def test_arrow_reads_the_same_rows_in_the_same_memory(chunk: Chunk) -> None:
-    pa = pytest.importorskip("pyarrow")
-    batch = to_arrow(chunk)
-    batch.validate(full=True)
-    assert batch.schema.names == ["seq", "cas", "expiry", "flags", "op", "key", "value"]
-    assert batch.num_rows == len(chunk)
-    rows = [
-        Mutation(
-            Operation(r["op"]), r["key"], r["value"], r["seq"], r["cas"], r["flags"], r["expiry"]
-        )
-        for r in batch.to_pylist()
-    ]
-    assert rows == list(chunk)
-    whole = pa.py_buffer(chunk.encode())
-    for column in batch.columns:
-        assert column.null_count == 0
-        for buffer in column.buffers():
-            if buffer is not None and buffer.size:
-                assert whole.address <= buffer.address
-                assert buffer.address + buffer.size <= whole.address + whole.size
-                assert buffer.address % 8 == 0
-
-
-def test_arrow_keeps_the_chunk_alive() -> None:
-    pytest.importorskip("pyarrow")
-    batch = to_arrow(Chunk.build([a_set(1, b"key", b"value")]))
-    assert batch.to_pylist()[0]["value"] == b"value"
-
-
-@given(
-    st.lists(
-        st.builds(
-            Mutation,
-            st.sampled_from(Operation),
-            st.binary(min_size=1, max_size=9),
-            st.binary(max_size=9),
-            cas=st.integers(0, 2**64 - 1),
-            flags=st.integers(0, 2**32 - 1),
-            expiry=st.integers(0, 2**32 - 1),
-        )
-    )
-)
-def test_a_published_chunk_of_columns_is_that_of_its_rows(rows: list[Mutation]) -> None:
-    chunk = Chunk.build(rows)
-    columns = (chunk.key_offsets, chunk.key_bytes, chunk.value_offsets, chunk.value_bytes)
-    made = published_chunk(
-        *columns, chunk.operations, cas=chunk.cas, flags=chunk.flags, expiries=chunk.expiries
-    )
-    assert made == chunk
-    plain = published_chunk(*columns, chunk.operations)
-    assert list(plain) == [Mutation(row.op, row.key, row.value) for row in rows]
-    with pytest.raises(ValueError, match="do not belong"):
-        published_chunk(*columns, bytes(len(rows) + 1))
 
 
 def test_a_chain_tells_chunks_and_their_order() -> None:

@@ -1,0 +1,75 @@
+"""The chunk builder, against a list of rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.protocol.strategies import (
+    mutations,
+    stored_chunks,
+)
+from upr_protocol.chunk import (
+    ChunkBuilder,
+    Mutation,
+)
+from upr_protocol.ids import SEQ_MAX, Cas, Operation, SeqNo
+
+MIB = 1024 * 1024
+
+
+def a_set(seq: int, key: bytes, value: bytes = b"") -> Mutation:
+    return Mutation(Operation.SET, key, value, SeqNo(seq))
+
+
+@given(st.data())
+def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
+    builder, rows = ChunkBuilder(), list[Mutation]()
+    for _ in range(data.draw(st.integers(0, 8))):
+        what = data.draw(st.sampled_from(["append", "pop", "extend", "some", "numbered"]))
+        if what == "append":
+            row = data.draw(mutations())
+            builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+            rows.append(row)
+        elif what == "pop":
+            if rows:
+                builder.pop()
+                rows.pop()
+        else:
+            chunk = data.draw(stored_chunks(10))
+            more = list(chunk)
+            keep = None
+            if what != "extend":
+                keep = data.draw(st.lists(st.booleans(), min_size=len(more), max_size=len(more)))
+            if what == "numbered":
+                seqs = list(range(7, 7 + len(more)))
+                cas = list(range(9, 9 + len(more)))
+                builder.extend_numbered(chunk, seqs, cas, keep)
+                more = [
+                    Mutation(m.op, m.key, m.value, SeqNo(s), Cas(c), m.flags, m.expiry)
+                    for m, s, c in zip(more, seqs, cas, strict=True)
+                ]
+            else:
+                builder.extend(chunk, keep)
+            rows += more if keep is None else [m for m, k in zip(more, keep, strict=True) if k]
+        built = builder.build(SeqNo(0), SEQ_MAX)
+        assert list(built) == rows
+        assert len(builder) == len(rows)
+        assert builder.nbytes == built.nbytes
+
+
+def test_a_built_chunk_stays_as_it_is_while_the_builder_goes_on() -> None:
+    builder = ChunkBuilder()
+    builder.append(Operation.SET, b"a", b"1", 1)
+    first = builder.build()
+    builder.append(Operation.SET, b"b", b"2", 2)
+    builder.pop()
+    builder.append(Operation.DELETE, b"c", b"", 4)
+    assert list(first) == [a_set(1, b"a", b"1")]
+    assert (builder.build().start, builder.build().end) == (0, 4)
+
+
+def test_popping_an_empty_builder_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        ChunkBuilder().pop()
