@@ -6,6 +6,7 @@ import pytest
 from upr_protocol.cli.errors import FailedError, errors_as_exits
 from upr_protocol.client import AddressError, ResumeStateError
 from upr_protocol.errors import (
+    ADVICE,
     BrokenError,
     ClosedError,
     LocalProtocolError,
@@ -26,9 +27,13 @@ def leave_with(error: BaseException) -> None:
     [
         (AddressError("'x' is not a valid address"), 2, "'x' is not a valid address"),
         (ResumeStateError("this is no resume state"), 2, "this is no resume state"),
-        (ServerError(Status.NO_BUCKET, "no bucket x"), 3, "no bucket x: create the bucket first"),
-        (ServerError(Status.CAS_MISMATCH), 3, "cas mismatch: read the item again"),
-        (ServerError(Status.SHUTTING_DOWN), 4, "shutting down: connect again"),
+        (
+            ServerError(Status.NO_BUCKET, "no bucket x"),
+            3,
+            f"no bucket x: {ADVICE[Status.NO_BUCKET]}",
+        ),
+        (ServerError(Status.CAS_MISMATCH), 3, f"cas mismatch: {ADVICE[Status.CAS_MISMATCH]}"),
+        (ServerError(Status.SHUTTING_DOWN), 4, f"shutting down: {ADVICE[Status.SHUTTING_DOWN]}"),
         (BrokenError("cannot connect"), 4, "cannot connect"),
         (ClosedError("closed"), 4, "closed"),
         (RemoteProtocolError("no frame"), 4, "the server does not speak UPR: no frame"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
+from upr_protocol.errors import ADVICE, Status
 
 
 def item(run: Run, bucket: str, key: str) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def test_a_change_with_an_old_cas_is_refused(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "2", "--cas", cas)
     refused = run("set", bucket, "k", "3", "--cas", cas, code=3)
     assert "cas mismatch" in refused.stderr
-    assert "read the item again" in refused.stderr
+    assert ADVICE[Status.CAS_MISMATCH] in refused.stderr
     assert run("get", bucket, "k").stdout == "2\n"
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import DEADLINE_S, start_server
 from upr_protocol.cli.load import BATCH_BYTES_MAX, BATCH_ITEMS_MAX, Batches
+from upr_protocol.errors import ADVICE, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
 
@@ -124,7 +125,7 @@ def test_a_durability_without_enough_replicas_is_refused(
     refused = run(
         "load", bucket, str(planes), "--key", "tailnum", "--durability", "replicated", code=3
     )
-    assert "add replicas, or ask for fewer copies" in refused.stderr
+    assert ADVICE[Status.TOO_FEW_REPLICAS] in refused.stderr
     assert refused.stdout == "stopped after 4 rows; rows already loaded stay\n"
     run("get", bucket, "N1", code=1)
 

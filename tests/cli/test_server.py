@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import Server
 from upr_protocol.client import BlockingClient
-from upr_protocol.errors import ServerError
+from upr_protocol.errors import ADVICE, ServerError, Status
 
 
 def test_a_bucket_is_created_listed_and_deleted(server: Server, run: Run) -> None:
@@ -48,12 +48,12 @@ def test_deleting_asks_for_confirmation(bucket: str, run: Run) -> None:
 def test_a_bucket_that_exists_is_refused(bucket: str, run: Run) -> None:
     again = run("bucket", "create", bucket, code=3)
     assert again.stderr.startswith("upr: ")
-    assert "use the bucket that is there, or delete it first" in again.stderr
+    assert ADVICE[Status.BUCKET_EXISTS] in again.stderr
 
 
 def test_a_bucket_that_does_not_exist_is_refused(server: Server, run: Run) -> None:
     refused = run("bucket", "delete", server.url + "nowhere", "--yes", code=3)
-    assert "create the bucket first, or correct its name" in refused.stderr
+    assert ADVICE[Status.NO_BUCKET] in refused.stderr
 
 
 def test_an_invalid_bucket_name_is_refused(server: Server, run: Run) -> None:
@@ -119,7 +119,7 @@ def test_statistics_of_a_bucket(bucket: str, run: Run) -> None:
 
 
 def test_statistics_of_a_missing_bucket_are_refused(server: Server, run: Run) -> None:
-    assert "create the bucket first" in run("stats", server.url + "nowhere", code=3).stderr
+    assert ADVICE[Status.NO_BUCKET] in run("stats", server.url + "nowhere", code=3).stderr
 
 
 def test_a_reader_that_leaves_ends_it_silently(server: Server, run: Run, start: Start) -> None:

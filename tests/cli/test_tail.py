@@ -14,6 +14,7 @@ import pytest
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import Line, Server, start_server
 from tests.kit.effort import effort
+from upr_protocol.errors import ADVICE, Status
 
 Tail = Callable[..., list[Line]]
 
@@ -352,7 +353,7 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
 
 def test_a_missing_bucket_is_refused(server: Server, start: Start) -> None:
     _, err = start("tail", server.url + "nowhere").finished(code=3)
-    assert b"create the bucket first" in err
+    assert ADVICE[Status.NO_BUCKET].encode() in err
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff"])
