@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.kit.branches import Branches
+from tests.kit.consuming import until_completed
 from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
     ChunkReceived,
-    Completed,
     Item,
-    LocalCopy,
     LocalCopyError,
     LocalCopyReader,
     ResumeStateError,
@@ -60,15 +59,6 @@ def check_ends(folder: Path, branches: Branches) -> int:
         expected = branches.contents(partition, logs[partition].current, end) if end else {}
         assert {i.key: i.value for i in items if i.partition == partition} == expected, partition
     return len(ends)
-
-
-async def until_completed(copy: LocalCopy) -> list[object]:
-    events: list[object] = []
-    async for event in copy:
-        events.append(event)
-        if isinstance(event, Completed):
-            break
-    return events
 
 
 class Schedule:

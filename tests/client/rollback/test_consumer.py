@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.kit.branches import Branches
+from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import apply_mutation
@@ -286,25 +287,10 @@ def test_at_each_snapshot_end_the_copy_equals_what_the_server_had(
         assert schedule.copy.contents() == schedule.server.contents()
 
 
-async def until_completed(consumer: RollbackConsumer) -> list[Event | Undone]:
-    events: list[Event | Undone] = []
-    async for event in consumer:
-        events.append(event)
-        if isinstance(event, Completed):
-            break
-    return events
-
-
-def fill(server: FakeServer, count: int, value: bytes = b"old") -> None:
-    server.partitions = server.partitions[:1]
-    for number in range(count):
-        server.put(b"%d" % number, value)
-
-
 async def test_one_event_has_everything_to_undo(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    fill(server, 10)
+    fill_one_partition(server, 10, b"old")
     keys, file = tmp_path / "received-keys", tmp_path / "resume"
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         await until_completed(consumer)
@@ -331,7 +317,7 @@ async def test_one_event_has_everything_to_undo(
 async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    fill(server, 40)
+    fill_one_partition(server, 40, b"old")
     async with consume_with_rollback(
         URL,
         tmp_path / "received-keys",
@@ -355,7 +341,7 @@ async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(
 async def test_a_damaged_file_of_received_keys_raises_an_error(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    fill(server, 10)
+    fill_one_partition(server, 10, b"old")
     keys = tmp_path / "received-keys"
     async with consume_with_rollback(
         URL, keys, resume=tmp_path / "resume", dial=net.dial

@@ -8,14 +8,12 @@ from contextlib import AbstractAsyncContextManager
 import trio
 from trio.testing import MockClock
 
+from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
     AnswersReceived,
     ChunkReceived,
-    Completed,
-    Consumer,
-    Event,
     ReplicaConsumer,
     SnapshotEnd,
     SnapshotStart,
@@ -41,25 +39,10 @@ def as_replica(net: FakeNet) -> AbstractAsyncContextManager[ReplicaConsumer]:
     )
 
 
-async def until_completed(consumer: Consumer) -> list[Event]:
-    events: list[Event] = []
-    async for event in consumer:
-        events.append(event)
-        if isinstance(event, Completed):
-            break
-    return events
-
-
-def fill(server: FakeServer, count: int) -> None:
-    server.partitions = server.partitions[:1]
-    for number in range(count):
-        server.put(b"%d" % number, b"v")
-
-
 async def test_answers_come_before_the_end_of_their_snapshot(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    fill(server, 3)
+    fill_one_partition(server, 3)
     server.answers = ((bytes(16), 1, 3, b"answer"),)
     async with as_replica(net) as consumer:
         events = await until_completed(consumer)
@@ -79,7 +62,7 @@ async def test_answers_come_before_the_end_of_their_snapshot(
 async def test_reports_reach_the_server_while_there_is_a_connection(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    fill(server, 3)
+    fill_one_partition(server, 3)
     async with as_replica(net) as consumer:
         await until_completed(consumer)
         consumer.report(P, HistoryId(1000), SeqNo(3), SeqNo(2))

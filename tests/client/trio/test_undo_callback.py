@@ -10,6 +10,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
@@ -58,25 +59,10 @@ class Undoing:
         return SeqNo(ceiling // 10 * 10)
 
 
-async def until_completed(consumer: Consumer) -> list[Event]:
-    events: list[Event] = []
-    async for event in consumer:
-        events.append(event)
-        if isinstance(event, Completed):
-            break
-    return events
-
-
-def fill(server: FakeServer, count: int) -> None:
-    server.partitions = server.partitions[:1]
-    for number in range(count):
-        server.put(b"%d" % number, b"v")
-
-
 async def test_the_stream_goes_on_from_where_the_application_rolled_back_to(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    fill(server, 30)
+    fill_one_partition(server, 30)
     undo = Undoing()
     async with consume(URL, dial=net.dial, undo=undo) as consumer:
         await until_completed(consumer)
@@ -98,7 +84,7 @@ async def test_the_stream_goes_on_from_where_the_application_rolled_back_to(
 async def test_no_connection_requests_the_stream_before_the_rollback_is_undone(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    fill(server, 30)
+    fill_one_partition(server, 30)
     undo = Undoing()
     asked: list[Position] = []
     events: list[Event] = []
@@ -129,7 +115,7 @@ async def test_no_connection_requests_the_stream_before_the_rollback_is_undone(
 async def test_a_cancelled_undo_callback_is_called_again(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    fill(server, 30)
+    fill_one_partition(server, 30)
     undo = Undoing()
     async with consume(URL, dial=net.dial, undo=undo) as consumer:
         await until_completed(consumer)
@@ -150,7 +136,7 @@ async def test_a_rollback_target_above_the_ceiling_is_refused(
         await trio.lowlevel.checkpoint()
         return SeqNo(ceiling + 1)
 
-    fill(server, 30)
+    fill_one_partition(server, 30)
     async with consume(URL, dial=net.dial, undo=undo) as consumer:
         await until_completed(consumer)
         server.partitions[0].fail_over(77, 24)
@@ -177,7 +163,7 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
             if isinstance(event, Completed):
                 break
 
-    fill(server, 3)
+    fill_one_partition(server, 3)
     server.chunk_mutations = 30
     async with consume(
         URL, dial=net.dial, resume=Store(), save_limits=AT_ONCE, undo=Undoing()
@@ -209,7 +195,7 @@ async def test_the_rollback_event_precedes_events_that_came_during_the_undo(
 ) -> None:
     """Of another node's partition, for instance. The application stands further back already: no
     state that it could keep with that may say otherwise."""
-    fill(server, 30)
+    fill_one_partition(server, 30)
     said: list[tuple[type, int]] = []
 
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
@@ -237,7 +223,7 @@ async def test_an_application_killed_during_a_rollback_is_asked_again(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock, *, undoes: bool
 ) -> None:
     """Though it asks a server then that has all it had."""
-    fill(server, 30)
+    fill_one_partition(server, 30)
     store, not_parted = MemoryStore(), deepcopy(server.partitions[0])
 
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
@@ -273,7 +259,7 @@ async def test_an_application_killed_during_a_rollback_is_asked_again(
 async def test_accepted_streams_are_events_if_logs_are_asked_for(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    fill(server, 3)
+    fill_one_partition(server, 3)
     async with consume(URL, dial=net.dial, with_logs=True) as consumer:
         accepted = await anext(consumer)
         assert accepted == StreamAccepted(P, server.partitions[0].log)

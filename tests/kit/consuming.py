@@ -1,0 +1,28 @@
+"""What tests of consumers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from tests.kit.fake_server import FakeServer
+from upr_protocol.client import Completed
+
+T = TypeVar("T")
+
+
+async def until_completed(events: AsyncIterator[T]) -> list[T]:
+    """The events up to the first `Completed`."""
+    received: list[T] = []
+    async for event in events:
+        received.append(event)
+        if isinstance(event, Completed):
+            break
+    return received
+
+
+def fill_one_partition(server: FakeServer, count: int, value: bytes = b"v") -> None:
+    """Leaves the server one partition, and puts the keys `0`, `1`, … into it."""
+    server.partitions = server.partitions[:1]
+    for number in range(count):
+        server.put(b"%d" % number, value)
