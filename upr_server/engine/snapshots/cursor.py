@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
+from typing import Final
 
 import msgspec
 
@@ -16,6 +18,22 @@ from upr_protocol.ids import SeqNo, SnapshotKind
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
 from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
+
+
+class _State(Enum):
+    """What became of a cursor."""
+
+    READING = "reading"
+    """It stands in the list."""
+
+    CLOSED = "closed"
+    """Its owner has closed it."""
+
+    DROPPED = "dropped"
+    """It was dropped for memory; its owner has to be told."""
+
+
+_READING: Final = _State.READING  # an enum's attributes are slow to look up
 
 
 class SnapshotStart(msgspec.Struct, frozen=True):
@@ -71,11 +89,11 @@ class Cursor:
     __slots__ = (
         "_end",
         "_end_at_least",
-        "_gone",
         "_index",
+        "_is_inside",
         "_on_ready",
-        "_reading",
         "_snapshots",
+        "_state",
         "at_front",
         "droppable",
         "entered",
@@ -98,9 +116,9 @@ class Cursor:
         self._snapshots = snapshots
         self._on_ready = on_ready
         self._end_at_least = end_at_least
-        self._gone = ""
-        # While it reads: where the snapshot it announced ends, and its next segment.
-        self._reading = False
+        self._state = _READING
+        # Inside an announced snapshot: where that ends, and the next segment of the one it reads.
+        self._is_inside = False
         self._end = seq
         self._index = 0
         self.name = name
@@ -115,14 +133,14 @@ class Cursor:
             self._hold(slot)
 
     def __repr__(self) -> str:
-        return f"<Cursor {self.name!r} at {self.seq}{' ' + self._gone if self._gone else ''}>"
+        return f"<Cursor {self.name!r}, {self._state.value}, at {self.seq}>"
 
     # Reading.
 
     @property
     def has_next(self) -> bool:
         """Whether `next` would hand on anything. O(1)."""
-        if self._reading or self._gone:
+        if self._is_inside or self._state is not _READING:
             return True
         snapshot = self.slot.snapshot
         return isinstance(snapshot, ClosedSnapshot) or snapshot.high > self.seq
@@ -137,7 +155,7 @@ class Cursor:
     @property
     def is_reading(self) -> bool:
         """Whether a start was handed on and its end was not."""
-        return self._reading
+        return self._is_inside
 
     def next(self) -> CursorItem | None:
         """The next item, or None: then it waits, and `on_ready` is called when there is one.
@@ -148,20 +166,21 @@ class Cursor:
         Raises:
             ValueError: The cursor was closed.
         """
-        if not self._reading:
-            return self._say_gone() if self._gone else self._begin()
+        if not self._is_inside:
+            return self._begin() if self._state is _READING else self._backfill_needed()
         snapshot = self.slot.snapshot
         assert isinstance(snapshot, ClosedSnapshot), "what is read is closed"
         if self._index == len(snapshot):
             if self.seq == self._end:
                 return self._finish()
-            # The announced snapshot is made of several.
+            # Several snapshots were announced as one: see `_begin`.
             self.slot = _following(self.slot)
             snapshot = self._snapshots.close(self.slot)
             self._index = 0
         chunk = snapshot.chunk(self._index)
         self._index += 1
         if chunk.start < self.seq:
+            # The reader resumed inside this chunk, and has its beginning.
             chunk = chunk.slice(self.seq, chunk.end)
         self.seq = chunk.end
         return chunk
@@ -177,17 +196,20 @@ class Cursor:
             self._hold(slot)
         snapshot = snapshots.close(slot)
         self._index = snapshot.index(self.seq)
+        # A reader that was interrupted in a snapshot ending at `_end_at_least` may hold a part of
+        # it: its state is consistent at that end at the earliest. All snapshots up to there are
+        # announced as one, though a key may then repeat.
         while snapshot.end < self._end_at_least:
             slot = _following(slot)
             snapshot = snapshots.close(slot)
             self._hold(slot)
         self._end_at_least = SeqNo(0)
         self._end = snapshot.end
-        self._reading = True
+        self._is_inside = True
         return SnapshotStart(self.seq, self._end, may_repeat=slot is not self.slot)
 
     def _finish(self) -> SnapshotEnd:
-        self._reading = False
+        self._is_inside = False
         self.slot = _following(self.slot)
         self.slot.front_count += 1
         self.at_front = True
@@ -195,14 +217,16 @@ class Cursor:
         return SnapshotEnd(self.seq)
 
     def _read_whole(self) -> None:
-        """What it holds was handed on whole."""
+        """All slots that it has entered were handed on whole."""
         slots = list(self.entered)
         self.entered.clear()
         self._release(slots)
 
-    def _say_gone(self) -> BackfillNeeded:
-        if self._gone == "closed":
+    def _backfill_needed(self) -> BackfillNeeded:
+        if self._state is _State.CLOSED:
             raise ValueError(f"cursor {self.name!r} is closed")
+        # Dropped. The disk may not have come as far as the cursor had: then there is nothing to
+        # read from it, and the reader registers again where it stands.
         return BackfillNeeded(self.seq, max(self.seq, self._snapshots.persisted))
 
     # Standing somewhere.
@@ -232,27 +256,30 @@ class Cursor:
         return self.entered[0] if self.entered else self.slot
 
     def wake(self) -> None:
-        """There is something to read: tells the owner. For the snapshots."""
+        """There is something to read: tells the owner. For the snapshot list."""
         if self._on_ready is not None:
             self._on_ready()
 
     def close(self) -> None:
-        """Takes the cursor out of the snapshots. Closing it again does nothing."""
+        """Takes the cursor out of the list. Closing it again does nothing."""
         self._leave()
-        self._gone = "closed"
+        self._state = _State.CLOSED
 
     def drop(self) -> None:
-        """Takes the cursor out against its will: `next` then asks for a backfill.
+        """Takes the cursor out of the list: `next` then asks for a backfill.
 
-        For the manager, which sees to it that the cursor may be dropped.
+        In the middle of a snapshot, its end is never handed on: the reader's state is not
+        consistent before it has read from disk what the backfill names.
+
+        For the manager, which checks that the cursor may be dropped.
         """
         self._leave()
-        self._gone = "dropped"
+        self._state = _State.DROPPED
 
     def _leave(self) -> None:
-        if self._gone:
+        if self._state is not _READING:
             return
-        self._reading = False
+        self._is_inside = False
         self._snapshots.leave(self)
         slots = list(self.entered)
         self.entered.clear()
