@@ -1,4 +1,4 @@
-"""What a consumer of the event bus is told of a bucket: that it changed, not what changed."""
+"""The bucket event: tells a consumer of the event bus that a bucket changed, not what changed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class BucketFate(IntEnum):
     """What became of one incarnation of a bucket; the values are those of the packed counter."""
 
     DELETED = 1
-    """It is gone, and so is any earlier one of its name, whose end may not have been told."""
+    """It was deleted, and so was any earlier bucket of its name, perhaps without an event."""
     NONE = 2
-    """It was neither made nor deleted."""
+    """It was neither created nor deleted."""
     CREATED = 3
-    """It was made."""
+    """It was created."""
 
 
 class EventKind(IntFlag):
-    """What a consumer wants to hear of: any of these together."""
+    """The kinds of event that a consumer subscribes to, in any combination."""
 
     CREATED = 1
-    """A bucket was made."""
+    """A bucket was created."""
     DELETED = 2
     """A bucket was deleted."""
     UPDATED = 4
@@ -41,8 +41,8 @@ class EventKind(IntFlag):
 ALL_KINDS = EventKind.CREATED | EventKind.DELETED | EventKind.UPDATED | EventKind.DESIGN
 
 ANY_DESIGN = DESIGN_PREFIX
-"""Stands among design documents for all of them: more changed than are told one by one, or which
-ones is not known."""
+"""Stands for all design documents: more have changed than an event names, or it is not known which
+have."""
 
 
 class BucketEvent(msgspec.Struct, frozen=True):
@@ -52,8 +52,7 @@ class BucketEvent(msgspec.Struct, frozen=True):
         bucket: The bucket's name.
         incarnation: Which bucket of that name; 0 for one from before there were incarnations.
         fate: Whether it was created or deleted; what happened last counts.
-        updates: How often it was told that something changed: at least once, if it did, and less
-            often than there were changes.
+        updates: At least 1 if anything in the bucket changed; one update may cover many changes.
         designs: The keys of design documents that were set or deleted. `ANY_DESIGN` stands for all.
     """
 
@@ -64,7 +63,7 @@ class BucketEvent(msgspec.Struct, frozen=True):
     designs: tuple[bytes, ...] = ()
 
     def only(self, kinds: EventKind) -> BucketEvent | None:
-        """As much of it as is of these kinds; None when that is nothing."""
+        """The event reduced to these kinds; None when nothing of it remains."""
         fate = self.fate
         if (fate is BucketFate.CREATED and EventKind.CREATED not in kinds) or (
             fate is BucketFate.DELETED and EventKind.DELETED not in kinds
@@ -78,18 +77,18 @@ class BucketEvent(msgspec.Struct, frozen=True):
 
 
 class EventFilter(msgspec.Struct, frozen=True):
-    """What a consumer wants to be told.
+    """Which events a consumer subscribes to.
 
     Attributes:
-        kinds: Of what.
-        pattern: Of which buckets: a name, in which `*`, `?` and `[...]` stand for others.
+        kinds: The kinds of event.
+        pattern: The buckets: a name, in which `*`, `?` and `[...]` are wildcards.
     """
 
     kinds: EventKind = ALL_KINDS
     pattern: str = "*"
 
     def apply(self, event: BucketEvent) -> BucketEvent | None:
-        """As much of `event` as is wanted; None when that is nothing."""
+        """What of `event` passes the filter; None when nothing does."""
         if not _expression(self.pattern).match(event.bucket):
             return None
         return event.only(self.kinds)

@@ -26,29 +26,29 @@ NO_PARTITION: Final = PartitionId(0xFFFF)
 """The partition field of a frame that is about no partition, or about all of them."""
 
 PARTITIONS_END: Final = 1024
-"""One more than the highest partition's number."""
+"""One more than the highest partition ID."""
 
 SEQ_MAX: Final = SeqNo((1 << 64) - 1)
 """The end number of a stream that has no end."""
 
 
 DESIGN_PREFIX: Final = b"_design/"
-"""What the key of a design document begins with: those who derive something from a bucket, an index
-for instance, are told of each by its key."""
+"""The prefix of a design document's key. Consumers that derive something from a bucket, as the
+indexer does, hear of each changed design document by its key."""
 
 
 @unique
 class Operation(IntEnum):
     """What one mutation of a chunk does.
 
-    The first three are all that is ever stored or streamed. The others are requests; the server
-    turns each into one of the first three, or refuses it.
+    Only the first three are ever stored or streamed. The others are requests; the server turns each
+    into one of the first three, or refuses it.
     """
 
     SET = 1
     """Store the value, whether or not the key exists."""
     DELETE = 2
-    """Remove the key; what is kept and streamed is a tombstone."""
+    """Remove the key; the server keeps and streams a tombstone."""
     EXPIRE = 3
     """A deletion that the server made because the item's expiry time had passed."""
     ADD = 4
@@ -60,9 +60,9 @@ class Operation(IntEnum):
     DECREMENT = 7
     """Subtract from a decimal counter; stops at 0, as memcached's do."""
     APPEND = 8
-    """Add bytes behind the stored value."""
+    """Add bytes to the end of the stored value."""
     PREPEND = 9
-    """Add bytes in front of the stored value."""
+    """Add bytes to the beginning of the stored value."""
     TOUCH = 10
     """Give the item a new expiry time."""
 
@@ -83,9 +83,9 @@ class PartitionState(IntEnum):
     REPLICA = 2
     """Follows an active elsewhere."""
     PENDING = 3
-    """Waits for a peer to confirm what it is."""
+    """Takes no writes: waits for a peer to confirm the partition map."""
     DEAD = 4
-    """Serves nobody."""
+    """Answers no requests and streams nothing."""
 
 
 @unique

@@ -42,7 +42,7 @@ def check_bucket(name: str, partition_count: int, quota_bytes: int) -> None:
     """
     if not _NAME.fullmatch(name):
         raise BucketError(
-            f"{name!r} is no bucket name: 1 to {BUCKET_NAME_BYTES_MAX} letters, digits, dots,"
+            f"invalid bucket name {name!r}: use 1 to {BUCKET_NAME_BYTES_MAX} letters, digits, dots,"
             " underscores or hyphens, not beginning with a dot",
             Status.BAD_ARGUMENT,
         )
@@ -138,7 +138,7 @@ class Bucket:
         return f"<Bucket {self.name!r} of {len(self.partitions)} partitions>"
 
     def partition(self, partition_id: PartitionId) -> Partition | None:
-        """The partition with this number; None when the bucket has no such one."""
+        """The partition with this number; None when the bucket has fewer."""
         if 0 <= partition_id < len(self.partitions):
             return self.partitions[partition_id]
         return None
@@ -297,7 +297,7 @@ class Buckets:
         observer: Hears what becomes of buckets.
     """
 
-    __slots__ = ("_buckets", "_listener", "_new_history_id", "_on_collapsible")
+    __slots__ = ("_buckets", "_new_history_id", "_observer", "_on_collapsible")
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class Buckets:
     ) -> None:
         self._new_history_id = new_history_id
         self._on_collapsible = on_collapsible
-        self._listener = observer
+        self._observer = observer
         self._buckets: dict[str, Bucket] = {}
 
     def __len__(self) -> int:
@@ -338,7 +338,7 @@ class Buckets:
             quota_bytes: The memory it may take.
             images: Its partitions as the disk has them; None for a new bucket.
             incarnation: Which bucket of this name it is.
-            is_new: Whether it was not there before; else it was found on disk.
+            is_new: Whether it is created now; else it was recovered from disk.
 
         Raises:
             BucketError: It exists, or an argument is out of its range.
@@ -352,11 +352,11 @@ class Buckets:
             on_collapsible=partial(self._became_collapsible, name),
             images=images,
             incarnation=incarnation,
-            on_update=self._listener.updated if self._listener is not None else None,
+            on_update=self._observer.updated if self._observer is not None else None,
         )
         self._buckets[name] = bucket
-        if is_new and self._listener is not None:
-            self._listener.created(bucket)
+        if is_new and self._observer is not None:
+            self._observer.created(bucket)
         return bucket
 
     def check_absent(self, name: str) -> None:
@@ -365,22 +365,22 @@ class Buckets:
             raise BucketError(f"bucket {name!r} exists", Status.BUCKET_EXISTS)
 
     def get(self, name: str) -> Bucket | None:
-        """The bucket of this name."""
+        """The bucket of this name; None when there is no such bucket."""
         return self._buckets.get(name)
 
     def delete(self, name: str) -> Bucket:
-        """Takes a bucket out. Whoever still reads it may go on to: its owner ends the streams.
+        """Removes a bucket. Its readers may go on until its owner ends their streams.
 
         Raises:
-            BucketError: There is none.
+            BucketError: No bucket has this name.
         """
         if name not in self._buckets:
             raise BucketError(f"there is no bucket {name!r}", Status.NO_BUCKET)
         bucket = self._buckets.pop(name)
         for partition in bucket.partitions:
             partition.stop_notifying()
-        if self._listener is not None:
-            self._listener.deleted(bucket)
+        if self._observer is not None:
+            self._observer.deleted(bucket)
         return bucket
 
     def _became_collapsible(self, name: str) -> None:

@@ -10,9 +10,9 @@ class MemoryAccount:
     what it frees, and can recount what it holds: `check_invariants` of the bucket compares the two.
 
     Attributes:
-        arrays: Document arrays of open snapshots and of closed ones that nobody has read yet.
-        encoded: Encoded chunks, shared by all who read them.
-        counters: Counters of open snapshots and of closed ones that nobody has read yet.
+        arrays: Document arrays of open snapshots and of closed ones not read yet.
+        encoded: Encoded chunks, shared by all their readers.
+        counters: Counters of open snapshots and of closed ones not read yet.
         table: Hash tables: an estimate a key, see `hash_table.ENTRY_BYTES`.
         expiries: The indexes of items by expiry time, an estimate too.
         writers: Remembered answers to publishers, an estimate too.

@@ -68,7 +68,7 @@ class ClosedSnapshot:
         return len(self._segments)
 
     def chunk(self, index: int) -> Chunk:
-        """The segment at `index`, encoded; O(its mutations) for the first who asks, then O(1)."""
+        """The segment at `index`, encoded; O(its mutations) for the first call, then O(1)."""
         return self._segments[index].chunk()
 
     def index(self, after: int) -> int:
@@ -86,7 +86,7 @@ class ClosedSnapshot:
         return self._segments[bisect_left(self._segments, seq, key=_END)].find(seq)
 
     def free(self) -> None:
-        """Lets go of its memory; nobody may read it any more."""
+        """Lets go of its memory; it must not be read any more."""
         for segment in self._segments:
             segment.free()
 

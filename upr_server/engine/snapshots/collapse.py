@@ -47,8 +47,8 @@ def run_to_collapse(
     Args:
         slots: All slots, oldest first; the last one holds the open snapshot.
         slot: Where something changed.
-        shortest: Whether it will do to know that there is one: as little of it is looked at as
-            shows that, which matters as long as the disk is behind with very many.
+        shortest: Whether to look only as far as shows that there is a run. That matters while the
+            disk is behind with very many snapshots.
     """
     closed = len(slots) - 1
     if slot.inside_count or not closed:
@@ -91,7 +91,7 @@ class Collapse:
         self._todo = _newest_first(snapshots)
         # Keys of the newer snapshots. The oldest one's are unique already, and not entered.
         self._seen: set[bytes] = set()
-        # Results, newest first; and what is yet to be put together to the next one.
+        # Results, newest first; and the group of chunks that the next one will be made of.
         self._chunks: list[Chunk] = []
         self._group: list[tuple[Chunk, bytes | None]] = []
         self._group_count = 0

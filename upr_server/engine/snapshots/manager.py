@@ -93,7 +93,7 @@ class MutationManager:
         on_ready: Callable[[], None] | None = None,
         droppable: bool = True,
     ) -> Registration:
-        """Enters a cursor that reads what is above `start`. O(log snapshots).
+        """Registers a cursor that reads everything above `start`. O(log snapshots).
 
         Args:
             name: Whose it is, for statistics.
@@ -102,7 +102,7 @@ class MutationManager:
             end_at_least: The first snapshot handed on must not end below this: the reader was
                 interrupted in a snapshot that ends there. Several may be handed on as one for it,
                 and keys may then repeat.
-            on_ready: Called once each time that there is something to read after `next` said None.
+            on_ready: Called once there is something to read, each time after `next` gave None.
             droppable: Whether the cursor may be dropped when memory runs short.
 
         Returns:

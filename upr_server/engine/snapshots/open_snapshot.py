@@ -1,9 +1,9 @@
 """The open snapshot: where mutations arrive, and only the newest of each key stays.
 
 It holds documents in a list of arrays and counters in a list of their own. A key's older event is
-taken out: from the counters by number, in a document array by flagging it skipped, or, if
-it is the very last of the array being filled, by putting the new one in its place. Nobody reads an
-open snapshot, so nobody has seen what is taken out.
+taken out: from the counters by number, in a document array by flagging it skipped, or, if it is the
+very last of the array being filled, by putting the new one in its place. An open snapshot is never
+read, so no reader has seen the older event.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Segment:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether somebody has read it already."""
+        """Whether a cursor has read it already."""
         return self._chunk is not None
 
     def chunk(self) -> Chunk:
@@ -91,7 +91,7 @@ class Segment:
         self._arrays = self._counters = ()
 
     def peek(self) -> Chunk:
-        """The segment, encoded, without keeping it. O(mutations) if nobody has read it yet."""
+        """The segment, encoded, without keeping it. O(mutations) if no cursor has read it."""
         if self._chunk is not None:
             return self._chunk
         arrays, counters = self._arrays, self._counters
