@@ -129,7 +129,7 @@ def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
     bucket.check_invariants()
 
 
-def test_short_of_memory_nothing_that_could_be_freed_is_refused_once_the_disk_has_it() -> None:
+def test_a_bucket_short_of_memory_frees_what_the_disk_has_before_it_refuses_credit() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]
     put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
@@ -175,7 +175,7 @@ def test_over_its_quota_a_bucket_collapses_before_it_drops_cursors_or_refuses() 
     bucket.check_invariants()
 
 
-def test_evicting_items_that_expire_some_time_frees_what_tells_when() -> None:
+def test_evicting_items_with_expiry_times_frees_their_index_entries() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]
     keys = [b"%d" % number for number in range(5000)]
@@ -191,7 +191,7 @@ def test_evicting_items_that_expire_some_time_frees_what_tells_when() -> None:
     bucket.check_invariants()
 
 
-def test_whoever_collapses_is_told_by_bucket() -> None:
+def test_the_observer_of_collapsible_buckets_hears_of_each_once() -> None:
     ids = count(1)
     told: list[str] = []
     buckets = Buckets(lambda: HistoryId(next(ids)), lambda bucket: told.append(bucket.name))

@@ -51,13 +51,13 @@ PROFILE: Final = settings(
 KEYS: Final = [b"key %d" % number for number in range(12)]
 SOME_KEYS: Final = st.sampled_from(KEYS)
 ROOM: Final = 1 << 30
-AT: Final = st.integers(0, 99)
+CHOICES: Final = st.integers(0, 99)
 
 T = TypeVar("T")
 
 
-def chosen(things: Sequence[T], at: int) -> T:
-    return things[at % len(things)]
+def chosen(things: Sequence[T], choice: int) -> T:
+    return things[choice % len(things)]
 
 
 class Asked:
@@ -262,10 +262,10 @@ class OnDisk(RuleBasedStateMachine):
             self.asked.append(AskedGet(pin, missing, keys))
 
     @precondition(lambda self: self.asked and self.disk.indexed >= self.partition.eviction.restored)
-    @rule(at=AT, items=st.integers(1, 8))
-    def fetch(self, at: int, items: int) -> None:
+    @rule(choice=CHOICES, items=st.integers(1, 8))
+    def fetch(self, choice: int, items: int) -> None:
         """Reads from the disk as it is now; what it knows may be more than the partition heard."""
-        asked = chosen(self.asked, at)
+        asked = chosen(self.asked, choice)
         asked.fetched |= self.disk.find(asked.missing[:items])
 
     def ask_again(self, asked: AskedMutate | AskedGet) -> list[FetchRequest]:
@@ -274,9 +274,9 @@ class OnDisk(RuleBasedStateMachine):
         return self.get(asked.keys, asked.fetched)
 
     @precondition(lambda self: self.asked)
-    @rule(at=AT)
-    def answer(self, at: int) -> None:
-        asked = chosen(self.asked, at)
+    @rule(choice=CHOICES)
+    def answer(self, choice: int) -> None:
+        asked = chosen(self.asked, choice)
         asked.missing = self.ask_again(asked)
         if asked.missing:
             return
@@ -284,9 +284,9 @@ class OnDisk(RuleBasedStateMachine):
         self.partition.eviction.unpin(asked.pin)
 
     @precondition(lambda self: self.answers)
-    @rule(at=AT)
-    def send_again(self, at: int) -> None:
-        token = chosen(sorted(self.answers, key=lambda token: token.counter), at)
+    @rule(choice=CHOICES)
+    def send_again(self, choice: int) -> None:
+        token = chosen(sorted(self.answers, key=lambda token: token.counter), choice)
         self.mutate(self.sent[token], token, {})
 
     # Rules: time.
@@ -310,16 +310,16 @@ class OnDisk(RuleBasedStateMachine):
         self.due.append((self.partition.eviction.pin(), []))
 
     @precondition(lambda self: self.due)
-    @rule(at=AT)
-    def see_what_is_due(self, at: int) -> None:
-        at %= len(self.due)
-        self.due[at] = self.due[at][0], self.disk.due(self.time)
+    @rule(choice=CHOICES)
+    def see_what_is_due(self, choice: int) -> None:
+        choice %= len(self.due)
+        self.due[choice] = self.due[choice][0], self.disk.due(self.time)
 
     @precondition(lambda self: self.due)
-    @rule(at=AT)
-    def expire_stored(self, at: int) -> None:
+    @rule(choice=CHOICES)
+    def expire_stored(self, choice: int) -> None:
         partition, model = self.partition, self.model
-        pin, items = self.due.pop(at % len(self.due))
+        pin, items = self.due.pop(choice % len(self.due))
         for row in items:
             newest = model.now.get(row.key)
             is_newest = newest is not None and newest.seq == row.seq
@@ -447,27 +447,27 @@ class OnDisk(RuleBasedStateMachine):
 
     # Rules: readers.
 
-    @rule(at=st.floats(0, 1), back=st.booleans())
-    def register(self, at: float, back: bool) -> None:
-        start = 0 if back else round(at * self.model.high)
+    @rule(choice=st.floats(0, 1), back=st.booleans())
+    def register(self, choice: float, back: bool) -> None:
+        start = 0 if back else round(choice * self.model.high)
         self.readers.append(DiskReader(self.partition, self.model, start, self.disk))
 
     @precondition(lambda self: self.readers)
-    @rule(at=AT, steps=st.integers(1, 6))
-    def read(self, at: int, steps: int) -> None:
-        reader = chosen(self.readers, at)
+    @rule(choice=CHOICES, steps=st.integers(1, 6))
+    def read(self, choice: int, steps: int) -> None:
+        reader = chosen(self.readers, choice)
         for _ in range(steps):
             reader.step()
 
     @precondition(lambda self: self.readers)
-    @rule(at=AT)
-    def cut(self, at: int) -> None:
-        chosen(self.readers, at).cut()
+    @rule(choice=CHOICES)
+    def cut(self, choice: int) -> None:
+        chosen(self.readers, choice).cut()
 
     @precondition(lambda self: self.readers)
-    @rule(at=AT)
-    def leave(self, at: int) -> None:
-        reader = chosen(self.readers, at)
+    @rule(choice=CHOICES)
+    def leave(self, choice: int) -> None:
+        reader = chosen(self.readers, choice)
         reader.cursor.close()
         self.readers.remove(reader)
 
@@ -550,7 +550,7 @@ class Walk:
 
     def step(self) -> None:
         random, machine = self.random, self.machine
-        at = random.randrange(100)
+        choice = random.randrange(100)
         partition = machine.partition
         steps: list[tuple[int, Callable[[], None]]] = [
             (6, lambda: machine.ask_to_mutate(self.rows(4), random.choice([None, 0, 1]))),
@@ -558,7 +558,7 @@ class Walk:
             (
                 5,
                 lambda: machine.store(
-                    self.keys(), random.choice([0, int(machine.time) + at // 4]), b"7"
+                    self.keys(), random.choice([0, int(machine.time) + choice // 4]), b"7"
                 ),
             ),
             (4, lambda: machine.ask_to_get(self.keys())),
@@ -578,21 +578,21 @@ class Walk:
         ]
         if machine.readers:
             steps += [
-                (5, lambda: machine.read(at, random.randint(1, 6))),
-                (1, lambda: machine.cut(at)),
-                (1, lambda: machine.leave(at)),
+                (5, lambda: machine.read(choice, random.randint(1, 6))),
+                (1, lambda: machine.cut(choice)),
+                (1, lambda: machine.leave(choice)),
             ]
         if len(machine.readers) < 5:
             steps.append((2, lambda: machine.register(random.random(), random.random() < 0.4)))
         if machine.asked:
-            steps.append((8, lambda: machine.answer(at)))
+            steps.append((8, lambda: machine.answer(choice)))
             if machine.disk.indexed >= partition.eviction.restored:
-                steps.append((9, lambda: machine.fetch(at, random.randint(1, 8))))
+                steps.append((9, lambda: machine.fetch(choice, random.randint(1, 8))))
         if machine.due:
-            steps += [(2, lambda: machine.see_what_is_due(at))]
-            steps += [(2, lambda: machine.expire_stored(at))]
+            steps += [(2, lambda: machine.see_what_is_due(choice))]
+            steps += [(2, lambda: machine.expire_stored(choice))]
         if machine.answers:
-            steps.append((1, lambda: machine.send_again(at)))
+            steps.append((1, lambda: machine.send_again(choice)))
         if random.random() < 0.01:
             steps = [(1, machine.restart)]
         before = (len(machine.asked), partition.manager.dropped_count, machine.model.high)
@@ -662,7 +662,7 @@ def test_an_item_that_a_batch_stores_expired_hides_no_other(
     partition.check_invariants()
 
 
-def test_where_more_have_expired_than_one_call_deletes_existence_is_read_from_disk() -> None:
+def test_existence_is_read_from_disk_while_expired_items_wait_for_deletion() -> None:
     partition, disk = new_partition(), NaiveDisk()
     keys = [b"%d" % number for number in range(EXPIRE_MAX + 2)]
     send(partition, *(request(Operation.SET, key, expiry=int(NOW) + 5) for key in keys))
@@ -681,7 +681,7 @@ def test_where_more_have_expired_than_one_call_deletes_existence_is_read_from_di
     partition.check_invariants()
 
 
-def test_what_is_wanted_of_a_key_is_the_most_that_any_operation_needs() -> None:
+def test_a_fetch_request_covers_the_most_demanding_operation_on_its_key() -> None:
     partition = new_partition()
     put(partition, b"k", value=b"5")
     stored(partition, NaiveDisk(), evict=True)
@@ -726,7 +726,7 @@ def test_an_older_version_that_was_found_is_not_used() -> None:
     assert item.value == b"7"
 
 
-def test_what_the_disk_said_before_it_knew_all_keys_deletes_nothing() -> None:
+def test_an_index_that_lags_behind_expires_nothing() -> None:
     before, disk = new_partition(), NaiveDisk()
     before.deduplicator.keep_pending()
     send(before, request(Operation.SET, expiry=int(NOW) + 5))

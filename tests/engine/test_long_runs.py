@@ -143,7 +143,7 @@ def test_collapsing_keeps_what_readers_left_near_what_is_live() -> None:
     assert contents(newcomer.state) == contents(reader.state)
 
 
-def test_a_disk_that_keeps_up_lets_everything_go_that_memory_is_short_of() -> None:
+def test_a_disk_that_keeps_up_lets_a_small_bucket_stay_within_its_quota() -> None:
     run = Run(9, 300, counters=False)
     disk = Reader(run.partition, run.model, 0, "disk")
     disk.cursor.close()

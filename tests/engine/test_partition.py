@@ -64,7 +64,7 @@ def test_a_new_partition_begins_a_history_at_0() -> None:
     assert repr(partition) == "<Partition 7, active, at 0>"
 
 
-def test_successes_are_numbered_on_end_and_failures_not_at_all() -> None:
+def test_successes_get_consecutive_numbers_and_failures_get_none() -> None:
     partition = new_partition()
     put(partition, b"there")
     result = send(
@@ -315,7 +315,7 @@ def test_counting(op: Operation, old: bytes, by: int, new: int) -> None:
     "text",
     [b"", b"x", b"-1", b"+1", b" 1", b"1 ", b"1.0", b"%d" % (1 << 64), b"0" * 21, "²".encode()],
 )
-def test_what_is_no_counter_is_not_counted(text: bytes) -> None:
+def test_a_value_that_is_not_a_number_cannot_be_incremented(text: bytes) -> None:
     partition = new_partition()
     put(partition, b"k", value=text)
     for op in (INCREMENT, DECREMENT):
@@ -570,7 +570,7 @@ def test_a_remembered_answer_is_the_one_given(
     assert unpack(pack(result)) == result
 
 
-def test_an_answer_of_before_tasks_were_run_again_is_read() -> None:
+def test_an_answer_stored_before_attempts_existed_is_read() -> None:
     older = msgspec.msgpack.encode((7, 1, 2, 9, [0, 2], bytes([Status.EXISTS] * 2), [1], [5]))
     assert unpack(older) == MutateResult(
         HistoryId(7),

@@ -21,115 +21,123 @@ from upr_server.engine.replica_progress import ReplicaProgress
 NOW: Final = 1e9
 
 
-def partition(memory: MemoryAccount | None = None) -> Partition:
+def new_replicated_partition(memory: MemoryAccount | None = None) -> Partition:
     ids = count(1)
     made = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
     made.deduplicator.keep_pending()
     return made
 
 
-def write(one: Partition, *keys: bytes, expiry: int = 0) -> None:
+def write(partition: Partition, *keys: bytes, expiry: int = 0) -> None:
     rows = [Mutation(Operation.SET, key, b"value", expiry=expiry) for key in keys]
-    assert one.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.OK
+    assert partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.OK
 
 
-def persist(one: Partition) -> None:
+def persist(partition: Partition) -> None:
     """All that there is goes to disk."""
-    cursor = one.manager.persistence
+    cursor = partition.manager.persistence
     while (item := cursor.next()) is not None:
         if isinstance(item, SnapshotEnd):
             cursor.commit(item.end)
 
 
-def check_memory(one: Partition, memory: MemoryAccount) -> None:
-    one.check_invariants()
+def check_memory(partition: Partition, memory: MemoryAccount) -> None:
+    partition.check_invariants()
     recount = MemoryAccount()
-    one.recount(recount)
+    partition.recount(recount)
     assert recount == memory
 
 
-def test_what_the_disk_has_is_let_go() -> None:
+def test_a_replica_keeps_nothing_in_memory_that_the_disk_has() -> None:
     memory = MemoryAccount()
-    one = partition(memory)
-    write(one, b"a", b"b", expiry=int(NOW) + 10)
-    persist(one)
-    write(one, b"a", b"c")
-    persist(one)
-    one.become(PartitionState.REPLICA, one.failover_log)
-    one.stand_at(SeqNo(4))
-    check_memory(one, memory)
+    partition = new_replicated_partition(memory)
+    write(partition, b"a", b"b", expiry=int(NOW) + 10)
+    persist(partition)
+    write(partition, b"a", b"c")
+    persist(partition)
+    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.stand_at(SeqNo(4))
+    check_memory(partition, memory)
     assert memory.arrays == memory.encoded == memory.table == memory.expiries == 0
-    assert (one.high_seq, one.snapshot_end, one.manager.snapshots.oldest) == (4, 4, 4)
-    assert one.manager.persistence.committed == 4
-    assert one.next_expiry() is None
-    one.stand_at(SeqNo(9), Cas(1 << 60))
-    check_memory(one, memory)
-    assert one.high_seq == 9
-    assert one.last_cas == 1 << 60
-    assert not one.eviction.is_index_ready, "its index has to come there first"
+    assert (partition.high_seq, partition.snapshot_end, partition.manager.snapshots.oldest) == (
+        4,
+        4,
+        4,
+    )
+    assert partition.manager.persistence.committed == 4
+    assert partition.next_expiry() is None
+    partition.stand_at(SeqNo(9), Cas(1 << 60))
+    check_memory(partition, memory)
+    assert partition.high_seq == 9
+    assert partition.last_cas == 1 << 60
+    assert not partition.eviction.is_index_ready, "its index has to come there first"
 
 
-def test_nothing_is_let_go_that_the_disk_does_not_have() -> None:
-    one = partition()
-    write(one, b"a")
+def test_a_replica_frees_nothing_that_the_disk_does_not_have() -> None:
+    partition = new_replicated_partition()
+    write(partition, b"a")
     with pytest.raises(ValueError, match="the disk has 0 of 1"):
-        one.stand_at(SeqNo(1))
-    assert one.high_seq == 1
+        partition.stand_at(SeqNo(1))
+    assert partition.high_seq == 1
 
 
 def test_readers_go_on_from_disk() -> None:
-    one = partition()
-    write(one, b"a")
-    persist(one)
+    partition = new_replicated_partition()
+    write(partition, b"a")
+    persist(partition)
     woken: list[str] = []
-    reading = one.manager.register("reading", SeqNo(0)).cursor
+    reading = partition.manager.register("reading", SeqNo(0)).cursor
     reading.next()
-    waiting = one.manager.register("waiting", SeqNo(1), on_ready=lambda: woken.append("it")).cursor
+    waiting = partition.manager.register(
+        "waiting", SeqNo(1), on_ready=lambda: woken.append("it")
+    ).cursor
     assert waiting.next() is None
-    one.become(PartitionState.REPLICA, one.failover_log)
-    one.stand_at(SeqNo(5))
+    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.stand_at(SeqNo(5))
     assert woken == ["it"]
     assert waiting.next() == BackfillNeeded(SeqNo(1), SeqNo(5))
     assert reading.next() == BackfillNeeded(SeqNo(0), SeqNo(5))
     for cursor in (waiting, reading):
         cursor.close()
-    one.check_invariants()
-    again = one.manager.register("again", SeqNo(5)).cursor
+    partition.check_invariants()
+    again = partition.manager.register("again", SeqNo(5)).cursor
     assert again.next() is None
 
 
 def test_it_takes_writes_again_when_it_is_active_again() -> None:
     memory = MemoryAccount()
-    one = partition(memory)
-    write(one, b"a")
-    persist(one)
-    one.become(PartitionState.REPLICA, one.failover_log)
-    one.stand_at(SeqNo(7), Cas(2 * 10**18))
+    partition = new_replicated_partition(memory)
+    write(partition, b"a")
+    persist(partition)
+    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.stand_at(SeqNo(7), Cas(2 * 10**18))
     rows = [Mutation(Operation.SET, b"a", b"")]
-    assert one.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
-    one.become(PartitionState.ACTIVE, one.failover_log.branch(HistoryId(99), SeqNo(7)))
-    result = one.mutate(MutationBatch(Chunk.build(rows)), now=NOW)
+    assert partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
+    partition.become(PartitionState.ACTIVE, partition.failover_log.branch(HistoryId(99), SeqNo(7)))
+    result = partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW)
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"
-    check_memory(one, memory)
+    check_memory(partition, memory)
 
 
 def test_a_cut_forgets_the_answers_above_it() -> None:
     memory = MemoryAccount()
-    one = partition(memory)
+    partition = new_replicated_partition(memory)
     writer = bytes(16)
     for counter, key in enumerate((b"a", b"b", b"c"), 1):
         chunk = Chunk.build([Mutation(Operation.SET, key, b"")])
-        one.mutate(MutationBatch(chunk, WriterToken(writer, counter)), now=NOW)
-    persist(one)
-    one.become(PartitionState.REPLICA, one.failover_log)
-    one.stand_at(SeqNo(3))
-    assert one.cut(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
-    assert [row[:3] for row in one.deduplicator.between(SeqNo(0), SeqNo(9))] == [(writer, 1, 1)]
-    check_memory(one, memory)
-    assert one.cut(SeqNo(0)) == [WriterToken(writer, 1)]
-    assert one.deduplicator.between(SeqNo(0), SeqNo(9)) == []
-    check_memory(one, memory)
+        partition.mutate(MutationBatch(chunk, WriterToken(writer, counter)), now=NOW)
+    persist(partition)
+    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.stand_at(SeqNo(3))
+    assert partition.cut(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
+    assert [row[:3] for row in partition.deduplicator.between(SeqNo(0), SeqNo(9))] == [
+        (writer, 1, 1)
+    ]
+    check_memory(partition, memory)
+    assert partition.cut(SeqNo(0)) == [WriterToken(writer, 1)]
+    assert partition.deduplicator.between(SeqNo(0), SeqNo(9)) == []
+    check_memory(partition, memory)
 
 
 class Replicated(RuleBasedStateMachine):
@@ -228,62 +236,62 @@ TestReplicated.settings = settings(max_examples=60, stateful_step_count=40)
         max_size=6,
     ),
 )
-def test_who_waits_is_called_once_enough_replicas_have_it(
+def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
     reports: list[tuple[str, int, int]], waits: list[tuple[int, int, bool, int]]
 ) -> None:
-    one = ReplicaProgress()
-    told: dict[int, bool] = {}
+    progress = ReplicaProgress()
+    answers: dict[int, bool] = {}
     newest: dict[str, tuple[int, int]] = {}
     expected: dict[int, bool] = {}
-    for at in range(13):
+    for step in range(13):
         for index, (seq, copies, persisted, begin) in enumerate(waits):
-            if begin == at:
+            if begin == step:
 
                 def call(met: bool, index: int = index) -> None:
-                    assert index not in told
-                    told[index] = met
+                    assert index not in answers
+                    answers[index] = met
 
-                one.when(SeqNo(seq), copies, persisted=persisted, deadline=99.0, call=call)
+                progress.when(SeqNo(seq), copies, persisted=persisted, deadline=99.0, call=call)
         for index, (seq, copies, persisted, begin) in enumerate(waits):
             have = sum(report[persisted] >= seq for report in newest.values())
-            if begin <= at and have >= copies:
+            if begin <= step and have >= copies:
                 expected.setdefault(index, True)
-        assert told == expected
-        if at < len(reports):
-            name, received, behind = reports[at]
+        assert answers == expected
+        if step < len(reports):
+            name, received, behind = reports[step]
             newest[name] = received, max(0, received - behind)
-            one.report(name, SeqNo(received), SeqNo(newest[name][1]))
+            progress.report(name, SeqNo(received), SeqNo(newest[name][1]))
             for index, (seq, copies, persisted, begin) in enumerate(waits):
                 have = sum(report[persisted] >= seq for report in newest.values())
-                if begin <= at and have >= copies:
+                if begin <= step and have >= copies:
                     expected.setdefault(index, True)
-            assert told == expected
+            assert answers == expected
         for copies in (1, 2, 3):
             ranked = sorted((report[0] for report in newest.values()), reverse=True)
-            assert one.reached(copies) == (ranked[copies - 1] if copies <= len(ranked) else 0)
-    waiting = set(range(len(waits))) - set(told)
-    one.give_up(98.0)
-    assert set(told) == set(range(len(waits))) - waiting
-    one.give_up(99.0)
-    assert all(told[index] is False for index in waiting)
-    assert not one.waiting
+            assert progress.reached(copies) == (ranked[copies - 1] if copies <= len(ranked) else 0)
+    waiting = set(range(len(waits))) - set(answers)
+    progress.give_up(98.0)
+    assert set(answers) == set(range(len(waits))) - waiting
+    progress.give_up(99.0)
+    assert all(answers[index] is False for index in waiting)
+    assert not progress.waiting
 
 
-def test_another_history_promises_nothing() -> None:
-    one, told = ReplicaProgress(), list[bool]()
-    one.report("a", SeqNo(5), SeqNo(5))
-    one.when(SeqNo(9), 1, persisted=False, deadline=9.0, call=told.append)
-    one.clear()
-    assert told == [False]
-    assert one.reached(1) == 0
+def test_a_new_history_answers_waiting_calls_with_false() -> None:
+    progress, answers = ReplicaProgress(), list[bool]()
+    progress.report("a", SeqNo(5), SeqNo(5))
+    progress.when(SeqNo(9), 1, persisted=False, deadline=9.0, call=answers.append)
+    progress.clear()
+    assert answers == [False]
+    assert progress.reached(1) == 0
 
 
-def test_an_old_connection_takes_no_report_with_it() -> None:
-    one = ReplicaProgress()
+def test_closing_an_old_connection_keeps_the_reports_of_a_newer_one() -> None:
+    progress = ReplicaProgress()
     old, new = object(), object()
-    one.report("a", SeqNo(5), SeqNo(5), old)
-    one.report("a", SeqNo(6), SeqNo(5), new)
-    one.forget("a", old)
-    assert one.reached(1) == 6
-    one.forget("a", new)
-    assert one.reached(1) == 0
+    progress.report("a", SeqNo(5), SeqNo(5), old)
+    progress.report("a", SeqNo(6), SeqNo(5), new)
+    progress.forget("a", old)
+    assert progress.reached(1) == 6
+    progress.forget("a", new)
+    assert progress.reached(1) == 0

@@ -115,7 +115,7 @@ def test_stale_entries_are_ignored() -> None:
     index.check_invariants()
 
 
-def test_the_index_does_not_grow_with_what_is_stale() -> None:
+def test_the_expiry_index_does_not_grow_with_stale_entries() -> None:
     table, memory = HashTable(MemoryAccount()), MemoryAccount()
     index = ExpiryIndex(table, memory)
     for number in range(1, 20_000):
@@ -182,7 +182,7 @@ def test_the_writers_heard_from_last_are_remembered() -> None:
     assert memory.writers == answers.nbytes
 
 
-def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
+def test_pending_answers_up_to_a_number_are_taken_once() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.remember(token(1), b"before there was a disk", 1)
     answers.keep_pending()
@@ -199,7 +199,7 @@ def test_news_are_what_changed_up_to_a_number_and_are_told_once() -> None:
     answers.check_invariants()
 
 
-def test_what_is_forgotten_is_news_too() -> None:
+def test_a_forgotten_answer_is_a_pending_change_too() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.keep_pending()
     for number in range(1, BATCHES_MAX + 2):
@@ -216,7 +216,7 @@ def test_what_is_forgotten_is_news_too() -> None:
     answers.check_invariants()
 
 
-def test_news_that_nothing_brings_to_the_disk_do_not_pile_up() -> None:
+def test_pending_answers_without_mutations_do_not_pile_up() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     answers.keep_pending()
@@ -235,7 +235,7 @@ def test_news_that_nothing_brings_to_the_disk_do_not_pile_up() -> None:
     answers.check_invariants()
 
 
-def test_what_the_disk_may_have_to_know_is_told_though_it_is_forgotten() -> None:
+def test_an_answer_forgotten_later_still_reaches_the_disk_with_its_commit() -> None:
     # Were the second lost in a crash, the first would have to be known.
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
@@ -269,7 +269,7 @@ def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
     answers.check_invariants()
 
 
-def test_what_was_sent_behind_a_batch_that_is_put_off_waits_for_it() -> None:
+def test_batches_behind_a_refused_one_wait_for_it() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     assert not answers.must_wait(token(1))
@@ -286,7 +286,7 @@ def test_what_was_sent_behind_a_batch_that_is_put_off_waits_for_it() -> None:
     assert memory.writers == answers.nbytes == 0
 
 
-def test_a_writer_begins_again_and_is_put_off_again() -> None:
+def test_a_writer_that_begins_again_can_be_refused_again() -> None:
     answers = PublisherAnswers(MemoryAccount())
     for _ in range(BATCHES_MAX):
         answers.put_off(token(1))
@@ -295,7 +295,7 @@ def test_a_writer_begins_again_and_is_put_off_again() -> None:
     answers.check_invariants()
 
 
-def test_a_writer_that_gives_up_what_was_put_off_goes_on() -> None:
+def test_a_writer_that_abandons_a_refused_batch_goes_on() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.put_off(token(1))
     assert answers.must_wait(token(2))
@@ -305,7 +305,7 @@ def test_a_writer_that_gives_up_what_was_put_off_goes_on() -> None:
     assert not answers.must_wait(token(4))
 
 
-def test_a_writer_that_sends_nothing_again_is_not_refused_for_ever() -> None:
+def test_a_writer_that_never_resends_is_refused_64_times_at_most() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.put_off(token(1))
     waits = [answers.must_wait(token(number)) for number in range(2, 200)]
@@ -325,7 +325,7 @@ def test_a_batch_refused_again_and_again_is_not_overtaken() -> None:
     answers.check_invariants()
 
 
-def test_of_how_many_writers_it_is_known_that_they_begin_again() -> None:
+def test_the_number_of_writers_that_must_begin_again_is_bounded() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     for number in range(WRITERS_MAX + 1):

@@ -66,7 +66,7 @@ def test_the_newer_item_wins_and_deletions_stay() -> None:
     assert read(partition) == "(0,11] b@2 -a@4 c@11 ."
 
 
-def test_somebody_is_told_when_there_is_something_to_collapse() -> None:
+def test_the_owner_hears_when_there_is_something_to_collapse() -> None:
     told: list[int] = []
     partition = Partition(
         PartitionId(0), lambda: HistoryId(1), on_collapsible=lambda: told.append(1)
@@ -98,7 +98,7 @@ def test_a_bucket_collapses_its_partitions_in_turn() -> None:
     assert [len(partition.snapshots) for partition in bucket.partitions] == [2, 1, 2]
 
 
-def test_nothing_is_collapsed_that_somebody_stands_in() -> None:
+def test_a_snapshot_with_a_cursor_inside_is_not_collapsed() -> None:
     partition = new_partition()
     leave_snapshots(partition, 4, b"a")
     inside = cursor_at(partition, 3)
@@ -121,7 +121,7 @@ def test_a_cursor_at_the_front_of_the_first_stays_there() -> None:
     assert transcript(items(front)) == "(4,20] a@19 b@20 ."
 
 
-def test_a_cursor_that_leaves_makes_its_place_collapsible() -> None:
+def test_a_cursor_that_leaves_makes_its_slot_collapsible() -> None:
     partition = new_partition()
     leave_snapshots(partition, 4, b"a")
     for leave in ("end", "close"):
@@ -146,7 +146,7 @@ def test_a_cursor_that_leaves_makes_its_place_collapsible() -> None:
         pytest.param(27, 1, "(0,27] a@25 b@26 c@27 . (27,30] a@28 b@29 c@30 .", id="the last"),
     ],
 )
-def test_a_collapse_is_given_up_when_somebody_enters(
+def test_a_collapse_is_given_up_when_a_cursor_enters(
     start: int, meanwhile: int, afterwards: str
 ) -> None:
     partition = new_partition()
@@ -231,7 +231,7 @@ def test_large_snapshots_are_collapsed_by_their_size() -> None:
     assert read(partition).count("@") == 3000
 
 
-def test_long_chunks_of_which_nothing_goes_are_shared_not_copied() -> None:
+def test_long_chunks_without_superseded_mutations_are_shared_not_copied() -> None:
     partition = new_partition()
     big(partition, 0, 2000)
     before = all_chunks(partition)
@@ -267,7 +267,7 @@ def test_chunks_that_result_hold_a_bounded_number_of_mutations(overlap: int) -> 
     assert len(counts) <= 2 * sum(counts) / CHUNK_MUTATIONS + 1
 
 
-def test_what_was_superseded_whole_leaves_no_hole() -> None:
+def test_a_chunk_superseded_as_a_whole_leaves_no_gap() -> None:
     partition = new_partition()
     big(partition, 0, 1000)
     big(partition, 0, 1000)

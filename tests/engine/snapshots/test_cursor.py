@@ -40,7 +40,7 @@ def test_the_open_snapshot_keeps_the_newest_of_each_key() -> None:
     assert read(partition) == "(0,5] b@2 a@3 c@5 ."
 
 
-def test_entering_the_open_snapshot_closes_it_for_everybody() -> None:
+def test_entering_the_open_snapshot_closes_it_for_all_cursors() -> None:
     partition = new_partition()
     put(partition, b"a")
     first, second = cursor_at(partition), cursor_at(partition)
@@ -61,7 +61,7 @@ def test_registering_closes_nothing() -> None:
     assert read(partition) == "(0,4] b@2 c@3 a@4 ."
 
 
-def test_all_share_the_same_chunks() -> None:
+def test_cursors_share_encoded_chunks() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")
     chunks = [
@@ -70,7 +70,7 @@ def test_all_share_the_same_chunks() -> None:
     assert chunks[0][0] is chunks[1][0]
 
 
-def test_who_waits_is_woken_once_and_the_snapshot_stays_open_until_it_reads() -> None:
+def test_a_waiting_cursor_is_woken_once_and_the_snapshot_stays_open_until_it_reads() -> None:
     partition = new_partition()
     woken: list[str] = []
     cursors = [
@@ -100,7 +100,7 @@ def test_poll_waits_without_reading() -> None:
     assert partition.snapshot_end == 0, "polling closes nothing"
 
 
-def test_a_batch_that_fails_whole_wakes_nobody() -> None:
+def test_a_batch_without_success_wakes_no_cursor() -> None:
     partition = new_partition()
     woken: list[int] = []
     cursor = partition.manager.register("w", SeqNo(0), on_ready=lambda: woken.append(1)).cursor
@@ -141,7 +141,7 @@ def test_resuming_at_the_end_of_the_open_snapshot_waits_without_closing_it() -> 
     assert read(partition) == "(0,3] b@2 a@3 ."
 
 
-def test_who_has_all_of_the_open_snapshot_moves_on_when_another_closes_it() -> None:
+def test_a_cursor_that_has_all_of_the_open_snapshot_moves_on_when_another_closes_it() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")
     cursor = cursor_at(partition, 2)
@@ -324,7 +324,7 @@ def test_what_comes_from_disk_reaches_to_its_end_even_if_memory_begins_before() 
     partition.check_invariants()
 
 
-def test_those_furthest_back_are_dropped_first_and_the_disk_never() -> None:
+def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     cursors = [cursor_at(partition)]
