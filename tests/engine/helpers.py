@@ -91,9 +91,9 @@ def free(partition: Partition) -> int:
 def chunks(partition: Partition) -> list[Chunk]:
     """All chunks, as a new cursor is handed them."""
     cursor = cursor_at(partition)
-    found = [item for item in items(cursor) if isinstance(item, Chunk)]
+    chunks_read = [item for item in items(cursor) if isinstance(item, Chunk)]
     cursor.close()
-    return found
+    return chunks_read
 
 
 def transcript(handed_on: Iterable[CursorItem]) -> str:

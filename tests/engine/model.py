@@ -33,10 +33,10 @@ class Model:
     def high(self) -> int:
         return len(self.log)
 
-    def state(self, at: int) -> State:
-        """The items at the number `at`."""
+    def state(self, seq: int) -> State:
+        """The items at the number `seq`."""
         state: State = {}
-        applied(state, self.log[:at])
+        applied(state, self.log[:seq])
         return state
 
     def live(self, key: bytes, now: float) -> Mutation | None:

@@ -79,16 +79,16 @@ def test_arguments_out_of_range_are_refused(arguments: tuple[Any, ...]) -> None:
 def test_memory_is_counted_by_kind() -> None:
     bucket = new_bucket(3)
     assert bucket.memory.total == 0, "an idle partition holds nothing"
-    one, two, _ = bucket.partitions
-    put(one, *(b"%d" % number for number in range(100)))
-    send(two, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
-    one.mutate(MutationBatch(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
+    first, second, _ = bucket.partitions
+    put(first, *(b"%d" % number for number in range(100)))
+    send(second, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
+    first.mutate(MutationBatch(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
     memory = bucket.memory.statistics()
     nothing_yet = {"encoded", "backfills"}
     assert {kind for kind in memory if not memory[kind]} == nothing_yet
     bucket.check_invariants()
-    list(items(cursor_at(one)))
-    list(items(cursor_at(two)))
+    list(items(cursor_at(first)))
+    list(items(cursor_at(second)))
     memory = bucket.memory.statistics()
     assert (memory["arrays"], memory["counters"]) == (0, 0)
     assert memory["encoded"]
@@ -193,11 +193,11 @@ def test_evicting_items_with_expiry_times_frees_their_index_entries() -> None:
 
 def test_the_observer_of_collapsible_buckets_hears_of_each_once() -> None:
     ids = count(1)
-    told: list[str] = []
-    buckets = Buckets(lambda: HistoryId(next(ids)), lambda bucket: told.append(bucket.name))
+    names: list[str] = []
+    buckets = Buckets(lambda: HistoryId(next(ids)), lambda bucket: names.append(bucket.name))
     bucket = buckets.create("b", 2)
     for partition in bucket.partitions:
         for _ in range(8):
             put(partition, b"k")
             read(partition, partition.snapshot_end)
-    assert told == ["b"]
+    assert names == ["b"]

@@ -74,10 +74,10 @@ class Engine(RuleBasedStateMachine):
         ]
         self.write(requests, Chunk.build(requests))
 
-    @rule(at=st.floats(0, 1))
-    def register(self, at: float) -> None:
+    @rule(share=st.floats(0, 1))
+    def register(self, share: float) -> None:
         oldest = self.manager.snapshots.oldest
-        start = oldest + round(at * (self.model.high - oldest))
+        start = oldest + round(share * (self.model.high - oldest))
         self.readers.append(Reader(self.partition, self.model, start))
 
     @precondition(lambda self: self.readers)
@@ -162,8 +162,8 @@ class EveryOperation(Engine):
         self.time += seconds
         for key in KEYS:
             item = self.model.live(key, self.time)
-            found = get_item(self.partition, key, self.time)
-            assert (found is None) == (item is None)
+            row = get_item(self.partition, key, self.time)
+            assert (row is None) == (item is None)
 
     @rule()
     def expire(self) -> None:

@@ -186,8 +186,8 @@ def test_get_answers_in_the_order_asked() -> None:
     send(partition, request(DELETE, b"a"))
     chunk = partition.get([b"b", b"a", b"missing", b"b"], NOW)
     rows = [(row.op, row.key, row.value, row.seq) for row in chunk]
-    found = (SET, b"b", b"x", 2)
-    assert rows == [found, (DELETE, b"a", b"", 0), (DELETE, b"missing", b"", 0), found]
+    row = (SET, b"b", b"x", 2)
+    assert rows == [row, (DELETE, b"a", b"", 0), (DELETE, b"missing", b"", 0), row]
     assert (chunk.start, chunk.end) == (0, 3)
     assert partition.get([], NOW).count == 0
 
@@ -342,8 +342,8 @@ def test_the_longest_keys_and_values() -> None:
     key = bytes(range(KEY_BYTES_MAX))
     send(partition, Mutation(SET, key, bytes(VALUE_BYTES_MAX)), request(SET, b"small"))
     assert value(partition, key) == bytes(VALUE_BYTES_MAX)
-    held = partition.snapshots.open.nbytes
-    assert held > VALUE_BYTES_MAX
+    nbytes = partition.snapshots.open.nbytes
+    assert nbytes > VALUE_BYTES_MAX
     put(partition, key)
     assert partition.snapshots.open.nbytes < 10_000, "a large value goes when it is superseded"
     partition.check_invariants()

@@ -181,11 +181,11 @@ class Replicated(RuleBasedStateMachine):
         self.replica.take_pending(self.high)
         assert self.replica.between(0, self.high) == self.source.between(0, self.high)
 
-    @rule(at=st.floats(0, 1))
-    def cut(self, at: float) -> None:
+    @rule(share=st.floats(0, 1))
+    def cut(self, share: float) -> None:
         """Both go back."""
         self.copy()
-        to = int(at * self.high)
+        to = int(share * self.high)
         gone = [token for high, token, _ in self.given if high > to]
         known = set(self.source.cut(to))
         assert known <= set(gone)
@@ -193,7 +193,7 @@ class Replicated(RuleBasedStateMachine):
             token for high, token, _ in self.given if high > to and self.recalled(token)
         } == set()
         self.replica.cut(to)
-        self.given = [one for one in self.given if one[0] <= to]
+        self.given = [row for row in self.given if row[0] <= to]
         self.high = self.copied = to
 
     def recalled(self, token: WriterToken) -> bool:
@@ -211,9 +211,9 @@ class Replicated(RuleBasedStateMachine):
                 high, token, answer = mine[-1]
                 assert self.source.answer_to(token)[0] == answer
                 assert (writer, token.counter, high, answer) in self.source.between(0, self.high)
-        found = self.source.between(0, self.high)
-        assert [row[2] for row in found] == sorted(row[2] for row in found)
-        assert len(found) <= BATCHES_MAX * len(self.counters)
+        rows = self.source.between(0, self.high)
+        assert [row[2] for row in rows] == sorted(row[2] for row in rows)
+        assert len(rows) <= BATCHES_MAX * len(self.counters)
 
     @invariant()
     def they_are_whole(self) -> None:

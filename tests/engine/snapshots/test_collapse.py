@@ -67,27 +67,27 @@ def test_the_newer_item_wins_and_deletions_stay() -> None:
 
 
 def test_the_owner_hears_when_there_is_something_to_collapse() -> None:
-    told: list[int] = []
+    calls: list[int] = []
     partition = Partition(
-        PartitionId(0), lambda: HistoryId(1), on_collapsible=lambda: told.append(1)
+        PartitionId(0), lambda: HistoryId(1), on_collapsible=lambda: calls.append(1)
     )
     leave_snapshots(partition, 8, b"a")
-    assert told == [1]
+    assert calls == [1]
     leave_snapshots(partition, 30, b"a")
-    assert told == [1], "and not again before it was done"
+    assert calls == [1], "and not again before it was done"
     collapse(partition)
     leave_snapshots(partition, 8, b"a")
-    assert told == [1, 1]
+    assert calls == [1, 1]
 
 
 def test_a_bucket_collapses_its_partitions_in_turn() -> None:
-    told: list[int] = []
+    calls: list[int] = []
     bucket = new_bucket(3)
-    bucket._on_collapsible = lambda: told.append(1)
+    bucket._on_collapsible = lambda: calls.append(1)
     assert not bucket.collapse_step()
     for number in (2, 0):
         leave_snapshots(bucket.partitions[number], 8, b"a")
-    assert told == [1]
+    assert calls == [1]
     assert bucket.collapse_wanted
     steps = 0
     while bucket.collapse_wanted:
@@ -212,8 +212,8 @@ def test_steps_are_bounded() -> None:
 
 def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:
     keys = [b"key %6d" % number for number in range(low, high)]
-    for at in range(0, len(keys), 500):
-        piece = keys[at : at + 500]
+    for first in range(0, len(keys), 500):
+        piece = keys[first : first + 500]
         partition.mutate(MutationBatch(plain_chunk(piece, [bytes(size)] * len(piece))), now=NOW)
     read(partition, partition.snapshot_end)
 

@@ -377,13 +377,13 @@ def test_some_cursors_are_never_dropped() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     put(partition, b"a")
-    kept = manager.register("index", SeqNo(0), droppable=False).cursor
+    indexer = manager.register("index", SeqNo(0), droppable=False).cursor
     list(items(disk))
     disk.commit(SeqNo(1))
-    assert not manager.may_drop(kept)
+    assert not manager.may_drop(indexer)
     assert not manager.may_drop(disk)
-    kept.close()
-    assert not manager.may_drop(kept)
+    indexer.close()
+    assert not manager.may_drop(indexer)
 
 
 # Counters.
@@ -416,10 +416,10 @@ def test_a_counter_set_is_a_document_and_an_incremented_document_a_counter() -> 
 def test_an_increment_takes_no_more_memory_than_the_one_before() -> None:
     partition = new_partition()
     send(partition, increment(b"n"))
-    one = partition.snapshots.open.nbytes
+    bytes_of_one = partition.snapshots.open.nbytes
     for _ in range(300):
         send(partition, increment(b"n"))
-    assert partition.snapshots.open.nbytes <= one + 2
+    assert partition.snapshots.open.nbytes <= bytes_of_one + 2
     assert read(partition) == "(0,301] n@301 ."
 
 

@@ -33,8 +33,8 @@ def test_a_published_array_numbers_its_mutations_on_end() -> None:
     array = published(5, 3)
     assert (array.first, array.last, array.count) == (5, 7, 3)
     assert [array.index(number) for number in (5, 6, 7)] == [0, 1, 2]
-    found = array.mutation(1)
-    assert (found.seq, found.cas, found.key) == (6, 106, b"k6")
+    mutation = array.mutation(1)
+    assert (mutation.seq, mutation.cas, mutation.key) == (6, 106, b"k6")
     chunk = array.whole(SeqNo(4), SeqNo(9))
     chunk.check()
     assert [(r.seq, r.cas) for r in chunk] == [(5, 105), (6, 106), (7, 107)]
