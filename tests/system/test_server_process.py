@@ -155,10 +155,12 @@ async def test_a_port_that_is_taken(tmp_path: Path) -> None:
     ("listen", "said"),
     [
         ("192.0.2.1:1", "Cannot assign requested address"),  # nobody's, by RFC 5737
-        ("a..b:1", "'a..b' is no host name"),
+        ("a..b:1", "'a..b' is not a valid host name"),
     ],
 )
-async def test_an_address_that_is_not_ours(listen: str, said: str, tmp_path: Path) -> None:
+async def test_an_address_that_cannot_be_bound_is_an_error(
+    listen: str, said: str, tmp_path: Path
+) -> None:
     done = await upr_server("serve", "--listen", listen, "--data-dir", str(tmp_path))
     assert (done.code, done.out) == (1, "")
     assert done.err == f"upr-server: cannot listen on {listen}: {said}\n"
@@ -187,7 +189,7 @@ def test_settings_that_cannot_be(tmp_path: Path, command: str, subtests: pytest.
         ("quota_bytes = 'much'", "$.quota_bytes"),
         ("[[buckets]]\npartitions = 4", "missing required field `name`"),
         ("[[buckets]]\nname = 'b'\npartitions = 1025", "$.buckets[0].partitions"),
-        ("[[buckets]]\nname = 'b'\n[[buckets]]\nname = 'b'", "there are two buckets 'b'"),
+        ("[[buckets]]\nname = 'b'\n[[buckets]]\nname = 'b'", "bucket 'b' is listed twice"),
     ):
         with subtests.test(text):
             path.write_text(text)
@@ -197,7 +199,7 @@ def test_settings_that_cannot_be(tmp_path: Path, command: str, subtests: pytest.
         ("UPR_SERVER_LOG_LEVEL", "loud", "'loud' - at `$.log_level`"),
         ("UPR_SERVER_SEND_TIMEOUT_S", "-1", "$.send_timeout_s"),
         ("UPR_SERVER_COLOUR", "red", "unknown field `colour`"),
-        ("UPR_SERVER_IDENTITY", "\udcff", "not UTF-8"),
+        ("UPR_SERVER_IDENTITY", "\udcff", "identity must be UTF-8"),
         ("UPR_SERVER_CONFIG", str(tmp_path / "none.toml"), "none.toml cannot be read"),
     ):
         with subtests.test(variable):
