@@ -142,3 +142,14 @@ def test_open_may_be_refused_and_nothing_else_is_said_meanwhile() -> None:
     row = SESSION[SessionState.OPENING]
     assert row[Refusal] is SessionState.READY
     assert Open not in row
+
+
+# The architecture page names modules: a reader opens them.
+
+
+def test_every_path_in_the_architecture_page_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = ("", "upr_protocol", "upr_server", "upr_server/storage", "upr_server/indexer")
+    paths = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    assert len(paths) > 30
+    assert [path for path in paths if not any((ROOT / f / path).exists() for f in folders)] == []
