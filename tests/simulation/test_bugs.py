@@ -19,7 +19,7 @@ FOUND_BY: Final = {
     "compacts_under_a_backfill": 18,
     "ends_a_snapshot_one_early": 0,
     "collapses_past_a_cursor": 0,
-    "evicts_an_unindexed_key": 0,
+    "evicts_an_unindexed_key": 68,
     "forgets_its_answers": 4,
     "forgets_answers_on_replicas": 4,
     "counts_itself_as_a_replica": 9,
