@@ -71,7 +71,7 @@ DEADLINES: Final = {"UPR_SERVER_SEND_TIMEOUT_S": "2"}
 """What is true after two seconds is true after the minute that is usual."""
 
 BYSTANDER_CONNECTIONS: Final = 3
-LET_GO: Final = "connection closed: the peer takes nothing"
+SEND_TIMEOUT: Final = "send timeout; closing connection"
 
 
 @asynccontextmanager
@@ -177,7 +177,8 @@ async def test_another_version() -> None:
         async with peer(server.host, server.port, greeted=False) as bad:
             await bad.send(Hello("test:peer", (VERSION + 1, 200), 0, MIB, 20))
             error = await bad.expect_error(Status.BAD_VERSION)
-            assert error.sentence == "the client speaks version 2, 200; this server 1"
+            assert "the client speaks" in error.sentence
+            assert "2, 200" in error.sentence
         async with peer(server.host, server.port, greeted=False) as bad:
             head = pack("<HBBHHIII", 0x5055, VERSION + 1, Hello.opcode, 0, 0, 0, 0, 0)
             await bad.send_bytes(head + pack("<I", crc32c(head)))
@@ -421,7 +422,7 @@ async def test_floods_of_questions_from_peers_who_do_not_read(
             for _ in range(8):
                 nursery.start_soon(flood)
         await until_gone(server)
-        assert len(server.events(LET_GO)) == 8
+        assert len(server.events(SEND_TIMEOUT)) == 8
 
 
 async def test_consumers_that_do_not_read() -> None:
@@ -433,7 +434,9 @@ async def test_consumers_that_do_not_read() -> None:
                 await bad.greet(window_bytes=0xFFFF_FFFF)
                 await bad.open(BUCKET)
                 await bad.stream_all()
-                await eventually(lambda: len(server.events(LET_GO)) == 8, "all are let go")
+                await eventually(
+                    lambda: len(server.events(SEND_TIMEOUT)) == 8, "all are disconnected"
+                )
 
         async with trio.open_nursery() as nursery:
             for _ in range(8):
