@@ -135,9 +135,11 @@ class Upkeep:
     async def _expire_items(self, now: float) -> None:
         for bucket in list(self._disks):
             for partition in bucket.partitions:
-                # One that is not active expires nothing, whatever is due.
-                while partition.expire(now):
+                # A step expires a few items; a partition that is not active expires none.
+                may_have_more = partition.expire(now)
+                while may_have_more:
                     await trio.lowlevel.checkpoint()
+                    may_have_more = partition.expire(now)
 
     async def _expire_on_disk(self, now: float) -> None:
         for disk in list(self._disks.values()):
