@@ -14,7 +14,6 @@ from tests.simulation.scenario import run_seed
 FOUND_BY: Final = {
     "acknowledges_before_the_commit": 1,
     "goes_on_after_a_failed_fsync": 0,
-    "skips_the_checksum": 3,
     "records_the_log_only_at_snapshot_ends": 24,
     "compacts_under_a_backfill": 18,
     "ends_a_snapshot_one_early": 0,
@@ -31,13 +30,7 @@ FOUND_BY: Final = {
     "goes_on_where_the_histories_parted": 1,
     "leaves_streams_open_when_it_becomes_active": 3,
     "drops_a_cursor_and_says_nothing": 2,
-    "takes_the_larger_without_its_conditions": 248,
-    "acknowledges_what_was_behind_a_failure": 71,
-    "trusts_a_lost_memory": 233,
-    "promotes_who_is_being_filled": 281,
-    "takes_a_ceiling_for_a_state": 348,
-    "hands_over_what_it_doubts": 9794,
-    "gives_up_what_another_took_in": 7751,
+    "acknowledges_what_was_behind_a_failure": 110,
     "goes_on_where_another_was_active": 13836,
     "takes_any_copy_for_now": 7,
 }
