@@ -261,7 +261,7 @@ class RequestDispatcher:
         while missing:
             channel, asked = await self._next_group(missing, deadline)
             try:
-                told = await channel.ask(calls.seqnos(asked, of_copies))
+                reply_rows = await channel.ask(calls.seqnos(asked, of_copies))
             except ServerError as error:
                 if error.status not in WRONG_NODE or trio.current_time() >= deadline:
                     raise
@@ -271,7 +271,7 @@ class RequestDispatcher:
                         self.pool.refused(partition, error, error.map_revision)
                         self._channel_of[partition] = None
                 continue
-            for row in told:
+            for row in reply_rows:
                 self.pool.works(row.partition)
                 rows[row.partition] = row
             missing -= rows.keys()
