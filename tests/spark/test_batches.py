@@ -19,7 +19,7 @@ from pyarrow import parquet
 from pyspark.sql import types
 
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
-from upr_protocol.client.core.accumulator import IN_FLIGHT_MAX
+from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
@@ -220,7 +220,7 @@ def worst_answer(*, counted: int = 0, failed: int = 0) -> int:
 
 def test_a_server_remembers_the_answers_of_all_that_is_in_flight() -> None:
     for worst in (worst_answer(counted=COUNTERS_MAX), worst_answer(failed=FALLIBLE_MAX)):
-        assert worst * IN_FLIGHT_MAX <= ANSWERS_BYTES_MAX
+        assert worst * IN_FLIGHT_DEFAULT <= ANSWERS_BYTES_MAX
 
 
 # Texts.

@@ -68,7 +68,7 @@ def _read(path: Path) -> tuple[ResumeState, RollbackFloor]:
 
 _GONE: Final = _Outcome("rolls back", 0, 0, "the bucket does not have this partition any more")
 _WITHOUT_ACTIVE: Final = _Outcome(
-    "is elsewhere", None, None, "no node takes this partition now; ask again later"
+    "is elsewhere", None, None, "no node is active for this partition now; ask again later"
 )
 _NOT_HERE: Final = _Outcome("is elsewhere", None, None, "this server does not have this partition")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from upr_protocol.address import Address, AddressError
 from upr_protocol.client.blocking.client import BlockingClient
 from upr_protocol.client.blocking.consumer import BlockingConsumer
-from upr_protocol.client.core.accumulator import Batch
 from upr_protocol.client.core.calls import (
     BucketInfo,
     HeldLease,
@@ -50,6 +49,7 @@ from upr_protocol.client.core.key_operations import (
 )
 from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
+from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
 from upr_protocol.client.local_copy.database import (

@@ -18,7 +18,7 @@ from upr_protocol.client import (
     PartitionNumbers,
 )
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.spark.errors import OptionError, PipelineError
@@ -96,7 +96,7 @@ class BucketDriverClient:
 
     def _ask_until_timeout(self, ask: Callable[[BlockingClient], T]) -> T:
         """Asks, and asks again while that may help."""
-        retries = RetryPolicy(self._options.timeout_s, random.random)
+        retries = RetryState(self._options.timeout_s, random.random)
         while True:
             is_fresh = self._client is None
             try:
@@ -114,7 +114,7 @@ class BucketDriverClient:
                     # The disk is slow, or full for a while.
                     trouble = BrokenError(trouble.sentence)
                 elif trouble.status is Status.NO_BUCKET and not is_fresh:
-                    # It was deleted under this connection, and may have been made anew.
+                    # It was deleted under this connection, and may have been created again.
                     trouble = BrokenError(trouble.sentence)
             self.close()
             try:

@@ -41,8 +41,8 @@ from pyspark.sql.datasource import (
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client import BlockingClient, WriterIdentity
-from upr_protocol.client.core.accumulator import Batch
 from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_BYTES
 from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status
 from upr_protocol.ids import Operation, PartitionId

@@ -32,7 +32,7 @@ from upr_protocol.client import (
     WriterIdentity,
 )
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
-from upr_protocol.client.core.accumulator import Batch
+from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,

@@ -553,7 +553,7 @@ async def test_partitions_that_a_new_bucket_does_not_have_are_rolled_back_to_0(
         state = consumer.resume_state
         server.partitions = [FakePartition(number, 7) for number in range(2)]
         net.cut()
-        with pytest.raises(ServerError, match="made anew, with 2 partitions instead of 4"):
+        with pytest.raises(ServerError, match="created again, with 2 partitions instead of 4"):
             await anext(consumer)
     server.put(b"new", b"v")
     mirror = Mirror(mirror.items)

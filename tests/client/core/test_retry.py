@@ -10,7 +10,7 @@ from upr_protocol.client.core.retry import (
     FIRST_WAIT_S,
     WAIT_S_MAX,
     Backoff,
-    RetryPolicy,
+    RetryState,
     is_retryable,
 )
 from upr_protocol.errors import (
@@ -67,7 +67,7 @@ def test_what_passes(error: Exception, expected: bool) -> None:
 
 
 def test_patience_counts_from_the_first_failure_without_progress() -> None:
-    retry = RetryPolicy(10.0, lambda: 0.5)
+    retry = RetryState(10.0, lambda: 0.5)
     lost = BrokenError("lost")
     assert retry.wait_s(lost, 1000.0) > 0
     assert retry.wait_s(lost, 1009.0) <= 1.0
@@ -81,4 +81,4 @@ def test_patience_counts_from_the_first_failure_without_progress() -> None:
 
 def test_what_does_not_pass_is_raised_at_once() -> None:
     with pytest.raises(ServerError):
-        RetryPolicy(10.0, lambda: 0.5).wait_s(ServerError(Status.NO_BUCKET), 0.0)
+        RetryState(10.0, lambda: 0.5).wait_s(ServerError(Status.NO_BUCKET), 0.0)

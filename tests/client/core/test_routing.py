@@ -70,7 +70,7 @@ def test_refusals_wait_longer_and_longer_until_the_partition_works(
         router.refused(PARTITIONS[0], REFUSAL, now)
         pauses.append(router.next_retry_at(now) - now)
     assert pauses == pytest.approx([FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S])
-    router.works(PARTITIONS[0])
+    router.succeeded(PARTITIONS[0])
     router.refused(PARTITIONS[0], REFUSAL, 30.0)
     assert router.next_retry_at(30.0) - 30.0 == pytest.approx(FIRST_WAIT_S)
 

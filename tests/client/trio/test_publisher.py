@@ -448,6 +448,6 @@ async def test_a_bucket_made_anew_with_other_partitions_ends_the_publisher(
             await sink.set("k", "v")
             await sink.flush()
 
-    with pytest.raises(BrokenError, match="made anew, with 3 partitions instead of 4"):
+    with pytest.raises(BrokenError, match="created again, with 3 partitions instead of 4"):
         await publish()
     assert net.open == 0

@@ -10,18 +10,12 @@ from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
-from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.blocking.dispatcher import BlockingDispatcher
 from upr_protocol.client.blocking.publish_run import PublishRun
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.accumulator import (
-    BUFFER_BYTES_DEFAULT,
-    Accumulator,
-    AccumulatorLimits,
-    Batch,
-)
 from upr_protocol.client.core.calls import (
     BucketInfo,
     Call,
@@ -41,8 +35,14 @@ from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
 from upr_protocol.client.core.results import Failure, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
+from upr_protocol.client.core.unanswered_batches import (
+    BUFFER_BYTES_DEFAULT,
+    Batch,
+    PublishOptions,
+    UnansweredBatches,
+)
 from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.errors import UprError
@@ -115,8 +115,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._draw = draw
         self._sleep = sleep
         self._writer = WriterIdentity(os.urandom(WRITER_BYTES))
-        self._pool = BlockingConnectionPool(self.address, self.options, draw)
-        self._dispatcher = BlockingDispatcher(self._pool, timeout_s, credit_timeout_s, sleep)
+        self._connections = BlockingClusterConnections(self.address, self.options, draw)
+        self._dispatcher = BlockingDispatcher(self._connections, timeout_s, credit_timeout_s, sleep)
 
     def __enter__(self) -> Self:
         self._dispatcher.connect()
@@ -137,7 +137,7 @@ class BlockingClient(KeyOperations[WriteResult]):
             BrokenError: The server could not be reached for too long.
             ServerError: The server refused the bucket.
         """
-        retry = RetryPolicy(self._retry_timeout_s, self._draw)
+        retry = RetryState(self._retry_timeout_s, self._draw)
         while True:
             try:
                 self._dispatcher.connect()
@@ -297,7 +297,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         Args:
             partition: The partition of every key in it.
             chunk: The operations.
-            writer: Gives the tokens; by default the client's own. A writer made anew with the same
+            writer: Gives the tokens; by default the client's own. A new writer with the same
                 ID gives the same tokens again: the batches of a task that runs a second time have
                 no second effect, as long as they are the same.
 
@@ -366,16 +366,16 @@ class BlockingClient(KeyOperations[WriteResult]):
             BrokenError: The server could not be reached for too long.
         """
         self._dispatcher.check_open()
-        limits = AccumulatorLimits(
+        options = PublishOptions(
             buffer_bytes=buffer_bytes,
             retry_timeout_s=self._retry_timeout_s,
             durability=self._durability,
             copies=self._copies,
         )
         run = PublishRun(
-            self._pool,
-            Accumulator(self._writer if writer is None else writer, limits, self._draw),
-            RetryPolicy(self._retry_timeout_s, self._draw),
+            self._connections,
+            UnansweredBatches(self._writer if writer is None else writer, options, self._draw),
+            RetryState(self._retry_timeout_s, self._draw),
             on_answer,
             self._sleep,
         )

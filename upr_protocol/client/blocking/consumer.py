@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Self
 
 from upr_protocol.address import Address
+from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
-from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking.streams import BlockingStreams
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
 from upr_protocol.client.core.events import Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
@@ -75,7 +75,7 @@ class BlockingConsumer:
             checked_partitions(partitions), start == "now", state, end, lease_id
         )
         self._state = SubscriptionState(subscription, processed.copy())
-        pool = BlockingConnectionPool(
+        connections = BlockingClusterConnections(
             self.address,
             SocketOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
             draw,
@@ -85,14 +85,14 @@ class BlockingConsumer:
         )
         self._streams = BlockingStreams(
             self._state,
-            pool,
-            RetryPolicy(retry_timeout_s, draw),
-            PartitionRouter(pool.metadata, state, retry_timeout_s, draw),
+            connections,
+            RetryState(retry_timeout_s, draw),
+            PartitionRouter(connections.metadata, state, retry_timeout_s, draw),
         )
         self._tracker = DeliveryTracker(
             processed, save_limits or SaveLimits(), self._streams.acknowledge, time.monotonic()
         )
-        self._connecting = RetryPolicy(retry_timeout_s, draw)
+        self._connecting = RetryState(retry_timeout_s, draw)
         self._sleep = sleep
         self._closed = False
 

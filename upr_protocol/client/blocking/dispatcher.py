@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from upr_protocol.address import Address
+from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BlockingConnection
-from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
 from upr_protocol.client.core.results import status_of
@@ -24,7 +24,7 @@ class BlockingDispatcher:
     """Sends requests and waits for their answers.
 
     Args:
-        pool: The connections.
+        connections: The connections to all nodes.
         timeout_s: How long one request may take.
         credit_timeout_s: How long a change waits for a server that grants no credit.
         sleep: Waits for so many seconds.
@@ -32,12 +32,12 @@ class BlockingDispatcher:
 
     def __init__(
         self,
-        pool: BlockingConnectionPool,
+        connections: BlockingClusterConnections,
         timeout_s: float,
         credit_timeout_s: float,
         sleep: Callable[[float], None],
     ) -> None:
-        self.pool = pool
+        self.connections = connections
         self._timeout_s = timeout_s
         self._credit_timeout_s = credit_timeout_s
         self._sleep = sleep
@@ -46,7 +46,7 @@ class BlockingDispatcher:
     def close(self) -> None:
         """Closes the connections for good."""
         self._is_closed = True
-        self.pool.close()
+        self.connections.close()
 
     def check_open(self) -> None:
         """Raises `ClosedError` after `close`."""
@@ -56,7 +56,7 @@ class BlockingDispatcher:
     def connect(self) -> BlockingConnection:
         """A connection to any node."""
         self.check_open()
-        return self.pool.any()
+        return self.connections.to_any_node()
 
     # Requests about one partition, or about none.
 
@@ -75,24 +75,26 @@ class BlockingDispatcher:
         self.connect()
         deadline = time.monotonic() + self._timeout_s
         answers: dict[int, Message] = {}
-        failure: UprError = BrokenError("no node takes the request")
+        failure: UprError = BrokenError("no node could be asked")
         while missing := [index for index in range(len(requests)) if index not in answers]:
             for address, indices in self._by_node(requests, missing).items():
                 try:
-                    connection = self.connect() if address is None else self.pool.at(address)
+                    connection = (
+                        self.connect() if address is None else self.connections.to_node(address)
+                    )
                 except BrokenError as error:
-                    if self.pool.metadata.is_single_node:
+                    if self.connections.metadata.is_single_node:
                         raise
                     failure = error  # nothing was sent to it
                     continue
                 batch = [requests[index] for index in indices]
                 replies = self._exchange(connection, batch, deadline)
                 answers.update(zip(indices, replies, strict=True))
-            if self.pool.metadata.is_single_node:
+            if self.connections.metadata.is_single_node:
                 break
             failure = self._drop_misdirected(answers) or failure
             if len(answers) < len(requests):
-                again_at = self.pool.refresh()
+                again_at = self.connections.refresh()
                 if again_at >= deadline:
                     raise self._no_holder_error(requests[index] for index in missing) or failure
                 self._sleep(max(0.0, again_at - time.monotonic()))
@@ -106,7 +108,7 @@ class BlockingDispatcher:
         by_node: dict[Address | None, list[int]] = {}
         for index in indices:
             partition = requests[index].partition
-            address = None if partition is None else self.pool.holder(partition)
+            address = None if partition is None else self.connections.holder(partition)
             if partition is None or address is not None:
                 by_node.setdefault(address, []).append(index)
         return by_node
@@ -118,12 +120,12 @@ class BlockingDispatcher:
             if isinstance(answer, Refusal) and status_of(answer.status) in WRONG_NODE:
                 del answers[index]
                 error = ServerError(status_of(answer.status), answer.sentence)
-                self.pool.metadata.note_revision(answer.map_revision)
+                self.connections.metadata.note_revision(answer.map_revision)
         return error
 
     def _no_holder_error(self, requests: Iterable[Call[T]]) -> UprError | None:
         partitions = (call.partition for call in requests if call.partition is not None)
-        sentence = next(filter(None, map(self.pool.explain_no_holder, partitions)), None)
+        sentence = next(filter(None, map(self.connections.explain_no_holder, partitions)), None)
         return BrokenError(sentence) if sentence else None
 
     def _ask_on(self, connection: BlockingConnection, call: Call[T]) -> T:
@@ -147,7 +149,7 @@ class BlockingDispatcher:
         while missing:
             message = connection.receive(deadline)
             if message is None:
-                address = self.pool.metadata.address
+                address = self.connections.metadata.address
                 raise TimeoutError(f"{address} did not answer in {self._timeout_s:g} s")
             if replies.get(message.opaque, message) is None:
                 replies[message.opaque] = message
@@ -158,7 +160,7 @@ class BlockingDispatcher:
         deadline = time.monotonic() + self._credit_timeout_s
         while not connection.session.credit.open:
             if connection.receive(deadline) is None:
-                raise calls.over_quota(self.pool.metadata.address, self._credit_timeout_s)
+                raise calls.over_quota(self.connections.metadata.address, self._credit_timeout_s)
 
     # Requests about several partitions.
 
@@ -175,18 +177,20 @@ class BlockingDispatcher:
         while True:
             by_node: dict[Address | None, list[PartitionId]] = {}
             for partition in map(PartitionId, partitions):
-                by_node.setdefault(self.pool.holder(partition), []).append(partition)
+                by_node.setdefault(self.connections.holder(partition), []).append(partition)
             unplaced = by_node.pop(None, [])
-            sentence = self.pool.explain_no_holder(unplaced[0]) if unplaced else ""
-            error: UprError = BrokenError(sentence or f"no node takes partitions {unplaced}")
+            sentence = self.connections.explain_no_holder(unplaced[0]) if unplaced else ""
+            error: UprError = BrokenError(
+                sentence or f"the partition map names no node for partitions {unplaced}"
+            )
             try:
-                groups = [(self.pool.at(a), group) for a, group in by_node.items() if a]
+                groups = [(self.connections.to_node(a), group) for a, group in by_node.items() if a]
                 if not unplaced:
                     return groups
             except UprError as failure:
                 error = failure
-            again_at = self.pool.refresh()
-            if self.pool.metadata.is_single_node or again_at >= deadline:
+            again_at = self.connections.refresh()
+            if self.connections.metadata.is_single_node or again_at >= deadline:
                 raise error
             self._sleep(max(0.0, again_at - time.monotonic()))
 
@@ -214,9 +218,9 @@ class BlockingDispatcher:
                 return sorted(rows, key=lambda row: row.partition)
             except ServerError as error:
                 # The map is older than a takeover or a failover.
-                self.pool.metadata.note_revision(error.map_revision)
-                again_at = self.pool.refresh()
-                is_last = self.pool.metadata.is_single_node or again_at >= deadline
+                self.connections.metadata.note_revision(error.map_revision)
+                again_at = self.connections.refresh()
+                is_last = self.connections.metadata.is_single_node or again_at >= deadline
                 if error.status not in WRONG_NODE or is_last:
                     raise
                 self._sleep(max(0.0, again_at - time.monotonic()))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
+from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BlockingConnection, step_any
-from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
-from upr_protocol.client.core.accumulator import Accumulator, Batch, NodeBatches
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, WRONG_NODE, RetryPolicy
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, WRONG_NODE, RetryState
+from upr_protocol.client.core.unanswered_batches import Batch, NodeBatches, UnansweredBatches
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Message, Refusal
@@ -21,8 +21,8 @@ class PublishRun:
     """One run of publishing: it takes batches from a source as there is room.
 
     Args:
-        pool: The connections.
-        accumulator: Holds the batches.
+        connections: The connections to all nodes.
+        unanswered: Holds the batches.
         retry: How long to go on without any answer.
         on_done: Called with each batch that is answered, or refused for good.
         sleep: Waits for so many seconds.
@@ -30,14 +30,14 @@ class PublishRun:
 
     def __init__(
         self,
-        pool: BlockingConnectionPool,
-        accumulator: Accumulator,
-        retry: RetryPolicy,
+        connections: BlockingClusterConnections,
+        unanswered: UnansweredBatches,
+        retry: RetryState,
         on_done: Callable[[Batch], None],
         sleep: Callable[[float], None],
     ) -> None:
-        self._pool = pool
-        self._accumulator = accumulator
+        self._connections = connections
+        self._unanswered = unanswered
         self._retry = retry
         self._on_done = on_done
         self._sleep = sleep
@@ -62,15 +62,15 @@ class PublishRun:
         Raises:
             UprError: No node could be reached for too long.
         """
-        accumulator = self._accumulator
-        if not self._pool.was_connected:
-            self._pool.any()
+        unanswered = self._unanswered
+        if not self._connections.was_connected:
+            self._connections.to_any_node()
         while True:
-            batch = None if accumulator.is_full else next(source, None)
+            batch = None if unanswered.is_full else next(source, None)
             if batch is not None:
                 self._partitions.add(batch[0])
-                accumulator.add(*batch)
-            elif not accumulator.unanswered:
+                unanswered.add(*batch)
+            elif not unanswered.count:
                 return False
             self._place_partitions()
             connections = self._send()
@@ -78,10 +78,10 @@ class PublishRun:
             # Queued batches go out while the source makes the next one, which may take a while.
             deadline = min(now if batch is not None else now + timeout_s, self._wakes_at())
             if batch is None:
-                starved_since = self._starved_since()
-                if now >= starved_since + credit_timeout_s:
+                out_of_credit_since = self._out_of_credit_since()
+                if now >= out_of_credit_since + credit_timeout_s:
                     return True
-                deadline = min(deadline, starved_since + credit_timeout_s)
+                deadline = min(deadline, out_of_credit_since + credit_timeout_s)
             if connections:
                 step_any(list(connections.values()), deadline)
             else:
@@ -90,30 +90,30 @@ class PublishRun:
                 self._retry_at = {n: t for n, t in self._retry_at.items() if t > deadline}
             self._receive(connections)
 
-    def _starved_since(self) -> float:
-        times = (node.starved_since for node in self._nodes.values())
+    def _out_of_credit_since(self) -> float:
+        times = (node.out_of_credit_since for node in self._nodes.values())
         return min((time for time in times if time is not None), default=float("inf"))
 
     def _wakes_at(self) -> float:
         resend = (node.resend_at for node in self._nodes.values())
-        retry = (retry_at for node, retry_at in self._retry_at.items() if node.unanswered)
+        retry = (retry_at for node, retry_at in self._retry_at.items() if node.count)
         return min((self._map_at, *(time for time in resend if time is not None), *retry))
 
     def _place_partitions(self) -> None:
-        accumulator, pool = self._accumulator, self._pool
-        unplaced = accumulator.unplaced
+        unanswered, connections = self._unanswered, self._connections
+        unplaced = unanswered.unplaced
         self._map_at = float("inf")
-        if unplaced.unanswered or pool.metadata.is_stale:
-            self._map_at = pool.refresh()
+        if unplaced.count or connections.metadata.is_stale:
+            self._map_at = connections.refresh()
         for partition in self._partitions:
-            address = pool.holder(partition)
+            address = connections.holder(partition)
             if address is None:
                 node = unplaced
             elif address in self._nodes:
                 node = self._nodes[address]
             else:
-                node = self._nodes[address] = accumulator.new_node()
-            accumulator.place(partition, node)
+                node = self._nodes[address] = unanswered.new_node()
+            unanswered.place(partition, node)
 
     def _send(self) -> dict[Address, BlockingConnection]:
         """Sends as much as may be sent now; gives the connections on which answers are due."""
@@ -121,18 +121,18 @@ class PublishRun:
         self._retry_at = {n: t for n, t in self._retry_at.items() if t > now}
         connections: dict[Address, BlockingConnection] = {}
         for address, node in self._nodes.items():
-            if not node.unanswered or node in self._retry_at:
+            if not node.count or node in self._retry_at:
                 continue
             try:
-                connections[address] = self._pool.at(address)
+                connections[address] = self._connections.to_node(address)
             except UprError as error:
                 self._failed(address, error)
             else:
                 node.send(connections[address].session, time.monotonic())
-        unplaced = self._accumulator.unplaced
-        if not connections and unplaced.unanswered and unplaced not in self._retry_at:
-            nowhere = BrokenError("no node takes a partition that is published to")
-            wait_s = self._retry.wait_s(nowhere, now)
+        unplaced = self._unanswered.unplaced
+        if not connections and unplaced.count and unplaced not in self._retry_at:
+            error = BrokenError("no node is active for a partition that has batches to send")
+            wait_s = self._retry.wait_s(error, now)
             self._retry_at[unplaced] = now + min(wait_s, MAP_WAIT_S_MAX)
         return connections
 
@@ -140,10 +140,10 @@ class PublishRun:
         """A node cannot be reached, or its connection is lost."""
         node = self._nodes[address]
         node.disconnected()
-        self._pool.lost(address)
+        self._connections.lost(address)
         now = time.monotonic()
         self._retry_at[node] = now + self._retry.wait_s(error, now)
-        self._pool.refresh()
+        self._connections.refresh()
 
     def _receive(self, connections: dict[Address, BlockingConnection]) -> None:
         for address, connection in connections.items():
@@ -154,7 +154,7 @@ class PublishRun:
 
     def _received(self, node: NodeBatches, message: Message) -> None:
         if isinstance(message, Refusal) and status_of(message.status) in WRONG_NODE:
-            self._pool.refresh(message.map_revision)
+            self._connections.refresh(message.map_revision)
         batch = node.receive(message, time.monotonic())
         if batch is not None:
             self._retry.progress()

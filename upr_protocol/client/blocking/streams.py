@@ -10,10 +10,10 @@ from functools import partial
 import attrs
 
 from upr_protocol.address import Address
+from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BlockingConnection, step_any
-from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core.delivery_tracker import Delivery
-from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryPolicy
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription_state import SubscriptionState
@@ -45,7 +45,7 @@ class BlockingStreams:
 
     Args:
         state: How far the subscription is.
-        pool: The connections.
+        connections: The connections to all nodes.
         retry: Says how long to go on without anything from any node.
         router: Chooses the node of each partition.
 
@@ -56,17 +56,17 @@ class BlockingStreams:
     def __init__(
         self,
         state: SubscriptionState,
-        pool: BlockingConnectionPool,
-        retry: RetryPolicy,
+        connections: BlockingClusterConnections,
+        retry: RetryState,
         router: PartitionRouter,
     ) -> None:
         self.deliveries: deque[Delivery] = deque()
         self._state = state
-        self._pool = pool
+        self._connections = connections
         self._retry = retry
         self._router = router
         # The first node is at the user's address, wherever partitions turn out to be.
-        first = pool.metadata.address
+        first = connections.metadata.address
         self._nodes = {first: _Node(first, StreamFollower(state))}
         self._idle_until = 0.0
         """When the idle time that `receive` gave last is over."""
@@ -79,11 +79,11 @@ class BlockingStreams:
         Raises:
             UprError: No node can be reached; the reason of the last attempt.
         """
-        self._pool.any()
+        self._connections.to_any_node()
 
     def close(self) -> None:
         """Closes all connections."""
-        self._pool.close()
+        self._connections.close()
 
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has processed a delivery."""
@@ -114,7 +114,7 @@ class BlockingStreams:
             if node.waits_until is None or node.waits_until <= now:
                 self._guard(node, partial(self._connect, node, connected))
         if self._state.is_finished:
-            self._pool.close()
+            self._connections.close()
             return 0.0
         wakes_at = self._next_wake_up(now)
         if not connected and not self.deliveries:
@@ -129,7 +129,7 @@ class BlockingStreams:
             if self._nodes.get(node.address) is node and node.connection is not None:
                 self._guard(node, partial(self._take_messages, node, node.connection))
         if self._state.is_finished:
-            self._pool.close()
+            self._connections.close()
         return 0.0
 
     def _next_wake_up(self, now: float) -> float:
@@ -154,17 +154,17 @@ class BlockingStreams:
             error = failure
         node.follower.disconnected()
         node.connection = None
-        self._pool.lost(node.address)
-        if not self._pool.was_connected:
+        self._connections.lost(node.address)
+        if not self._connections.was_connected:
             raise error
         now = time.monotonic()
         node.waits_until = now + self._retry.wait_s(error, now)
-        self._pool.refresh()
+        self._connections.refresh()
 
     def _connect(self, node: _Node, connected: list[_Node]) -> None:
         """Makes sure that a node is connected, and adds it to `connected`."""
         node.waits_until = None
-        connection = self._pool.at(node.address)
+        connection = self._connections.to_node(node.address)
         if node.connection is not connection:
             node.follower.disconnected()
             self.deliveries.extend(node.follower.learn_partitions(connection.handshake))
@@ -183,7 +183,7 @@ class BlockingStreams:
             if isinstance(message, PROGRESS_MESSAGES):
                 self._retry.progress()
             elif isinstance(message, StreamReply) and not message.status:
-                self._router.works(message.partition)
+                self._router.succeeded(message.partition)
             if type(message) not in SNAPSHOT_MESSAGES:
                 self._react(node.follower)
         if connection.failure is not None:
@@ -193,10 +193,10 @@ class BlockingStreams:
         """Acts on what a follower has concluded."""
         refused_streams, follower.refused_streams = follower.refused_streams, []
         for refused in refused_streams:
-            if self._pool.metadata.is_single_node:
+            if self._connections.metadata.is_single_node:
                 raise refused.error  # there is no other node to try meanwhile
             self._router.refused(refused.partition, refused.error, time.monotonic())
-            self._pool.refresh(refused.map_revision)
+            self._connections.refresh(refused.map_revision)
         if follower.failure is not None:
             raise follower.failure
 
@@ -206,10 +206,10 @@ class BlockingStreams:
         """Places each partition with the node that the map names, and drops nodes without one."""
         if self._state.partitions is None:
             return
-        now, metadata = time.monotonic(), self._pool.metadata
+        now, metadata = time.monotonic(), self._connections.metadata
         placements = self._place(now)
         if self._router.has_unplaced or metadata.is_stale:
-            self._pool.refresh()
+            self._connections.refresh()
             if metadata.revision != self._revision:
                 placements = self._place(now)
         error = self._router.timed_out(self._state.remaining.__contains__, now)
@@ -226,12 +226,14 @@ class BlockingStreams:
         needed = set(placements.values())
         for address in [address for address in self._nodes if address not in needed]:
             self._nodes.pop(address).follower.disconnected()
-            self._pool.drop(address)
+            self._connections.drop(address)
 
     def _place(self, now: float) -> Mapping[PartitionId, Address | None]:
-        revision = self._pool.metadata.revision
+        revision = self._connections.metadata.revision
         if revision != self._revision:
             self._revision = revision
             self._router.map_changed()
         remaining = self._state.remaining
-        return self._router.route(sorted(remaining), self._pool.down, remaining.__contains__, now)
+        return self._router.route(
+            sorted(remaining), self._connections.down, remaining.__contains__, now
+        )

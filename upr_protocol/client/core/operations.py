@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.client.core.accumulator import Batch
 from upr_protocol.client.core.batcher import Batcher, BatchLimits
 from upr_protocol.client.core.results import Failure, WriteResult, results_of
+from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
 

@@ -1,4 +1,18 @@
-"""Which failures may pass, how long to retry, and how long to wait between attempts."""
+"""Which failures may pass, how long to retry, and how long to wait between attempts.
+
+Who retries what, after a lost connection or a refusal:
+
+- **Connections.** `ClusterConnections` reconnects to each node by itself, and `RetryState` says how
+  long it waits before each attempt and when it gives up. `BlockingClusterConnections` reconnects
+  when a connection is asked for. A bucket on a single node is different for `Client`: it does not
+  reconnect.
+- **Batches** of a publisher without an answer: `UnansweredBatches` sends them again, with the same
+  tokens, so that each takes effect once.
+- **Streams** of a consumer: `StreamFollower` requests them again, each from its last position.
+- **Requests** of a client (`get`, `set` and others): once sent, none is repeated after a lost
+  connection, because it may have been carried out. A request that a node refused because it does
+  not hold the partition is sent to another node (`RequestDispatcher`, `PartitionRouter`).
+"""
 
 from __future__ import annotations
 
@@ -87,7 +101,7 @@ class Backoff:
         self.failures = 0
 
 
-class RetryPolicy:
+class RetryState:
     """Counts failures with no progress between them, and decides when to give up.
 
     Args:

@@ -52,7 +52,7 @@ class PartitionRouter:
         self._unplaced_since.setdefault(partition, now)
         self._refusals[partition] = error
 
-    def works(self, partition: PartitionId) -> None:
+    def succeeded(self, partition: PartitionId) -> None:
         """The node of a partition did what it was asked to."""
         self._unplaced_since.pop(partition, None)
         if self._refusals.pop(partition, None) is not None:
@@ -129,7 +129,7 @@ class PartitionRouter:
             elif now - since >= self._timeout_s:
                 error = self.reason_unplaced(partition)
                 if error is None:
-                    error = BrokenError(f"no node takes partition {partition}")
+                    error = BrokenError(f"no node could be used for partition {partition}")
                 error.add_note(f"gave up after {now - since:.0f} s")
                 return error
         return None

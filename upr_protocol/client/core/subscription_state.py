@@ -58,14 +58,14 @@ class SubscriptionState:
 
         Raises:
             ServerError: The bucket does not have a partition that was asked for; or the bucket was
-                made anew with another number of partitions.
+                deleted and created again with another number of partitions.
         """
         count = handshake.partition_count
         if self.partitions is not None:
             if count != self.partition_count:
                 raise ServerError(
                     Status.HISTORY_CHANGED,
-                    f"the bucket was made anew, with {count} partitions instead of "
+                    f"the bucket was deleted and created again, with {count} partitions instead of "
                     f"{self.partition_count}",
                 )
             return []

@@ -21,7 +21,7 @@ from upr_protocol.client.core.events import (
     Undone,
 )
 from upr_protocol.client.core.key_lookup import Item
-from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
@@ -109,7 +109,7 @@ class RollbackIterator(ABC):
 async def _read_newest(
     address: Address,
     options: TrioOptions,
-    retry: RetryPolicy,
+    retry: RetryState,
     partition: PartitionId,
     keys: Sequence[bytes],
     history_id: HistoryId,
@@ -148,7 +148,7 @@ async def consume_with_planner(
 ) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
     """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
     options = TrioOptions(identity=identity, dial=dial)
-    retry = RetryPolicy(retry_timeout_s, draw)
+    retry = RetryState(retry_timeout_s, draw)
     planner = RollbackPlanner(received_keys, partial(_read_newest, address, options, retry))
     subscription = Subscription(
         checked_partitions(partitions), start == "now", end=end, with_logs=True, has_undo=True

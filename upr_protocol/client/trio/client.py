@@ -32,8 +32,8 @@ from upr_protocol.client.core.key_lookup import (
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
+from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import TrioOptions
-from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background
 from upr_protocol.errors import RemoteProtocolError
@@ -295,7 +295,7 @@ async def connect(
         dial=dial,
     )
     dispatcher = RequestDispatcher(address, credit_timeout_s, retry_timeout_s, random.random)
-    dispatcher.pool = ConnectionPool(
+    dispatcher.connections = ClusterConnections(
         address, options, dispatcher, retry_timeout_s=retry_timeout_s, by_map=by_map
     )
     async with background() as nursery:
@@ -303,7 +303,7 @@ async def connect(
         await dispatcher.opened.wait()
         if dispatcher.error is None:
             with trio.move_on_after(connect_timeout_s):
-                await dispatcher.pool.settled.wait()
+                await dispatcher.connections.located.wait()
         if dispatcher.error is not None:
             raise dispatcher.error
         yield Client(address, options, dispatcher)

@@ -10,9 +10,9 @@ import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.core.accumulator import OUTGOING_BYTES_MAX
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.options import ConnectionOptions
 from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import (

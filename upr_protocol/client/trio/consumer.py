@@ -21,14 +21,14 @@ from upr_protocol.client.core.delivery_tracker import (
 )
 from upr_protocol.client.core.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
+from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import TrioOptions
-from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.trio.streams import ConsumerStreams
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError, UprError
@@ -310,7 +310,7 @@ class Consumer:
     async def _run(self) -> None:
         error: UprError = _EndOfStreamsError("every stream has ended")
         try:
-            await self._streams.pool.run()
+            await self._streams.connections.run()
         except UprError as failure:
             error = failure
         self._streams.queue.end(error)
@@ -343,7 +343,7 @@ class Consumer:
             streams.state.rollback_count,
             self._saves,
             len(streams.queue),
-            streams.pool.last_failure,
+            streams.connections.last_failure,
         )
 
 
@@ -384,8 +384,8 @@ async def open_consumer(
 ) -> AsyncIterator[C]:
     """A consumer of some class; see `consume`."""
     state, store = await load_resume_state(resume, address.with_bucket().bucket)
-    new_pool = partial(
-        ConnectionPool,
+    connect = partial(
+        ClusterConnections,
         address,
         options,
         retry_timeout_s=retry_timeout_s,
@@ -396,8 +396,8 @@ async def open_consumer(
     )
     streams = ConsumerStreams(
         SubscriptionState(subscription, state.copy()),
-        lambda: RetryPolicy(retry_timeout_s, draw),
-        new_pool,
+        lambda: RetryState(retry_timeout_s, draw),
+        connect,
     )
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
     async with background() as nursery:

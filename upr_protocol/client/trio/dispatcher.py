@@ -10,9 +10,9 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
-from upr_protocol.client.core.retry import WRONG_NODE, RetryPolicy
+from upr_protocol.client.core.retry import WRONG_NODE, RetryState
+from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import Connection
-from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.client.trio.request_channel import PendingReply, RequestChannel
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
@@ -38,7 +38,7 @@ class NodeChannel(RequestChannel):
 
     def __init__(self, dispatcher: RequestDispatcher, credit_timeout_s: float) -> None:
         super().__init__(dispatcher.address, credit_timeout_s)
-        self.retry = RetryPolicy(float("inf"), dispatcher.draw)
+        self.retry = RetryState(float("inf"), dispatcher.draw)
         self._dispatcher = dispatcher
 
     def connected(self, connection: Connection) -> None:
@@ -47,7 +47,7 @@ class NodeChannel(RequestChannel):
 
     def received(self, message: Message) -> None:
         if isinstance(message, MapReply):
-            self._dispatcher.pool.received_map(self, message)
+            self._dispatcher.connections.received_map(self, message)
         else:
             super().received(message)
 
@@ -57,9 +57,12 @@ class NodeChannel(RequestChannel):
 
 
 class RequestDispatcher:
-    """A channel for each node; the client of a client's connection pool.
+    """Sends each request of a client to the node that holds its partition, and retries it.
 
-    A single node is not connected to again: callers are told that its connection is lost.
+    It has a `NodeChannel` for each node that the partition map names.
+
+    If one node holds the whole bucket and its connection is lost, there is no reconnecting: every
+    call raises the error.
 
     Args:
         address: The address that the user gave.
@@ -70,13 +73,13 @@ class RequestDispatcher:
     Attributes:
         address: See above.
         draw: See above.
-        pool: The connections; set by the pool's maker.
-        opened: Set once the first connection is made, or none can be.
+        connections: The connections; set by whoever makes the dispatcher.
+        opened: Set once the first connection is made, or could not be made.
         error: Why no request can be made any more; None while it can.
         partition_count: The bucket's; 0 when no bucket was opened.
     """
 
-    pool: ConnectionPool[NodeChannel]
+    connections: ClusterConnections[NodeChannel]
 
     def __init__(
         self,
@@ -101,18 +104,18 @@ class RequestDispatcher:
     async def run(self) -> None:
         """Keeps the connections for as long as that is of use. Cancelled, it closes them."""
         try:
-            await self.pool.run()
+            await self.connections.run()
         except UprError as error:
             self.error = error
         self.opened.set()
-        self.pool.settled.set()
+        self.connections.located.set()
         self._changed.notify()
 
-    # For the pool.
+    # What the connections call; `ConnectionsOwner` documents it.
 
     @property
     def is_finished(self) -> bool:
-        return self.pool.metadata.is_single_node and self._is_lost
+        return self.connections.metadata.is_single_node and self._is_lost
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
@@ -122,26 +125,26 @@ class RequestDispatcher:
         """Never: each request has a timeout of its own."""
         return False
 
-    def new_handler(self) -> NodeChannel:
+    def new_endpoint(self) -> NodeChannel:
         channel = NodeChannel(self, self._credit_timeout_s)
         self._channels.append(channel)
         return channel
 
-    def place(self, partition: PartitionId, handler: NodeChannel | None) -> None:
-        if self._channel_of.get(partition) is not handler:
-            self._channel_of[partition] = handler
+    def place(self, partition: PartitionId, endpoint: NodeChannel | None) -> None:
+        if self._channel_of.get(partition) is not endpoint:
+            self._channel_of[partition] = endpoint
             self._changed.notify()
 
-    def remove_handler(self, handler: NodeChannel) -> None:
-        self._requests_before += handler.requests
-        self._channels.remove(handler)
+    def remove_endpoint(self, endpoint: NodeChannel) -> None:
+        self._requests_before += endpoint.requests
+        self._channels.remove(endpoint)
 
     # For the channels.
 
     def connected(self, channel: NodeChannel, connection: Connection) -> None:
         """A node has opened the bucket."""
         self.partition_count = connection.handshake.partition_count
-        self.pool.connected(channel, connection)
+        self.connections.connected(channel, connection)
         self.opened.set()
         self._changed.notify()
 
@@ -149,7 +152,7 @@ class RequestDispatcher:
         """The connection to a node is lost."""
         if self.opened.is_set():
             self._is_lost = True
-            if self.pool.metadata.is_single_node and self.error is None:
+            if self.connections.metadata.is_single_node and self.error is None:
                 self.error = error
         self._changed.notify()
 
@@ -183,9 +186,9 @@ class RequestDispatcher:
             try:
                 return await reply.wait()
             except ServerError as error:
-                if self.pool.metadata.is_single_node or error.status not in WRONG_NODE:
+                if self.connections.metadata.is_single_node or error.status not in WRONG_NODE:
                     raise
-                self.pool.doubt_map(error.map_revision)
+                self.connections.request_map(error.map_revision)
             return await self.ask(call)
 
         return answer
@@ -201,15 +204,17 @@ class RequestDispatcher:
             try:
                 result = await request(channel)
             except ServerError as error:
-                is_last = self.pool.metadata.is_single_node or trio.current_time() >= deadline
+                is_last = (
+                    self.connections.metadata.is_single_node or trio.current_time() >= deadline
+                )
                 if is_last or partition is None or error.status not in WRONG_NODE:
                     raise
                 if self._channel_of.get(partition) is channel:
-                    self.pool.refused(partition, error, error.map_revision)
+                    self.connections.refused(partition, error, error.map_revision)
                     self._channel_of[partition] = None
             else:
                 if partition is not None:
-                    self.pool.works(partition)
+                    self.connections.succeeded(partition)
                 return result
 
     async def _await_channel(self, partition: PartitionId | None, deadline: float) -> NodeChannel:
@@ -237,13 +242,13 @@ class RequestDispatcher:
         return not scope.cancelled_caught
 
     def _no_channel_error(self, partition: PartitionId | None) -> UprError:
-        reason = None if partition is None else self.pool.reason_unplaced(partition)
+        reason = None if partition is None else self.connections.reason_unplaced(partition)
         if reason is not None:
             return reason
-        what = "the bucket" if partition is None else f"partition {partition}"
+        node = "any node" if partition is None else f"the active node of partition {partition}"
         return BrokenError(
-            f"no node takes {what}: {self.pool.last_failure or 'no map'}. If its node is gone, "
-            "`upr failover` makes a replica active in its place"
+            f"no connection to {node}: {self.connections.last_failure or 'no partition map yet'}. "
+            "If the node is gone, `upr failover` makes a replica active in its place"
         )
 
     # Requests about several partitions.
@@ -253,7 +258,7 @@ class RequestDispatcher:
     ) -> list[PartitionNumbers]:
         """The sequence numbers of partitions, each from the node that is active for it; of all when
         none are named. A single node says itself which partitions it has."""
-        if self.pool.metadata.is_single_node:
+        if self.connections.metadata.is_single_node:
             return await self.ask(calls.seqnos(partitions, of_copies))
         deadline = trio.current_time() + self._retry_timeout_s
         rows: dict[PartitionId, PartitionNumbers] = {}
@@ -268,11 +273,11 @@ class RequestDispatcher:
                 # It does not say which of them it is not active for.
                 for partition in asked:
                     if self._channel_of.get(partition) is channel:
-                        self.pool.refused(partition, error, error.map_revision)
+                        self.connections.refused(partition, error, error.map_revision)
                         self._channel_of[partition] = None
                 continue
             for row in reply_rows:
-                self.pool.works(row.partition)
+                self.connections.succeeded(row.partition)
                 rows[row.partition] = row
             missing -= rows.keys()
         return [rows[partition] for partition in sorted(rows)]
@@ -338,7 +343,7 @@ class RequestDispatcher:
 
     def _held_partitions(self) -> list[PartitionId]:
         """The partitions that the map names a node for; all of them while there is no map."""
-        metadata = self.pool.metadata
+        metadata = self.connections.metadata
         return [
             partition
             for partition in self.partitions

@@ -14,7 +14,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
@@ -52,7 +52,7 @@ class EventFeed:
         self,
         address: Address,
         options: TrioOptions,
-        retry: RetryPolicy,
+        retry: RetryState,
         new_request: Callable[[int], calls.Call[EventsReply]],
     ) -> None:
         self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each())
@@ -197,7 +197,7 @@ async def follow_events(
             pattern,
         )
 
-    feed = EventFeed(address, options, RetryPolicy(retry_timeout_s, draw), new_request)
+    feed = EventFeed(address, options, RetryState(retry_timeout_s, draw), new_request)
     async with background() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()

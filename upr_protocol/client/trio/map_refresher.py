@@ -22,8 +22,8 @@ from upr_protocol.client.trio.connection import Connection, TrioOptions, open_co
 from upr_protocol.errors import UprError
 from upr_protocol.wire import GetMap, MapReply, Message
 
-CALM_S: Final = 2.0
-"""After so long without a round of asking, the next one is a first one."""
+ROUNDS_RESET_S: Final = 2.0
+"""So long after the last round was due, the waits between rounds are short again."""
 
 IDLE_S: Final = 2.0
 """How long a connection made only for the map stays open after a question: while a partition has no
@@ -88,9 +88,9 @@ class MapConnection:
     async def run(self) -> None:
         """Connects, asks, and stays while it is asked again. Raises nothing: a node that does not
         answer is asked on a new connection in the next round."""
-        nowhere = attrs.evolve(self._address, bucket="")
+        node_address = attrs.evolve(self._address, bucket="")
         with suppress(UprError), self.scope:
-            async with open_connection(nowhere, self._options, self) as connection:
+            async with open_connection(node_address, self._options, self) as connection:
                 while connection.failure is None and trio.current_time() < self._idle_at:
                     with trio.move_on_at(self._idle_at):
                         await connection.ended.wait()
@@ -139,7 +139,7 @@ class MapRefresher:
 
     Attributes:
         next_round_at: When the next round may begin.
-        is_doubted: Whether something since the last round says that the map may be stale.
+        is_requested: Whether the map was asked for since the last round: it may be stale.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class MapRefresher:
         on_map: Callable[[MapReply], None],
     ) -> None:
         self.next_round_at = -math.inf
-        self.is_doubted = False
+        self.is_requested = False
         self._metadata = metadata
         self._options = options
         self._on_map = on_map
@@ -161,9 +161,9 @@ class MapRefresher:
         """Begins a round of asking when it is time for one; whether it is."""
         if now < self.next_round_at:
             return False
-        if now >= self.next_round_at + CALM_S:
+        if now >= self.next_round_at + ROUNDS_RESET_S:
             self._waits.reset()
-        self.is_doubted = False
+        self.is_requested = False
         self.next_round_at = now + self._waits.next_wait_s()
         return True
 

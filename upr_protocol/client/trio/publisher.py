@@ -13,24 +13,24 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
-from upr_protocol.client.core.accumulator import (
-    BUFFER_BYTES_DEFAULT,
-    IN_FLIGHT_MAX,
-    Accumulator,
-    AccumulatorLimits,
-    Batch,
-)
 from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.core.calls import over_quota
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
 from upr_protocol.client.core.results import Failure
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryPolicy
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
+from upr_protocol.client.core.unanswered_batches import (
+    BUFFER_BYTES_DEFAULT,
+    IN_FLIGHT_DEFAULT,
+    Batch,
+    PublishOptions,
+    UnansweredBatches,
+)
 from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.trio.client import Client
+from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import TrioOptions
-from upr_protocol.client.trio.connection_pool import ConnectionPool
-from upr_protocol.client.trio.publisher_router import PublisherRouter
+from upr_protocol.client.trio.publisher_nodes import PublisherNodes
 from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
@@ -90,7 +90,7 @@ class Publisher:
 
     Args:
         address: The bucket, for messages.
-        router: Sends the batches.
+        nodes: Sends the batches to the nodes.
         limits: When a batch is full.
         credit_timeout_s: How long to wait for a server that grants no credit.
         on_failure: Called with each operation that fails, instead of `failures`.
@@ -104,31 +104,31 @@ class Publisher:
     def __init__(
         self,
         address: Address,
-        router: PublisherRouter,
+        nodes: PublisherNodes,
         limits: BatchLimits,
         credit_timeout_s: float,
         on_failure: Callable[[Failure], None] | None,
     ) -> None:
         self.address = address
         self.failures: list[Failure] = []
-        self._router = router
-        self._accumulator = router.accumulator
+        self._nodes = nodes
+        self._unanswered = nodes.unanswered
         self._limits = limits
         self._credit_timeout_s = credit_timeout_s
         self._on_failure = on_failure
         self._batcher: Batcher | None = None
-        self._lingering = Notifier()
+        self._batch_begun = Notifier()
         self._batches = 0
         self._mutations = 0
         self._failed = 0
-        router.on_done = self._count
+        nodes.on_done = self._count
 
     # Adding changes.
 
     @property
     def partition_count(self) -> int:
         """How many partitions the bucket has."""
-        return self._router.partition_count
+        return self._nodes.partition_count
 
     async def apply(
         self,
@@ -159,8 +159,8 @@ class Publisher:
         """
         batcher = self._batcher
         assert batcher is not None
-        if self._router.error is not None:
-            raise self._router.error
+        if self._nodes.error is not None:
+            raise self._nodes.error
         was_empty = not batcher
         full = batcher.add(
             trio.current_time(),
@@ -174,7 +174,7 @@ class Publisher:
         if full is not None:
             await self.publish(*full)
         elif was_empty:
-            self._lingering.notify()
+            self._batch_begun.notify()
 
     async def set(
         self, key: Text, value: Text, *, cas: int = 0, flags: int = 0, expiry: int = 0
@@ -221,16 +221,16 @@ class Publisher:
                 quota and no credit arrived in time: it was added.
             BrokenError: The server could not be reached for too long.
         """
-        router = self._router
-        if router.error is not None:
-            raise router.error
-        if not 0 <= partition < router.partition_count:
+        nodes = self._nodes
+        if nodes.error is not None:
+            raise nodes.error
+        if not 0 <= partition < nodes.partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
-                f"the bucket has partitions 0 to {router.partition_count - 1}, not {partition}",
+                f"the bucket has partitions 0 to {nodes.partition_count - 1}, not {partition}",
             )
-        batch = self._accumulator.add(partition, chunk, on_answer)
-        router.send()
+        batch = self._unanswered.add(partition, chunk, on_answer)
+        nodes.send()
         await self._wait_until(self._has_room)
         return batch
 
@@ -262,30 +262,30 @@ class Publisher:
 
     def _add_batches(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
         for partition, chunk in batches:
-            self._accumulator.add(partition, chunk)
-        self._router.send()
+            self._unanswered.add(partition, chunk)
+        self._nodes.send()
 
     def _has_room(self) -> bool:
-        return not self._accumulator.is_full
+        return not self._unanswered.is_full
 
     def _all_answered(self) -> bool:
-        return self._accumulator.unanswered == 0
+        return self._unanswered.count == 0
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        router = self._router
+        nodes = self._nodes
         began_at = trio.current_time()
         if condition():
             await trio.lowlevel.checkpoint()
         while not condition():
-            if router.error is not None:
-                raise router.error
+            if nodes.error is not None:
+                raise nodes.error
             deadline = float("inf")
-            starved_since = router.starved_since
-            if starved_since is not None:
-                deadline = max(starved_since, began_at) + self._credit_timeout_s
+            out_of_credit_since = nodes.out_of_credit_since
+            if out_of_credit_since is not None:
+                deadline = max(out_of_credit_since, began_at) + self._credit_timeout_s
                 if trio.current_time() >= deadline:
                     raise over_quota(self.address, self._credit_timeout_s)
-            await router.wait_for_change(deadline)
+            await nodes.wait_for_change(deadline)
 
     # Internal.
 
@@ -306,16 +306,16 @@ class Publisher:
         while True:
             due_at = batcher.due_at
             if due_at is None:
-                await self._lingering.wait()
+                await self._batch_begun.wait()
             else:
                 await trio.sleep_until(due_at)
                 self._add_batches(batcher.due(trio.current_time()))
 
-    async def _run_pool(self) -> None:
+    async def _run_connections(self) -> None:
         try:
-            await self._router.pool.run()
+            await self._nodes.connections.run()
         except UprError as error:
-            self._router.stop(error)
+            self._nodes.stop(error)
 
     async def _start(self, nursery: trio.Nursery) -> None:
         """Connects, and starts the tasks that send.
@@ -323,12 +323,12 @@ class Publisher:
         Raises:
             UprError: It could not connect, or the server refused the bucket.
         """
-        router = self._router
-        nursery.start_soon(self._run_pool)
-        await self._wait_until(lambda: router.partition_count > 0)
-        self._batcher = Batcher(router.partition_count, self._limits)
+        nodes = self._nodes
+        nursery.start_soon(self._run_connections)
+        await self._wait_until(lambda: nodes.partition_count > 0)
+        self._batcher = Batcher(nodes.partition_count, self._limits)
         nursery.start_soon(self._send_lingering)
-        nursery.start_soon(router.resend_refused)
+        nursery.start_soon(nodes.resend_refused)
 
     async def _finish(self) -> None:
         """Waits until everything is answered, and takes nothing more.
@@ -337,7 +337,7 @@ class Publisher:
             PublishError: Operations failed, and no callback was told.
         """
         await self.flush()
-        self._router.stop(ClosedError("the publisher was closed"))
+        self._nodes.stop(ClosedError("the publisher was closed"))
         if self.failures:
             raise PublishError(self.failures, self._failed)
 
@@ -347,11 +347,11 @@ class Publisher:
             self._batches,
             self._mutations,
             self._failed,
-            self._accumulator.resent,
-            self._accumulator.unanswered,
-            self._accumulator.nbytes,
-            self._router.connections,
-            self._router.pool.last_failure,
+            self._unanswered.resent,
+            self._unanswered.count,
+            self._unanswered.nbytes,
+            self._nodes.connection_count,
+            self._nodes.connections.last_failure,
         )
 
 
@@ -363,7 +363,7 @@ async def publisher(
     batch_mutations: int = BATCH_MUTATIONS,
     batch_bytes: int = BATCH_BYTES,
     linger_s: float = 0.005,
-    in_flight: int = IN_FLIGHT_MAX,
+    in_flight: int = IN_FLIGHT_DEFAULT,
     buffer_bytes: int = BUFFER_BYTES_DEFAULT,
     durability: Durability = Durability.MEMORY,
     copies: int = 0,
@@ -421,21 +421,21 @@ async def publisher(
             connect_timeout_s=connect_timeout_s,
             dial=dial,
         )
-    limits = AccumulatorLimits(in_flight, buffer_bytes, retry_timeout_s, durability, copies)
+    publish_options = PublishOptions(in_flight, buffer_bytes, retry_timeout_s, durability, copies)
     if writer is None:
         writer = WriterIdentity(os.urandom(WRITER_BYTES))
-    accumulator = Accumulator(writer, limits, draw)
-    router = PublisherRouter(accumulator, lambda: RetryPolicy(retry_timeout_s, draw))
-    router.pool = ConnectionPool(
+    unanswered = UnansweredBatches(writer, publish_options, draw)
+    nodes = PublisherNodes(unanswered, lambda: RetryState(retry_timeout_s, draw))
+    nodes.connections = ClusterConnections(
         address.with_bucket(),
         options,
-        router,
+        nodes,
         retry_timeout_s=retry_timeout_s,
         by_map=by_map,
         draw=draw,
     )
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
-    sink = Publisher(address, router, batch_limits, credit_timeout_s, on_failure)
+    sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)
     async with background() as nursery:
         await sink._start(nursery)  # noqa: SLF001
         yield sink

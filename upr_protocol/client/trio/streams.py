@@ -9,11 +9,11 @@ from typing import Final
 import trio
 
 from upr_protocol.client.core.delivery_tracker import Delivery
-from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import Connection
-from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
@@ -98,22 +98,22 @@ class NodeStreams:
         retry: Notified of progress.
         queue: Where deliveries go.
         opened: Set when a connection is made.
-        pool: Notified of what concerns other nodes.
+        connections: Notified of what concerns other nodes.
     """
 
     def __init__(
         self,
         follower: StreamFollower,
-        retry: RetryPolicy,
+        retry: RetryState,
         queue: DeliveryQueue,
         opened: trio.Event,
-        pool: ConnectionPool[NodeStreams],
+        connections: ClusterConnections[NodeStreams],
     ) -> None:
         self.follower = follower
         self.retry = retry
         self._queue = queue
         self._opened = opened
-        self._pool = pool
+        self._connections = connections
         self._connection: Connection | None = None
 
     @property
@@ -131,10 +131,10 @@ class NodeStreams:
         connection, follower = self._connection, self.follower
         refused_streams, follower.refused_streams = follower.refused_streams, []
         for refused in refused_streams:
-            if self._pool.metadata.is_single_node and connection is not None:
+            if self._connections.metadata.is_single_node and connection is not None:
                 connection.fail(refused.error)  # there is no other node to try meanwhile
                 return
-            self._pool.refused(refused.partition, refused.error, refused.map_revision)
+            self._connections.refused(refused.partition, refused.error, refused.map_revision)
         if connection is None:
             return
         if follower.failure is not None:
@@ -144,12 +144,13 @@ class NodeStreams:
         else:
             connection.flush()
 
-    # What the connection and the pool call; `ConnectionHandler` and `NodeHandler` document it.
+    # What the connection and `ClusterConnections` call; `ConnectionHandler` and `NodeEndpoint`
+    # document it.
 
     def connected(self, connection: Connection) -> None:
         for delivery in self.follower.learn_partitions(connection.handshake):
             self._queue.put(delivery)
-        self._pool.connected(self, connection)
+        self._connections.connected(self, connection)
         self.follower.connected(connection.session, connection.handshake)
         self._connection = connection
         self._opened.set()
@@ -159,7 +160,7 @@ class NodeStreams:
         if self._connection is None:
             return
         if isinstance(message, MapReply):
-            self._pool.received_map(self, message)
+            self._connections.received_map(self, message)
             return
         for delivery in self.follower.receive(message):
             self._queue.put(delivery)
@@ -168,7 +169,7 @@ class NodeStreams:
         if type(message) in SNAPSHOT_MESSAGES:
             return  # there are many, and none of them refuses or ends anything
         if isinstance(message, StreamReply) and not message.status:
-            self._pool.works(message.partition)
+            self._connections.succeeded(message.partition)
         self.react()
 
     def writable(self) -> None:
@@ -178,7 +179,7 @@ class NodeStreams:
         if self._queue.is_full:
             await self._queue.wait_for_room()
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  the pool has it, and connects again
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  ClusterConnections reconnects
         self._connection = None
         self.follower.disconnected()
 
@@ -191,30 +192,30 @@ class ConsumerStreams:
 
     Args:
         state: How far the subscription is.
-        new_retry_policy: Gives each node's.
-        new_pool: Gives the pool of connections whose client this is.
+        new_retry_state: Gives each node's.
+        connect: Makes the connections that this owns.
 
     Attributes:
         queue: The deliveries that the application has not taken.
         opened: Set when the first connection is made.
         state: See above.
-        pool: The pool of connections.
+        connections: The connections to all nodes.
     """
 
     def __init__(
         self,
         state: SubscriptionState,
-        new_retry_policy: Callable[[], RetryPolicy],
-        new_pool: Callable[[ConsumerStreams], ConnectionPool[NodeStreams]],
+        new_retry_state: Callable[[], RetryState],
+        connect: Callable[[ConsumerStreams], ClusterConnections[NodeStreams]],
     ) -> None:
         self.queue = DeliveryQueue()
         self.opened = trio.Event()
         self.state = state
-        self._new_retry_policy = new_retry_policy
+        self._new_retry_state = new_retry_state
         self._nodes: list[NodeStreams] = []
-        self.pool = new_pool(self)
+        self.connections = connect(self)
 
-    # What the pool calls; `PoolClient` documents it.
+    # What the connections call; `ConnectionsOwner` documents it.
 
     @property
     def is_finished(self) -> bool:
@@ -227,23 +228,25 @@ class ConsumerStreams:
     def is_waiting_for(self, partition: PartitionId) -> bool:
         return partition in self.state.remaining
 
-    def new_handler(self) -> NodeStreams:
+    def new_endpoint(self) -> NodeStreams:
         follower = StreamFollower(self.state)
-        node = NodeStreams(follower, self._new_retry_policy(), self.queue, self.opened, self.pool)
+        node = NodeStreams(
+            follower, self._new_retry_state(), self.queue, self.opened, self.connections
+        )
         self._nodes.append(node)
         return node
 
-    def place(self, partition: PartitionId, handler: NodeStreams | None) -> None:
+    def place(self, partition: PartitionId, endpoint: NodeStreams | None) -> None:
         for node in self._nodes:
-            if node is not handler and partition in node.follower.partitions:
+            if node is not endpoint and partition in node.follower.partitions:
                 node.follower.remove_partition(partition)
                 node.react()
-        if handler is not None:
-            handler.follower.add_partition(partition)
-            handler.react()
+        if endpoint is not None:
+            endpoint.follower.add_partition(partition)
+            endpoint.react()
 
-    def remove_handler(self, handler: NodeStreams) -> None:
-        self._nodes.remove(handler)
+    def remove_endpoint(self, endpoint: NodeStreams) -> None:
+        self._nodes.remove(endpoint)
 
     # What the consumer calls.
 

@@ -1,4 +1,4 @@
-"""The accumulator against a server that answers in any way it may, over connections that break."""
+"""Unanswered batches, against a server that answers in every way it may, as connections break."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import CounterDelta, plain_chunk
-from upr_protocol.client.core.accumulator import Accumulator, AccumulatorLimits, Batch
+from upr_protocol.client.core.unanswered_batches import Batch, PublishOptions, UnansweredBatches
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, PartitionId
@@ -25,21 +25,19 @@ ATTEMPT = 7
 
 
 class Machine(RuleBasedStateMachine):
-    """An accumulator, the two ends of a connection, and what the server did."""
+    """The batches, the two ends of a connection, and what the server did."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.accumulator = Accumulator(
+        self.batches = UnansweredBatches(
             WriterIdentity.of_task(b"w" * 16, ATTEMPT),
-            AccumulatorLimits(
-                in_flight=IN_FLIGHT, buffer_bytes=4000, retry_timeout_s=RETRY_TIMEOUT_S
-            ),
+            PublishOptions(in_flight=IN_FLIGHT, buffer_bytes=4000, retry_timeout_s=RETRY_TIMEOUT_S),
             draw=lambda: 0.5,
         )
-        self.node = self.accumulator.new_node()
+        self.node = self.batches.new_node()
         for partition in range(PARTITIONS):
-            self.accumulator.place(PartitionId(partition), self.node)
+            self.batches.place(PartitionId(partition), self.node)
         self.partitions = [FakePartition(number, 1 + number) for number in range(PARTITIONS)]
         self.added: defaultdict[int, list[Batch]] = defaultdict(list)
         self.answered: list[Batch] = []
@@ -48,7 +46,7 @@ class Machine(RuleBasedStateMachine):
         self.connect()
 
     def connect(self) -> None:
-        self.client = ClientSession("test:accumulator", now=0.0)
+        self.client = ClientSession("test:batches", now=0.0)
         self.server = ServerSession("test", now=0.0)
         self.arrived: deque[Mutate] = deque()
         self.carry()
@@ -92,7 +90,7 @@ class Machine(RuleBasedStateMachine):
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def add(self, partition: int) -> None:
         chunk = plain_chunk([b"n"], [CounterDelta(1, 1).encode()], bytes([Operation.INCREMENT]))
-        self.added[partition].append(self.accumulator.add(PartitionId(partition), chunk))
+        self.added[partition].append(self.batches.add(PartitionId(partition), chunk))
         self.pump()
 
     @connected
@@ -150,14 +148,14 @@ class Machine(RuleBasedStateMachine):
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def lose_the_node_of(self, partition: int) -> None:
         """Requests that have arrived there are never carried out."""
-        self.accumulator.place(PartitionId(partition), self.accumulator.unplaced)
+        self.batches.place(PartitionId(partition), self.batches.unplaced)
         self.arrived = deque(r for r in self.arrived if r.partition != partition)
         self.pump()
 
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def find_the_node_of(self, partition: int) -> None:
-        is_unplaced = self.accumulator.is_unplaced(PartitionId(partition))
-        was_moved = self.accumulator.place(PartitionId(partition), self.node)
+        is_unplaced = self.batches.is_unplaced(PartitionId(partition))
+        was_moved = self.batches.place(PartitionId(partition), self.node)
         assert was_moved or not is_unplaced
         self.pump()
 
@@ -183,11 +181,11 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         unanswered = [b for batches in self.added.values() for b in batches if b.reply is None]
-        assert self.accumulator.unanswered == len(unanswered)
-        placed = self.node.unanswered + self.accumulator.unplaced.unanswered
+        assert self.batches.count == len(unanswered)
+        placed = self.node.count + self.batches.unplaced.count
         assert placed == len(unanswered)
-        assert self.accumulator.nbytes == sum(batch.nbytes for batch in unanswered)
-        assert self.accumulator.is_full == (self.accumulator.nbytes >= 4000)
+        assert self.batches.nbytes == sum(batch.nbytes for batch in unanswered)
+        assert self.batches.is_full == (self.batches.nbytes >= 4000)
 
     @invariant()
     def few_are_in_flight(self) -> None:
@@ -200,7 +198,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def starving_is_noticed(self) -> None:
-        if self.node.starved_since is not None:
+        if self.node.out_of_credit_since is not None:
             assert self.client is not None
             assert not self.client.credit.open
 
@@ -221,9 +219,9 @@ class Machine(RuleBasedStateMachine):
             self.pump()
             while self.arrived:
                 self.answer()
-            if not self.accumulator.unanswered:
+            if not self.batches.count:
                 break
-        assert not self.accumulator.unanswered
+        assert not self.batches.count
         for number, batches in self.added.items():
             history = self.partitions[number].history
             assert [int(mutation.value) for mutation in history] == [
@@ -235,5 +233,5 @@ class Machine(RuleBasedStateMachine):
         assert len(self.answered) == sum(map(len, self.added.values()))
 
 
-TestAccumulator = Machine.TestCase
-TestAccumulator.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestUnansweredBatches = Machine.TestCase
+TestUnansweredBatches.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,6 +1,6 @@
 """Connections to the nodes of a bucket, for programs that block.
 
-No task runs in the background: the pool connects when a connection is asked for, and asks for the
+No task runs in the background: connections are made when they are asked for, and asks for the
 partition map when the caller says that it may be stale.
 """
 
@@ -24,7 +24,7 @@ _MAP_TIMEOUT_S: Final = 1.0
 """How long one node may take to tell its map."""
 
 
-class BlockingConnectionPool:
+class BlockingClusterConnections:
     """Connections to the nodes of a bucket.
 
     Args:
@@ -37,7 +37,6 @@ class BlockingConnectionPool:
 
     Attributes:
         metadata: The client's view of the cluster.
-        connections: The connections, by address; a lost one stays until it is replaced.
         was_connected: Whether any node was ever reached.
         down: The nodes that could not be reached, or whose connection was lost.
     """
@@ -53,7 +52,8 @@ class BlockingConnectionPool:
         opened: tuple[PartitionId, ...] = (),
     ) -> None:
         self.metadata = ClusterMetadata(address, by_map=by_map)
-        self.connections: dict[Address, BlockingConnection] = {}
+        # By address; a lost one stays until it is replaced.
+        self._connections: dict[Address, BlockingConnection] = {}
         self.was_connected = False
         self._options = options
         self._state = state
@@ -64,50 +64,50 @@ class BlockingConnectionPool:
 
     def close(self) -> None:
         """Closes all connections."""
-        for connection in self.connections.values():
+        for connection in self._connections.values():
             connection.close()
-        self.connections.clear()
+        self._connections.clear()
 
     # Connections.
 
-    def any(self) -> BlockingConnection:
+    def to_any_node(self) -> BlockingConnection:
         """A connection to any node. The map is known then, if there is one.
 
         Raises:
             UprError: No node could be reached; why the last attempt failed.
         """
-        live = (c for c in self.connections.values() if c.failure is None)
+        live = (c for c in self._connections.values() if c.failure is None)
         return next(live, None) or self._connect_first(self.metadata.known_nodes())
 
-    def at(self, address: Address) -> BlockingConnection:
-        """The connection to the node at `address`, which may name several places.
+    def to_node(self, address: Address) -> BlockingConnection:
+        """The connection to the node at `address`, which may name several hosts.
 
         Raises:
             UprError: It could not be reached; why the last attempt failed.
         """
-        for place in address.each():
-            connection = self.connections.get(place)
+        for host in address.each():
+            connection = self._connections.get(host)
             if connection is not None and connection.failure is None:
                 return connection
         return self._connect_first(address.each())
 
-    def _connect_first(self, places: Iterable[Address]) -> BlockingConnection:
+    def _connect_first(self, hosts: Iterable[Address]) -> BlockingConnection:
         error: UprError = BrokenError("no node is known")
-        for place in places:
+        for host in hosts:
             try:
-                return self._connect(place)
+                return self._connect(host)
             except UprError as failure:
                 error = failure
         raise error
 
-    def _connect(self, place: Address) -> BlockingConnection:
+    def _connect(self, host: Address) -> BlockingConnection:
         try:
-            connection = BlockingConnection(place, self._options, self._opened)
+            connection = BlockingConnection(host, self._options, self._opened)
         except UprError:
-            self.down.add(place)
+            self.down.add(host)
             raise
-        self.down.discard(place)
-        self.connections[place] = connection
+        self.down.discard(host)
+        self._connections[host] = connection
         self.was_connected = True
         self.metadata.note_revision(connection.handshake.map_revision)
         if self.metadata.is_stale:
@@ -124,8 +124,8 @@ class BlockingConnectionPool:
 
     def drop(self, address: Address) -> None:
         """Closes the connection to a node that is not needed any more."""
-        for place in address.each():
-            connection = self.connections.pop(place, None)
+        for host in address.each():
+            connection = self._connections.pop(host, None)
             if connection is not None:
                 connection.close()
 

@@ -18,7 +18,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
-from upr_protocol.client.core.retry import RetryPolicy
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.trio.connection import (
     Connection,
@@ -32,33 +32,34 @@ from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, U
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import MapReply
 
-GOOD_CONNECTION_S: Final = 10.0
+STABLE_CONNECTION_S: Final = 10.0
 """The loss of a connection that lasted so long counts as a first failure."""
 
-_BUSY_ANSWER_S: Final = 0.1
+_MAP_ANSWER_TIMEOUT_S: Final = 0.1
 """How long a node may take to tell its map on a connection that it is busy with. After that it is
-asked on a connection of its own: this one may be dead without a word."""
+asked on a connection of its own: this one may be dead."""
 
 
-class NodeHandler(ConnectionHandler, Protocol):
-    """Uses one node, over one connection after another.
+class NodeEndpoint(ConnectionHandler, Protocol):
+    """What uses one node, over one connection after another: a publisher's batches, a client's
+    requests or a consumer's streams.
 
     Attributes:
         retry: Told of progress; says when to give the node up.
     """
 
-    retry: RetryPolicy
+    retry: RetryState
 
     async def drain(self) -> None:
         """Waits until closing the connection costs nobody an answer: a request that was sent may
         have been carried out, and is not repeated."""
 
 
-H = TypeVar("H", bound=NodeHandler)
+H = TypeVar("H", bound=NodeEndpoint)
 
 
-class PoolClient(Protocol[H]):
-    """The owner of a pool: it says which connections it needs."""
+class ConnectionsOwner(Protocol[H]):
+    """The owner of the connections: it says which it needs."""
 
     @property
     def is_finished(self) -> bool:
@@ -71,13 +72,13 @@ class PoolClient(Protocol[H]):
     def is_waiting_for(self, partition: PartitionId) -> bool:
         """Whether something waits until `partition` has a node."""
 
-    def new_handler(self) -> H:
-        """A handler for one more node."""
+    def new_endpoint(self) -> H:
+        """An endpoint for one more node."""
 
-    def place(self, partition: PartitionId, handler: H | None) -> None:
-        """Uses `partition` at this handler's node from now on; None while it has no node."""
+    def place(self, partition: PartitionId, endpoint: H | None) -> None:
+        """Uses `partition` at this endpoint's node from now on; None while it has no node."""
 
-    def remove_handler(self, handler: H) -> None:
+    def remove_endpoint(self, endpoint: H) -> None:
         """The node is not needed any more."""
 
 
@@ -86,9 +87,9 @@ class _Node(Generic[H]):
     """A node that is needed.
 
     Attributes:
-        address: Where it is. The user's address may name several places; one after the other is
+        address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
-        handler: Uses it.
+        endpoint: Uses it.
         connection: The connection to it; None while it is not connected.
         map_request: The question for its map on this connection.
         is_down: Whether the last connection, or attempt to make one, failed.
@@ -96,7 +97,7 @@ class _Node(Generic[H]):
     """
 
     address: Address
-    handler: H
+    endpoint: H
     connection: Connection | None = None
     map_request: MapRequest = attrs.field(factory=MapRequest)
     is_down: bool = False
@@ -107,34 +108,34 @@ class _Node(Generic[H]):
         is being connected to tells its revision by itself."""
         if self.connection is None:
             return not self.is_down
-        return self.map_request.send(self.connection, self.address.bucket, _BUSY_ANSWER_S)
+        return self.map_request.send(self.connection, self.address.bucket, _MAP_ANSWER_TIMEOUT_S)
 
 
-class ConnectionPool(Generic[H]):
-    """Keeps the connections that its client needs.
+class ClusterConnections(Generic[H]):
+    """Keeps connections to the nodes that its owner needs.
 
     Args:
         address: Where to begin.
         options: How to connect.
-        client: The owner of the pool.
+        owner: Says which partitions need a node, and uses the nodes.
         retry_timeout_s: How long to go on without a node for a partition that is waited for.
         state: The state that a node must hold a partition in.
         by_map: Whether to follow the partition map; otherwise everything goes to `address`.
         draw: Gives numbers in [0, 1), for the waits between attempts.
-        opened: The partitions whose histories the client needs; empty for all.
+        opened: The partitions whose histories the owner needs; empty for all.
 
     Attributes:
         metadata: The client's view of the cluster.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
-        settled: Set when all partitions have been located for the first time: the map is the
-            newest, and the pool has reached each node that it names or failed to.
+        located: Set when all partitions have been located for the first time: the map is the
+            newest, and each node that it names was reached or could not be.
     """
 
     def __init__(
         self,
         address: Address,
         options: TrioOptions,
-        client: PoolClient[H],
+        owner: ConnectionsOwner[H],
         *,
         retry_timeout_s: float,
         state: PartitionState = PartitionState.ACTIVE,
@@ -144,9 +145,9 @@ class ConnectionPool(Generic[H]):
     ) -> None:
         self.metadata = ClusterMetadata(address, by_map=by_map)
         self.last_failure = ""
-        self.settled = trio.Event()
+        self.located = trio.Event()
         self._options = options
-        self._client = client
+        self._owner = owner
         self._opened = opened
         self._router = PartitionRouter(self.metadata, state, retry_timeout_s, draw)
         self._refresher = MapRefresher(self.metadata, options, draw, self._learn_map)
@@ -154,13 +155,13 @@ class ConnectionPool(Generic[H]):
         self._nursery: trio.Nursery | None = None
         self._nodes: list[_Node[H]] = []
         self._was_connected = False
-        self._watch_again = Notifier()
+        self._map_needed = Notifier()
 
     async def run(self) -> None:
-        """Connects, and stays connected until the client is finished. Cancelled, it closes its
+        """Connects, and stays connected until the owner is finished. Cancelled, it closes its
         connections.
 
-        At first each place of the user's address is tried once: an address that never answered is
+        At first each host of the user's address is tried once: an address that never answered is
         more likely wrong than down.
 
         Raises:
@@ -169,7 +170,7 @@ class ConnectionPool(Generic[H]):
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._add_node(self.metadata.address)
-            nursery.start_soon(self._watch)
+            nursery.start_soon(self._refresh_map)
         if self._error is not None:
             raise self._error
 
@@ -183,7 +184,7 @@ class ConnectionPool(Generic[H]):
 
     def _add_node(self, address: Address) -> _Node[H]:
         assert self._nursery is not None
-        node = _Node(address, self._client.new_handler())
+        node = _Node(address, self._owner.new_endpoint())
         self._nodes.append(node)
         self._nursery.start_soon(self._run_node, node)
         return node
@@ -191,58 +192,58 @@ class ConnectionPool(Generic[H]):
     async def _run_node(self, node: _Node[H]) -> None:
         with node.scope:
             try:
-                await self._stay_connected(node)
+                await self._keep_connected(node)
             except UprError as error:
                 self._end(error)
 
-    async def _stay_connected(self, node: _Node[H]) -> None:
+    async def _keep_connected(self, node: _Node[H]) -> None:
         attempts = 0
         while True:
-            places = node.address.each()
-            error = await self._connect_once(node, places[attempts % len(places)])
+            hosts = node.address.each()
+            error = await self._connect_once(node, hosts[attempts % len(hosts)])
             was_up, node.connection, node.is_down = node.connection is not None, None, True
-            if self._client.is_finished:
+            if self._owner.is_finished:
                 self._end(None)
                 return
-            # A connection that was lost is first tried again at the same place.
+            # A connection that was lost is first made again to the same host.
             attempts += not was_up
             if not self._was_connected:
-                if attempts < len(places):
+                if attempts < len(hosts):
                     continue
                 raise error
             self.last_failure = str(error)
-            self._settle()
-            self.doubt_map()
+            self._check_located()
+            self.request_map()
             # Other nodes may still have the bucket that this one does not have (any more).
             if isinstance(error, ServerError) and error.status is Status.NO_BUCKET:
                 error = BrokenError(str(error)) if self.metadata.revision else error
-            await trio.sleep(node.handler.retry.wait_s(error, trio.current_time()))
+            await trio.sleep(node.endpoint.retry.wait_s(error, trio.current_time()))
 
-    async def _connect_once(self, node: _Node[H], place: Address) -> UprError:
+    async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
         try:
             async with open_connection(
-                place, self._options, node.handler, self._opened
+                host, self._options, node.endpoint, self._opened
             ) as connection:
                 connected_at = trio.current_time()
                 await connection.ended.wait()
-                if trio.current_time() - connected_at >= GOOD_CONNECTION_S:
-                    node.handler.retry.progress()
+                if trio.current_time() - connected_at >= STABLE_CONNECTION_S:
+                    node.endpoint.retry.progress()
                 return connection.failure or ClosedError("the connection was closed here")
         except UprError as error:
             return error
 
     async def _close_node(self, node: _Node[H]) -> None:
-        await node.handler.drain()
+        await node.endpoint.drain()
         node.scope.cancel()
 
-    # For handlers.
+    # For endpoints.
 
-    def connected(self, handler: H, connection: Connection) -> None:
-        """A handler's connection has opened the bucket. The handler calls this before it uses the
-        connection, and with what the bucket's partitions are already known to the client."""
+    def connected(self, endpoint: H, connection: Connection) -> None:
+        """An endpoint's connection has opened the bucket. The endpoint calls this before it uses
+        the connection, once the owner knows the bucket's partitions."""
         self._was_connected = True
-        node = self._node_of(handler)
+        node = self._node_of(endpoint)
         if node is None:
             return  # it was removed this moment
         node.connection, node.map_request, node.is_down = connection, MapRequest(), False
@@ -254,46 +255,50 @@ class ConnectionPool(Generic[H]):
             self._route()
         if self.metadata.is_stale:
             node.ask_map()
-        self._settle()
+        self._check_located()
 
-    def received_map(self, handler: H, reply: MapReply) -> None:
+    def received_map(self, endpoint: H, reply: MapReply) -> None:
         """A node told its map.
 
         Raises:
             RemoteProtocolError: The answer is not a valid map.
         """
-        node = self._node_of(handler)
+        node = self._node_of(endpoint)
         if node is not None:
             node.map_request.is_open = False
         self._learn_map(reply)
 
-    def doubt_map(self, map_revision: int = 0) -> None:
-        """The map may be stale; some node has this revision, or did not tell one."""
+    def request_map(self, map_revision: int = 0) -> None:
+        """Has the nodes asked for the map, because it may be stale.
+
+        Args:
+            map_revision: The revision that some node has; 0 if it did not say.
+        """
         self.metadata.note_revision(map_revision)
-        self._refresher.is_doubted = True
-        self._watch_again.notify()
+        self._refresher.is_requested = True
+        self._map_needed.notify()
 
     def refused(self, partition: PartitionId, error: UprError, map_revision: int) -> None:
         """The node of a partition refused it."""
         self._router.refused(partition, error, trio.current_time())
         self.last_failure = str(error)
-        self.doubt_map(map_revision)
+        self.request_map(map_revision)
 
-    def works(self, partition: PartitionId) -> None:
+    def succeeded(self, partition: PartitionId) -> None:
         """The node of a partition did what it was asked to."""
-        self._router.works(partition)
+        self._router.succeeded(partition)
 
     def reason_unplaced(self, partition: PartitionId) -> UprError | None:
         """Why a partition has no node; None when that is not known."""
         return self._router.reason_unplaced(partition)
 
-    def _node_of(self, handler: H) -> _Node[H] | None:
-        return next((node for node in self._nodes if node.handler is handler), None)
+    def _node_of(self, endpoint: H) -> _Node[H] | None:
+        return next((node for node in self._nodes if node.endpoint is endpoint), None)
 
-    def _settle(self) -> None:
+    def _check_located(self) -> None:
         reached = all(node.connection is not None or node.is_down for node in self._nodes)
         if reached and not self.metadata.is_stale:
-            self.settled.set()
+            self.located.set()
 
     # The map, and where partitions are.
 
@@ -303,29 +308,29 @@ class ConnectionPool(Generic[H]):
             self._router.map_changed()
             self._refresher.map_changed()
             self._route()
-            self._settle()
-            self._watch_again.notify()
+            self._check_located()
+            self._map_needed.notify()
 
     def _route(self) -> None:
         """Places each partition with the node that the map names, if it names one."""
-        client = self._client
+        owner = self._owner
         if not self.metadata.is_single_node:
-            # The user's address may name several places; from now on the first node is where its
+            # The user's address may name several hosts; from now on the first node is where its
             # connection leads.
             for node in self._nodes:
                 if node.connection is not None:
                     node.address = node.connection.address
         down = {node.address for node in self._nodes if node.is_down}
         now = trio.current_time()
-        placements = self._router.route(client.partitions, down, client.is_waiting_for, now)
+        placements = self._router.route(owner.partitions, down, owner.is_waiting_for, now)
         needed = {address for address in placements.values() if address is not None}
         nodes = {node.address: node for node in self._nodes}
-        # First new nodes, then partitions, and unneeded nodes last: a handler that is removed has
+        # First new nodes, then partitions, and unneeded nodes last: an endpoint that is removed has
         # nothing left to give away then.
         for address in sorted(needed - nodes.keys(), key=str):
             nodes[address] = self._add_node(address)
-        for partition, place in placements.items():
-            client.place(partition, None if place is None else nodes[place].handler)
+        for partition, address in placements.items():
+            owner.place(partition, None if address is None else nodes[address].endpoint)
         # If the map names no node at all, the nodes that are connected can still tell a newer map.
         if needed:
             for node in [node for node in self._nodes if node.address not in needed]:
@@ -334,20 +339,20 @@ class ConnectionPool(Generic[H]):
     def _remove_node(self, node: _Node[H]) -> None:
         assert self._nursery is not None
         self._nodes.remove(node)
-        self._client.remove_handler(node.handler)
+        self._owner.remove_endpoint(node.endpoint)
         self._nursery.start_soon(self._close_node, node)
 
     @property
     def _needs_map(self) -> bool:
         """Whether there is a reason to ask for the map. A single node has none."""
         return not self.metadata.is_single_node and (
-            self._refresher.is_doubted
+            self._refresher.is_requested
             or self.metadata.is_stale
             or self._router.has_unplaced
             or any(node.connection is None for node in self._nodes)
         )
 
-    async def _watch(self) -> None:
+    async def _refresh_map(self) -> None:
         """Asks for the map whenever there is a reason to, but not all the time."""
         assert self._nursery is not None
         while True:
@@ -357,7 +362,7 @@ class ConnectionPool(Generic[H]):
                     asked = {node.address for node in self._nodes if node.ask_map()}
                     self._refresher.ask_others(asked, self._nursery)
                 self._route()
-                error = self._router.timed_out(self._client.is_waiting_for, now)
+                error = self._router.timed_out(self._owner.is_waiting_for, now)
                 if error is not None:
                     self._end(error)
             if self._needs_map:
@@ -365,4 +370,4 @@ class ConnectionPool(Generic[H]):
                 round_at = max(self._refresher.next_round_at, now)
                 await trio.sleep_until(min(round_at, self._router.next_retry_at(now)))
             else:
-                await self._watch_again.wait()
+                await self._map_needed.wait()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from upr_protocol.client.core.accumulator import Accumulator, Batch
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.retry import WRONG_NODE, RetryPolicy
+from upr_protocol.client.core.retry import WRONG_NODE, RetryState
+from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
+from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import Connection
-from upr_protocol.client.trio.connection_pool import ConnectionPool
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
@@ -21,7 +21,7 @@ class NodePublisher:
     """Publishes to one node, over one connection after another.
 
     Args:
-        router: The router of all nodes.
+        nodes: The publishers of all nodes.
         retry: When to give the node up.
 
     Attributes:
@@ -29,33 +29,33 @@ class NodePublisher:
         batches: The batches of the partitions that the node holds.
     """
 
-    def __init__(self, router: PublisherRouter, retry: RetryPolicy) -> None:
+    def __init__(self, nodes: PublisherNodes, retry: RetryState) -> None:
         self.retry = retry
-        self.batches = router.accumulator.new_node()
-        self._router = router
+        self.batches = nodes.unanswered.new_node()
+        self._nodes = nodes
         self._connection: Connection | None = None
 
     def connected(self, connection: Connection) -> None:
-        if self._router.connected(self, connection):
+        if self._nodes.connected(self, connection):
             self._connection = connection
             self.send()
 
     def received(self, message: Message) -> None:
-        router = self._router
+        nodes = self._nodes
         if isinstance(message, MapReply):
-            router.pool.received_map(self, message)
+            nodes.connections.received_map(self, message)
             return
         if isinstance(message, Refusal) and status_of(message.status) in WRONG_NODE:
-            router.pool.doubt_map(message.map_revision)
+            nodes.connections.request_map(message.map_revision)
         if not isinstance(message, Credit):
             batch = self.batches.receive(message, trio.current_time())
             if batch is not None:
                 self.retry.progress()
-                router.finished_batch(batch)
+                nodes.finish_batch(batch)
             elif self.batches.resend_at is not None:
-                router.refused.notify()
+                nodes.refused.notify()
         self.send()
-        router.changed()
+        nodes.notify_changed()
 
     def writable(self) -> None:
         self.send()
@@ -63,10 +63,10 @@ class NodePublisher:
     async def wait_for_room(self) -> None:
         """Reads on: the batches in flight bound the answers."""
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  the pool has it
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  ClusterConnections keeps it
         self._connection = None
         self.batches.disconnected()
-        self._router.changed()
+        self._nodes.notify_changed()
 
     async def drain(self) -> None:
         """Nothing to wait for: other nodes are sent the unanswered batches with the same tokens."""
@@ -78,65 +78,65 @@ class NodePublisher:
             connection.flush()
 
 
-class PublisherRouter:
-    """A publisher for each node; the client of the publisher's connection pool.
+class PublisherNodes:
+    """A `NodePublisher` for each node that the partition map names.
 
     Args:
-        accumulator: The batches.
-        new_retry_policy: Makes the policy of each node.
+        unanswered: The batches.
+        new_retry_state: Makes the retry state of each node.
 
     Attributes:
-        accumulator: See above.
-        pool: The connections; set by the pool's maker.
+        unanswered: See above.
+        connections: The connections; set by whoever makes this.
         on_done: Called with each batch that is answered, or refused for good; set by the publisher.
         is_finished: Whether it sends nothing more.
         error: Why.
-        connections: How many connections were made.
+        connection_count: How many connections were made.
         partition_count: The bucket's; 0 before the first connection.
         refused: Notified when a node has refused batches for a reason that may pass.
     """
 
-    pool: ConnectionPool[NodePublisher]
+    connections: ClusterConnections[NodePublisher]
     on_done: Callable[[Batch], None]
 
     def __init__(
-        self, accumulator: Accumulator, new_retry_policy: Callable[[], RetryPolicy]
+        self, unanswered: UnansweredBatches, new_retry_state: Callable[[], RetryState]
     ) -> None:
-        self.accumulator = accumulator
+        self.unanswered = unanswered
         self.is_finished = False
         self.error: UprError | None = None
-        self.connections = 0
+        self.connection_count = 0
         self.partition_count = 0
         self.refused = Notifier()
-        self._new_retry_policy = new_retry_policy
+        self._new_retry_state = new_retry_state
         self._publishers: list[NodePublisher] = []
         self._changed = Notifier()
 
-    # For the pool.
+    # What the connections call; `ConnectionsOwner` documents it.
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
         return map(PartitionId, range(self.partition_count))
 
     def is_waiting_for(self, partition: PartitionId) -> bool:
-        return self.accumulator.is_unplaced(partition)
+        return self.unanswered.is_unplaced(partition)
 
-    def new_handler(self) -> NodePublisher:
-        publisher = NodePublisher(self, self._new_retry_policy())
+    def new_endpoint(self) -> NodePublisher:
+        publisher = NodePublisher(self, self._new_retry_state())
         self._publishers.append(publisher)
         return publisher
 
-    def place(self, partition: PartitionId, handler: NodePublisher | None) -> None:
-        node = self.accumulator.unplaced if handler is None else handler.batches
-        if self.accumulator.place(partition, node):
-            if handler is not None:
-                handler.send()
-            self.changed()
+    def place(self, partition: PartitionId, endpoint: NodePublisher | None) -> None:
+        node = self.unanswered.unplaced if endpoint is None else endpoint.batches
+        if self.unanswered.place(partition, node):
+            if endpoint is not None:
+                endpoint.send()
+            self.notify_changed()
 
-    def remove_handler(self, handler: NodePublisher) -> None:
-        self.accumulator.unplace_all(handler.batches)
-        self._publishers.remove(handler)
-        self.changed()
+    def remove_endpoint(self, endpoint: NodePublisher) -> None:
+        self.unanswered.unplace_all(endpoint.batches)
+        self._publishers.remove(endpoint)
+        self.notify_changed()
 
     # For the nodes' publishers.
 
@@ -145,33 +145,33 @@ class PublisherRouter:
         count = connection.handshake.partition_count
         if self.partition_count not in (0, count):
             error = BrokenError(
-                f"the bucket was made anew, with {count} partitions instead of "
+                f"the bucket was deleted and created again, with {count} partitions instead of "
                 f"{self.partition_count}"
             )
             connection.fail(error)
             self.stop(error)
             return False
         self.partition_count = count
-        self.connections += 1
-        self.pool.connected(publisher, connection)
-        self.changed()
+        self.connection_count += 1
+        self.connections.connected(publisher, connection)
+        self.notify_changed()
         return True
 
-    def finished_batch(self, batch: Batch) -> None:
+    def finish_batch(self, batch: Batch) -> None:
         """A batch is answered, or refused for good."""
-        self.pool.works(batch.partition)
+        self.connections.succeeded(batch.partition)
         self.on_done(batch)
 
-    def changed(self) -> None:
+    def notify_changed(self) -> None:
         """Wakes the tasks that wait for a change."""
         self._changed.notify()
 
     # For the publisher.
 
     @property
-    def starved_since(self) -> float | None:
+    def out_of_credit_since(self) -> float | None:
         """Since when the credit of some node keeps batches waiting; None while none does."""
-        times = (publisher.batches.starved_since for publisher in self._publishers)
+        times = (publisher.batches.out_of_credit_since for publisher in self._publishers)
         return min((time for time in times if time is not None), default=None)
 
     def send(self) -> None:
@@ -195,7 +195,7 @@ class PublisherRouter:
         self.is_finished = True
         if self.error is None:
             self.error = error
-        self.changed()
+        self.notify_changed()
 
     async def wait_for_change(self, deadline: float) -> None:
         """Waits until something has changed, or the deadline."""

@@ -33,7 +33,7 @@ from upr_protocol.limits import FRAME_BODY_BYTES_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import Message, Mutate, MutateReply, Refusal
 
-IN_FLIGHT_MAX: Final = 16
+IN_FLIGHT_DEFAULT: Final = 16
 """Unanswered batches of one partition. The server remembers the last 64 answers of a writer: what
 is in doubt after a lost connection must be among them."""
 
@@ -66,7 +66,8 @@ class Batch:
         reply: The server's answer, once it has arrived.
         refusal: Why the server did not apply the batch; None when it did. `NOT_DURABLE_YET`: it did
             apply it, but had not reached the requested durability when it answered.
-        unsure: The server's answer with `NOT_DURABLE_YET`, if it sent numbers that can be awaited.
+        not_durable_reply: The server's answer with `NOT_DURABLE_YET`, if it sent numbers that
+            can be awaited.
         on_answer: Called with the batch once it is answered or refused for good.
     """
 
@@ -74,13 +75,13 @@ class Batch:
         "chain",
         "chunk",
         "counter",
+        "not_durable_reply",
         "on_answer",
         "partition",
         "refusal",
         "refused_at",
         "reply",
         "sent",
-        "unsure",
     )
 
     def __init__(
@@ -98,7 +99,7 @@ class Batch:
         self.on_answer = on_answer
         self.reply: MutateReply | None = None
         self.refusal: Status | None = None
-        self.unsure: MutateReply | None = None
+        self.not_durable_reply: MutateReply | None = None
         self.refused_at: float | None = None
         """When a server first refused it for a reason that may pass."""
         self.sent = 0
@@ -117,7 +118,7 @@ class Batch:
     def error(self, refusal: Status) -> ServerError:
         """The refusal of the whole batch as an exception."""
         if refusal is Status.NOT_DURABLE_YET:
-            reply = self.unsure
+            reply = self.not_durable_reply
             return NotDurableError(
                 WriteResult(self.partition, reply.history_id, reply.last_seq, reply.first_cas)
                 if reply is not None and reply.last_seq
@@ -135,8 +136,8 @@ class Batch:
 
 
 @attrs.frozen
-class AccumulatorLimits:
-    """How much an accumulator holds, and how long it retries.
+class PublishOptions:
+    """How a publisher has its batches applied: how many at once, how durably, how long it retries.
 
     Attributes:
         in_flight: Unanswered batches of one partition.
@@ -147,7 +148,7 @@ class AccumulatorLimits:
     """
 
     in_flight: int = attrs.field(
-        default=IN_FLIGHT_MAX,
+        default=IN_FLIGHT_DEFAULT,
         validator=[attrs.validators.ge(1), attrs.validators.le(IN_FLIGHT_LIMIT)],
     )
     buffer_bytes: int = BUFFER_BYTES_DEFAULT
@@ -210,30 +211,30 @@ def _counter_of(batch: Batch) -> int:
     return batch.counter
 
 
-class Accumulator:
+class UnansweredBatches:
     """The unanswered batches of one publisher, by partition.
 
     Args:
         writer: Gives batches their tokens.
-        limits: How much it holds and how long it retries.
+        options: How many batches at once, how durable, how long to retry.
         draw: Gives numbers in [0, 1), for the waits after refusals.
 
     Attributes:
         writer: See above.
-        limits: See above.
+        options: See above.
         unplaced: The batches of partitions that have no node. Nothing sends them.
-        unanswered: How many batches were added and have no final answer.
+        count: How many batches were added and have no final answer.
         nbytes: Their memory.
         resent: How many times a batch was sent again.
     """
 
     def __init__(
-        self, writer: WriterIdentity, limits: AccumulatorLimits, draw: Callable[[], float]
+        self, writer: WriterIdentity, options: PublishOptions, draw: Callable[[], float]
     ) -> None:
         self.writer = writer
-        self.limits = limits
+        self.options = options
         self.unplaced = NodeBatches(self)
-        self.unanswered = 0
+        self.count = 0
         self.nbytes = 0
         self.resent = 0
         self._draw = draw
@@ -242,7 +243,7 @@ class Accumulator:
     @property
     def is_full(self) -> bool:
         """Whether callers should wait before they add more."""
-        return self.nbytes >= self.limits.buffer_bytes
+        return self.nbytes >= self.options.buffer_bytes
 
     def add(
         self,
@@ -265,9 +266,9 @@ class Accumulator:
         batch = Batch(partition, counter, chunk, on_answer, chained)
         queue = self._queue_of(partition)
         queue.waiting.append(batch)
-        queue.node.unanswered += 1
+        queue.node.count += 1
         queue.node.schedule(queue)
-        self.unanswered += 1
+        self.count += 1
         self.nbytes += batch.nbytes
         return batch
 
@@ -309,31 +310,32 @@ class Accumulator:
 
     def finish(self, batch: Batch) -> None:
         """Counts out a batch that has its final answer."""
-        self.unanswered -= 1
+        self.count -= 1
         self.nbytes -= batch.nbytes
         if batch.on_answer is not None:
             batch.on_answer(batch)
 
 
 class NodeBatches:
-    """The part of an accumulator that goes to one node, over one connection after another.
+    """The unanswered batches that go to one node, over one connection after another.
 
     Attributes:
-        unanswered: How many of its batches have no final answer.
-        starved_since: Since when the server's credit keeps batches waiting; None while it does not.
+        count: How many of its batches have no final answer.
+        out_of_credit_since: Since when batches wait for the server's credit; None while none does.
     """
 
-    def __init__(self, accumulator: Accumulator) -> None:
-        self.unanswered = 0
-        self.starved_since: float | None = None
-        self._accumulator = accumulator
+    def __init__(self, all_batches: UnansweredBatches) -> None:
+        self.count = 0
+        self.out_of_credit_since: float | None = None
+        self._all_batches = all_batches
         self._queues: dict[PartitionBatches, None] = {}
         self._queue_by_opaque: dict[int, PartitionBatches] = {}
-        # The queues that may send, in the order of their turns; and the queues that wait to resend.
-        self._turns: dict[PartitionBatches, None] = {}
-        self._resting: dict[PartitionBatches, None] = {}
+        # The queues that may send, the one that has waited longest first; and those that wait
+        # before they send refused batches again.
+        self._sendable: dict[PartitionBatches, None] = {}
+        self._backing_off: dict[PartitionBatches, None] = {}
 
-    # Placement: called by the accumulator.
+    # Placement: called by `UnansweredBatches`.
 
     def queues(self) -> list[PartitionBatches]:
         """The queues of the partitions that are placed here."""
@@ -343,66 +345,66 @@ class NodeBatches:
         """Takes over a partition."""
         queue.node = self
         self._queues[queue] = None
-        self.unanswered += len(queue)
+        self.count += len(queue)
         self.schedule(queue)
 
     def detach(self, queue: PartitionBatches) -> None:
         """Gives up a partition. O(unanswered)."""
         for opaque in queue.in_flight:
             del self._queue_by_opaque[opaque]
-        self._turns.pop(queue, None)
-        self._resting.pop(queue, None)
+        self._sendable.pop(queue, None)
+        self._backing_off.pop(queue, None)
         del self._queues[queue]
-        self.unanswered -= len(queue)
+        self.count -= len(queue)
         queue.requeue()
 
     def schedule(self, queue: PartitionBatches) -> None:
-        """Gives a queue a turn when it may send."""
-        in_flight_max = self._accumulator.limits.in_flight
+        """Lets a queue send, after the others, if it may."""
+        in_flight_max = self._all_batches.options.in_flight
         may_send = queue.waiting and not queue.refused and len(queue.in_flight) < in_flight_max
-        if may_send and queue not in self._resting:
-            self._turns[queue] = None
+        if may_send and queue not in self._backing_off:
+            self._sendable[queue] = None
 
     # Sending.
 
     def send(self, session: ClientSession, now: float) -> bool:
-        """Sends as much as may be sent now; partitions take turns.
+        """Sends as much as may be sent now: a batch of each partition, then again.
 
         Returns:
             Whether it sent anything.
         """
-        if self._resting:
-            self._wake_rested(now)
+        if self._backing_off:
+            self._end_backoffs(now)
         sent = False
         while (
-            self._turns
+            self._sendable
             and session.credit.open
             and len(self._queue_by_opaque) < _REQUESTS_MAX
             and session.outgoing_bytes < OUTGOING_BYTES_MAX
         ):
-            queue = next(iter(self._turns))
-            del self._turns[queue]
+            queue = next(iter(self._sendable))
+            del self._sendable[queue]
             self._send_next_of(session, queue)
             self.schedule(queue)
             sent = True
-        starved = bool(self._turns) and not session.credit.open
-        if not starved:
-            self.starved_since = None
-        elif sent or self.starved_since is None:
-            self.starved_since = now
+        out_of_credit = bool(self._sendable) and not session.credit.open
+        if not out_of_credit:
+            self.out_of_credit_since = None
+        elif sent or self.out_of_credit_since is None:
+            self.out_of_credit_since = now
         return sent
 
     def _send_next_of(self, session: ClientSession, queue: PartitionBatches) -> None:
-        accumulator, batch = self._accumulator, queue.waiting[0]
+        all_batches, batch = self._all_batches, queue.waiting[0]
         opaque = session.new_opaque()
         session.send(
             Mutate(
                 batch.chunk,
-                accumulator.writer.id,
+                all_batches.writer.id,
                 batch.counter,
-                accumulator.limits.durability,
-                accumulator.limits.copies,
-                accumulator.writer.attempt,
+                all_batches.options.durability,
+                all_batches.options.copies,
+                all_batches.writer.attempt,
                 batch.chain,
                 partition=batch.partition,
                 opaque=opaque,
@@ -412,17 +414,17 @@ class NodeBatches:
         queue.waiting.popleft()
         queue.in_flight[opaque] = batch
         self._queue_by_opaque[opaque] = queue
-        accumulator.resent += batch.sent > 0
+        all_batches.resent += batch.sent > 0
         batch.sent += 1
 
     @property
     def resend_at(self) -> float | None:
         """When `send` is to be called next because of refused batches; None when there are none."""
-        return min((queue.resend_at for queue in self._resting), default=None)
+        return min((queue.resend_at for queue in self._backing_off), default=None)
 
-    def _wake_rested(self, now: float) -> None:
-        for queue in [queue for queue in self._resting if queue.resend_at <= now]:
-            del self._resting[queue]
+    def _end_backoffs(self, now: float) -> None:
+        for queue in [queue for queue in self._backing_off if queue.resend_at <= now]:
+            del self._backing_off[queue]
             self.schedule(queue)
 
     # Receiving.
@@ -443,10 +445,10 @@ class NodeBatches:
             queue.backoff.reset()
         elif isinstance(message, MutateReply | Refusal):
             if isinstance(message, MutateReply):
-                batch.unsure = message
+                batch.not_durable_reply = message
             if self._may_retry(batch, status, now):
                 queue.refused.append(batch)
-                self._turns.pop(queue, None)
+                self._sendable.pop(queue, None)
             else:
                 batch.refusal = status
         if not queue.refused:
@@ -454,25 +456,25 @@ class NodeBatches:
         elif not queue.in_flight:
             queue.requeue()
             queue.resend_at = now + queue.backoff.next_wait_s()
-            self._resting[queue] = None
+            self._backing_off[queue] = None
         if not batch.is_done:
             return None
-        self.unanswered -= 1
-        self._accumulator.finish(batch)
+        self.count -= 1
+        self._all_batches.finish(batch)
         return batch
 
     def _may_retry(self, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:
             batch.refused_at = now
         may_pass = is_retryable(ServerError(status)) or status is Status.NOT_DURABLE_YET
-        return may_pass and now < batch.refused_at + self._accumulator.limits.retry_timeout_s
+        return may_pass and now < batch.refused_at + self._all_batches.options.retry_timeout_s
 
     def disconnected(self) -> None:
         """The connection is lost: every unanswered batch is to be sent again. O(unanswered)."""
         self._queue_by_opaque.clear()
-        self._resting.clear()
-        self._turns.clear()
-        self.starved_since = None
+        self._backing_off.clear()
+        self._sendable.clear()
+        self.out_of_credit_since = None
         for queue in self._queues:
             queue.requeue()
             self.schedule(queue)
