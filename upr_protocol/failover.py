@@ -70,25 +70,26 @@ class FailoverLog:
         """The newest entry's history ID; 0 when the log is empty."""
         return self.entries[0].history_id if self.entries else HistoryId(0)
 
-    def branch(self, history_id: HistoryId, seq: SeqNo) -> FailoverLog:
+    def with_branch(self, history_id: HistoryId, seq: SeqNo) -> FailoverLog:
         """The log after a new branch began at `seq`: without entries above it, and without the
         oldest ones over the limit."""
-        older = self.until(seq).entries
+        older = self.up_to(seq).entries
         return FailoverLog((FailoverEntry(history_id, seq), *older)[:FAILOVER_ENTRIES_MAX])
 
-    def left(self, history_id: HistoryId) -> SeqNo:
-        """The number at which this history left `history_id`, at the start of the next branch: up
-        to there it has everything that `history_id` had. 0 when that is not in the log."""
-        left_at = SEQ_MAX
+    def end_of(self, history_id: HistoryId) -> SeqNo:
+        """The sequence number at which the branch `history_id` ended and the next one began: this
+        history has everything that `history_id` had up to there. `SEQ_MAX` for the current branch,
+        0 for one that is not in the log."""
+        end = SEQ_MAX
         for entry in self.entries:
             if entry.history_id == history_id:
-                return left_at
-            left_at = entry.seq
+                return end
+            end = entry.seq
         return SeqNo(0)
 
-    def holds(self, history_id: HistoryId, seq: SeqNo) -> bool:
-        """Whether what `history_id` had at `seq` is known to be part of this history, too."""
-        return seq <= self.left(history_id)
+    def contains(self, history_id: HistoryId, seq: SeqNo) -> bool:
+        """Whether this history is known to contain what `history_id` had at `seq`."""
+        return seq <= self.end_of(history_id)
 
     def branch_of(self, seq: SeqNo) -> HistoryId:
         """The branch in which `seq` was given; 0 when the log does not go back so far.
@@ -98,7 +99,7 @@ class FailoverLog:
         """
         return next((e.history_id for e in self.entries if e.seq < seq), HistoryId(0))
 
-    def until(self, seq: SeqNo) -> FailoverLog:
+    def up_to(self, seq: SeqNo) -> FailoverLog:
         """The log without the entries above `seq`."""
         return FailoverLog(tuple(entry for entry in self.entries if entry.seq <= seq))
 
@@ -133,14 +134,14 @@ class Position(msgspec.Struct, frozen=True):
 class Reason(Enum):
     """Why a stream starts where it does."""
 
-    FROM_THE_BEGINNING = "the client has nothing yet"
-    SAME_HISTORY = "the client followed this history, and no other since"
-    INSIDE_A_SNAPSHOT = "the client was cut inside a snapshot of this very history"
+    FROM_THE_BEGINNING = "the client has received nothing yet"
+    SAME_HISTORY = "the client's newest history is the server's current one"
+    PARTIAL_SNAPSHOT = "the client has received part of a snapshot of the server's history"
     PARTIAL_OF_ANOTHER_HISTORY = "the client's partial snapshot came from another history"
-    BRANCHED = "the two histories parted there"
-    UNKNOWN_HISTORY = "the two have no history in common"
-    PURGED = "deletions that the client has not seen are gone already"
-    SERVER_BEHIND = "the server has not yet what the client has"
+    BRANCHED = "the histories of server and client diverge there"
+    UNKNOWN_HISTORY = "the server and the client have no history in common"
+    PURGED = "the server has forgotten deletions that the client has not received"
+    SERVER_BEHIND = "the server does not have all that the client has yet"
 
 
 @attrs.frozen
@@ -224,7 +225,7 @@ def _ceiling(
     server: FailoverLog, server_high: SeqNo, client: Position
 ) -> tuple[SeqNo, Reason] | Retry:
     # The client has no complete snapshot of a branch that begins above its last complete one.
-    log = client.log.until(client.last_complete)
+    log = client.log.up_to(client.last_complete)
     position = {entry.history_id: index for index, entry in enumerate(log)}
     common = next(
         (
@@ -253,7 +254,7 @@ def _ceiling(
         return client.last_complete, Reason.PARTIAL_OF_ANOTHER_HISTORY
     if server_high < client.partial.end:
         return Retry(Reason.SERVER_BEHIND)
-    return client.highest_received, Reason.INSIDE_A_SNAPSHOT
+    return client.highest_received, Reason.PARTIAL_SNAPSHOT
 
 
 NOTHING_YET: Final = Position()

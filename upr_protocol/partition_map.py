@@ -39,8 +39,19 @@ class HistoryPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq: SeqNo
 
 
-class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which nodes hold one partition. The field names are those of the JSON document.
+_JSON_NAMES: Final = {
+    "continues_from": "keeps",
+    "lost_active": "lost",
+    "failover_revision": "chosen",
+    "promotion_point": "floor",
+}
+"""Names in the JSON document, where they differ: nodes keep maps on disk."""
+
+
+class Assignment(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename=_JSON_NAMES
+):
+    """Which nodes hold one partition.
 
     Attributes:
         active: The node that takes writes; empty while none does.
@@ -48,27 +59,27 @@ class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
             or for the node that is handing over.
         handing_over: The node that was active, takes no more writes, and is still followed; empty
             if there is none.
-        keeps: Where `active` continues the history of the node before it: it must have exactly
-            everything up to this point. None if it begins a new history. A node that is active
-            already ignores it.
-        lost: The node that was active before a failover that is under way, or before a takeover
-            that was interrupted and is being resumed. It is one of the replicas, to return as one,
-            but never counts as a replica that acknowledged.
-        floor: The point up to which `active` had everything when a failover or takeover last made
-            it active; None before the first. A replica that has less is being refilled, and may
-            have given up what it acknowledged earlier.
-        chosen: The revision of the map in which a failover last chose `active` after comparing all
-            copies; 0 if none did. A node that restarted uncleanly since then must not become active
-            because of a map that merely restores earlier assignments.
+        continues_from: Where `active` continues the history of the node before it: it must have
+            exactly everything up to this point. None if it begins a new history. A node that is
+            active already ignores it.
+        lost_active: The node that was active before a failover that is under way, or before a
+            takeover that was interrupted and is being resumed. It is one of the replicas, to return
+            as one, but never counts as a replica that acknowledged.
+        promotion_point: The point up to which `active` had everything when a failover or takeover
+            last made it active; None before the first. A replica that has less is being refilled,
+            and may have given up what it acknowledged earlier.
+        failover_revision: The revision of the map in which a failover last chose `active` after
+            comparing all copies; 0 if none did. A node that restarted uncleanly since then must not
+            become active because of a map that merely restores earlier assignments.
     """
 
     active: str = ""
     replicas: dict[str, str] = {}
     handing_over: str = ""
-    keeps: HistoryPoint | None = None
-    lost: str = ""
-    chosen: int = 0
-    floor: HistoryPoint | None = None
+    continues_from: HistoryPoint | None = None
+    lost_active: str = ""
+    failover_revision: int = 0
+    promotion_point: HistoryPoint | None = None
 
     def state_of(self, node: str) -> PartitionState:
         """The state that `node` should have for the partition."""
@@ -189,10 +200,10 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise PartitionMapError(f"the map has no node {name!r}")
         if assignment.active and assignment.handing_over:
             raise PartitionMapError("one node is active while another hands over")
-        if assignment.lost and (
+        if assignment.lost_active and (
             assignment.active
             or assignment.handing_over
-            or assignment.lost not in assignment.replicas
+            or assignment.lost_active not in assignment.replicas
         ):
             raise PartitionMapError(
                 "a node can be lost only as a replica of a partition without an active node"
@@ -218,20 +229,20 @@ def _check_node(name: str, address: str) -> None:
 def _check_sources(assignment: Assignment) -> None:
     """Checks that each replica's sources lead to the active node, without a circle."""
     roots = ("", assignment.active, assignment.handing_over)
-    # Replicas whose chain is known to reach a root: each is visited once, however long chains are.
+    # Replicas whose path is known to reach a root: each is visited once, however long paths are.
     rooted: set[str] = set()
     for name in assignment.replicas:
         if name in roots:
             raise PartitionMapError(f"{name} cannot be its own replica")
-        chain, source = {name}, assignment.source_of(name)
+        path, source = {name}, assignment.source_of(name)
         while source in assignment.replicas and source not in rooted:
-            if source in chain:
+            if source in path:
                 raise PartitionMapError("replicas follow each other in a circle")
-            chain.add(source)
+            path.add(source)
             source = assignment.source_of(source)
         if source not in rooted and source not in roots:
             raise PartitionMapError(f"{source} does not hold the partition, but is followed")
-        rooted |= chain
+        rooted |= path
 
 
 def newest(maps: Iterable[PartitionMap]) -> PartitionMap | None:

@@ -105,13 +105,15 @@ def test_an_empty_chunk_prints_nothing() -> None:
             {"event": "barrier", "cookie": "x", "ends": {"0": 1, "1": 2}},
         ),
         (
-            RolledBack(P, SeqNo(5), SeqNo(0), "the two have no history in common"),
+            RolledBack(
+                P, SeqNo(5), SeqNo(0), "the server and the client have no history in common"
+            ),
             {
                 "event": "rollback",
                 "partition": 3,
                 "restarts_from": 0,
                 "ceiling": 5,
-                "reason": "the two have no history in common",
+                "reason": "the server and the client have no history in common",
             },
         ),
         (

@@ -197,7 +197,7 @@ def test_a_copy_rolls_back_with_its_server_as_explain_predicts(
     files = explained(run, town.url, file)
     assert {row["partition"] for row in files if row["outcome"] == "rolls back"} == set(rolled)
     assert all(row["from"] == 0 for row in files if row["outcome"] == "rolls back")
-    assert "parted" in run("explain", town.url, file).stdout
+    assert "diverge" in run("explain", town.url, file).stdout
     assert before == ((tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy"))
     lines = tail_lines(start, town.url, "--state", folder)
     undone = {line["partition"]: line for line in lines if line["event"] == "undone"}

@@ -33,7 +33,7 @@ from upr_protocol.client import (
     Consumer,
     EventFeed,
     FileStore,
-    LocalCopy,
+    LocalCopyFollower,
     MemoryStore,
     NodeClient,
     NodeConnection,
@@ -319,7 +319,7 @@ class Reader:
     comes, in order."""
 
     def __init__(
-        self, servers: list[Server], consumer: Consumer | RollbackConsumer | LocalCopy
+        self, servers: list[Server], consumer: Consumer | RollbackConsumer | LocalCopyFollower
     ) -> None:
         self._servers = servers
         self._consumer = consumer
@@ -352,7 +352,7 @@ class Reader:
         await self.follow(self.write())
 
     async def barrier(self) -> None:
-        assert not isinstance(self._consumer, LocalCopy)
+        assert not isinstance(self._consumer, LocalCopyFollower)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.follow)
             self.write()
@@ -423,10 +423,10 @@ async def test_a_consumer_with_a_ring_buffer(
 
 
 LOCAL_COPY: Final = (
-    LocalCopy.__anext__,
-    LocalCopy.save,
-    LocalCopy.get,
-    LocalCopy.count,
+    LocalCopyFollower.__anext__,
+    LocalCopyFollower.save,
+    LocalCopyFollower.get,
+    LocalCopyFollower.count,
 )
 
 
@@ -439,10 +439,10 @@ async def test_a_map(
         key = reader.write()
         await reader.follow(key)
         work: dict[Callable[..., object], Callable[[], Awaitable[object]]] = {
-            LocalCopy.__anext__: reader.anext,
-            LocalCopy.save: copy.save,
-            LocalCopy.get: lambda: copy.get(key),
-            LocalCopy.count: copy.count,
+            LocalCopyFollower.__anext__: reader.anext,
+            LocalCopyFollower.save: copy.save,
+            LocalCopyFollower.get: lambda: copy.get(key),
+            LocalCopyFollower.count: copy.count,
         }
         steps = await cancelled_at_each_step(
             work[function], lambda: check(server), then=reader.anext

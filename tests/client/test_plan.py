@@ -61,11 +61,11 @@ def test_a_replica_that_is_refilled_lacks_what_it_once_acknowledged() -> None:
     assert floor == HistoryPoint(HistoryId(1), SeqNo(27))
     for high_seq, has_everything in ((0, False), (26, False), (27, True), (40, True)):
         assert PartitionCopy("c", before, SeqNo(high_seq)).contains(floor) is has_everything
-    since = before.branch(HistoryId(2), SeqNo(27))
+    since = before.with_branch(HistoryId(2), SeqNo(27))
     for high_seq, has_everything in ((0, False), (26, False), (27, True), (40, True)):
         assert PartitionCopy("c", since, SeqNo(high_seq)).contains(floor) is has_everything
     # A copy that left this history below the floor lacks part of it, however far it is now.
-    elsewhere = before.branch(HistoryId(3), SeqNo(20))
+    elsewhere = before.with_branch(HistoryId(3), SeqNo(20))
     assert not PartitionCopy("c", elsewhere, SeqNo(40)).contains(floor)
     assert not PartitionCopy("c", FailoverLog.of([(4, 0)]), SeqNo(40)).contains(floor)
     beginning = PartitionCopy("b", before, SeqNo(0)).point
@@ -93,7 +93,7 @@ class Node:
         if isinstance(decision, RollBack):
             end = SeqNo(data.draw(st.sampled_from([0, int(decision.ceiling)]), "back to"))
             del self.changes[end:]
-            self.log = self.log.until(end)
+            self.log = self.log.up_to(end)
             return self.connect(active, data)
         if not isinstance(decision, Start):
             return False
@@ -148,7 +148,7 @@ def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
         copies = [
             PartitionCopy(name, node_of[name].log, node_of[name].high_seq) for name in fenced_names
         ]
-        best = [copy for copy in most_complete(copies) if copy.contains(assignment.floor)]
+        best = [copy for copy in most_complete(copies) if copy.contains(assignment.promotion_point)]
         for candidate in best:
             changes = node_of[candidate.node].changes
             assert changes[: len(acknowledged)] == acknowledged, candidate.node
@@ -157,8 +157,8 @@ def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(best))
         promoted = node_of[chosen.node]
         history += 1
-        promoted.log = promoted.log.branch(HistoryId(history), promoted.high_seq)
-        assignment = active_assignment(fenced, promoted.name, floor=chosen.point)
+        promoted.log = promoted.log.with_branch(HistoryId(history), promoted.high_seq)
+        assignment = active_assignment(fenced, promoted.name, promotion_point=chosen.point)
         assert sorted(assignment.holders()) == sorted(node_of)
 
 
@@ -176,9 +176,9 @@ def test_a_copy_continues_past_a_point_if_it_has_all_before_it_and_more(
         source = data.draw(st.sampled_from(nodes))
         node = Node(f"n{number}")
         node.changes = source.changes[: data.draw(st.integers(0, len(source.changes)), "has")]
-        node.log = source.log.until(node.high_seq)
+        node.log = source.log.up_to(node.high_seq)
         if data.draw(st.booleans(), "in a new history"):
-            node.log = node.log.branch(HistoryId(number + 1), node.high_seq)
+            node.log = node.log.with_branch(HistoryId(number + 1), node.high_seq)
             ends[number + 1] = node.high_seq
         if ends[node.log.current] == node.high_seq:
             for _ in range(data.draw(st.integers(0, 3), "writes")):
@@ -246,13 +246,13 @@ def test_only_replicas_that_follow_the_active_directly_acknowledge() -> None:
 
 
 def test_a_lost_active_is_a_replica_of_a_partition_without_an_active() -> None:
-    lost = Assignment(replicas={"a": "", "b": ""}, lost="a")
+    lost = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
     base = PartitionMap(bucket="b", revision=5, nodes=NODES, partitions=(lost,))
     base.check()
     for wrong in (
-        Assignment(active="b", replicas={"a": ""}, lost="a"),
-        Assignment(handing_over="b", replicas={"a": ""}, lost="a"),
-        Assignment(replicas={"b": ""}, lost="a"),
+        Assignment(active="b", replicas={"a": ""}, lost_active="a"),
+        Assignment(handing_over="b", replicas={"a": ""}, lost_active="a"),
+        Assignment(replicas={"b": ""}, lost_active="a"),
     ):
         with pytest.raises(PartitionMapError, match="a node can be lost only as a replica"):
             base.with_assignments({PartitionId(0): wrong})
@@ -260,11 +260,11 @@ def test_a_lost_active_is_a_replica_of_a_partition_without_an_active() -> None:
 
 def test_every_later_map_remembers_when_a_failover_chose_the_active() -> None:
     fenced = fenced_assignment(Assignment("a", {"b": "", "c": ""}))
-    chosen = active_assignment(fenced, "b", chosen=33)
-    assert (chosen.active, chosen.chosen) == ("b", 33)
+    chosen = active_assignment(fenced, "b", failover_revision=33)
+    assert (chosen.active, chosen.failover_revision) == ("b", 33)
     for later in (
         fenced_assignment(chosen),
         handover_assignment(chosen),
         active_assignment(chosen, "c"),
     ):
-        assert later.chosen == 33
+        assert later.failover_revision == 33

@@ -428,7 +428,7 @@ class OnDisk(RuleBasedStateMachine):
     def restart(self) -> None:
         """The server is killed, and comes back with what is persisted."""
         self.disk.crash()
-        failover_log = self.partition.failover_log.branch(
+        failover_log = self.partition.failover_log.with_branch(
             HistoryId(next(self.histories)), self.disk.high
         )
         self.model.fall_back(self.disk.high)

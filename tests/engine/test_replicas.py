@@ -113,7 +113,9 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     partition.stand_at(SeqNo(7), Cas(2 * 10**18))
     rows = [Mutation(Operation.SET, b"a", b"")]
     assert partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
-    partition.become(PartitionState.ACTIVE, partition.failover_log.branch(HistoryId(99), SeqNo(7)))
+    partition.become(
+        PartitionState.ACTIVE, partition.failover_log.with_branch(HistoryId(99), SeqNo(7))
+    )
     result = partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW)
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"

@@ -268,7 +268,7 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         def scan_and_fail_over(*arguments: Any, **options: Any) -> ScanResult:
             result = real_scan(*arguments, **options)
             position = file.mark(answer.partition).position
-            log = position.log.branch(HistoryId(99), SeqNo(answer.seq - 1))
+            log = position.log.with_branch(HistoryId(99), SeqNo(answer.seq - 1))
             file.marks[answer.partition] = Mark(
                 Position(log, SeqNo(answer.seq - 1), SeqNo(answer.seq - 1))
             )

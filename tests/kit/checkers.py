@@ -191,7 +191,7 @@ class Truth:
 
     def items(self, partition: PartitionId, log: FailoverLog, end: SeqNo) -> Items:
         """What a partition held at `end` in the history that this log tells of."""
-        pairs = tuple(log.until(end).pairs())
+        pairs = tuple(log.up_to(end).pairs())
         fold = self._folded.get((partition, pairs))
         if fold is None or fold.end > end:
             fold = self._folded[partition, pairs] = _Fold()

@@ -53,7 +53,7 @@ class FakePartition:
     def fail_over(self, history_id: int, end: int) -> None:
         """A new history begins at the number `end`. What is above it is lost."""
         self.history = [mutation for mutation in self.history if mutation.seq <= end]
-        self.log = self.log.branch(HistoryId(history_id), SeqNo(end))
+        self.log = self.log.with_branch(HistoryId(history_id), SeqNo(end))
         self._answers.clear()
 
     # Changes.

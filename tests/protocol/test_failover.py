@@ -97,7 +97,7 @@ def test_a_branch_is_the_first_entry_of_the_log(
     value: FailoverLog, history_id: HistoryId, seq: SeqNo
 ) -> None:
     assume(history_id not in {entry.history_id for entry in value})
-    branched = value.branch(history_id, seq)
+    branched = value.with_branch(history_id, seq)
     assert branched.entries[0] == FailoverEntry(history_id, seq)
     assert branched.current == history_id
     older_entries = [entry for entry in value if entry.seq <= seq]
@@ -108,23 +108,23 @@ def test_a_branch_is_the_first_entry_of_the_log(
 
 @given(failover_logs(), SEQS)
 def test_until_drops_exactly_the_entries_above(value: FailoverLog, seq: SeqNo) -> None:
-    below = value.until(seq)
+    below = value.up_to(seq)
     assert list(below) == [entry for entry in value if entry.seq <= seq]
-    assert below.until(seq) == below
-    assert value.until(SEQ_MAX) == value
+    assert below.up_to(seq) == below
+    assert value.up_to(SEQ_MAX) == value
 
 
 def test_the_oldest_entry_is_dropped_first() -> None:
     value = FailoverLog()
     for history in range(1, FAILOVER_ENTRIES_MAX + 3):
-        value = value.branch(HistoryId(history), SeqNo(history))
+        value = value.with_branch(HistoryId(history), SeqNo(history))
     assert len(value) == FAILOVER_ENTRIES_MAX
     assert value.pairs()[-1] == (3, 3)
 
 
 def test_a_history_begins_once() -> None:
     with pytest.raises(ValueError, match="twice"):
-        log((A, 0)).branch(A, SeqNo(4))
+        log((A, 0)).with_branch(A, SeqNo(4))
 
 
 # --- golden cases ---------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_there_are_golden_cases() -> None:
             log((A, 0)),
             9,
             position(log((A, 0)), 6, 7, (A, 6, 9)),
-            Start(SeqNo(7), SeqNo(9), Reason.INSIDE_A_SNAPSHOT),
+            Start(SeqNo(7), SeqNo(9), Reason.PARTIAL_SNAPSHOT),
         ),
         (
             log((A, 0)),
@@ -263,7 +263,7 @@ def test_every_decision_keeps_the_rules_of_resuming(
 ) -> None:
     high = SeqNo((server.entries[0].seq if server.entries else 0) + more)
     decision = decide_start(server, high, purge, client)
-    known = {entry.history_id for entry in client.log.until(client.last_complete)}
+    known = {entry.history_id for entry in client.log.up_to(client.last_complete)}
     common = known & {entry.history_id for entry in server}
     match decision:
         case Start(seq, end_at_least, reason):
@@ -276,7 +276,7 @@ def test_every_decision_keeps_the_rules_of_resuming(
                 assert client.partial is not None
                 assert end_at_least == client.partial.end
                 assert client.partial.history_id == server.current
-                assert reason is Reason.INSIDE_A_SNAPSHOT
+                assert reason is Reason.PARTIAL_SNAPSHOT
             else:
                 assert seq == client.last_complete
         case RollBack(ceiling, reason):
@@ -394,7 +394,7 @@ class Histories(RuleBasedStateMachine):
         self.histories += 1
         new = self.nodes[node]
         new.go_back(new.complete)
-        new.log = new.log.branch(HistoryId(self.histories), new.complete)
+        new.log = new.log.with_branch(HistoryId(self.histories), new.complete)
 
     @rule(node=st.integers(0, 2))
     def take_over(self, node: int) -> None:
@@ -485,7 +485,7 @@ def test_long_histories_meet_every_decision(seed: int) -> None:
     assert set(histories.met) == {
         (Start, Reason.FROM_THE_BEGINNING),
         (Start, Reason.SAME_HISTORY),
-        (Start, Reason.INSIDE_A_SNAPSHOT),
+        (Start, Reason.PARTIAL_SNAPSHOT),
         (Start, Reason.BRANCHED),
         (RollBack, Reason.BRANCHED),
         (RollBack, Reason.UNKNOWN_HISTORY),

@@ -51,7 +51,7 @@ def assignments(draw: st.DrawFn) -> Assignment:
         active="" if hands_over else first,
         replicas=replicas,
         handing_over=first if hands_over else "",
-        keeps=draw(keeps),
+        continues_from=draw(keeps),
     )
 
 
@@ -223,7 +223,7 @@ def test_an_address_may_be_ipv6() -> None:
 
 def test_other_assignments_make_the_next_map() -> None:
     before = map_of(Assignment(active="a"), Assignment(active="b"), revision=7)
-    other = Assignment(active="c", keeps=HistoryPoint(HistoryId(5), SeqNo(3)))
+    other = Assignment(active="c", continues_from=HistoryPoint(HistoryId(5), SeqNo(3)))
     after = before.with_assignments({PartitionId(1): other})
     assert after == map_of(Assignment(active="a"), other, revision=8)
     assert before.partitions[1] == Assignment(active="b")

@@ -331,14 +331,14 @@ async def test_a_failover_that_is_taken_back_trusts_nobody_who_has_lost_its_memo
         await group.nodes["a"].kill()
         await group.start("a")
         everybody = {"a": "", "b": ""}
-        await group.share([Assignment(replicas=everybody, lost="a")])
+        await group.share([Assignment(replicas=everybody, lost_active="a")])
         if is_killed_again:
             await group.nodes["a"].kill()
             await group.start("a")
         await group.share([before])
         assert states(group, "a") == [PartitionState.PENDING]
-        await group.share([Assignment(replicas=everybody, lost="a")])
-        await group.share([Assignment("a", {"b": ""}, chosen=group.map.revision + 1)])
+        await group.share([Assignment(replicas=everybody, lost_active="a")])
+        await group.share([Assignment("a", {"b": ""}, failover_revision=group.map.revision + 1)])
         assert states(group, "a") == [PartitionState.ACTIVE]
         await write(group, "a", 5, "later")
         await same(group)
@@ -534,9 +534,9 @@ async def test_a_history_is_kept_only_by_who_has_all_of_it() -> None:
         assignments = []
         for partition in group.nodes["a"].held:
             keeps = HistoryPoint(partition.failover_log.current, partition.high_seq)
-            assignments.append(Assignment("b", {"a": ""}, keeps=keeps))
+            assignments.append(Assignment("b", {"a": ""}, continues_from=keeps))
         wrong = list(assignments)
-        wrong[1] = Assignment("b", {"a": ""}, keeps=HistoryPoint(HistoryId(1), SeqNo(5)))
+        wrong[1] = Assignment("b", {"a": ""}, continues_from=HistoryPoint(HistoryId(1), SeqNo(5)))
         with pytest.raises(ServerError) as refused:
             await group.give(group.map.with_assignments(dict(enumerate_partitions(wrong))), "b")
         assert refused.value.status is Status.WRONG_STATE

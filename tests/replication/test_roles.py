@@ -58,9 +58,9 @@ def log_after(
         # A map that only restores the earlier assignment does not make a suspect copy active,
         (Assignment("a", {"b": ""}), 5, PartitionState.PENDING),
         # nor does a failover from before the doubt;
-        (Assignment("a", {"b": ""}, chosen=5), 5, PartitionState.PENDING),
+        (Assignment("a", {"b": ""}, failover_revision=5), 5, PartitionState.PENDING),
         # one that compared all copies since does.
-        (Assignment("a", {"b": ""}, chosen=6), 5, PartitionState.ACTIVE),
+        (Assignment("a", {"b": ""}, failover_revision=6), 5, PartitionState.ACTIVE),
         # A suspect copy may always follow.
         (Assignment("b", {"a": ""}), 5, PartitionState.REPLICA),
     ],
@@ -78,7 +78,7 @@ def test_a_node_becomes_what_the_map_says_unless_its_copy_is_suspect(
         (Assignment(), True),
         (Assignment(handing_over="a"), True),
         (Assignment("b", {"a": ""}), False),
-        (Assignment("a", chosen=6), False),
+        (Assignment("a", failover_revision=6), False),
     ],
 )
 def test_a_copy_stays_suspect_until_another_was_active_or_a_failover_chose_it(
@@ -92,7 +92,7 @@ def test_a_node_without_its_memory_suspects_the_partitions_that_it_wrote_for_rep
     alone = Assignment("a")
     followed = Assignment("b", {"a": ""})
     handed_over = Assignment(handing_over="a", replicas={"b": ""})
-    failed_over = Assignment(replicas={"a": "", "b": ""}, lost="a")
+    failed_over = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
     partition_map = map_of(written, alone, followed, handed_over, failed_over, revision=5)
     assert suspects_in(partition_map, "a") == {0: 5, 3: 5, 4: 5}
 
@@ -113,7 +113,7 @@ def test_a_replica_that_becomes_active_begins_a_new_history() -> None:
 
 
 def test_a_replica_that_stands_at_the_named_end_continues_the_history() -> None:
-    at_the_end = Assignment("a", keeps=HistoryPoint(HistoryId(7), SeqNo(20)))
+    at_the_end = Assignment("a", continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
     assert log_after(replica_at(20), at_the_end, is_clean=True) == [(7, 0)]
     with pytest.raises(ServerError, match="continue history 7 at 20") as refused:
         log_after(replica_at(19), at_the_end, is_clean=True)

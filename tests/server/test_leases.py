@@ -339,6 +339,6 @@ async def test_one_is_read_on_after_lost_connections_and_a_restart(
         assert len(log) == 2
         assert await read(other, 7, ends) == first
         middle = rows[3].seq
-        before = Position(log.until(SeqNo(0)), middle, middle, None)
+        before = Position(log.up_to(SeqNo(0)), middle, middle, None)
         rows_read = await read(other, 7, {partition: ends[partition]}, starts={partition: before})
         assert rows_read[partition] == rows[4:]

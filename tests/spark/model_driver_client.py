@@ -58,7 +58,7 @@ class ModelDriverClient:
         self.leases: dict[int, ModelLease] = {}
 
     def _new(self) -> ModelPartition:
-        return ModelPartition(FailoverLog().branch(HistoryId(next(self._histories)), SeqNo(0)))
+        return ModelPartition(FailoverLog().with_branch(HistoryId(next(self._histories)), SeqNo(0)))
 
     # What happens to the bucket.
 
@@ -76,7 +76,7 @@ class ModelDriverClient:
         of leases."""
         partition = self.partitions[number]
         to = min(to, partition.high)
-        partition.log = partition.log.branch(HistoryId(next(self._histories)), SeqNo(to))
+        partition.log = partition.log.with_branch(HistoryId(next(self._histories)), SeqNo(to))
         if to == partition.high:
             return
         partition.written = {seq: key for seq, key in partition.written.items() if seq <= to}

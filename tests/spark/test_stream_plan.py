@@ -423,7 +423,7 @@ def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
 
 
 def test_tasks_are_few_and_about_equal() -> None:
-    log = FailoverLog().branch(HistoryId(1), SeqNo(0))
+    log = FailoverLog().with_branch(HistoryId(1), SeqNo(0))
     slices = [
         Slice(PartitionId(number), log, SeqNo(0), SeqNo(100), SeqNo(0), SeqNo(100), nbytes)
         for number, nbytes in enumerate([10, 10, 1000, 10, 350, 0, 10])

@@ -292,7 +292,7 @@ class Undoer:
     def _check_depth(self, event: StreamAccepted, to: SeqNo) -> None:
         """The ends that the server has, too, by the names of the branches in which they were."""
         ends, sent = self._ends.get(event.partition, []), self._sent.get(event.partition, [])
-        common = [end for end, branch in ends if event.log.holds(branch, end)]
+        common = [end for end, branch in ends if event.log.contains(branch, end)]
         assert to == max(common, default=0), (to, common[-3:], ends[-3:], event)
         ends[:] = [end for end in ends if end[0] <= to]
         sent[:] = [mutation for mutation in sent if mutation.seq <= to]

@@ -21,7 +21,7 @@ from upr_protocol.client import (
     Address,
     BarrierReached,
     Consumer,
-    LocalCopy,
+    LocalCopyFollower,
     RolledBack,
     StreamEnded,
     Undone,
@@ -172,7 +172,7 @@ class _Tail:
             await self._print_events(consumer)
             nursery.cancel_scope.cancel()
 
-    def _source(self) -> AbstractAsyncContextManager[Consumer | LocalCopy]:
+    def _source(self) -> AbstractAsyncContextManager[Consumer | LocalCopyFollower]:
         if self.directory is not None:
             return keep_local_copy(
                 self.target,
@@ -190,7 +190,9 @@ class _Tail:
             retry_timeout_s=self.retry_timeout_s,
         )
 
-    async def _report_connection(self, consumer: Consumer | LocalCopy, progress: Progress) -> None:
+    async def _report_connection(
+        self, consumer: Consumer | LocalCopyFollower, progress: Progress
+    ) -> None:
         def status() -> tuple[bool, str]:
             statistics = consumer.statistics()
             return statistics.connected, statistics.last_failure
@@ -199,7 +201,7 @@ class _Tail:
             status, self.retry_timeout_s, was_connected=True, before=progress.clear
         )
 
-    async def _print_events(self, consumer: Consumer | LocalCopy) -> None:
+    async def _print_events(self, consumer: Consumer | LocalCopyFollower) -> None:
         # Asking for the next event acknowledges this one, which the resume file may then include.
         # So all of its lines are written before that.
         async for event in consumer:

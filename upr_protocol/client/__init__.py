@@ -57,11 +57,11 @@ from upr_protocol.client.local_copy.database import (
     LocalCopyReader,
     LocalCopyWriteError,
 )
-from upr_protocol.client.local_copy.follower import LocalCopy, keep_local_copy
+from upr_protocol.client.local_copy.follower import LocalCopyFollower, keep_local_copy
 from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFileError
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
-from upr_protocol.client.rollback.record_log import RecordLogError
 from upr_protocol.client.trio.client import Client, ClientStatistics, connect
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
 from upr_protocol.client.trio.event_feed import EventFeed, LookAtEverything, follow_events
@@ -85,6 +85,7 @@ __all__ = [
     "BucketInfo",
     "CasOptions",
     "ChangeOptions",
+    "ChecksummedFileError",
     "ChunkReceived",
     "Client",
     "ClientStatistics",
@@ -105,8 +106,8 @@ __all__ = [
     "ItemOptions",
     "KeyOperations",
     "LeasedRange",
-    "LocalCopy",
     "LocalCopyError",
+    "LocalCopyFollower",
     "LocalCopyReader",
     "LocalCopyWriteError",
     "LookAtEverything",
@@ -121,7 +122,6 @@ __all__ = [
     "Publisher",
     "PublisherStatistics",
     "ReceivedKeysLimits",
-    "RecordLogError",
     "ReplicaConsumer",
     "ResumeState",
     "ResumeStateError",

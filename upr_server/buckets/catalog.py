@@ -242,7 +242,7 @@ class BucketCatalog:
 
     def _first_log(self, state: PartitionState) -> FailoverLog:
         if state is PartitionState.ACTIVE:
-            return FailoverLog().branch(self._new_history_id(), SeqNo(0))
+            return FailoverLog().with_branch(self._new_history_id(), SeqNo(0))
         return FailoverLog()
 
     def _attach_disk(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> BucketDisk:

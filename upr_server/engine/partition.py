@@ -136,7 +136,7 @@ class Partition:
     ) -> None:
         memory = MemoryAccount() if memory is None else memory
         if image is None:
-            image = PartitionImage(state, FailoverLog().branch(new_history_id(), SeqNo(0)))
+            image = PartitionImage(state, FailoverLog().with_branch(new_history_id(), SeqNo(0)))
         self._on_update = on_update
         self._last_cas: int = image.last_cas
         self.id = partition_id

@@ -44,13 +44,13 @@ class Mark:
 
     def has(self, history_id: HistoryId, seq: SeqNo) -> bool:
         """Whether the index has the change with this number in `history_id`."""
-        return self.position.last_complete >= seq and self.position.log.holds(history_id, seq)
+        return self.position.last_complete >= seq and self.position.log.contains(history_id, seq)
 
     def lost(self, history_id: HistoryId, seq: SeqNo) -> bool:
         """Whether the server's history left `history_id` below this number, so that the change is
         lost."""
         ids = [entry.history_id for entry in self.position.log]
-        return history_id in ids and not self.position.log.holds(history_id, seq)
+        return history_id in ids and not self.position.log.contains(history_id, seq)
 
     def encode(self, bucket: str, partition: PartitionId) -> bytes:
         """The mark as it is stored."""

@@ -150,7 +150,7 @@ class Stream:
 
         Raises:
             ServerError: The server refused, or the bucket is gone.
-            RecordLogError: The file of the received keys is damaged.
+            ChecksummedFileError: The file of the received keys is damaged.
             OSError: That file cannot be written.
         """
         while True:

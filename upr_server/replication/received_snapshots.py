@@ -147,7 +147,7 @@ class ReceivedSnapshots:
         end."""
         self._chunks, self._ends, self._answers = [], [], []
         self.nbytes = 0
-        self.log = self.log.until(seq)
+        self.log = self.log.up_to(seq)
         self.high = self.received = seq
         self._partial = None
         self._answers_of_snapshot = []

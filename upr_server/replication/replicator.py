@@ -361,7 +361,7 @@ class Replicator:
                     FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.eviction.indexed)
                 )
                 seq = SeqNo(snapshot_end or 0)
-                failover_log = received.log.until(seq)
+                failover_log = received.log.up_to(seq)
                 pairs = tuple(failover_log.pairs())
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
                 tokens = [

@@ -75,7 +75,7 @@ def state_in(assignment: Assignment, node: str, suspect_since: int | None) -> Pa
 def is_still_suspect(assignment: Assignment, node: str, suspect_since: int) -> bool:
     """Whether a copy that became suspect at revision `suspect_since` is so under another map."""
     # Once another node is active, this one follows it, and loses what only itself has.
-    return assignment.active in ("", node) and assignment.chosen <= suspect_since
+    return assignment.active in ("", node) and assignment.failover_revision <= suspect_since
 
 
 def took_writes(assignment: Assignment, node: str) -> bool:
@@ -83,7 +83,7 @@ def took_writes(assignment: Assignment, node: str) -> bool:
     return bool(assignment.replicas) and node in (
         assignment.active,
         assignment.handing_over,
-        assignment.lost,
+        assignment.lost_active,
     )
 
 
@@ -147,14 +147,14 @@ def failover_log_in(
     # active itself and lost nothing, or the map names the exact end and this copy stands there.
     if is_confirming:
         has_everything = is_clean
-    elif assignment.keeps is not None:
-        _check_stands_at_the_end(partition, assignment.keeps)
+    elif assignment.continues_from is not None:
+        _check_stands_at_the_end(partition, assignment.continues_from)
         has_everything = True
     else:
         has_everything = False
     if has_everything and failover_log.entries:
         return failover_log
-    return failover_log.branch(new_history_id(), partition.high_seq)
+    return failover_log.with_branch(new_history_id(), partition.high_seq)
 
 
 def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:

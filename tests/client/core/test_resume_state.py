@@ -108,7 +108,7 @@ def test_a_position_covers_exactly_what_was_received(said: list[tuple[str, int, 
             position = rules.stream_accepted(position, log)
         else:
             history = HistoryId(number)
-            log = log.branch(history, SeqNo(seq))
+            log = log.with_branch(history, SeqNo(seq))
             position = rules.stream_accepted(rules.rolled_back(position, SeqNo(seq)), log)
             ends, highest = [end for end in ends if end < seq] + [seq], seq
             assert position.partial is None
@@ -154,7 +154,9 @@ def someone_elses_logs(draw: st.DrawFn, position: Position) -> FailoverLog:
     log = FailoverLog(position.log.entries[draw(st.integers(0, len(position.log))) :])
     if draw(st.booleans()):
         first = log.entries[0].seq if log.entries else 0
-        log = log.branch(HistoryId(draw(HISTORY_IDS)), SeqNo(draw(st.integers(first, SEQ_MAX))))
+        log = log.with_branch(
+            HistoryId(draw(HISTORY_IDS)), SeqNo(draw(st.integers(first, SEQ_MAX)))
+        )
     return log
 
 
@@ -512,7 +514,7 @@ async def test_a_partition_that_fails_over_below_what_was_received_starts_again(
                 break
         (rollback,) = rollbacks
         assert (rollback.partition, rollback.ceiling, rollback.to) == (2, high - 2, 0)
-        assert "parted" in rollback.reason
+        assert "diverge" in rollback.reason
         assert consumer.statistics().rollbacks == 1
     assert mirror.contents == server.contents()
 

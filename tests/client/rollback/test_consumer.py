@@ -22,13 +22,13 @@ from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import apply_mutation
 from upr_protocol.client import (
+    ChecksummedFileError,
     ChunkReceived,
     Completed,
     Event,
     Item,
     MemoryStore,
     ReceivedKeysLimits,
-    RecordLogError,
     ResumeState,
     RollbackConsumer,
     SaveLimits,
@@ -302,7 +302,7 @@ async def test_one_event_has_everything_to_undo(
         undone, start, chunk, end, *_ = await until_completed(consumer)
         assert isinstance(undone, Undone)
         assert (undone.ceiling, undone.to, undone.settled) == (8, 8, 9)
-        assert "parted" in undone.reason
+        assert "diverge" in undone.reason
         values = {key: item and item.value for key, item in undone.documents.items()}
         assert values == {b"3": b"old", b"8": None, b"9": b"new"}
         assert isinstance(start, SnapshotStart)
@@ -350,7 +350,7 @@ async def test_a_damaged_file_of_received_keys_raises_an_error(
     data = bytearray(keys.read_bytes())
     data[15] ^= 1
     keys.write_bytes(data)
-    with pytest.raises(RecordLogError, match="damaged at byte 0"):
+    with pytest.raises(ChecksummedFileError, match="damaged at byte 0"):
         async with consume_with_rollback(URL, keys, resume=tmp_path / "resume", dial=net.dial):
             pass
 

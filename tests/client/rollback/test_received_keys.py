@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
 from upr_protocol.client.rollback.received_keys import (
     ReceivedKeys,
     ReceivedKeysLimits,
     ReceivedVersion,
 )
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
-from upr_protocol.client.rollback.record_log import RecordLog, RecordLogError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
@@ -58,7 +58,7 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
         expected = {key: version for key, version in model.items() if version.seq > floor}
         assert {key: v for key, v in known.items() if v.seq > floor} == expected
         foreign = received_keys.foreign_keys(P, LOG, SeqNo(8))
-        outside = {key for key, v in known.items() if not LOG.holds(v.history_id, v.seq)}
+        outside = {key for key, v in known.items() if not LOG.contains(v.history_id, v.seq)}
         assert set(foreign.keys) == outside
         inside = [version.seq for key, version in known.items() if key not in outside]
         assert foreign.highest_seq == max([8, *inside])
@@ -66,11 +66,11 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
 
 def test_a_sequence_number_belongs_to_the_branch_that_assigned_it() -> None:
     assert [LOG.branch_of(SeqNo(n)) for n in (0, 1, 10, 11)] == [0, 1, 1, 2]
-    later = LOG.branch(HistoryId(3), SeqNo(8))
-    assert later.holds(HistoryId(1), SeqNo(8))
-    assert not later.holds(HistoryId(1), SeqNo(9))
-    assert not later.holds(HistoryId(2), SeqNo(11))
-    assert later.holds(HistoryId(3), SeqNo(11))
+    later = LOG.with_branch(HistoryId(3), SeqNo(8))
+    assert later.contains(HistoryId(1), SeqNo(8))
+    assert not later.contains(HistoryId(1), SeqNo(9))
+    assert not later.contains(HistoryId(2), SeqNo(11))
+    assert later.contains(HistoryId(3), SeqNo(11))
 
 
 async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
         (P, b"b", ReceivedVersion(SeqNo(4), new)),
     ]
     assert again.keys.floors() == {PartitionId(2): 7}
-    with pytest.raises(RecordLogError, match="of the bucket 'b', not of 'other'"):
+    with pytest.raises(ChecksummedFileError, match="of the bucket 'b', not of 'other'"):
         ReceivedKeysFile(path, "other")
 
 
@@ -121,8 +121,8 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    log, _ = RecordLog.open(path)
+    log, _ = ChecksummedFile.open(path)
     log.append(b"nonsense")
     log.close()
-    with pytest.raises(RecordLogError, match="not a received-keys file"):
+    with pytest.raises(ChecksummedFileError, match="not a received-keys file"):
         ReceivedKeysFile(path, "b")

@@ -53,7 +53,7 @@ class Undoing:
         self.free.set()
 
     async def __call__(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
-        assert "parted" in reason
+        assert "diverge" in reason
         self.asked.append((partition, ceiling))
         await self.free.wait()
         return SeqNo(ceiling // 10 * 10)

@@ -44,9 +44,9 @@ def takes_the_larger_without_its_conditions() -> Iterator[None]:
     however far the server has come, and whatever ends the first snapshot that is sent."""
 
     def decide(server: FailoverLog, high: SeqNo, purge: SeqNo, client: Position) -> Any:
-        common = client.log.until(client.last_complete).current == server.current
+        common = client.log.up_to(client.last_complete).current == server.current
         if client.partial is not None and common and client.highest_received <= high:
-            return Start(client.highest_received, SeqNo(0), Reason.INSIDE_A_SNAPSHOT)
+            return Start(client.highest_received, SeqNo(0), Reason.PARTIAL_SNAPSHOT)
         return decide_start(server, high, purge, client)
 
     with replaced(streamers, "decide_start", decide):

@@ -131,8 +131,8 @@ class PublishRun:
                 node.send(connections[address].session, time.monotonic())
         unplaced = self._unanswered.unplaced
         if not connections and unplaced.count and unplaced not in self._retry_at:
-            error = BrokenError("no node is active for a partition that has batches to send")
-            wait_s = self._retry.wait_s(error, now)
+            no_node = BrokenError("no node is active for a partition that has batches to send")
+            wait_s = self._retry.wait_s(no_node, now)
             self._retry_at[unplaced] = now + min(wait_s, MAP_WAIT_S_MAX)
         return connections
 

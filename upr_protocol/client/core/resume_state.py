@@ -75,13 +75,13 @@ def rollback_pending(position: Position, ceiling: SeqNo) -> Position:
     meanwhile orders the same rollback."""
     # No rule for resuming keeps one part of a snapshot and gives up another.
     ceiling = min(ceiling, position.last_complete)
-    log = _without_marker(position.log).branch(ROLLBACK_PENDING, ceiling)
+    log = _without_marker(position.log).with_branch(ROLLBACK_PENDING, ceiling)
     return msgspec.structs.replace(position, log=log)
 
 
 def rolled_back(position: Position, to: SeqNo) -> Position:
     """The position after the consumer rolled back to `to`, a complete snapshot's end or 0."""
-    return Position(_without_marker(position.log).until(to), to, to, None)
+    return Position(_without_marker(position.log).up_to(to), to, to, None)
 
 
 def _without_marker(log: FailoverLog) -> FailoverLog:

@@ -18,7 +18,7 @@ from upr_protocol.client.core.events import Completed, RolledBack, StreamAccepte
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import is_retryable
-from upr_protocol.client.core.snapshot_receiver import SnapshotReceiver, missing_end
+from upr_protocol.client.core.snapshot_deliveries import SnapshotDeliveries, deliver_missing_end
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
@@ -115,7 +115,7 @@ class StreamFollower:
         self.failure: ServerError | None = None
         self.refused_streams: list[RefusedStream] = []
         self._state = state
-        self._snapshots = SnapshotReceiver(state.received)
+        self._snapshots = SnapshotDeliveries(state.received)
         self._connection: _Connection | None = None
 
     @property
@@ -350,7 +350,7 @@ class StreamFollower:
         priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
         deliveries = [Delivery(event, (partition, after), priority=priority)]
         if has_missing_end:
-            deliveries += missing_end(partition, log.current, after.last_complete)
+            deliveries += deliver_missing_end(partition, log.current, after.last_complete)
         return deliveries
 
     def _rollback_ordered(self, connection: _Connection, message: StreamReply) -> Delivery:

@@ -279,8 +279,8 @@ class LocalCopyFile:
         keys: list[bytes] = []
         highest_seq = seq
         for (history,) in database.execute(_HISTORIES, {"partition": partition}).fetchall():
-            left_at = log.left(HistoryId(int.from_bytes(history, "big")))
-            arguments = (partition, history, min(left_at, (1 << 63) - 1))
+            branch_end = log.end_of(HistoryId(int.from_bytes(history, "big")))
+            arguments = (partition, history, min(branch_end, (1 << 63) - 1))
             rows = database.execute(
                 "SELECT key FROM items WHERE partition = ? AND history = ? AND seq > ?", arguments
             )

@@ -37,7 +37,7 @@ _LAST_COMMIT_S: Final = 10.0
 """The longest that the commit on leaving may take."""
 
 
-class LocalCopy(RollbackIterator):
+class LocalCopyFollower(RollbackIterator):
     """Follows a bucket, and keeps key -> item in a directory; `keep_local_copy` makes one.
 
     It is an async iterator of the events that it has processed, with `Undone` in place of
@@ -126,7 +126,7 @@ async def keep_local_copy(
     commit_limits: SaveLimits | None = None,
     dial: Dial = dial_tcp,
     draw: Callable[[], float] = random.random,
-) -> AsyncIterator[LocalCopy]:
+) -> AsyncIterator[LocalCopyFollower]:
     """A local copy of a bucket in `directory`, which goes on from its last commit.
 
     Items and resume state change in one transaction, so the process may be killed at any moment.
@@ -159,7 +159,7 @@ async def keep_local_copy(
             dial=dial,
             draw=draw,
         ) as (consumer, planner):
-            copy = LocalCopy(consumer, planner, file, commit_limits or SaveLimits())
+            copy = LocalCopyFollower(consumer, planner, file, commit_limits or SaveLimits())
             try:
                 yield copy
             finally:

@@ -245,9 +245,9 @@ class _Failover:
 
     def _candidates(self, partition: PartitionId, *, lose_acknowledged: bool) -> list[str]:
         """The nodes that have everything that was acknowledged, by name."""
-        floor = None if lose_acknowledged else self._change.assignments[partition].floor
+        least = None if lose_acknowledged else self._change.assignments[partition].promotion_point
         copies = most_complete(self._copies[partition])
-        return sorted(copy.node for copy in copies if copy.contains(floor))
+        return sorted(copy.node for copy in copies if copy.contains(least))
 
     def _problem(self, partition: PartitionId, candidates: list[str], to: str) -> str:
         if candidates:
@@ -277,8 +277,8 @@ class _Failover:
         failures = await publisher.publish_to(nodes, new_map)
         for name in nodes:
             if name not in failures:
-                its = partitions_text(n for n, node in actives.items() if node == name)
-                self._report(f"{name}: revision {new_map.revision}, active for {its}")
+                text = partitions_text(n for n, node in actives.items() if node == name)
+                self._report(f"{name}: revision {new_map.revision}, active for {text}")
         if not failures:
             await publisher.announce([name for name in new_map.nodes if name not in nodes], new_map)
             return new_map
@@ -303,6 +303,6 @@ class _Failover:
         return active_assignment(
             self._change.assignments[partition],
             node,
-            chosen=self._change.revision,
-            floor=point,
+            failover_revision=self._change.revision,
+            promotion_point=point,
         )

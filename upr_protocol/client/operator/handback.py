@@ -220,7 +220,7 @@ class Handback:
         )
         for name in self._actives_of(restored):
             await self._change.publisher.publish(name, restored)
-            continues = all(restored.partitions[n].keeps for n in self._change.assignments)
+            continues = all(restored.partitions[n].continues_from for n in self._change.assignments)
             history = "its history" if continues else "a new history"
             self._report(f"{name}: revision {restored.revision}, active again in {history}")
         return restored
@@ -231,9 +231,14 @@ class Handback:
         node, point = self._source, self.final_points[partition]
         if partition in ahead:
             node, point = ahead[partition].node, ahead[partition].point
-        keeps = self.continued_history(partition, point)
-        floor = point if keeps is None or partition in ahead else None
-        return active_assignment(self._change.assignments[partition], node, keeps, floor=floor)
+        continues_from = self.continued_history(partition, point)
+        promotion_point = point if continues_from is None or partition in ahead else None
+        return active_assignment(
+            self._change.assignments[partition],
+            node,
+            continues_from,
+            promotion_point=promotion_point,
+        )
 
     def _actives_of(self, restored: PartitionMap) -> list[str]:
         return list(dict.fromkeys(restored.partitions[n].active for n in self._change.assignments))

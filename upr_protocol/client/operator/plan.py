@@ -30,7 +30,7 @@ def first_revision(newest: int) -> int:
 
 def last_active_of(assignment: Assignment) -> str:
     """The node that takes writes, or that was the last to do so; empty if none ever did."""
-    return assignment.active or assignment.handing_over or assignment.lost
+    return assignment.active or assignment.handing_over or assignment.lost_active
 
 
 def acknowledging_replicas(assignment: Assignment) -> list[str]:
@@ -39,7 +39,7 @@ def acknowledging_replicas(assignment: Assignment) -> list[str]:
     return [
         name
         for name, source in assignment.replicas.items()
-        if name != assignment.lost and source in ("", active)
+        if name != assignment.lost_active and source in ("", active)
     ]
 
 
@@ -59,35 +59,36 @@ def fenced_assignment(assignment: Assignment) -> Assignment:
     """No node is active, and the replicas accept no more changes from the last active."""
     return Assignment(
         replicas=_followers(assignment, ""),
-        lost=last_active_of(assignment),
-        chosen=assignment.chosen,
-        floor=assignment.floor,
+        lost_active=last_active_of(assignment),
+        failover_revision=assignment.failover_revision,
+        promotion_point=assignment.promotion_point,
     )
 
 
 def active_assignment(
     assignment: Assignment,
     node: str,
-    keeps: HistoryPoint | None = None,
+    continues_from: HistoryPoint | None = None,
     *,
-    chosen: int = 0,
-    floor: HistoryPoint | None = None,
+    failover_revision: int = 0,
+    promotion_point: HistoryPoint | None = None,
 ) -> Assignment:
     """`node` is active, and every other holder follows it, the last active too.
 
     Args:
         assignment: The assignment before.
         node: The node that becomes active.
-        keeps: Where it continues the history; None for a new history.
-        chosen: The revision of the map that names it after a failover; 0 to leave that as it was.
-        floor: The point up to which it has everything; None to leave that as it was.
+        continues_from: Where it continues the history; None for a new history.
+        failover_revision: The revision of the map that names it after a failover; 0 to leave that
+            as it was.
+        promotion_point: The point up to which it has everything; None to leave that as it was.
     """
     return Assignment(
         active=node,
         replicas=_followers(assignment, node),
-        keeps=keeps,
-        chosen=chosen or assignment.chosen,
-        floor=floor or assignment.floor,
+        continues_from=continues_from,
+        failover_revision=failover_revision or assignment.failover_revision,
+        promotion_point=promotion_point or assignment.promotion_point,
     )
 
 
@@ -97,8 +98,8 @@ def handover_assignment(assignment: Assignment) -> Assignment:
     return Assignment(
         replicas=_followers(assignment, active),
         handing_over=active,
-        chosen=assignment.chosen,
-        floor=assignment.floor,
+        failover_revision=assignment.failover_revision,
+        promotion_point=assignment.promotion_point,
     )
 
 
@@ -129,7 +130,7 @@ class PartitionCopy:
     def branch(self) -> FailoverLog:
         """The log up to the node's last change. A replica stores its active's log before any data:
         of a branch that begins above its last change, it has nothing."""
-        return self.log.until(self.high_seq)
+        return self.log.up_to(self.high_seq)
 
     @property
     def point(self) -> HistoryPoint:

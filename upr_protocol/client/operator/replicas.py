@@ -173,7 +173,9 @@ def _with_replica(
                 "takeover` or `upr failover`"
             )
         replicas = {**assignment.replicas, node: "" if source == assignment.active else source}
-        assignments[partition] = msgspec.structs.replace(assignment, replicas=replicas, keeps=None)
+        assignments[partition] = msgspec.structs.replace(
+            assignment, replicas=replicas, continues_from=None
+        )
     return assignments
 
 
@@ -242,7 +244,7 @@ def _without_replica(
                 if name != node
             }
             assignments[partition] = msgspec.structs.replace(
-                assignment, replicas=replicas, keeps=None
+                assignment, replicas=replicas, continues_from=None
             )
     return assignments
 

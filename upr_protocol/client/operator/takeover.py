@@ -170,7 +170,7 @@ class _Takeover:
     def _check(self) -> None:
         survey, source, target = self._survey, self._source, self._target
         assignments = self._change.assignments
-        if not source or any(assignment.lost for assignment in assignments.values()):
+        if not source or any(assignment.lost_active for assignment in assignments.values()):
             raise NotDoneError(f"no node is active for {self._change.text}: use `upr failover`")
         self._change.require_copies(target, "make it a replica first, with `upr replicas add`")
         if not survey.reaches(source):
@@ -290,7 +290,7 @@ class _Takeover:
                     self._handback.continued_history(
                         partition, self._handback.final_points[partition]
                     ),
-                    floor=self._handback.final_points[partition],
+                    promotion_point=self._handback.final_points[partition],
                 )
                 for partition, assignment in self._change.assignments.items()
             }

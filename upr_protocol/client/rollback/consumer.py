@@ -164,7 +164,7 @@ async def consume_with_rollback(
     The other arguments are those of `consume`.
 
     Raises:
-        RecordLogError: The file of received keys is damaged, or of another bucket.
+        ChecksummedFileError: The file of received keys is damaged, or of another bucket.
         OSError: The received keys or the resume file cannot be read or written.
         UprError: See `consume`.
     """

@@ -113,7 +113,7 @@ class ReceivedKeys:
         keys: list[bytes] = []
         highest_seq = seq
         for key, version in self._versions.get(partition, {}).items():
-            if not log.holds(version.history_id, version.seq):
+            if not log.contains(version.history_id, version.seq):
                 keys.append(key)
             elif version.seq > highest_seq:
                 highest_seq = version.seq

@@ -10,13 +10,13 @@ from typing import Any, Final
 import msgspec
 import trio
 
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
 from upr_protocol.client.rollback.received_keys import (
     ForeignKeys,
     ReceivedKeys,
     ReceivedKeysLimits,
     ReceivedVersion,
 )
-from upr_protocol.client.rollback.record_log import RecordLog, RecordLogError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
@@ -40,7 +40,7 @@ class ReceivedKeysFile:
         is_new: Whether the file was created just now.
 
     Raises:
-        RecordLogError: The file is damaged, belongs to another bucket, or has another format.
+        ChecksummedFileError: The file is damaged, belongs to another bucket, or has another format.
         OSError: The file cannot be read or written.
     """
 
@@ -49,22 +49,22 @@ class ReceivedKeysFile:
     ) -> None:
         self.keys = ReceivedKeys(limits or ReceivedKeysLimits())
         self._bucket = bucket
-        self._log, records = RecordLog.open(Path(path))
+        self._file, records = ChecksummedFile.open(Path(path))
         self.is_new = not records
         try:
             self._load(records)
             if not records:
-                self._log.append(self._header())
+                self._file.append(self._header())
         except BaseException:
-            self._log.close()
+            self._file.close()
             raise
-        self._compacted_bytes = self._log.nbytes
+        self._compacted_bytes = self._file.nbytes
 
     def _header(self) -> bytes:
         return msgspec.msgpack.encode([_MAGIC, _VERSION, self._bucket])
 
     def _load(self, records: Iterable[bytes]) -> None:
-        path = self._log.path
+        path = self._file.path
         for index, record in enumerate(records):
             try:
                 kind, *fields = msgspec.msgpack.decode(record)
@@ -72,17 +72,19 @@ class ReceivedKeysFile:
                     self._apply(kind, *fields)
                 else:
                     self._check_header(kind, *fields)
-            except RecordLogError:
+            except ChecksummedFileError:
                 raise
             except (msgspec.DecodeError, ValueError, TypeError, IndexError, KeyError) as error:
-                raise RecordLogError(f"{path} is not a received-keys file: {error!r}") from error
+                raise ChecksummedFileError(
+                    f"{path} is not a received-keys file: {error!r}"
+                ) from error
 
     def _check_header(self, magic: str, version: int, bucket: str) -> None:
-        path = self._log.path
+        path = self._file.path
         if magic != _MAGIC or version != _VERSION:
-            raise RecordLogError(f"{path} is not a received-keys file of version {_VERSION}")
+            raise ChecksummedFileError(f"{path} is not a received-keys file of version {_VERSION}")
         if bucket != self._bucket:
-            raise RecordLogError(
+            raise ChecksummedFileError(
                 f"{path} holds the received keys of the bucket {bucket!r}, not of {self._bucket!r}"
             )
 
@@ -105,7 +107,7 @@ class ReceivedKeysFile:
     # Changes. Each is on disk when its method returns.
 
     async def _append(self, *fields: Any) -> None:
-        await trio.to_thread.run_sync(self._log.append, msgspec.msgpack.encode(fields))
+        await trio.to_thread.run_sync(self._file.append, msgspec.msgpack.encode(fields))
         # Only now: a caller that was cancelled before has changed nothing.
         self._apply(*fields)
 
@@ -132,9 +134,9 @@ class ReceivedKeysFile:
         """Drops the oldest keys if there are too many; now and then rewrites the file. See
         `ReceivedKeys.trim`."""
         self.keys.trim(droppable_seq)
-        if self._log.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
-            await trio.to_thread.run_sync(self._log.replace, list(self._compact()))
-            self._compacted_bytes = self._log.nbytes
+        if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
+            await trio.to_thread.run_sync(self._file.replace, list(self._compact()))
+            self._compacted_bytes = self._file.nbytes
         else:
             await trio.lowlevel.checkpoint()
 
@@ -153,7 +155,7 @@ class ReceivedKeysFile:
 
     def close(self) -> None:
         """Closes the file."""
-        self._log.close()
+        self._file.close()
 
     # Questions, as `ReceivedKeysSource` has them.
 

@@ -329,8 +329,8 @@ class ClusterConnections(Generic[H]):
         # nothing left to give away then.
         for address in sorted(needed - nodes.keys(), key=str):
             nodes[address] = self._add_node(address)
-        for partition, address in placements.items():
-            owner.place(partition, None if address is None else nodes[address].endpoint)
+        for partition, chosen in placements.items():
+            owner.place(partition, None if chosen is None else nodes[chosen].endpoint)
         # If the map names no node at all, the nodes that are connected can still tell a newer map.
         if needed:
             for node in [node for node in self._nodes if node.address not in needed]:

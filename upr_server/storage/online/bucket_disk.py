@@ -243,7 +243,7 @@ def recover_partitions(
         failover_log = FailoverLog.of(record.failover_log)
         has_map = bool(stored.cluster_map)
         if not has_map and not stored.is_clean and record.state == PartitionState.ACTIVE:
-            failover_log = failover_log.branch(new_history_id(), record.high)
+            failover_log = failover_log.with_branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())
             changed.append((partition_id, msgspec.structs.replace(record, failover_log=pairs)))
         images.append(_image(partition, failover_log))

@@ -1,4 +1,4 @@
-"""The record log against crashes and damage."""
+"""The checksummed file against crashes and damage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from upr_protocol.client.rollback.record_log import RecordLog, RecordLogError
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
 
 
 def log_with(path: Path, *records: bytes) -> bytes:
-    log, _ = RecordLog.open(path)
+    log, _ = ChecksummedFile.open(path)
     for record in records:
         log.append(record)
     log.close()
@@ -18,7 +18,7 @@ def log_with(path: Path, *records: bytes) -> bytes:
 
 
 def records_of(path: Path) -> list[bytes]:
-    log, records = RecordLog.open(path)
+    log, records = ChecksummedFile.open(path)
     log.close()
     return records
 
@@ -46,13 +46,13 @@ def test_damage_raises_an_error_and_is_never_cut_off(tmp_path: Path) -> None:
         damaged = bytearray(data)
         damaged[index] ^= 0x10
         path.write_bytes(damaged)
-        with pytest.raises(RecordLogError, match="damaged at byte"):
+        with pytest.raises(ChecksummedFileError, match="damaged at byte"):
             records_of(path)
 
 
 def test_records_are_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "records"
-    log, _ = RecordLog.open(path)
+    log, _ = ChecksummedFile.open(path)
     log.append(b"one")
     log.replace([b"two", b"three"])
     log.append(b"four")

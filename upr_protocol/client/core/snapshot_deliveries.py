@@ -27,8 +27,8 @@ from upr_protocol.wire import (
 )
 
 
-class SnapshotReceiver:
-    """Receives the snapshots of one node.
+class SnapshotDeliveries:
+    """The deliveries that the snapshots of one node make.
 
     Args:
         received: The positions to move.
@@ -120,7 +120,9 @@ class SnapshotReceiver:
         return partition, position
 
 
-def missing_end(partition: PartitionId, history_id: HistoryId, end: SeqNo) -> list[Delivery]:
+def deliver_missing_end(
+    partition: PartitionId, history_id: HistoryId, end: SeqNo
+) -> list[Delivery]:
     """The deliveries of a snapshot that lacked only its end."""
     start = SnapshotStart(partition, history_id, end, end, SnapshotKind.MEMORY, False)
     return [Delivery(start), Delivery(SnapshotEnd(partition, end), priority=SavePriority.COMPLETE)]
