@@ -16,8 +16,8 @@ from upr_server.engine import (
     MutateResult,
     MutationBatch,
     Partition,
-    SnapshotEnd,
-    SnapshotStart,
+    SnapshotEndItem,
+    SnapshotStartItem,
 )
 
 NOW = 1_000.0
@@ -105,11 +105,11 @@ def transcript(handed_on: Iterable[CursorItem]) -> str:
     words: list[str] = []
     marks = {Operation.SET: "", Operation.DELETE: "-", Operation.EXPIRE: "~"}
     for item in handed_on:
-        if isinstance(item, SnapshotStart):
+        if isinstance(item, SnapshotStartItem):
             words.append(f"({item.start},{item.end}]{'*' if item.may_repeat else ''}")
         elif isinstance(item, Chunk):
             words += [f"{marks[row.op]}{row.key.decode()}@{row.seq}" for row in item]
-        elif isinstance(item, SnapshotEnd):
+        elif isinstance(item, SnapshotEndItem):
             words.append(".")
         else:
             words.append(f"backfill ({item.start},{item.end}]")

@@ -8,7 +8,13 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_protocol.limits import VALUE_BYTES_MAX
-from upr_server.engine import BackfillNeeded, MutateResult, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import (
+    BackfillNeeded,
+    MutateResult,
+    Partition,
+    SnapshotEndItem,
+    SnapshotStartItem,
+)
 
 State = dict[bytes, Mutation]
 
@@ -145,7 +151,7 @@ class Reader:
         self.model = model
         self.state = model.state(start)
         self.seq = start
-        self.announced: SnapshotStart | None = None
+        self.announced: SnapshotStartItem | None = None
         self.keys: set[bytes] = set()
         self.name = name
         self.waiting = False
@@ -191,9 +197,9 @@ class Reader:
             self.waiting = True
             return False
         assert not self.waiting, "who waits is woken before there is something to read"
-        if isinstance(item, SnapshotStart):
+        if isinstance(item, SnapshotStartItem):
             self.start(item)
-        elif isinstance(item, SnapshotEnd):
+        elif isinstance(item, SnapshotEndItem):
             self.end(item)
         elif isinstance(item, Chunk):
             self.chunk(item)
@@ -205,7 +211,7 @@ class Reader:
             self.register(self.seq, self.end_at_least)
         return True
 
-    def start(self, item: SnapshotStart) -> None:
+    def start(self, item: SnapshotStartItem) -> None:
         assert self.announced is None, "one end for each start"
         assert item.start == self.seq < item.end, (item, self.seq)
         assert item.end >= self.end_at_least
@@ -233,7 +239,7 @@ class Reader:
         applied(self.state, rows)
         self.seq = chunk.end
 
-    def end(self, item: SnapshotEnd) -> None:
+    def end(self, item: SnapshotEndItem) -> None:
         assert self.announced is not None
         assert item.end == self.announced.end == self.seq
         assert contents(self.state) == contents(self.model.state(item.end))

@@ -13,7 +13,7 @@ from upr_server.engine import (
     MutateResult,
     Partition,
     PartitionImage,
-    SnapshotEnd,
+    SnapshotEndItem,
     WriterToken,
 )
 
@@ -52,7 +52,7 @@ class NaiveDisk:
             if isinstance(item, Chunk):
                 self._rows += item
                 self._ends.append(item.end)
-            elif isinstance(item, SnapshotEnd):
+            elif isinstance(item, SnapshotEndItem):
                 self._read.append((self._rows, self._ends, item.end))
                 self._rows, self._ends = [], []
 
@@ -66,7 +66,7 @@ class NaiveDisk:
             self.chunk_ends += ends
         self.high = taken[-1][2]
         self.last_cas = partition.last_cas
-        for token, answer in partition.deduplicator.take_pending(self.high).items():
+        for token, answer in partition.repeated_batches.take_unsaved(self.high).items():
             if answer is None:
                 self.answers.pop(token, None)
             else:

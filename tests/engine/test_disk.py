@@ -111,7 +111,7 @@ class OnDisk(RuleBasedStateMachine):
             images=None if image is None else [image],
         )
         self.partition = self.bucket.partitions[0]
-        self.partition.deduplicator.keep_pending()
+        self.partition.repeated_batches.track_unsaved()
         self.manager = self.partition.manager
         self.readers: list[DiskReader] = []
         self.asked: list[AskedMutate | AskedGet] = []
@@ -495,7 +495,7 @@ class OnDisk(RuleBasedStateMachine):
         disk = self.manager.persistence
         for cursor in self.manager.droppable():
             assert cursor is not disk
-            assert cursor.oldest_slot.start < disk.oldest_slot.start == disk.committed
+            assert cursor.oldest_entry.start < disk.oldest_entry.start == disk.committed
 
     def teardown(self) -> None:
         for reader in self.readers:
@@ -728,7 +728,7 @@ def test_an_older_version_that_was_found_is_not_used() -> None:
 
 def test_an_index_that_lags_behind_expires_nothing() -> None:
     before, disk = new_partition(), NaiveDisk()
-    before.deduplicator.keep_pending()
+    before.repeated_batches.track_unsaved()
     send(before, request(Operation.SET, expiry=int(NOW) + 5))
     disk.read(before, 1000)
     disk.commit(before, 1)
@@ -783,7 +783,7 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
 
 def test_the_answers_that_a_restart_remembers_are_those_within_the_window() -> None:
     before, disk = new_partition(), NaiveDisk()
-    before.deduplicator.keep_pending()
+    before.repeated_batches.track_unsaved()
     batch = Chunk.build([request(Operation.SET)])
     tokens = [WriterToken(bytes(16), number) for number in range(1, BATCHES_MAX + 7)]
     answers = []

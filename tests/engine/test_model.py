@@ -234,11 +234,11 @@ class Persisted(Engine):
     @rule()
     def drop_furthest_back(self) -> None:
         dropped = self.manager.droppable()
-        slots = {cursor.oldest_slot for cursor in dropped}
-        assert len(slots) == 1
+        entries = {cursor.oldest_entry for cursor in dropped}
+        assert len(entries) == 1
         for cursor in dropped:
             assert cursor is not self.manager.persistence
-            assert cursor.oldest_slot.start < self.manager.persistence.committed
+            assert cursor.oldest_entry.start < self.manager.persistence.committed
             self.manager.drop(cursor)
 
     @invariant()

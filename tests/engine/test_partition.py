@@ -530,7 +530,7 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     """All that a publisher has in flight is known again, however large its counters are."""
     memory = MemoryAccount()
     partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
-    partition.deduplicator.keep_pending()
+    partition.repeated_batches.track_unsaved()
     rows = [
         request(INCREMENT, b"%d" % number, value=delta(1, 2**64 - 100)) for number in range(1000)
     ]
@@ -539,7 +539,7 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     for counter in range(1, 65):
         token = WriterToken(bytes(16), counter)
         answers[counter] = partition.mutate(MutationBatch(chunk, token), now=NOW)
-    assert partition.deduplicator.take_pending(partition.high_seq) == {
+    assert partition.repeated_batches.take_unsaved(partition.high_seq) == {
         WriterToken(bytes(16), counter): None if counter <= 64 - 16 else answers[counter]
         for counter in answers
     }
@@ -594,7 +594,7 @@ def test_a_refused_state_is_not_remembered() -> None:
 def test_batches_behind_one_that_was_put_off_are_done_after_it() -> None:
     partition = new_partition()
     put_as(partition, 1)
-    partition.deduplicator.put_off(None)
+    partition.repeated_batches.note_refused(None)
     partition.state = PartitionState.PENDING
     assert put_as(partition, 2).status is Status.WRONG_STATE
     partition.state = PartitionState.ACTIVE
@@ -609,7 +609,7 @@ def test_a_batch_that_was_done_before_it_was_put_off_is_known() -> None:
     partition = new_partition()
     put_as(partition, 1)
     put_as(partition, 2)
-    partition.deduplicator.put_off(WriterToken(bytes(16), 1))
+    partition.repeated_batches.note_refused(WriterToken(bytes(16), 1))
     assert put_as(partition, 2).status is Status.TEMPORARY_FAILURE
     assert put_as(partition, 1).repeated
     assert put_as(partition, 2).repeated
@@ -645,7 +645,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.partition = new_partition()
-        self.partition.deduplicator.keep_pending()
+        self.partition.repeated_batches.track_unsaved()
         self.answers: dict[WriterToken, bytes] = {}
         self.done, self.attempt = "", 0
         self.kept = (self.done, self.attempt, SeqNo(0))
@@ -696,7 +696,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         through = self.partition.high_seq
-        for token, answer in self.partition.deduplicator.take_pending(through).items():
+        for token, answer in self.partition.repeated_batches.take_unsaved(through).items():
             if answer is None:
                 self.answers.pop(token, None)
             else:
@@ -714,13 +714,13 @@ class TasksRunAgain(RuleBasedStateMachine):
             PartitionState.ACTIVE, self.partition.failover_log, high, answers=answers
         )
         self.partition = Partition(PartitionId(0), lambda: HistoryId(7), image=image)
-        self.partition.deduplicator.keep_pending()
+        self.partition.repeated_batches.track_unsaved()
 
     @invariant()
     def all_is_well(self) -> None:
         # Every key is written once by each run: what was done twice would have a number more.
         assert self.partition.high_seq == len(self.done)
-        self.partition.deduplicator.check_invariants()
+        self.partition.repeated_batches.check_invariants()
 
 
 TestTasksRunAgain = TasksRunAgain.TestCase

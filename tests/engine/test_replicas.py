@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
-from upr_server.engine import BackfillNeeded, MutationBatch, Partition, SnapshotEnd, WriterToken
+from upr_server.engine import BackfillNeeded, MutationBatch, Partition, SnapshotEndItem, WriterToken
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
 from upr_server.engine.replica_progress import ReplicaProgress
@@ -24,7 +24,7 @@ NOW: Final = 1e9
 def new_replicated_partition(memory: MemoryAccount | None = None) -> Partition:
     ids = count(1)
     made = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
-    made.deduplicator.keep_pending()
+    made.repeated_batches.track_unsaved()
     return made
 
 
@@ -37,7 +37,7 @@ def persist(partition: Partition) -> None:
     """All that there is goes to disk."""
     cursor = partition.manager.persistence
     while (item := cursor.next()) is not None:
-        if isinstance(item, SnapshotEnd):
+        if isinstance(item, SnapshotEndItem):
             cursor.commit(item.end)
 
 
@@ -56,7 +56,7 @@ def test_a_replica_keeps_nothing_in_memory_that_the_disk_has() -> None:
     write(partition, b"a", b"c")
     persist(partition)
     partition.become(PartitionState.REPLICA, partition.failover_log)
-    partition.stand_at(SeqNo(4))
+    partition.restart_at(SeqNo(4))
     check_memory(partition, memory)
     assert memory.arrays == memory.encoded == memory.table == memory.expiries == 0
     assert (partition.high_seq, partition.snapshot_end, partition.manager.snapshots.oldest) == (
@@ -66,7 +66,7 @@ def test_a_replica_keeps_nothing_in_memory_that_the_disk_has() -> None:
     )
     assert partition.manager.persistence.committed == 4
     assert partition.next_expiry() is None
-    partition.stand_at(SeqNo(9), Cas(1 << 60))
+    partition.restart_at(SeqNo(9), Cas(1 << 60))
     check_memory(partition, memory)
     assert partition.high_seq == 9
     assert partition.last_cas == 1 << 60
@@ -77,7 +77,7 @@ def test_a_replica_frees_nothing_that_the_disk_does_not_have() -> None:
     partition = new_replicated_partition()
     write(partition, b"a")
     with pytest.raises(ValueError, match="the disk has 0 of 1"):
-        partition.stand_at(SeqNo(1))
+        partition.restart_at(SeqNo(1))
     assert partition.high_seq == 1
 
 
@@ -93,7 +93,7 @@ def test_readers_go_on_from_disk() -> None:
     ).cursor
     assert waiting.next() is None
     partition.become(PartitionState.REPLICA, partition.failover_log)
-    partition.stand_at(SeqNo(5))
+    partition.restart_at(SeqNo(5))
     assert woken == ["it"]
     assert waiting.next() == BackfillNeeded(SeqNo(1), SeqNo(5))
     assert reading.next() == BackfillNeeded(SeqNo(0), SeqNo(5))
@@ -110,7 +110,7 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     write(partition, b"a")
     persist(partition)
     partition.become(PartitionState.REPLICA, partition.failover_log)
-    partition.stand_at(SeqNo(7), Cas(2 * 10**18))
+    partition.restart_at(SeqNo(7), Cas(2 * 10**18))
     rows = [Mutation(Operation.SET, b"a", b"")]
     assert partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
     partition.become(
@@ -131,14 +131,14 @@ def test_a_cut_forgets_the_answers_above_it() -> None:
         partition.mutate(MutationBatch(chunk, WriterToken(writer, counter)), now=NOW)
     persist(partition)
     partition.become(PartitionState.REPLICA, partition.failover_log)
-    partition.stand_at(SeqNo(3))
-    assert partition.cut(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
-    assert [row[:3] for row in partition.deduplicator.between(SeqNo(0), SeqNo(9))] == [
+    partition.restart_at(SeqNo(3))
+    assert partition.truncate(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
+    assert [row[:3] for row in partition.repeated_batches.between(SeqNo(0), SeqNo(9))] == [
         (writer, 1, 1)
     ]
     check_memory(partition, memory)
-    assert partition.cut(SeqNo(0)) == [WriterToken(writer, 1)]
-    assert partition.deduplicator.between(SeqNo(0), SeqNo(9)) == []
+    assert partition.truncate(SeqNo(0)) == [WriterToken(writer, 1)]
+    assert partition.repeated_batches.between(SeqNo(0), SeqNo(9)) == []
     check_memory(partition, memory)
 
 
@@ -150,8 +150,8 @@ class Replicated(RuleBasedStateMachine):
         super().__init__()
         self.memories = MemoryAccount(), MemoryAccount()
         self.source, self.replica = map(PublisherAnswers, self.memories)
-        self.source.keep_pending()
-        self.replica.keep_pending()
+        self.source.track_unsaved()
+        self.replica.track_unsaved()
         self.high = 0
         self.copied = 0
         self.counters: dict[bytes, int] = {}
@@ -180,7 +180,7 @@ class Replicated(RuleBasedStateMachine):
             if newest is None or newest[0].counter < counter:
                 self.replica.remember(WriterToken(writer, counter), answer, seq)
         self.copied = self.high
-        self.replica.take_pending(self.high)
+        self.replica.take_unsaved(self.high)
         assert self.replica.between(0, self.high) == self.source.between(0, self.high)
 
     @rule(share=st.floats(0, 1))
@@ -189,12 +189,12 @@ class Replicated(RuleBasedStateMachine):
         self.copy()
         to = int(share * self.high)
         gone = [token for high, token, _ in self.given if high > to]
-        known = set(self.source.cut(to))
+        known = set(self.source.truncate(to))
         assert known <= set(gone)
         assert {
             token for high, token, _ in self.given if high > to and self.recalled(token)
         } == set()
-        self.replica.cut(to)
+        self.replica.truncate(to)
         self.given = [row for row in self.given if row[0] <= to]
         self.high = self.copied = to
 
@@ -253,7 +253,9 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
                     assert index not in answers
                     answers[index] = met
 
-                progress.when(SeqNo(seq), copies, persisted=persisted, deadline=99.0, call=call)
+                progress.call_when_reached(
+                    SeqNo(seq), copies, persisted=persisted, deadline=99.0, call=call
+                )
         for index, (seq, copies, persisted, begin) in enumerate(waits):
             have = sum(report[persisted] >= seq for report in newest.values())
             if begin <= step and have >= copies:
@@ -282,7 +284,7 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
 def test_a_new_history_answers_waiting_calls_with_false() -> None:
     progress, answers = ReplicaProgress(), list[bool]()
     progress.report("a", SeqNo(5), SeqNo(5))
-    progress.when(SeqNo(9), 1, persisted=False, deadline=9.0, call=answers.append)
+    progress.call_when_reached(SeqNo(9), 1, persisted=False, deadline=9.0, call=answers.append)
     progress.clear()
     assert answers == [False]
     assert progress.reached(1) == 0

@@ -11,9 +11,9 @@ from upr_server.engine.publisher_answers import (
     ANSWER_BYTES,
     ANSWERS_BYTES_MAX,
     BATCHES_MAX,
-    PENDING_BYTES,
-    PUT_OFF_BYTES,
-    WRITER_BYTES,
+    REFUSED_WRITER_BYTES,
+    UNSAVED_BYTES,
+    WRITER_OVERHEAD_BYTES,
     WRITERS_MAX,
     PublisherAnswers,
 )
@@ -157,7 +157,7 @@ def test_a_writer_window_in_bytes() -> None:
     assert [answers.answer_to(token(number))[1] for number in (6, 7)] == [True, False]
     answers.remember(token(11), b"small")
     assert [answers.answer_to(token(number))[1] for number in (7, 8)] == [True, False]
-    assert memory.writers < ANSWERS_BYTES_MAX + WRITER_BYTES
+    assert memory.writers < ANSWERS_BYTES_MAX + WRITER_OVERHEAD_BYTES
     answers.remember(token(12), bytes(2 * ANSWERS_BYTES_MAX))
     assert answers.answer_to(token(11)) == (None, True)
     assert answers.answer_to(token(12))[0] == bytes(2 * ANSWERS_BYTES_MAX), "the newest stays"
@@ -165,7 +165,7 @@ def test_a_writer_window_in_bytes() -> None:
     answers.remember(token(13), b"small")
     assert answers.answer_to(token(12)) == (None, True)
     answers.check_invariants()
-    assert memory.writers == answers.nbytes == WRITER_BYTES + ANSWER_BYTES + len(b"small")
+    assert memory.writers == answers.nbytes == WRITER_OVERHEAD_BYTES + ANSWER_BYTES + len(b"small")
 
 
 def test_the_writers_heard_from_last_are_remembered() -> None:
@@ -185,32 +185,32 @@ def test_the_writers_heard_from_last_are_remembered() -> None:
 def test_pending_answers_up_to_a_number_are_taken_once() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.remember(token(1), b"before there was a disk", 1)
-    answers.keep_pending()
+    answers.track_unsaved()
     answers.remember(token(2), b"at 5", 5)
     answers.remember(token(3), b"without effect", 5)
     answers.remember(token(4), b"at 7", 7)
     answers.check_invariants()
-    assert answers.take_pending(4) == {}
-    assert answers.take_pending(5) == {token(2): b"at 5", token(3): b"without effect"}
+    assert answers.take_unsaved(4) == {}
+    assert answers.take_unsaved(5) == {token(2): b"at 5", token(3): b"without effect"}
     answers.check_invariants()
-    assert answers.take_pending(6) == {}
-    assert answers.take_pending(9) == {token(4): b"at 7"}
-    assert answers.take_pending(9) == {}
+    assert answers.take_unsaved(6) == {}
+    assert answers.take_unsaved(9) == {token(4): b"at 7"}
+    assert answers.take_unsaved(9) == {}
     answers.check_invariants()
 
 
 def test_a_forgotten_answer_is_a_pending_change_too() -> None:
     answers = PublisherAnswers(MemoryAccount())
-    answers.keep_pending()
+    answers.track_unsaved()
     for number in range(1, BATCHES_MAX + 2):
         answers.remember(token(number), b"", number)
-    news = answers.take_pending(BATCHES_MAX + 1)
+    news = answers.take_unsaved(BATCHES_MAX + 1)
     assert [key.counter for key, answer in news.items() if answer is None] == [1]
     assert len(news) == BATCHES_MAX + 1
     for number in range(1, WRITERS_MAX + 1):
         answers.remember(token(1, number), b"", 100)
     answers.check_invariants()
-    news = answers.take_pending(100)
+    news = answers.take_unsaved(100)
     gone = [key for key, answer in news.items() if answer is None]
     assert gone == [token(number) for number in range(2, BATCHES_MAX + 2)]
     answers.check_invariants()
@@ -219,16 +219,16 @@ def test_a_forgotten_answer_is_a_pending_change_too() -> None:
 def test_pending_answers_without_mutations_do_not_pile_up() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
-    answers.keep_pending()
+    answers.track_unsaved()
     answers.remember(token(1), b"had an effect", 5)
-    assert answers.take_pending(5) == {token(1): b"had an effect"}
+    assert answers.take_unsaved(5) == {token(1): b"had an effect"}
     nbytes = []
     for number in range(2, 1002):
         answers.remember(token(number), b"all failed", 5)
         nbytes.append(memory.writers)
     answers.check_invariants()
     assert nbytes[100] == nbytes[-1] == answers.nbytes
-    assert answers.take_pending(5) == {
+    assert answers.take_unsaved(5) == {
         token(1): None,
         **{token(number): b"all failed" for number in range(1002 - BATCHES_MAX, 1002)},
     }
@@ -239,23 +239,23 @@ def test_an_answer_forgotten_later_still_reaches_the_disk_with_its_commit() -> N
     # Were the second lost in a crash, the first would have to be known.
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
-    answers.keep_pending()
+    answers.track_unsaved()
     answers.remember(token(1), b"first", 5)
     answers.remember(token(2), bytes(ANSWERS_BYTES_MAX), 6)
     assert answers.answer_to(token(1)) == (None, True)
     answers.check_invariants()
     before = memory.writers
-    assert answers.take_pending(5) == {token(1): b"first"}
-    assert before - memory.writers == PENDING_BYTES + ANSWER_BYTES + len(b"first")
-    assert answers.take_pending(6) == {token(1): None, token(2): bytes(ANSWERS_BYTES_MAX)}
+    assert answers.take_unsaved(5) == {token(1): b"first"}
+    assert before - memory.writers == UNSAVED_BYTES + ANSWER_BYTES + len(b"first")
+    assert answers.take_unsaved(6) == {token(1): None, token(2): bytes(ANSWERS_BYTES_MAX)}
     answers.check_invariants()
 
 
 def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
     answers = PublisherAnswers(MemoryAccount())
-    answers.keep_pending()
+    answers.track_unsaved()
     answers.remember(token(1), b"on disk", 5)
-    answers.take_pending(5)
+    answers.take_unsaved(5)
     for _ in range(2):
         for number in range(1, WRITERS_MAX + 1):
             answers.remember(token(1, number), b"", 5)
@@ -265,23 +265,23 @@ def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
         answers.check_invariants()
     for number in range(1, WRITERS_MAX + 1):
         answers.remember(token(1, number), b"", 5)
-    assert answers.take_pending(5)[token(1)] is None
+    assert answers.take_unsaved(5)[token(1)] is None
     answers.check_invariants()
 
 
 def test_batches_behind_a_refused_one_wait_for_it() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
-    assert not answers.must_wait(token(1))
-    answers.put_off(token(1))
-    assert not answers.must_wait(token(2, writer=1)), "of another writer"
-    assert answers.must_wait(token(2))
-    assert answers.must_wait(token(3))
+    assert not answers.refuse_overtaking(token(1))
+    answers.note_refused(token(1))
+    assert not answers.refuse_overtaking(token(2, writer=1)), "of another writer"
+    assert answers.refuse_overtaking(token(2))
+    assert answers.refuse_overtaking(token(3))
     answers.check_invariants()
-    assert memory.writers == answers.nbytes == PUT_OFF_BYTES
+    assert memory.writers == answers.nbytes == REFUSED_WRITER_BYTES
     # The writer begins again.
     for number in range(1, 5):
-        assert not answers.must_wait(token(number))
+        assert not answers.refuse_overtaking(token(number))
     answers.check_invariants()
     assert memory.writers == answers.nbytes == 0
 
@@ -289,26 +289,26 @@ def test_batches_behind_a_refused_one_wait_for_it() -> None:
 def test_a_writer_that_begins_again_can_be_refused_again() -> None:
     answers = PublisherAnswers(MemoryAccount())
     for _ in range(BATCHES_MAX):
-        answers.put_off(token(1))
-        assert answers.must_wait(token(2))
-        assert answers.must_wait(token(3))
+        answers.note_refused(token(1))
+        assert answers.refuse_overtaking(token(2))
+        assert answers.refuse_overtaking(token(3))
     answers.check_invariants()
 
 
 def test_a_writer_that_abandons_a_refused_batch_goes_on() -> None:
     answers = PublisherAnswers(MemoryAccount())
-    answers.put_off(token(1))
-    assert answers.must_wait(token(2))
-    assert not answers.must_wait(token(2)), "the first was given up"
-    answers.put_off(token(3))
-    assert answers.must_wait(token(4)), "whether the third was given up is not known"
-    assert not answers.must_wait(token(4))
+    answers.note_refused(token(1))
+    assert answers.refuse_overtaking(token(2))
+    assert not answers.refuse_overtaking(token(2)), "the first was given up"
+    answers.note_refused(token(3))
+    assert answers.refuse_overtaking(token(4)), "whether the third was given up is not known"
+    assert not answers.refuse_overtaking(token(4))
 
 
 def test_a_writer_that_never_resends_is_refused_64_times_at_most() -> None:
     answers = PublisherAnswers(MemoryAccount())
-    answers.put_off(token(1))
-    waits = [answers.must_wait(token(number)) for number in range(2, 200)]
+    answers.note_refused(token(1))
+    waits = [answers.refuse_overtaking(token(number)) for number in range(2, 200)]
     assert waits == [number <= BATCHES_MAX for number in range(2, 200)]
     answers.check_invariants()
 
@@ -318,10 +318,10 @@ def test_a_batch_refused_again_and_again_is_not_overtaken() -> None:
     last of them must come before those behind it."""
     answers = PublisherAnswers(MemoryAccount())
     for counter in range(1, BATCHES_MAX + 3):
-        answers.put_off(token(counter))
+        answers.note_refused(token(counter))
     last = BATCHES_MAX + 2
-    assert answers.must_wait(token(last + 1))
-    assert not answers.must_wait(token(last))
+    assert answers.refuse_overtaking(token(last + 1))
+    assert not answers.refuse_overtaking(token(last))
     answers.check_invariants()
 
 
@@ -329,11 +329,11 @@ def test_the_number_of_writers_that_must_begin_again_is_bounded() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     for number in range(WRITERS_MAX + 1):
-        answers.put_off(token(1, number))
+        answers.note_refused(token(1, number))
     answers.check_invariants()
-    assert memory.writers == answers.nbytes == PUT_OFF_BYTES * WRITERS_MAX
-    assert not answers.must_wait(token(2, 0))
-    assert answers.must_wait(token(2, WRITERS_MAX))
+    assert memory.writers == answers.nbytes == REFUSED_WRITER_BYTES * WRITERS_MAX
+    assert not answers.refuse_overtaking(token(2, 0))
+    assert answers.refuse_overtaking(token(2, WRITERS_MAX))
 
 
 # Memory and quota.

@@ -275,7 +275,7 @@ async def test_after_a_truncation_any_design_document_may_have_changed(
     partition = buckets.create("b", 1, incarnation=1).partitions[0]
     await trio.sleep(0.2)
     batch_id, _, _ = await ask(bus)
-    partition.cut(SeqNo(0))
+    partition.truncate(SeqNo(0))
     await trio.sleep(0.2)
     _, _, events = await ask(bus, "c", batch_id)
     assert events == (BucketEvent("b", 1, BucketFate.NONE, 1, (ANY_DESIGN,)),)

@@ -132,7 +132,7 @@ def check(server: Server) -> None:
     for bucket in server.catalog.buckets:
         disk = server.catalog.disks[bucket]
         bucket.check_invariants()
-        assert not is_left(disk.maintenance._turn)
+        assert not is_left(disk.maintenance._step_lock)
         assert disk.memory.backfills == 0
         assert not any(partition.eviction.pin_count for partition in bucket.partitions)
 

@@ -468,11 +468,11 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
                     batches.append((PartitionId(partition), chunk))
                     await sender.publish_and_wait(PartitionId(partition), chunk)
         await group.quiet()
-        known = [p.deduplicator.between(SeqNo(0), p.high_seq) for p in group.nodes["a"].held]
+        known = [p.repeated_batches.between(SeqNo(0), p.high_seq) for p in group.nodes["a"].held]
         assert all(len(answers) == 20 for answers in known)
         for name in "bc":
             assert [
-                p.deduplicator.between(SeqNo(0), p.high_seq) for p in group.nodes[name].held
+                p.repeated_batches.between(SeqNo(0), p.high_seq) for p in group.nodes[name].held
             ] == known
         await group.nodes["a"].kill()
         await group.fail_over("a", Random(1))
@@ -751,8 +751,8 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
         await group.nodes["c"].kill()
         await group.start("c")
         held = group.nodes["c"].held[0]
-        assert len(held.deduplicator.between(SeqNo(0), held.high_seq)) == 20
-        assert [token.counter for token in held.deduplicator.above(SeqNo(15))] == [
+        assert len(held.repeated_batches.between(SeqNo(0), held.high_seq)) == 20
+        assert [token.counter for token in held.repeated_batches.tokens_above(SeqNo(15))] == [
             16,
             17,
             18,

@@ -30,7 +30,7 @@ def map_of(*assignments: Assignment, revision: int = 5) -> PartitionMap:
 def replica_at(seq: int) -> Partition:
     """A replica in history 7 that stands at `seq`."""
     partition = Partition(P0, lambda: HistoryId(7), state=PartitionState.REPLICA)
-    partition.stand_at(SeqNo(seq))
+    partition.restart_at(SeqNo(seq))
     return partition
 
 

@@ -20,7 +20,13 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
 from upr_server.app import Server
-from upr_server.engine import CursorItem, MutationBatch, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import (
+    CursorItem,
+    MutationBatch,
+    Partition,
+    SnapshotEndItem,
+    SnapshotStartItem,
+)
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, FindItems, ReadChunks
@@ -136,7 +142,7 @@ class Reader:
         """Takes the next item, if there is one now."""
         self._ready = trio.Event()
         item = self.reader.next()
-        if isinstance(item, SnapshotStart):
+        if isinstance(item, SnapshotStartItem):
             assert item.start == self._at
             assert item.end >= self._end
             self.kinds.append(item.kind)
@@ -149,7 +155,7 @@ class Reader:
             for row in item:
                 self._contents[row.key] = row.value
             self._at = item.end
-        elif isinstance(item, SnapshotEnd):
+        elif isinstance(item, SnapshotEndItem):
             assert item.end == self._at == self._end
             self.ends.append(item.end)
             assert self._contents == self._model.contents(item.end)
@@ -264,7 +270,7 @@ async def test_one_that_is_dropped_inside_a_snapshot_ends_it_from_disk(
     async with a_partition() as (_, model):
         reader = Reader(model)
         model.write(*items(0, 50))
-        assert isinstance(reader.step(), SnapshotStart)
+        assert isinstance(reader.step(), SnapshotStartItem)
         for turn in range(1, 4):
             model.write(*items(turn * 50, 50))
             await model.persist()
@@ -283,13 +289,13 @@ async def test_one_that_is_dropped_before_the_end_alone_gets_that(
     async with a_partition() as (_, model):
         reader = Reader(model)
         model.write(*items(0, 50))
-        assert isinstance(reader.step(), SnapshotStart)
+        assert isinstance(reader.step(), SnapshotStartItem)
         assert isinstance(reader.step(), Chunk)
         if is_more:
             model.write(*items(50, 50))
         await model.persist()
         assert model.forget() == 1
-        assert isinstance(reader.step(), SnapshotEnd)
+        assert isinstance(reader.step(), SnapshotEndItem)
         await reader.read()
         assert reader.ends == ([50, 100] if is_more else [50])
         assert model.disk.backfills == is_more

@@ -72,7 +72,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
         cursor.next()
         partition.mutate(MutationBatch(batch(3001, 1)), now=NOW)
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
-        disk.flusher.when_persisted(partition, partition.high_seq, lambda _persisted: None)
+        disk.flusher.call_when_persisted(partition, partition.high_seq, lambda _persisted: None)
         store.released.set()
         for _ in range(100):
             await trio.lowlevel.checkpoint()

@@ -303,7 +303,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         await store.ask(Truncate(name, 1, record_of(0), []))
         await store.ask(DeleteLeases(name, [5]))
         await store.ask(MarkCleanStop(name))
-        assert not store._turn.locked()
+        assert not store._call_lock.locked()
         await store.ask(DeleteBucket(name))
 
     steps = await cancelled_at_each_step(work, then=work)
@@ -332,7 +332,7 @@ async def test_room_for_large_frames(autojump_clock: MockClock) -> None:
 
     def look() -> None:
         assert budget.used == 0
-        assert not budget._turn.locked()
+        assert not budget._acquire_lock.locked()
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
 

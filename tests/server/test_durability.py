@@ -442,7 +442,7 @@ async def test_what_stood_in_line_behind_a_write_that_failed_is_not_acknowledged
 
     class FailsOnce(SimulatedStore):
         async def execute(self, call: Call[Any]) -> Any:
-            async with self._turn:
+            async with self._call_lock:
                 await trio.sleep(1)
                 if isinstance(call, MarkCleanStop):
                     raise StoreFailedError("the disk failed")

@@ -222,12 +222,12 @@ async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> 
             assert refused.value.status in (Status.NO_BUCKET, Status.BUCKET_DELETED)
 
     async with trio.open_nursery() as nursery, connect(server.url()) as client:
-        await disk.maintenance._turn.acquire()
+        await disk.maintenance._step_lock.acquire()
         nursery.start_soon(acquire)
-        while not disk.maintenance._turn.statistics().tasks_waiting:  # noqa: ASYNC110
+        while not disk.maintenance._step_lock.statistics().tasks_waiting:  # noqa: ASYNC110
             await trio.sleep(0.001)
         disk.maintenance.abandon()
-        disk.maintenance._turn.release()
+        disk.maintenance._step_lock.release()
         await trio.testing.wait_all_tasks_blocked()
         assert not disk.leases.lapsed()
         assert len(disk.leases) == 0

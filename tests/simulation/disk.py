@@ -67,7 +67,7 @@ class FaultyStore(SimulatedStore):
         if call.is_read:
             await self._pause()
             return call.run_on(self._reader)
-        async with self._turn:
+        async with self._call_lock:
             await self._pause()
             self._set_faults()
             try:

@@ -20,8 +20,8 @@ from upr_server.engine.snapshots import (
     NotInMemory,
     PersistenceCursor,
     Registration,
-    SnapshotEnd,
-    SnapshotStart,
+    SnapshotEndItem,
+    SnapshotStartItem,
 )
 
 __all__ = [
@@ -47,8 +47,8 @@ __all__ = [
     "PartitionImage",
     "PersistenceCursor",
     "Registration",
-    "SnapshotEnd",
-    "SnapshotStart",
+    "SnapshotEndItem",
+    "SnapshotStartItem",
     "WriterToken",
     "check_bucket",
     "unpack",

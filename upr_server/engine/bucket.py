@@ -1,4 +1,10 @@
-"""Buckets: named sets of partitions with a memory quota, made and deleted at run time."""
+"""Buckets: named sets of partitions with a memory quota, made and deleted at run time.
+
+When a bucket's memory is short, `Bucket.free_memory` frees it in this order: snapshots that the
+disk has and no cursor needs, keys that the disk's index knows, superseded mutations (by
+collapsing), and last the memory that slow cursors hold back (cursor drop). Below the quota it
+collapses first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from upr_server.engine.partition import Partition, PartitionImage
 
 QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
 
-COLLAPSE_MUTATIONS: Final = 4096
+STEP_MUTATIONS: Final = 4096
 """What one step of collapsing looks at: 1 to 3 ms, with the last chunk of it."""
 
 _NAME: Final = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{BUCKET_NAME_BYTES_MAX}}}")
@@ -150,7 +156,7 @@ class Bucket:
         """Whether `collapse_step` has something to do. O(1)."""
         return bool(self._collapsible)
 
-    def collapse_step(self, budget_mutations: int = COLLAPSE_MUTATIONS) -> bool:
+    def collapse_step(self, budget_mutations: int = STEP_MUTATIONS) -> bool:
         """Goes on collapsing, one partition after the other, for about so many mutations.
 
         Returns:
@@ -181,9 +187,9 @@ class Bucket:
             return MemoryAction.REFUSE_CREDIT
         return MemoryAction.FREE
 
-    def free_memory(self, budget_mutations: int = COLLAPSE_MUTATIONS) -> MemoryAction:
-        """Frees some memory, if it is short, by the first means that helps; in steps of about as
-        many mutations or keys.
+    def free_memory(self, budget_mutations: int = STEP_MUTATIONS) -> MemoryAction:
+        """Frees some memory, if it is short, by the first means that helps, cursor drop last; in
+        steps of about as many mutations or keys.
 
         Returns:
             What was done; `REFUSE_CREDIT` when nothing could be freed.
@@ -229,12 +235,14 @@ class Bucket:
         return any(partition.eviction.evict(budget) for partition in self._from_next())
 
     def _drop_cursors(self, _budget: int) -> bool:
+        """Cursor drop: of the first partition that has any, drops the droppable cursors furthest
+        back."""
         for partition in self._from_next():
             dropped = partition.manager.droppable()
             for cursor in dropped:
                 partition.manager.drop(cursor)
             if dropped:
-                # At once: a reader that is still where it was would enter again before long.
+                # At once: a reader that has not moved would soon register a cursor there again.
                 partition.manager.free_oldest()
                 return True
         return False

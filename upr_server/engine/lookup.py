@@ -66,7 +66,7 @@ _SOME_ITEM: Final = Mutation(Operation.SET, b"")
 """Stands for an item of which an operation only needs to know that it exists."""
 
 
-class KeyLookup:
+class ItemLookup:
     """Finds what keys hold, in memory and in what was fetched from disk.
 
     What was fetched stays right as long as the partition's eviction is pinned: a key that changed

@@ -1,4 +1,4 @@
-"""One partition: its numbers, its hash table, its mutation queue, and what writes do to them."""
+"""One partition: its numbers, its hash table, its snapshots, and what writes do to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_server.engine.batch import MutationBatch
-from upr_server.engine.deduplication import Deduplicator
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -30,13 +29,14 @@ from upr_server.engine.lookup import (
     NOTHING_FETCHED,
     Fetched,
     FetchRequest,
-    KeyLookup,
+    ItemLookup,
     is_plain_set,
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult
 from upr_server.engine.operations import outcome
 from upr_server.engine.publisher_answers import WriterToken
+from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import MutationManager
 
@@ -99,7 +99,7 @@ class Partition:
         manager: Registers the cursors that read the snapshots.
         snapshots: The snapshots in memory.
         eviction: Which keys the table may forget, and what the disk's index knows.
-        deduplicator: What publishers were answered.
+        repeated_batches: Recognises batches that publishers send again.
         replicas: What its replicas have reported.
         purge_seq: Tombstones at or below it may be gone.
         indexed_items: Keys that exist, as of `eviction.indexed`.
@@ -110,13 +110,13 @@ class Partition:
         "_last_cas",
         "_lookup",
         "_on_update",
-        "deduplicator",
         "eviction",
         "failover_log",
         "id",
         "indexed_items",
         "manager",
         "purge_seq",
+        "repeated_batches",
         "replicas",
         "snapshots",
         "state",
@@ -147,8 +147,8 @@ class Partition:
         self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)
         self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
-        self._lookup = KeyLookup(self.table, self.snapshots, self._expiries, self.eviction)
-        self.deduplicator = Deduplicator(memory, image.answers, image.high)
+        self._lookup = ItemLookup(self.table, self.snapshots, self._expiries, self.eviction)
+        self.repeated_batches = RepeatedBatches(memory, image.answers, image.high)
         self.replicas = ReplicaProgress()
         self.purge_seq = image.purge_seq
         self.indexed_items = image.items
@@ -191,7 +191,11 @@ class Partition:
             now: Seconds since 1970.
             fetched: What was read so far, since the eviction was pinned.
         """
-        if batch.rows is None or self.state is not _ACTIVE or not self.deduplicator.is_new(batch):
+        if (
+            batch.rows is None
+            or self.state is not _ACTIVE
+            or not self.repeated_batches.is_new(batch)
+        ):
             return []
         return self._lookup.missing_for_operations(batch.rows, now, fetched)
 
@@ -210,11 +214,11 @@ class Partition:
         token = batch.token
         if self.state is not _ACTIVE:
             # It may become active again, and the publisher will then send the batch again.
-            self.deduplicator.put_off(token)
+            self.repeated_batches.note_refused(token)
             return self._refusal(Status.WRONG_STATE)
         high_before = self.snapshots.high
         if token is not None:
-            answer = self.deduplicator.settle(batch, high_before)
+            answer = self.repeated_batches.answer_unless_new(batch, high_before)
             if answer is not None:
                 return self._refusal(answer) if isinstance(answer, Status) else answer
         # What has expired becomes a deletion before anything is written to it. There may be more
@@ -229,7 +233,7 @@ class Partition:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
             # Also when every mutation failed: sent again, the batch must fail again.
-            self.deduplicator.remember(token, result, self.snapshots.high)
+            self.repeated_batches.remember(token, result, self.snapshots.high)
         if self.snapshots.high > high_before:
             self.snapshots.wake()
             if self._on_update is not None:
@@ -399,9 +403,9 @@ class Partition:
         self.state = state
         self.failover_log = failover_log
 
-    def stand_at(self, seq: SeqNo, last_cas: Cas = Cas(0)) -> None:
-        """Keeps nothing in memory: the disk has everything up to `seq`. A replica calls it with
-        each commit, and a partition that becomes one calls it once.
+    def restart_at(self, seq: SeqNo, last_cas: Cas = Cas(0)) -> None:
+        """Begins again with nothing in memory: the disk has everything up to `seq`. A replica calls
+        it with each commit, and a partition that becomes one calls it once.
 
         Args:
             seq: The last complete snapshot's end on disk.
@@ -410,26 +414,26 @@ class Partition:
         Raises:
             ValueError: Memory holds something that the disk does not have.
         """
-        self.manager.stand_at(seq)
+        self.manager.restart_at(seq)
         self.table.clear()
         self._expiries.clear()
         self.eviction.restart_at(seq)
         self._last_cas = max(self._last_cas, last_cas)
 
-    def cut(self, seq: SeqNo) -> list[WriterToken]:
-        """The disk has lost everything above `seq`: goes back to there.
+    def truncate(self, seq: SeqNo) -> list[WriterToken]:
+        """Everything above `seq` was truncated on disk: does the same in memory.
 
         Returns:
             The tokens whose answers are forgotten with that.
         """
-        self.stand_at(seq)
+        self.restart_at(seq)
         if self._on_update is not None:
             # Which design documents were undone is not known: the bare prefix stands for any.
             self._on_update((DESIGN_PREFIX,))
         if not seq:
             self.eviction.indexed = self.purge_seq = SeqNo(0)
             self.indexed_items = 0
-        return self.deduplicator.cut(seq)
+        return self.repeated_batches.truncate(seq)
 
     def index_advanced(self, indexed: SeqNo, items: int) -> None:
         """The disk's index knows the newest mutation of every key up to `indexed`, and `items` keys
@@ -491,7 +495,7 @@ class Partition:
         self.snapshots.recount(memory)
         memory.table += self.table.nbytes
         memory.expiries += self._expiries.nbytes
-        memory.writers += self.deduplicator.nbytes
+        memory.writers += self.repeated_batches.nbytes
 
     def statistics(self) -> dict[str, int]:
         """Figures of this partition. O(snapshots)."""
@@ -502,7 +506,7 @@ class Partition:
             "keys": len(self.table),
             "indexed": self.eviction.indexed,
             "expiring": len(self._expiries),
-            "writers": len(self.deduplicator),
+            "writers": len(self.repeated_batches),
         }
 
     def check_invariants(self) -> None:
@@ -510,7 +514,7 @@ class Partition:
         self.table.check_invariants()
         self.manager.check_invariants()
         self._expiries.check_invariants()
-        self.deduplicator.check_invariants()
+        self.repeated_batches.check_invariants()
         for key, seq, is_tombstone in self.table:
             if seq <= self.snapshots.oldest:
                 continue  # the disk has it

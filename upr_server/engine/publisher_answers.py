@@ -1,32 +1,24 @@
-"""What publishers were answered: a batch sent again has no second effect.
+"""Publishers' answers: what each batch was answered, by writer token.
 
-A publisher names each batch by a token: its writer ID and a counter that rises. When an answer was
-lost it sends the batch again under the same token, and gets the first answer. The window in which
-that works is bounded:
+A **writer token** names a batch: the writer's ID and a counter that rises. A publisher that lost an
+answer sends the batch again under the same token, and gets the first answer.
 
-- the newest 64 batches of a writer and partition: a publisher keeps fewer in flight, and only those
-  can be in doubt;
-- of these the newest whose answers take 164 KiB together, and always the newest one. That is enough
-  for the 16 batches that a publisher has in flight, of 1,000 increments each; a publisher of larger
-  batches of increments should have fewer in flight;
-- the 1,024 writers that a partition heard from last: a publisher that 1,024 others have overtaken
-  since its last batch is not waiting for an answer any more.
+**What is kept.** The newest 64 batches of each writer, of which the answers take at most 164 KiB,
+and the newest answer in any case. A publisher has fewer batches in flight, and only those can be in
+doubt. 164 KiB hold the answers to 16 batches of 1,000 increments each. A partition keeps the 1,024
+writers that it heard from last. A batch older than its writer's kept ones is refused with
+`TOKEN_TOO_OLD`. A batch of a forgotten writer counts as new.
 
-A batch older than its writer's window is refused with `TOKEN_TOO_OLD`. A batch of a forgotten
-writer counts as new.
+**Order after a refusal.** A publisher sends the next batch before it has the last answer. If a
+batch is refused for a passing reason, later batches must not overtake it. They are refused too,
+until the publisher sends a refused batch again. So the highest refused counter is enough to know: a
+batch above it is refused, any other ends the matter. A publisher that gave up all its refused
+batches sees its next batch refused once. At most 64 batches are refused in a row: no more are in
+flight.
 
-A publisher does not wait for an answer before it sends the next batch. When a batch is refused for
-a passing reason, the batches that the publisher sent behind it must not overtake it: they are
-refused too, until the publisher begins again. It does so once all its batches are answered, with
-the first that was refused, or with a later one if it gave that up: in any case with a batch that
-the server has refused before. So it is enough to keep the highest counter refused. A batch above it
-is refused; any other ends the matter. If the publisher abandons every refused batch, its next new
-batch is refused once unnecessarily. A publisher that never resends is refused at most 64 times (its
-in-flight limit).
-
-A task that Spark runs again is the same writer again: it begins with its first batch. Each run is
-an attempt with a number that rises, and a run that a later attempt has overtaken is refused: the
-highest number is kept for each writer, and on disk with its newest answer.
+**Attempts.** A task that Spark runs again is the same writer, and begins again with its first
+batch. Each run has an attempt number. Batches of an older attempt than the highest known are
+refused. The number is on disk with the writer's newest answer.
 """
 
 from __future__ import annotations
@@ -53,17 +45,17 @@ WRITERS_MAX: Final = 1024
 
 WRITER_ID_BYTES: Final = 16
 
-WRITER_BYTES: Final = 400
+WRITER_OVERHEAD_BYTES: Final = 400
 """What a writer takes beside its answers, about."""
 
 ANSWER_BYTES: Final = 200
 """What an answer takes beside its own bytes, about."""
 
-PUT_OFF_BYTES: Final = 200
-"""What it takes to know that a writer has to begin again, about."""
+REFUSED_WRITER_BYTES: Final = 200
+"""What it takes to know that batches of a writer were refused, about."""
 
-PENDING_BYTES: Final = 300
-"""What a pending change for the disk takes beside the answer's own bytes, about."""
+UNSAVED_BYTES: Final = 300
+"""What a change that is not on disk yet takes beside the answer's own bytes, about."""
 
 ORDER_SLACK: Final = 256
 """The order holds at most so many forgotten answers more than remembered ones; then it is made
@@ -84,7 +76,7 @@ class WriterToken(msgspec.Struct, frozen=True):
     counter: int
 
 
-class _PendingAnswers:
+class _UnsavedAnswers:
     """Changes for the disk, made while the partition's high number was the same: a commit takes all
     of them or none.
 
@@ -103,14 +95,14 @@ class _PendingAnswers:
 
 
 class _WriterAnswers:
-    """One writer's answers by counter, the newest last, each with the pending changes it is among;
+    """One writer's answers by counter, the newest last, each with the unsaved changes it is among;
     and the highest attempt seen."""
 
     __slots__ = ("attempt", "by_counter", "nbytes")
 
     def __init__(self) -> None:
         self.attempt = 0
-        self.by_counter: dict[int, tuple[bytes, _PendingAnswers | None]] = {}
+        self.by_counter: dict[int, tuple[bytes, _UnsavedAnswers | None]] = {}
         self.nbytes = 0
 
 
@@ -126,8 +118,8 @@ class PublisherAnswers:
         "_memory",
         "_nbytes",
         "_order",
-        "_pending",
-        "_put_off",
+        "_refused",
+        "_unsaved",
         "_writers",
     )
 
@@ -139,10 +131,10 @@ class PublisherAnswers:
         self._answer_count = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
-        # Writers that have to begin again: the highest counter refused, and how many were.
-        self._put_off: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        # Writers with refused batches: the highest counter refused, and how many were.
+        self._refused: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         # What the disk does not know yet, by high number; None without a disk.
-        self._pending: deque[_PendingAnswers] | None = None
+        self._unsaved: deque[_UnsavedAnswers] | None = None
 
     def __len__(self) -> int:
         return len(self._writers)
@@ -157,10 +149,10 @@ class PublisherAnswers:
             return answer, False
         return None, token.counter <= next(reversed(answers.by_counter))
 
-    def is_plainly_new(self, token: WriterToken, attempt: int) -> bool:
-        """Whether the batch is new, and no writer is to begin again: the quick answer for most
-        batches. O(1)."""
-        if self._put_off:
+    def is_certainly_new(self, token: WriterToken, attempt: int) -> bool:
+        """Whether the batch is new for certain: a quick yes for most batches. False means that the
+        other questions must be asked. O(1)."""
+        if self._refused:
             return False
         answers = self._writers.get(token.writer)
         return answers is None or (
@@ -182,52 +174,53 @@ class PublisherAnswers:
 
     # Batches that must not overtake a refused one.
 
-    def is_behind_refused(self, token: WriterToken) -> bool:
-        """Whether the publisher sent this batch behind one that was refused, and has not begun
-        again since. O(1)."""
-        if token.writer not in self._put_off:
+    def overtakes_refused(self, token: WriterToken) -> bool:
+        """Whether this batch comes after a refused one that its publisher has not sent again.
+        O(1)."""
+        if token.writer not in self._refused:
             return False
-        highest, refused_count = self._put_off[token.writer]
+        highest, refused_count = self._refused[token.writer]
         return token.counter > highest and refused_count < BATCHES_MAX
 
-    def must_wait(self, token: WriterToken) -> bool:
-        """Whether to refuse the batch because it is behind a refused one. It then counts as refused
-        too; otherwise its writer has begun again, which ends the matter. O(1)."""
-        if self.is_behind_refused(token):
-            self.put_off(token)
+    def refuse_overtaking(self, token: WriterToken) -> bool:
+        """Whether to refuse the batch because it would overtake a refused one. It then counts as
+        refused too. Otherwise its writer has sent a refused batch again, and the note of refusals
+        is dropped. O(1)."""
+        if self.overtakes_refused(token):
+            self.note_refused(token)
             return True
-        if self._put_off.pop(token.writer, None) is not None:
-            self._count(-PUT_OFF_BYTES)
+        if self._refused.pop(token.writer, None) is not None:
+            self._count(-REFUSED_WRITER_BYTES)
         return False
 
-    def put_off(self, token: WriterToken) -> None:
+    def note_refused(self, token: WriterToken) -> None:
         """Notes that a batch was refused for a passing reason, before it had any effect. O(1)."""
         refused_count = 0
-        if token.writer not in self._put_off:
-            self._count(PUT_OFF_BYTES)
-        elif self.is_behind_refused(token):
-            _, refused_count = self._put_off[token.writer]
-        self._put_off[token.writer] = (token.counter, refused_count + 1)
-        self._put_off.move_to_end(token.writer)
-        if len(self._put_off) > WRITERS_MAX:
-            self._put_off.popitem(last=False)
-            self._count(-PUT_OFF_BYTES)
+        if token.writer not in self._refused:
+            self._count(REFUSED_WRITER_BYTES)
+        elif self.overtakes_refused(token):
+            _, refused_count = self._refused[token.writer]
+        self._refused[token.writer] = (token.counter, refused_count + 1)
+        self._refused.move_to_end(token.writer)
+        if len(self._refused) > WRITERS_MAX:
+            self._refused.popitem(last=False)
+            self._count(-REFUSED_WRITER_BYTES)
 
     # Remembering.
 
-    def keep_pending(self) -> None:
-        """There is a disk: from now on, changes are noted for `take_pending`."""
-        self._pending = deque()
+    def track_unsaved(self) -> None:
+        """There is a disk: from now on, changes are kept for `take_unsaved`."""
+        self._unsaved = deque()
 
-    def take_pending(self, through: int) -> dict[WriterToken, bytes | None]:
+    def take_unsaved(self, through: int) -> dict[WriterToken, bytes | None]:
         """What has changed since the last call, while the partition's high number was at most
         `through`: answers remembered, and None for those forgotten."""
         changes = dict[WriterToken, bytes | None]()
-        while self._pending and self._pending[0].high <= through:
-            pending = self._pending.popleft()
-            changes |= pending.changes
-            self._count(-pending.forgotten_bytes - PENDING_BYTES * len(pending.changes))
-            pending.changes = {}
+        while self._unsaved and self._unsaved[0].high <= through:
+            unsaved = self._unsaved.popleft()
+            changes |= unsaved.changes
+            self._count(-unsaved.forgotten_bytes - UNSAVED_BYTES * len(unsaved.changes))
+            unsaved.changes = {}
         return changes
 
     def remember(self, token: WriterToken, answer: bytes, high: int = 0, attempt: int = 0) -> None:
@@ -242,10 +235,10 @@ class PublisherAnswers:
         answers = self._writers.get(token.writer)
         if answers is None:
             answers = self._writers[token.writer] = _WriterAnswers()
-            self._count(WRITER_BYTES)
+            self._count(WRITER_OVERHEAD_BYTES)
             if len(self._writers) > WRITERS_MAX:
                 writer, forgotten = self._writers.popitem(last=False)
-                self._count(-WRITER_BYTES)
+                self._count(-WRITER_OVERHEAD_BYTES)
                 for counter in list(forgotten.by_counter):
                     self._forget(WriterToken(writer, counter), forgotten, high)
         else:
@@ -272,25 +265,25 @@ class PublisherAnswers:
         self.remember(token, answer, high, attempt)
 
     def _forget(self, token: WriterToken, answers: _WriterAnswers, high: int) -> None:
-        answer, pending = answers.by_counter.pop(token.counter)
+        answer, unsaved = answers.by_counter.pop(token.counter)
         self._answer_count -= 1
         nbytes = ANSWER_BYTES + len(answer)
         answers.nbytes -= nbytes
         if (
-            pending is not None
-            and self._pending
-            and pending is self._pending[-1]
-            and pending.high == high
+            unsaved is not None
+            and self._unsaved
+            and unsaved is self._unsaved[-1]
+            and unsaved.high == high
         ):
             # The answer came and went at one high number: the disk need not know of it.
-            del pending.changes[token]
-            self._count(-nbytes - PENDING_BYTES)
+            del unsaved.changes[token]
+            self._count(-nbytes - UNSAVED_BYTES)
             return
         self._note(token, None, high)
-        if pending is not None and pending.changes:
+        if unsaved is not None and unsaved.changes:
             # A commit up to the lower number still has to write it: after a crash there, the batch
             # must be known. Until then the answer takes memory.
-            pending.forgotten_bytes += nbytes
+            unsaved.forgotten_bytes += nbytes
         else:
             self._count(-nbytes)
 
@@ -309,18 +302,18 @@ class PublisherAnswers:
                 rows.append((token.writer, token.counter, SeqNo(high), answer))
         return rows
 
-    def above(self, seq: int) -> list[WriterToken]:
+    def tokens_above(self, seq: int) -> list[WriterToken]:
         """The tokens of answers given at numbers above `seq`. O(answers)."""
         first = bisect_left(self._order, seq + 1, key=_HIGH)
         return list(dict.fromkeys(token for _, token in self._order[first:]))
 
-    def cut(self, seq: int) -> list[WriterToken]:
+    def truncate(self, seq: int) -> list[WriterToken]:
         """Forgets the answers given at numbers above `seq`, as if they had never been. O(answers).
 
         Returns:
             Their tokens.
         """
-        tokens = self.above(seq)
+        tokens = self.tokens_above(seq)
         del self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
         for token in tokens:
             answers = self._writers.get(token.writer)
@@ -332,10 +325,10 @@ class PublisherAnswers:
             self._count(-ANSWER_BYTES - len(answer))
             if not answers.by_counter:
                 del self._writers[token.writer]
-                self._count(-WRITER_BYTES)
-        while self._pending and self._pending[-1].high > seq:
-            pending = self._pending.pop()
-            self._count(-pending.forgotten_bytes - PENDING_BYTES * len(pending.changes))
+                self._count(-WRITER_OVERHEAD_BYTES)
+        while self._unsaved and self._unsaved[-1].high > seq:
+            unsaved = self._unsaved.pop()
+            self._count(-unsaved.forgotten_bytes - UNSAVED_BYTES * len(unsaved.changes))
         return tokens
 
     def _tidy_order(self) -> None:
@@ -347,25 +340,25 @@ class PublisherAnswers:
                 newest[token] = high
         self._order = [(high, token) for token, high in newest.items()]
 
-    def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _PendingAnswers | None:
+    def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _UnsavedAnswers | None:
         """Notes a change for the disk.
 
         Returns:
             The pending changes it is among; None when they hold an older change of this token too,
             so that it cannot be taken back alone.
         """
-        if self._pending is None:
+        if self._unsaved is None:
             return None
-        pending = self._pending[-1] if self._pending else None
-        if pending is None or pending.high != high:
-            pending = _PendingAnswers(high)
-            self._pending.append(pending)
-        elif token in pending.changes:
-            pending.changes[token] = answer
+        unsaved = self._unsaved[-1] if self._unsaved else None
+        if unsaved is None or unsaved.high != high:
+            unsaved = _UnsavedAnswers(high)
+            self._unsaved.append(unsaved)
+        elif token in unsaved.changes:
+            unsaved.changes[token] = answer
             return None
-        pending.changes[token] = answer
-        self._count(PENDING_BYTES)
-        return pending
+        unsaved.changes[token] = answer
+        self._count(UNSAVED_BYTES)
+        return unsaved
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -379,8 +372,8 @@ class PublisherAnswers:
     def check_invariants(self) -> None:
         """Bounds, order, bytes. O(answers + pending changes)."""
         assert len(self._writers) <= WRITERS_MAX
-        assert len(self._put_off) <= WRITERS_MAX
-        total = PUT_OFF_BYTES * len(self._put_off)
+        assert len(self._refused) <= WRITERS_MAX
+        total = REFUSED_WRITER_BYTES * len(self._refused)
         for answers in self._writers.values():
             counters = list(answers.by_counter)
             assert 0 < len(counters) <= BATCHES_MAX
@@ -388,14 +381,14 @@ class PublisherAnswers:
             sizes = [ANSWER_BYTES + len(answer) for answer, _ in answers.by_counter.values()]
             assert sum(sizes) == answers.nbytes
             assert answers.nbytes <= ANSWERS_BYTES_MAX or len(sizes) == 1
-            total += WRITER_BYTES + answers.nbytes
+            total += WRITER_OVERHEAD_BYTES + answers.nbytes
         count = sum(len(answers.by_counter) for answers in self._writers.values())
         assert count == self._answer_count
         assert len(self._order) <= 2 * count + ORDER_SLACK + 1
         order = [high for high, _ in self._order]
         assert sorted(order) == order, "numbers rise"
-        highs = [pending.high for pending in self._pending or ()]
+        highs = [unsaved.high for unsaved in self._unsaved or ()]
         assert sorted(set(highs)) == highs, "numbers rise"
-        for pending in self._pending or ():
-            total += pending.forgotten_bytes + PENDING_BYTES * len(pending.changes)
+        for unsaved in self._unsaved or ():
+            total += unsaved.forgotten_bytes + UNSAVED_BYTES * len(unsaved.changes)
         assert total == self._nbytes, (total, self._nbytes)

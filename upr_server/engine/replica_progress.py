@@ -23,7 +23,7 @@ class _Report:
 
 
 @attrs.define
-class _Waiting:
+class _WaitingCall:
     seq: SeqNo
     copies: int
     persisted: bool
@@ -41,7 +41,7 @@ class ReplicaProgress:
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingCall] = []
 
     def __len__(self) -> int:
         """Replicas that have reported."""
@@ -60,7 +60,7 @@ class ReplicaProgress:
                 is gone.
         """
         self._reports[replica] = _Report(source, received, persisted)
-        self._answer()
+        self._call_reached()
 
     def forget(self, replica: str, source: object = None) -> None:
         """The connection of a replica is gone. What it was counted for stays counted."""
@@ -81,10 +81,10 @@ class ReplicaProgress:
         seqs = sorted(report.reached(persisted=persisted) for report in self._reports.values())
         return seqs[-copies] if 0 < copies <= len(seqs) else SeqNo(0)
 
-    def when(
+    def call_when_reached(
         self, seq: SeqNo, copies: int, *, persisted: bool, deadline: float, call: Replicated
     ) -> None:
-        """Has `call` called when so many replicas have everything up to `seq`; perhaps at once.
+        """Calls `call` when so many replicas have everything up to `seq`; perhaps at once.
 
         Args:
             seq: The number.
@@ -96,7 +96,7 @@ class ReplicaProgress:
         if self.reached(copies, persisted=persisted) >= seq:
             call(True)
         else:
-            self._waiting.append(_Waiting(seq, copies, persisted, deadline, call))
+            self._waiting.append(_WaitingCall(seq, copies, persisted, deadline, call))
 
     def give_up(self, now: float) -> None:
         """What waits longer than its deadline is answered with False. O(waiting calls)."""
@@ -106,12 +106,12 @@ class ReplicaProgress:
             for wait in late:
                 wait.call(False)
 
-    def _answer(self) -> None:
+    def _call_reached(self) -> None:
         if not self._waiting:
             return
         reached: dict[tuple[int, bool], SeqNo] = {}
-        due: list[_Waiting] = []
-        remaining: list[_Waiting] = []
+        due: list[_WaitingCall] = []
+        remaining: list[_WaitingCall] = []
         for wait in self._waiting:
             level = wait.copies, wait.persisted
             if level not in reached:

@@ -16,7 +16,7 @@ acknowledgements and barriers of a peer that reads, keeps below that many reques
 disk, and sends no frame above 1 MiB, always get through."""
 
 QUEUED_REQUESTS_MAX: Final = 16
-"""Requests of one connection that may wait in queues (`partition_queue`), of all partitions
+"""Requests of one connection that may wait in queues (`partition_request_queue`), of all partitions
 together. With so many the disk's reader always has one to go on with; more would only be memory,
 and work for connections that end. Until one of them was answered the connection is not read: what
 its peer says meanwhile, acknowledgements and barriers too, waits as long as the disk takes for one

@@ -168,7 +168,7 @@ class Connection:
                     status=error.status.name,
                     error=str(error),
                 )
-            self._write_answers()
+            self._write_replies()
             if session.state is SessionState.CLOSED:
                 return
             if session.unfinished_body_bytes > LARGE_FRAME_BYTES and not self._frame_bytes:
@@ -183,7 +183,7 @@ class Connection:
             return await read_some(self._stream, self.session, scratch)
         return None
 
-    def _write_answers(self) -> None:
+    def _write_replies(self) -> None:
         """Writes answers at once, where they are all there is to write; else leaves them to the
         writer."""
         session = self.session

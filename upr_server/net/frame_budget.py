@@ -35,7 +35,7 @@ class FrameBudget:
 
     def __init__(self, limit: int = BUDGET_BYTES) -> None:
         self._limit = limit
-        self._turn = trio.StrictFIFOLock()
+        self._acquire_lock = trio.StrictFIFOLock()
         self._freed = Notifier()
         self.used = 0
         """Bytes acquired and not released."""
@@ -45,7 +45,7 @@ class FrameBudget:
 
         On cancellation nothing was taken.
         """
-        async with self._turn:
+        async with self._acquire_lock:
             while self.used and self.used + count > self._limit:
                 await self._freed.wait()
             self.used += count

@@ -105,12 +105,12 @@ class Replies:
         owed.append(reply)
         if target.persists:
             reply.awaited += 1
-            flusher.when_persisted(
+            flusher.call_when_persisted(
                 partition, seq, partial(self._is_met, partition.id, reply, _NOT_ON_DISK)
             )
         if target.copies:
             reply.awaited += 1
-            partition.replicas.when(
+            partition.replicas.call_when_reached(
                 seq,
                 target.copies,
                 persisted=target.persists,

@@ -17,7 +17,7 @@ from upr_protocol.wire import Get, Message, Mutate, Refusal
 from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
-from upr_server.net.partition_queue import Apply
+from upr_server.net.partition_request_queue import Apply
 from upr_server.net.replies import Replies
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import Streamer
@@ -32,7 +32,7 @@ _SENTENCE_MAX: Final = 900
 
 log = structlog.get_logger(__name__)
 
-Answer = Callable[[], Awaitable[None]]
+ReplyTask = Callable[[], Awaitable[None]]
 """Answers a request, for as long as it takes."""
 
 
@@ -88,8 +88,8 @@ class RequestContext:
         self._nursery: trio.Nursery | None = None
         self._replicas: dict[Partition, str] = {}
         """Partitions of which the peer has reported what it has, with its name."""
-        self._turns: deque[tuple[Message, Answer]] = deque()
-        """Requests that are answered in turn; the first is being answered."""
+        self._in_order: deque[tuple[Message, ReplyTask]] = deque()
+        """Requests that are answered one after the other; the first is being answered."""
 
     # The connection's side.
 
@@ -197,29 +197,27 @@ class RequestContext:
         assert self._nursery is not None
         self._nursery.start_soon(task)
 
-    def answer_when_fetched(
-        self, partition: Partition, request: Get | Mutate, apply: Apply
-    ) -> None:
+    def reply_when_fetched(self, partition: Partition, request: Get | Mutate, apply: Apply) -> None:
         """Has `apply` answer `request` once what it needs from disk is there, in the order of the
         partition's requests."""
-        self._queues.of(self.disk, partition).answer(self, request, apply)
+        self._queues.of(self.disk, partition).submit(self, request, apply)
 
-    def answer_later(self, request: Message, answer: Answer) -> None:
+    def reply_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""
-        self.start(partial(self._run_answer, request, answer))
+        self.start(partial(self._run_reply_task, request, answer))
 
-    def answer_in_turn(self, request: Message, answer: Answer) -> None:
-        """The same, behind those before it that were to be answered in turn."""
-        self._turns.append((request, answer))
-        if len(self._turns) == 1:
-            self.start(self._run_turns)
+    def reply_in_order(self, request: Message, answer: ReplyTask) -> None:
+        """The same, once the requests given to this method before are answered."""
+        self._in_order.append((request, answer))
+        if len(self._in_order) == 1:
+            self.start(self._run_in_order)
 
-    async def _run_turns(self) -> None:
-        while self._turns:
-            await self._run_answer(*self._turns[0])
-            self._turns.popleft()
+    async def _run_in_order(self) -> None:
+        while self._in_order:
+            await self._run_reply_task(*self._in_order[0])
+            self._in_order.popleft()
 
-    async def _run_answer(self, request: Message, answer: Answer) -> None:
+    async def _run_reply_task(self, request: Message, answer: ReplyTask) -> None:
         try:
             await answer()
         except (ServerError, BucketError) as error:

@@ -15,7 +15,7 @@ from upr_protocol.transport import new_scratch
 from upr_server.buckets import BucketCatalog
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
-from upr_server.net.partition_queue import PartitionQueues
+from upr_server.net.partition_request_queue import PartitionRequestQueues
 
 REPLICATION_TIMEOUT_S: Final = 30.0
 """Long enough for a replica that is being started again; then the publisher is told what is so."""
@@ -106,5 +106,5 @@ class ServerResources:
     send_timeout_s: float = SEND_TIMEOUT_S
     replication_timeout_s: float = REPLICATION_TIMEOUT_S
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
-    queues: PartitionQueues = attrs.field(factory=PartitionQueues)
+    queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     scratch: memoryview = attrs.field(factory=new_scratch)

@@ -23,7 +23,7 @@ from upr_protocol.wire import (
     StreamEnd,
     StreamReply,
 )
-from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, StreamBrokenError, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leased_reader import LeasedReader
@@ -51,7 +51,7 @@ class _Stream:
     """From which number on answers to publishers are to be sent; None for none."""
     snapshot_end: SeqNo = SeqNo(0)
     turn_end: SeqNo = SeqNo(0)
-    """What the turn that it has must reach."""
+    """What its turn in the partition cycle must reach."""
     last_start: tuple[HistoryId, SeqNo] | None = None
     """The history and the purge number that its last `PartitionStart` named."""
 
@@ -115,11 +115,11 @@ class Streamer:
     """
 
     __slots__ = (
+        "_current_stream",
         "_disk_streams",
         "_name",
         "_session",
         "_streams",
-        "_turn",
         "_wake",
     )
 
@@ -130,7 +130,7 @@ class Streamer:
         self._streams: dict[PartitionId, _Stream] = {}
         self._disk_streams: dict[_Stream, None] = {}
         """Streams of which something that was read from disk is being sent."""
-        self._turn: _Stream | None = None
+        self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
 
     def open(
@@ -202,8 +202,8 @@ class Streamer:
         stream = self._streams.pop(partition, None)
         if stream is not None:
             stream.reader.close()
-            if self._turn is stream:
-                self._turn = None
+            if self._current_stream is stream:
+                self._current_stream = None
             if self._session.state is not SessionState.CLOSED:
                 self._session.send(
                     StreamEnd(partition=partition, opaque=stream.opaque, status=status)
@@ -219,7 +219,7 @@ class Streamer:
         for stream in self._streams.values():
             stream.reader.close()
         self._streams.clear()
-        self._turn = None
+        self._current_stream = None
 
     def step(self) -> None:
         """Puts about `BATCH_BYTES` of what there is to stream into the session, as far as the
@@ -230,12 +230,12 @@ class Streamer:
         """
         session = self._session
         while session.state is SessionState.STREAMING and session.outgoing_bytes < BATCH_BYTES:
-            stream = self._turn
+            stream = self._current_stream
             if stream is None:
                 partition = session.next_partition()
                 if partition is None:
                     return
-                stream = self._turn = self._streams[partition]
+                stream = self._current_stream = self._streams[partition]
                 stream.turn_end = stream.partition.high_seq
             if not session.window.open and not stream.only_end_is_missing:
                 return
@@ -265,9 +265,9 @@ class Streamer:
             self._disk_streams[stream] = None
         if isinstance(item, Chunk):
             session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
-        elif isinstance(item, SnapshotStart):
+        elif isinstance(item, SnapshotStartItem):
             return self._begin(stream, item)
-        elif isinstance(item, SnapshotEnd):
+        elif isinstance(item, SnapshotEndItem):
             if stream.answers_from is not None:
                 self._send_answers(stream, stream.answers_from, item.end)
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
@@ -278,7 +278,7 @@ class Streamer:
             self._end_turn(stream)
         return True
 
-    def _begin(self, stream: _Stream, start: SnapshotStart) -> bool:
+    def _begin(self, stream: _Stream, start: SnapshotStartItem) -> bool:
         """Puts the start of a snapshot into the session, or all of it where it is one chunk."""
         session, partition = self._session, stream.partition
         stream.snapshot_end = start.end
@@ -289,7 +289,9 @@ class Streamer:
             first = stream.reader.next()
             if isinstance(first, Chunk) and first.end == start.end:
                 end = stream.reader.next()
-                assert isinstance(end, SnapshotEnd), "nothing comes behind a snapshot's last chunk"
+                assert isinstance(end, SnapshotEndItem), (
+                    "nothing comes behind a snapshot's last chunk"
+                )
                 session.send(PartitionSnapshot(first, partition=partition.id, opaque=stream.opaque))
                 self._has_ended(stream, end.end)
                 return True
@@ -308,7 +310,7 @@ class Streamer:
         )
         return first is None or self._put(stream, first)
 
-    def _may_go_whole(self, stream: _Stream, start: SnapshotStart) -> bool:
+    def _may_go_whole(self, stream: _Stream, start: SnapshotStartItem) -> bool:
         """Whether a snapshot that begins may come in one frame: none is under way in its stream."""
         return (
             start.kind is SnapshotKind.MEMORY
@@ -329,7 +331,7 @@ class Streamer:
         """Sends what publishers were answered, of the snapshot that is about to end."""
         rows: list[tuple[bytes, int, int, bytes]] = []
         nbytes = 0
-        answers = stream.partition.deduplicator.between(start, end)
+        answers = stream.partition.repeated_batches.between(start, end)
         for count, row in enumerate(answers, 1):
             rows.append(row)
             nbytes += len(row[3]) + ANSWER_OVERHEAD_BYTES
@@ -343,7 +345,7 @@ class Streamer:
         stream.answers_from = end
 
     def _end_turn(self, stream: _Stream) -> None:
-        self._turn = None
+        self._current_stream = None
         self._session.end_turn()
         if stream.reader.poll():
             self._session.ready(stream.partition.id)

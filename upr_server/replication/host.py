@@ -11,7 +11,7 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class Host(Protocol):
-    """What `Service` is to replication."""
+    """The server, as replication sees it: its buckets and its streams."""
 
     def disk_of(self, bucket: str) -> BucketDisk | None:
         """The disk of a bucket; None when there is no bucket with this name."""

@@ -186,7 +186,7 @@ class MappedBucket:
         partition.become(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             # Such a partition keeps nothing in memory: it stands where its disk stands.
-            partition.stand_at(partition.manager.persistence.committed)
+            partition.restart_at(partition.manager.persistence.committed)
         if ends_streams or hands_over:
             # Replicas follow a node that hands over to the end. But a consumer's barrier would come
             # back from here without anything that the next active has taken in by then.

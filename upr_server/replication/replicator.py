@@ -288,10 +288,10 @@ class Replicator:
         partition = self._partition(partition_id)
         write = received.take_write()
         if write.answers:
-            partition.deduplicator.add_received(write.answers)
+            partition.repeated_batches.add_received(write.answers)
         tokens = [
             Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.deduplicator.take_pending(write.record.high).items()
+            for token, answer in partition.repeated_batches.take_unsaved(write.record.high).items()
         ]
         return PartitionWrite(
             partition_id, write.record, write.chunks, tokens, write.ends, write.purge_seq
@@ -366,7 +366,7 @@ class Replicator:
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
                 tokens = [
                     Token(token.writer, token.counter, b"")
-                    for token in partition.deduplicator.above(seq)
+                    for token in partition.repeated_batches.tokens_above(seq)
                 ]
                 if self._is_gone:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
@@ -374,7 +374,7 @@ class Replicator:
                 # A consumer that began to read meanwhile may have received what is undone now.
                 self._host.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
                 disk.leases.mark_broken(broken_leases)
-                partition.cut(seq)
+                partition.truncate(seq)
                 received.truncate(seq)
                 self._on_disk[partition_id] = record
                 partition.become(partition.state, failover_log)
@@ -435,4 +435,4 @@ def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Answe
 def move_to_record(partition: Partition, record: PartitionRecord) -> None:
     """Has a partition that keeps nothing in memory stand where its disk stands."""
     if record.high != partition.high_seq:
-        partition.stand_at(record.high, Cas(record.last_cas))
+        partition.restart_at(record.high, Cas(record.last_cas))

@@ -132,7 +132,7 @@ class BucketStorage:
         self._partitions: list[_PartitionUsage] = []
         self._compaction: Compaction | None = None
         self._garbage_at_start = 0
-        self._turn = 0
+        self._steps_in_round = 0
         self._is_full = False
         self._index_damage: CorruptionError | None = None
         self._commits = 0
@@ -252,7 +252,7 @@ class BucketStorage:
         behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
         broken: Sequence[int] = ()
-        if compaction is not None and (behind is None or self._is_compactions_turn(urgent)):
+        if compaction is not None and (behind is None or self._compacts_next(urgent)):
             partition = compaction.partition
             broken = self._compact(compaction, leases, lapsed, purge_before_cas)
             is_compaction = True
@@ -274,15 +274,15 @@ class BucketStorage:
             broken,
         )
 
-    def _is_compactions_turn(self, urgent: bool) -> bool:
+    def _compacts_next(self, urgent: bool) -> bool:
         garbage = sum(usage.garbage_bytes for usage in self._partitions)
         live = sum(usage.chunk_bytes for usage in self._partitions) - garbage
         if garbage > WASTEFUL_SHARE * live + 2 * GARBAGE_BYTES:
             indexing, compacting = STEPS_WASTEFUL
         else:
             indexing, compacting = STEPS_URGENT if urgent else STEPS
-        self._turn = (self._turn + 1) % (indexing + compacting)
-        return self._turn >= indexing
+        self._steps_in_round = (self._steps_in_round + 1) % (indexing + compacting)
+        return self._steps_in_round >= indexing
 
     def _furthest_behind(self, urgent: bool, keep_unindexed: int) -> int | None:
         """The partition to index, or None if that is not due."""

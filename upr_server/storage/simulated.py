@@ -91,13 +91,13 @@ class SimulatedStore(Store):
         self._writer = StorageServer(self.directory)
         self._reader = StorageServer(self.directory)
         # Calls that change something are carried out one after the other.
-        self._turn = trio.StrictFIFOLock()
+        self._call_lock = trio.StrictFIFOLock()
 
     async def execute(self, call: Call[Answer]) -> Answer:
         if call.is_read:
             await self.wait(call)
             return call.run_on(self._reader)
-        async with self._turn:
+        async with self._call_lock:
             await self.wait(call)
             return call.run_on(self._writer)
 

@@ -18,7 +18,7 @@ from tests.engine.helpers import (
 )
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.engine import MutationBatch, Partition, SnapshotStart
+from upr_server.engine import MutationBatch, Partition, SnapshotStartItem
 from upr_server.engine.snapshots.collapse import (
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
@@ -275,7 +275,7 @@ def test_a_chunk_superseded_as_a_whole_leaves_no_gap() -> None:
     collapse(partition, 2000)
     cursor = cursor_at(partition)
     start = cursor.next()
-    assert isinstance(start, SnapshotStart)
+    assert isinstance(start, SnapshotStartItem)
     assert (start.start, start.end) == (0, 3000)
     chunks = [item for item in items(cursor) if isinstance(item, Chunk)]
     assert chunks[0].start == 0

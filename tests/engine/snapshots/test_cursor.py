@@ -16,18 +16,18 @@ from tests.engine.helpers import (
 )
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.ids import Operation, SeqNo, SnapshotKind
-from upr_server.engine import BackfillNeeded, NotInMemory, SnapshotEnd, SnapshotStart
+from upr_server.engine import BackfillNeeded, NotInMemory, SnapshotEndItem, SnapshotStartItem
 
 
 def test_a_snapshot_has_a_start_its_mutations_and_an_end() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")
     cursor = cursor_at(partition)
-    assert cursor.next() == SnapshotStart(SeqNo(0), SeqNo(2), SnapshotKind.MEMORY, False)
+    assert cursor.next() == SnapshotStartItem(SeqNo(0), SeqNo(2), SnapshotKind.MEMORY, False)
     chunk = cursor.next()
     assert isinstance(chunk, Chunk)
     assert [(row.key, row.seq) for row in chunk] == [(b"a", 1), (b"b", 2)]
-    assert cursor.next() == SnapshotEnd(SeqNo(2))
+    assert cursor.next() == SnapshotEndItem(SeqNo(2))
     assert not cursor.has_next
     assert cursor.next() is None
 
@@ -44,7 +44,7 @@ def test_entering_the_open_snapshot_closes_it_for_all_cursors() -> None:
     partition = new_partition()
     put(partition, b"a")
     first, second = cursor_at(partition), cursor_at(partition)
-    assert isinstance(first.next(), SnapshotStart)
+    assert isinstance(first.next(), SnapshotStartItem)
     put(partition, b"a", b"b")
     assert partition.snapshot_end == 1
     assert transcript(items(first)) == "a@1 . (1,3] a@2 b@3 ."
@@ -186,7 +186,7 @@ def test_end_at_least_holds_what_it_announced() -> None:
     end = partition.high_seq - 3
     cursor = cursor_at(partition, 1, end)
     start = cursor.next()
-    assert isinstance(start, SnapshotStart)
+    assert isinstance(start, SnapshotStartItem)
     while partition.manager.collapse_wanted:
         partition.manager.collapse_step(1000)
     assert transcript(items(cursor)).count(".") >= 1

@@ -67,7 +67,7 @@ def test_what_is_skipped_is_not_copied(kind: str) -> None:
     array = arrays[kind]
     window.skip(4)
     window.skip(6)
-    array.settle(window)
+    array.copy_flags(window)
     array.check_invariants()
     assert (array.live, array.live_bytes) == (2, array.nbytes // 2)
     assert not array.is_whole_in(0, 20)
@@ -82,7 +82,7 @@ def test_a_sparse_array_takes_its_flags_by_number() -> None:
     for number in (3, 8, 9):
         window.skip(number)
     array = filling(2, 3, 9, 11)
-    array.settle(window)
+    array.copy_flags(window)
     assert array.skip == bytearray([0, 1, 1, 0])
     builder = ChunkBuilder()
     array.copy_into(builder, 2, 20)
@@ -130,7 +130,7 @@ def test_the_window_begins_anew_when_it_was_empty() -> None:
     assert 5 in window
     window.skip(6)
     assert (window.skipped(5, 7), window.skipped(7, 7)) == (1, 0)
-    window.leave(6)
+    window.drop_below(6)
     assert (window.base, window.flags) == (6, bytearray([1, 0]))
     window.clear(6, 6)
     assert window.skipped(6, 7) == 0

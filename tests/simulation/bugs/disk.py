@@ -26,12 +26,12 @@ from upr_server.storage.records import CHUNK_HEAD
 def acknowledges_before_the_commit() -> Iterator[None]:
     """`persisted` is answered at once."""
 
-    def when_persisted(
+    def call_when_persisted(
         _self: Flusher, _partition: Partition, _seq: SeqNo, call: Callable[[bool], None]
     ) -> None:
         call(True)
 
-    with replaced(Flusher, "when_persisted", when_persisted):
+    with replaced(Flusher, "call_when_persisted", call_when_persisted):
         yield
 
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 from tests.simulation.bugs.patch import replaced
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
-from upr_server.engine.deduplication import Deduplicator
 from upr_server.engine.eviction import KeyEviction
+from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import manager as managers
 from upr_server.engine.snapshots.cursor import Cursor
+from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
-from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
 
 
 @contextmanager
@@ -41,10 +41,10 @@ def collapses_past_a_cursor() -> Iterator[None]:
     """Snapshots are collapsed in which somebody reads."""
 
     def run_to_collapse(
-        slots: Sequence[SnapshotSlot], slot: SnapshotSlot, *, shortest: bool = False
-    ) -> list[SnapshotSlot] | None:
-        del slot, shortest
-        return list(slots[:-1]) if len(slots) > 2 else None
+        entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *, shortest: bool = False
+    ) -> list[SnapshotEntry] | None:
+        del entry, shortest
+        return list(entries[:-1]) if len(entries) > 2 else None
 
     with (
         replaced(managers, "run_to_collapse", run_to_collapse),
@@ -66,8 +66,8 @@ def evicts_an_unindexed_key() -> Iterator[None]:
 def forgets_its_answers() -> Iterator[None]:
     """A batch that is sent again has its effect again."""
     with (
-        replaced(Deduplicator, "is_new", lambda *_: True),
-        replaced(Deduplicator, "settle", lambda *_: None),
+        replaced(RepeatedBatches, "is_new", lambda *_: True),
+        replaced(RepeatedBatches, "answer_unless_new", lambda *_: None),
     ):
         yield
 
@@ -75,7 +75,7 @@ def forgets_its_answers() -> Iterator[None]:
 @contextmanager
 def forgets_answers_on_replicas() -> Iterator[None]:
     """A replica does not keep what publishers were answered."""
-    with replaced(Deduplicator, "add_received", lambda *_: None):
+    with replaced(RepeatedBatches, "add_received", lambda *_: None):
         yield
 
 

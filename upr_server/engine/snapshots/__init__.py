@@ -5,8 +5,8 @@ from upr_server.engine.snapshots.cursor import (
     Cursor,
     CursorItem,
     PersistenceCursor,
-    SnapshotEnd,
-    SnapshotStart,
+    SnapshotEndItem,
+    SnapshotStartItem,
 )
 from upr_server.engine.snapshots.manager import MutationManager, Registration
 from upr_server.engine.snapshots.snapshot_list import NotInMemory, SnapshotList
@@ -19,7 +19,7 @@ __all__ = [
     "NotInMemory",
     "PersistenceCursor",
     "Registration",
-    "SnapshotEnd",
+    "SnapshotEndItem",
     "SnapshotList",
-    "SnapshotStart",
+    "SnapshotStartItem",
 ]

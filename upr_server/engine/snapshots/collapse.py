@@ -20,7 +20,7 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
-from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
+from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 
 COLLAPSE_SNAPSHOTS_MIN: Final = 8
 """Small snapshots are collapsed so many at a time: their fixed cost is what matters."""
@@ -40,54 +40,54 @@ _START: Final = attrgetter("start")
 
 
 def run_to_collapse(
-    slots: Sequence[SnapshotSlot], slot: SnapshotSlot, *, shortest: bool = False
-) -> list[SnapshotSlot] | None:
-    """The run around `slot` that should be collapsed, or None. O(log slots + run).
+    entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *, shortest: bool = False
+) -> list[SnapshotEntry] | None:
+    """The run around `entry` that should be collapsed, or None. O(log entries + run).
 
     Args:
-        slots: All slots, oldest first; the last one holds the open snapshot.
-        slot: Where something changed.
+        entries: All entries, oldest first; the last one holds the open snapshot.
+        entry: Where something changed.
         shortest: Whether to look only as far as shows that there is a run. That matters while the
             disk is behind with very many snapshots.
     """
-    closed = len(slots) - 1
-    if slot.inside_count or not closed:
+    closed = len(entries) - 1
+    if entry.inside_count or not closed:
         return None
     last = closed - 1
-    if slots[last] is not slot:
-        last = bisect_left(slots, slot.start, key=_START)
-        if last >= closed or slots[last] is not slot:
+    if entries[last] is not entry:
+        last = bisect_left(entries, entry.start, key=_START)
+        if last >= closed or entries[last] is not entry:
             return None
-    while last + 1 < closed and slots[last + 1].is_free:
+    while last + 1 < closed and entries[last + 1].is_free:
         last += 1
     first, newer_bytes = last, 0
-    total = slots[last].snapshot.nbytes
+    total = entries[last].snapshot.nbytes
     is_enough = False
-    while first and not slots[first].front_count and not (shortest and is_enough):
-        older = slots[first - 1]
+    while first and not entries[first].front_count and not (shortest and is_enough):
+        older = entries[first - 1]
         size = older.snapshot.nbytes
         if older.inside_count or size > 2 * total:
             break
         first, newer_bytes, total = first - 1, total, total + size
         is_enough = last - first >= COLLAPSE_SNAPSHOTS_MIN - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
-    return list(slots[first : last + 1]) if is_enough else None
+    return list(entries[first : last + 1]) if is_enough else None
 
 
 class Collapse:
     """A collapse under way.
 
     Args:
-        slots: The run, oldest first.
+        entries: The run, oldest first.
         snapshots: Their snapshots.
 
     Attributes:
-        slots: The run.
+        entries: The run.
     """
 
-    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_seen", "_todo", "slots")
+    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_seen", "_todo", "entries")
 
-    def __init__(self, slots: list[SnapshotSlot], snapshots: list[ClosedSnapshot]) -> None:
-        self.slots = slots
+    def __init__(self, entries: list[SnapshotEntry], snapshots: list[ClosedSnapshot]) -> None:
+        self.entries = entries
         self._todo = _newest_first(snapshots)
         # Keys of the newer snapshots. The oldest one's are unique already, and not entered.
         self._seen: set[bytes] = set()

@@ -1,7 +1,7 @@
 """Cursors: how consumers and the disk read the snapshots.
 
 A cursor hands on a start, chunks and an end for each snapshot. It stands at the front of a
-snapshot, or inside one at a number; `SnapshotSlot` counts the two apart.
+snapshot, or inside one at a number; `SnapshotEntry` counts the two apart.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo, SnapshotKind
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
+from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
-from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
 
 
 class _State(Enum):
-    """What became of a cursor."""
+    """Whether a cursor is in the list of snapshots still."""
 
-    READING = "reading"
+    LISTED = "listed"
     """It stands in the list."""
 
     CLOSED = "closed"
@@ -33,11 +33,11 @@ class _State(Enum):
     """It was dropped for memory; its owner has to be told."""
 
 
-_READING: Final = _State.READING  # an enum's attributes are slow to look up
+_LISTED: Final = _State.LISTED  # an enum's attributes are slow to look up
 
 
-class SnapshotStart(msgspec.Struct, frozen=True):
-    """What follows, up to the `SnapshotEnd`, leads from the state at `start` to that at `end`.
+class SnapshotStartItem(msgspec.Struct, frozen=True):
+    """What follows, up to the `SnapshotEndItem`, leads from the state at `start` to that at `end`.
 
     Attributes:
         start: Exclusive: where the cursor stood.
@@ -52,7 +52,7 @@ class SnapshotStart(msgspec.Struct, frozen=True):
     may_repeat: bool = False
 
 
-class SnapshotEnd(msgspec.Struct, frozen=True):
+class SnapshotEndItem(msgspec.Struct, frozen=True):
     """Here, and only here, what was read is a consistent state: that at number `end`."""
 
     end: SeqNo
@@ -65,13 +65,13 @@ class BackfillNeeded(msgspec.Struct, frozen=True):
     end: SeqNo
 
 
-CursorItem = SnapshotStart | Chunk | SnapshotEnd | BackfillNeeded
+CursorItem = SnapshotStartItem | Chunk | SnapshotEndItem | BackfillNeeded
 
 
-def _following(slot: SnapshotSlot) -> SnapshotSlot:
-    """The slot behind that of a closed snapshot."""
-    assert slot.following is not None, "a closed snapshot is not the last"
-    return slot.following
+def _following(entry: SnapshotEntry) -> SnapshotEntry:
+    """The entry behind that of a closed snapshot."""
+    assert entry.following is not None, "a closed snapshot is not the last"
+    return entry.following
 
 
 class Cursor:
@@ -81,32 +81,32 @@ class Cursor:
         name: Whose it is, for statistics.
         seq: Everything up to this number was handed on.
         droppable: Whether it may be dropped at all.
-        slot: Where it stands. For the snapshot list and the manager, as are the next two.
-        at_front: Whether it is counted as at the front of `slot`; else it is inside.
-        entered: Slots in which it is counted as inside, oldest first.
+        entry: Where it stands. For the snapshot list and the manager, as are the next two.
+        at_front: Whether it is counted as at the front of `entry`; else it is inside.
+        held_entries: Entries in which it is counted as inside, oldest first.
     """
 
     __slots__ = (
         "_end",
         "_end_at_least",
         "_index",
-        "_is_inside",
+        "_is_reading",
         "_on_ready",
         "_snapshots",
         "_state",
         "at_front",
         "droppable",
-        "entered",
+        "entry",
+        "held_entries",
         "name",
         "seq",
-        "slot",
     )
 
     def __init__(
         self,
         snapshots: SnapshotList[Cursor],
         name: str,
-        slot: SnapshotSlot,
+        entry: SnapshotEntry,
         seq: SeqNo,
         *,
         end_at_least: SeqNo = SeqNo(0),
@@ -116,21 +116,22 @@ class Cursor:
         self._snapshots = snapshots
         self._on_ready = on_ready
         self._end_at_least = end_at_least
-        self._state = _READING
-        # Inside an announced snapshot: where that ends, and the next segment of the one it reads.
-        self._is_inside = False
+        self._state = _LISTED
+        # Whether a snapshot was announced and its end was not; where that ends; and the next
+        # segment of the one that it reads.
+        self._is_reading = False
         self._end = seq
         self._index = 0
         self.name = name
         self.droppable = droppable
         self.seq = seq
-        self.slot = slot
-        self.at_front = seq == slot.start
-        self.entered: deque[SnapshotSlot] = deque()
+        self.entry = entry
+        self.at_front = seq == entry.start
+        self.held_entries: deque[SnapshotEntry] = deque()
         if self.at_front:
-            slot.front_count += 1
+            entry.front_count += 1
         else:
-            self._hold(slot)
+            self._hold(entry)
 
     def __repr__(self) -> str:
         return f"<Cursor {self.name!r}, {self._state.value}, at {self.seq}>"
@@ -140,9 +141,9 @@ class Cursor:
     @property
     def has_next(self) -> bool:
         """Whether `next` would hand on anything. O(1)."""
-        if self._is_inside or self._state is not _READING:
+        if self._is_reading or self._state is not _LISTED:
             return True
-        snapshot = self.slot.snapshot
+        snapshot = self.entry.snapshot
         return isinstance(snapshot, ClosedSnapshot) or snapshot.high > self.seq
 
     def poll(self) -> bool:
@@ -155,7 +156,7 @@ class Cursor:
     @property
     def is_reading(self) -> bool:
         """Whether a start was handed on and its end was not."""
-        return self._is_inside
+        return self._is_reading
 
     def next(self) -> CursorItem | None:
         """The next item, or None: then it waits, and `on_ready` is called when there is one.
@@ -166,16 +167,16 @@ class Cursor:
         Raises:
             ValueError: The cursor was closed.
         """
-        if not self._is_inside:
-            return self._begin() if self._state is _READING else self._backfill_needed()
-        snapshot = self.slot.snapshot
+        if not self._is_reading:
+            return self._begin() if self._state is _LISTED else self._backfill_needed()
+        snapshot = self.entry.snapshot
         assert isinstance(snapshot, ClosedSnapshot), "what is read is closed"
         if self._index == len(snapshot):
             if self.seq == self._end:
                 return self._finish()
             # Several snapshots were announced as one: see `_begin`.
-            self.slot = _following(self.slot)
-            snapshot = self._snapshots.close(self.slot)
+            self.entry = _following(self.entry)
+            snapshot = self._snapshots.close(self.entry)
             self._index = 0
         chunk = snapshot.chunk(self._index)
         self._index += 1
@@ -185,42 +186,42 @@ class Cursor:
         self.seq = chunk.end
         return chunk
 
-    def _begin(self) -> SnapshotStart | None:
-        snapshots, slot = self._snapshots, self.slot
-        if slot.snapshot is snapshots.open and snapshots.open.high <= self.seq:
+    def _begin(self) -> SnapshotStartItem | None:
+        snapshots, entry = self._snapshots, self.entry
+        if entry.snapshot is snapshots.open and snapshots.open.high <= self.seq:
             snapshots.wait(self)
             return None
         if self.at_front:
             self.at_front = False
-            slot.front_count -= 1
-            self._hold(slot)
-        snapshot = snapshots.close(slot)
+            entry.front_count -= 1
+            self._hold(entry)
+        snapshot = snapshots.close(entry)
         self._index = snapshot.index(self.seq)
         # A reader that was interrupted in a snapshot ending at `_end_at_least` may hold a part of
         # it: its state is consistent at that end at the earliest. All snapshots up to there are
         # announced as one, though a key may then repeat.
         while snapshot.end < self._end_at_least:
-            slot = _following(slot)
-            snapshot = snapshots.close(slot)
-            self._hold(slot)
+            entry = _following(entry)
+            snapshot = snapshots.close(entry)
+            self._hold(entry)
         self._end_at_least = SeqNo(0)
         self._end = snapshot.end
-        self._is_inside = True
-        return SnapshotStart(self.seq, self._end, may_repeat=slot is not self.slot)
+        self._is_reading = True
+        return SnapshotStartItem(self.seq, self._end, may_repeat=entry is not self.entry)
 
-    def _finish(self) -> SnapshotEnd:
-        self._is_inside = False
-        self.slot = _following(self.slot)
-        self.slot.front_count += 1
+    def _finish(self) -> SnapshotEndItem:
+        self._is_reading = False
+        self.entry = _following(self.entry)
+        self.entry.front_count += 1
         self.at_front = True
         self._read_whole()
-        return SnapshotEnd(self.seq)
+        return SnapshotEndItem(self.seq)
 
     def _read_whole(self) -> None:
-        """All slots that it has entered were handed on whole."""
-        slots = list(self.entered)
-        self.entered.clear()
-        self._release(slots)
+        """All entries that it holds were handed on whole."""
+        entries = list(self.held_entries)
+        self.held_entries.clear()
+        self._release(entries)
 
     def _backfill_needed(self) -> BackfillNeeded:
         if self._state is _State.CLOSED:
@@ -231,29 +232,29 @@ class Cursor:
 
     # Standing somewhere.
 
-    def _hold(self, slot: SnapshotSlot) -> None:
-        slot.inside_count += 1
-        self.entered.append(slot)
+    def _hold(self, entry: SnapshotEntry) -> None:
+        entry.inside_count += 1
+        self.held_entries.append(entry)
 
-    def _release(self, slots: list[SnapshotSlot]) -> None:
-        for slot in slots:
-            slot.inside_count -= 1
-        self._snapshots.left(slots)
+    def _release(self, entries: list[SnapshotEntry]) -> None:
+        for entry in entries:
+            entry.inside_count -= 1
+        self._snapshots.released(entries)
 
-    def step_over(self, following: SnapshotSlot) -> None:
-        """Moves on to the front of `following`: it has read all of the slot that it stands in.
+    def step_over(self, following: SnapshotEntry) -> None:
+        """Moves on to the front of `following`: it has read all of the entry that it stands in.
 
         For the snapshot list, which closes that one.
         """
-        self.entered.pop().inside_count -= 1
-        self.slot = following
+        self.held_entries.pop().inside_count -= 1
+        self.entry = following
         self.at_front = True
         following.front_count += 1
 
     @property
-    def oldest_slot(self) -> SnapshotSlot:
-        """The oldest slot that it keeps from being freed."""
-        return self.entered[0] if self.entered else self.slot
+    def oldest_entry(self) -> SnapshotEntry:
+        """The oldest entry that it keeps from being freed."""
+        return self.held_entries[0] if self.held_entries else self.entry
 
     def wake(self) -> None:
         """There is something to read: tells the owner. For the snapshot list."""
@@ -277,31 +278,31 @@ class Cursor:
         self._state = _State.DROPPED
 
     def _leave(self) -> None:
-        if self._state is not _READING:
+        if self._state is not _LISTED:
             return
-        self._is_inside = False
-        self._snapshots.leave(self)
-        slots = list(self.entered)
-        self.entered.clear()
+        self._is_reading = False
+        self._snapshots.remove_reader(self)
+        entries = list(self.held_entries)
+        self.held_entries.clear()
         if self.at_front:
             # Counted as inside for a moment, so that `_release` treats all alike.
-            self.slot.front_count -= 1
-            self.slot.inside_count += 1
-            slots.append(self.slot)
-        self._release(slots)
+            self.entry.front_count -= 1
+            self.entry.inside_count += 1
+            entries.append(self.entry)
+        self._release(entries)
 
 
 class PersistenceCursor(Cursor):
     """The cursor that carries mutations to disk.
 
     It reads like any other, but what it has read stays in memory until the disk has it: `commit`
-    gives its slots up, not reading on.
+    gives its entries up, not reading on.
     """
 
     __slots__ = ()
 
-    def __init__(self, snapshots: SnapshotList[Cursor], slot: SnapshotSlot) -> None:
-        super().__init__(snapshots, "persistence", slot, slot.start, droppable=False)
+    def __init__(self, snapshots: SnapshotList[Cursor], entry: SnapshotEntry) -> None:
+        super().__init__(snapshots, "persistence", entry, entry.start, droppable=False)
 
     @property
     def committed(self) -> SeqNo:
@@ -315,16 +316,16 @@ class PersistenceCursor(Cursor):
     def _read_whole(self) -> None:
         pass
 
-    def restart_at(self, slot: SnapshotSlot) -> None:
-        """Goes to the front of `slot`, up to which the disk has everything.
+    def restart_at(self, entry: SnapshotEntry) -> None:
+        """Goes to the front of `entry`, up to which the disk has everything.
 
-        For the manager, which has let go of all other slots.
+        For the manager, which has let go of all other entries.
         """
-        self.entered.clear()
-        self.slot = slot
+        self.held_entries.clear()
+        self.entry = entry
         self.at_front = True
-        slot.front_count += 1
-        self.seq = slot.start
+        entry.front_count += 1
+        self.seq = entry.start
         self._snapshots.wait(self)
 
     def commit(self, through: SeqNo) -> None:
@@ -335,11 +336,11 @@ class PersistenceCursor(Cursor):
         Raises:
             ValueError: `through` is not such an end.
         """
-        read_whole = [slot for slot in self.entered if slot is not self.slot]
-        committed = [slot for slot in read_whole if slot.start < through]
+        read_whole = [entry for entry in self.held_entries if entry is not self.entry]
+        committed = [entry for entry in read_whole if entry.start < through]
         if not committed or self._snapshots.close(committed[-1]).end != through:
             raise ValueError(f"{through} is not the end of a snapshot that was read")
         for _ in committed:
-            self.entered.popleft()
+            self.held_entries.popleft()
         self._snapshots.persisted = through
         self._release(committed)

@@ -8,7 +8,7 @@ Three kinds, which differ in where the numbers stand:
 - a `NumberedArray` is one that was filled, or what is left of arrays that were mostly skipped.
 
 An array of the newest part of the open snapshot has no flags of its own: `SkipFlags` covers it, and
-the array gets its part of them when it is settled.
+the array gets its part of them by `copy_flags`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DocumentArray(ABC):
         """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
         return after < self.first and self.last <= through and self.live == self.count
 
-    def settle(self, skip_flags: SkipFlags) -> None:
+    def copy_flags(self, skip_flags: SkipFlags) -> None:
         """Takes a copy of its flags. At memory speed, if its numbers are consecutive."""
         flags, base = skip_flags.flags, skip_flags.base
         if self.last - self.first + 1 == self.count:

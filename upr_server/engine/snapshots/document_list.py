@@ -33,7 +33,7 @@ PUBLISHED_BYTES_MIN: Final = 64 * 1024
 """A batch as large as this is not copied either, however few mutations it has."""
 
 PUBLISHED_MUTATIONS_MAX: Final = 4096
-"""A batch of more is cut, so that no array, segment or step of a collapse is longer than that."""
+"""A batch of more is split, so that no array, segment or step of a collapse is longer than that."""
 
 PUBLISHED_BYTES_MAX: Final = 1024 * 1024
 """The same in bytes."""
@@ -47,7 +47,7 @@ SLACK_BYTES: Final = 64 * 1024
 the arrays take three times what is live at most, and 128 KiB a partition. (Measured on the standard
 work: looking four times as often saves a fourth of the memory and costs 70 ns a mutation.)"""
 
-SHARES: Final = (16, 8, 4, 2)
+LIVE_DIVISORS: Final = (16, 8, 4, 2)
 """Arrays of which less than a sixteenth is live are rewritten first, then an eighth, and so on, as
 far as needed: what is left of an array after a while is little, and cheap to copy."""
 
@@ -57,8 +57,8 @@ TIDY_BYTES_MAX: Final = 16 * 1024 * 1024
 TIDY_MUTATIONS_MAX: Final = 8192
 """Mutations looked at in one rewriting; at 0.2 µs each, 1.6 ms."""
 
-CROWD: Final = 16
-"""So many small arrays side by side are made one, whatever is skipped in them."""
+ARRAYS_TO_MERGE_MIN: Final = 16
+"""So many small arrays side by side are merged into one, however little is skipped in them."""
 
 SMALL_ARRAY_BYTES: Final = 2 * 1024
 """An array below this is joined to a neighbour that is being rewritten."""
@@ -138,13 +138,14 @@ class DocumentList:
             self._seal(filling)
 
     def add_large(self, row: Mutation) -> None:
-        """Takes in one large document, as an array of its own, and settles all before it.
+        """Takes in one large document, as an array of its own. All before it get flags of
+        their own.
 
         The skip flags must not cover it.
         """
         if self._filling is not None:
             self._seal(self._filling)
-        self.settle()
+        self.move_flags_to_arrays()
         array = NumberedArray(Chunk.build((row,)))
         array.skip = bytearray(1)
         self._append(array)
@@ -186,22 +187,23 @@ class DocumentList:
         if seq in self.skip_flags:
             self.skip_flags.skip(seq)
         else:
-            self._skip_settled([seq])
+            self._skip_in_arrays([seq])
 
     def skip_all(self, seqs: list[int]) -> None:
         """Flags all of `seqs`, in any order."""
         skip_flags = self.skip_flags
-        settled = [seq for seq in seqs if seq not in skip_flags]
-        if len(settled) < len(seqs):
+        uncovered = [seq for seq in seqs if seq not in skip_flags]
+        if len(uncovered) < len(seqs):
             for seq in seqs:
                 if seq in skip_flags:
                     skip_flags.skip(seq)
-        if settled:
-            settled.sort()
-            self._skip_settled(settled)
+        if uncovered:
+            uncovered.sort()
+            self._skip_in_arrays(uncovered)
 
-    def _skip_settled(self, seqs: list[int]) -> None:
-        """Flags rising `seqs` in settled arrays, and drops those that are done with."""
+    def _skip_in_arrays(self, seqs: list[int]) -> None:
+        """Flags rising `seqs` in arrays that have flags of their own, and drops those that are done
+        with."""
         arrays = self._arrays
         array_index = 0
         for seq in seqs:
@@ -209,7 +211,7 @@ class DocumentList:
             array_index = bisect_left(arrays, seq, array_index, key=_LAST)
             array = arrays[array_index]
             skip = array.skip
-            assert skip is not None, "a settled array has flags of its own"
+            assert skip is not None, "what the shared flags do not cover has flags of its own"
             index = array.index(seq)
             assert not skip[index], "superseded twice"
             skip[index] = 1
@@ -218,7 +220,7 @@ class DocumentList:
                 self._memory.arrays -= array.nbytes
                 del arrays[array_index]
 
-    def settle(self, below: int = SEQ_MAX) -> None:
+    def move_flags_to_arrays(self, below: int = SEQ_MAX) -> None:
         """Gives arrays that begin below a number flags of their own, and lets go of the shared
         ones."""
         arrays, skip_flags = self._arrays, self.skip_flags
@@ -227,7 +229,7 @@ class DocumentList:
         index = bisect_left(arrays, skip_flags.base, key=_FIRST)
         while index < len(arrays) and arrays[index].first < below:
             array = arrays[index]
-            array.settle(skip_flags)
+            array.copy_flags(skip_flags)
             if array.live:
                 index += 1
             else:
@@ -236,7 +238,7 @@ class DocumentList:
         if index == len(arrays):
             skip_flags.flags.clear()
         else:
-            skip_flags.leave(arrays[index].first)
+            skip_flags.drop_below(arrays[index].first)
 
     # Keeping the memory near what is live.
 
@@ -260,12 +262,12 @@ class DocumentList:
         live_bytes = sum(array.live_bytes for array in self._arrays)
         too_much = sum(array.nbytes for array in self._arrays) - 2 * live_bytes - SLACK_BYTES
         done = True
-        if too_much > 0 or len(self._arrays) > CROWD:
-            done = self._rewrite(self._share(too_much))
+        if too_much > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
+            done = self._rewrite(self._rewrite_divisor(too_much))
         excess = skip_flags.excess(live)
         if excess and self._filling is not None and self._filling.first < skip_flags.base + excess:
             self._seal(self._filling)
-        self.settle(skip_flags.base + excess)
+        self.move_flags_to_arrays(skip_flags.base + excess)
         self._added = self._superseded = 0
         self._mean_bytes = self._weighted_mean()
         self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if done else 0
@@ -287,22 +289,23 @@ class DocumentList:
         """Counts documents that were superseded towards the next tidying."""
         self._superseded += count * self._mean_bytes
 
-    def _share(self, too_much: int) -> int:
-        """Arrays with less than 1/share live are to be rewritten, to free `too_much` bytes."""
-        for share in SHARES:
+    def _rewrite_divisor(self, too_much: int) -> int:
+        """The divisor by which to choose arrays: those with less than 1/divisor live are to be
+        rewritten, to free `too_much` bytes."""
+        for divisor in LIVE_DIVISORS:
             if too_much <= 0:
                 break
             freed = sum(
                 array.nbytes - array.live_bytes
                 for array in self._arrays
-                if share * array.live < array.count
+                if divisor * array.live < array.count
             )
             if freed >= too_much:
                 break
-        return share
+        return divisor
 
-    def _rewrite(self, share: int) -> bool:
-        """Drops arrays skipped whole, and rewrites those with less than 1/`share` live.
+    def _rewrite(self, divisor: int) -> bool:
+        """Drops arrays skipped whole, and rewrites those with less than 1/`divisor` live.
 
         Returns:
             Whether it came to the end.
@@ -315,14 +318,14 @@ class DocumentList:
             if not array.live and array is not self._filling:
                 self._memory.arrays -= array.nbytes
                 continue
-            little = share * array.live < array.count or array.nbytes < SMALL_ARRAY_BYTES
+            little = divisor * array.live < array.count or array.nbytes < SMALL_ARRAY_BYTES
             if not little or array is self._filling or budget <= 0:
                 self._join(run, arrays)
                 arrays.append(array)
                 continue
-            settled = array.skip is not None
+            has_own_flags = array.skip is not None
             run_bytes = run_bytes + array.live_bytes if run else array.live_bytes
-            if run and (run_bytes > ARRAY_BYTES_MAX or settled != (run[0].skip is not None)):
+            if run and (run_bytes > ARRAY_BYTES_MAX or has_own_flags != (run[0].skip is not None)):
                 self._join(run, arrays)
                 run_bytes = array.live_bytes
             budget -= array.count
@@ -333,7 +336,9 @@ class DocumentList:
 
     def _join(self, run: list[DocumentArray], arrays: list[DocumentArray]) -> None:
         """Adds `run` to `arrays`, rewritten into one array if that is worth it; empties `run`."""
-        if len(run) < CROWD and not any(2 * array.live < array.count for array in run):
+        if len(run) < ARRAYS_TO_MERGE_MIN and not any(
+            2 * array.live < array.count for array in run
+        ):
             arrays += run
             run.clear()
             return
@@ -341,7 +346,7 @@ class DocumentList:
         builder = ChunkBuilder()
         for array in run:
             if is_shared:
-                array.settle(skip_flags)
+                array.copy_flags(skip_flags)
             array.copy_into(builder, array.first - 1, array.last)
             self._memory.arrays -= array.nbytes
         run.clear()
@@ -376,7 +381,7 @@ class DocumentList:
         live: list[DocumentArray] = []
         for array in self._arrays:
             if array.skip is None:
-                array.settle(self.skip_flags)
+                array.copy_flags(self.skip_flags)
             if array.live:
                 live.append(array)
             else:

@@ -1,13 +1,23 @@
-"""The mutation manager: one partition's snapshots and the cursors that read them.
+"""The mutation manager: the cursors of one partition, and the snapshots that they read.
 
-A list of snapshots, oldest first; the last is open and takes mutations in. A cursor that enters the
-open snapshot closes it, and a new one is opened behind it. Neighbours that no cursor stands between
-are collapsed. The oldest snapshot, once closed, may be freed when no cursor stands in it or before
-it: the disk has it, as the disk's own cursor has passed. It is freed when memory runs short, and
-serves readers until then.
+Mutations do not come through here: `Partition.mutate` appends them to `snapshots.open`. The manager
+decides what becomes of the snapshots behind the open one: it registers cursors, drops slow ones,
+collapses neighbouring snapshots, and frees what the disk has.
+
+**The list.** Snapshots stand oldest first; the last is open and takes mutations in. A cursor that
+enters the open snapshot closes it, and a new one is opened behind it. Neighbours that no cursor
+stands between are collapsed. The oldest snapshot, once closed, may be freed when no cursor stands
+in it or before it: the disk has it, as the disk's own cursor has passed. It is freed when memory
+runs short, and serves readers until then.
 
 A cursor at the end of everything waits. The first mutation wakes all that wait, once; the snapshot
-stays open until one of them comes to read, so that what arrives in between is still deduplicated.
+stays open until one of them comes to read, so that what arrives in between is still deduplicated
+by key.
+
+**Cursor drop.** A snapshot cannot be freed while a cursor stands in it or before it. So a slow
+consumer's cursor keeps memory that the disk no longer needs. When memory is short and nothing else
+can be freed (`Bucket.free_memory` has the order), the cursors that stand furthest back are dropped.
+A dropped cursor answers `BackfillNeeded`: its stream goes on from disk.
 """
 
 from __future__ import annotations
@@ -21,8 +31,8 @@ from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.collapse import Collapse, run_to_collapse
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, PersistenceCursor
+from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
-from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -38,7 +48,10 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class MutationManager:
-    """Registers and drops the cursors of one partition, and collapses what they leave behind.
+    """Manages one partition's cursors, and the snapshots that they have read.
+
+    It manages no mutations: `Partition` appends those to `snapshots.open`, and readers take them
+    from their cursors.
 
     Args:
         start: The number before the first mutation that it will take in.
@@ -69,13 +82,13 @@ class MutationManager:
         self._memory = memory
         self._on_collapsible = on_collapsible
         self.snapshots: SnapshotList[Cursor] = SnapshotList(start, memory, self._consider)
-        # Slots around which something to collapse may be found. A dict, for its order.
-        self._candidates: dict[SnapshotSlot, None] = {}
+        # Entries around which something to collapse may be found. A dict, for its order.
+        self._candidates: dict[SnapshotEntry, None] = {}
         self._collapse: Collapse | None = None
         self._collapsed_count = self._freed_count = 0
         self.dropped_count = 0
-        self.persistence = PersistenceCursor(self.snapshots, self.snapshots.slots[0])
-        self.snapshots.enter(self.persistence, self.snapshots.slots[0], is_inside=False)
+        self.persistence = PersistenceCursor(self.snapshots, self.snapshots.entries[0])
+        self.snapshots.add_reader(self.persistence, self.snapshots.entries[0], is_inside=False)
 
     @property
     def cursor_count(self) -> int:
@@ -122,38 +135,39 @@ class MutationManager:
             # A state on disk is that at the persisted end, and at no number before it.
             backfill = BackfillNeeded(start, snapshots.persisted)
             start = snapshots.persisted
-        slot = snapshots.slot_at(start)
+        entry = snapshots.entry_at(start)
         cursor = Cursor(
             snapshots,
             name,
-            slot,
+            entry,
             start,
             end_at_least=end_at_least,
             on_ready=on_ready,
             droppable=droppable,
         )
-        snapshots.enter(cursor, slot, is_inside=not cursor.at_front)
+        snapshots.add_reader(cursor, entry, is_inside=not cursor.at_front)
         return Registration(cursor, backfill)
 
-    # Dropping cursors.
+    # Cursor drop.
 
     def may_drop(self, cursor: Cursor) -> bool:
         """Whether dropping this cursor is allowed and could free memory: it stands in a snapshot
         older than any that the disk still needs."""
         # A cursor level with the disk holds back nothing that the disk's cursor does not hold back
         # too: to drop it would cost a backfill and free nothing.
-        is_behind_disk = cursor.oldest_slot.start < self.persistence.oldest_slot.start
+        is_behind_disk = cursor.oldest_entry.start < self.persistence.oldest_entry.start
         return cursor.droppable and cursor in self.snapshots.readers and is_behind_disk
 
     def droppable(self) -> list[Cursor]:
         """The cursors that may be dropped and stand furthest back. O(cursors)."""
         # Only these: while any of them stays, dropping a cursor further on frees nothing.
         cursors = [cursor for cursor in self.snapshots.readers if self.may_drop(cursor)]
-        oldest = min((cursor.oldest_slot.start for cursor in cursors), default=0)
-        return [cursor for cursor in cursors if cursor.oldest_slot.start == oldest]
+        oldest = min((cursor.oldest_entry.start for cursor in cursors), default=0)
+        return [cursor for cursor in cursors if cursor.oldest_entry.start == oldest]
 
     def drop(self, cursor: Cursor) -> None:
-        """Drops a slow cursor, so that what it held can be freed: `next` then asks for a backfill.
+        """Cursor drop: removes a slow cursor, so that what it held can be freed. Its `next` then
+        asks for a backfill, and the stream goes on from disk.
 
         Raises:
             ValueError: It may not be dropped: see `may_drop`.
@@ -171,16 +185,17 @@ class MutationManager:
         Returns:
             Whether it did.
         """
-        slot = self.snapshots.free_oldest()
-        if slot is None:
+        entry = self.snapshots.free_oldest()
+        if entry is None:
             return False
-        self._candidates.pop(slot, None)
+        self._candidates.pop(entry, None)
         self._freed_count += 1
         return True
 
-    def stand_at(self, seq: SeqNo) -> None:
-        """Lets go of everything: the disk has what there is up to `seq`, which may never have been
-        in memory. Every reader has to go on from disk, and those that wait are woken.
+    def restart_at(self, seq: SeqNo) -> None:
+        """Begins again at `seq` with nothing in memory: the disk has what there is up to `seq`,
+        which may never have been in memory. Every reader has to go on from disk, and those that
+        wait are woken.
 
         O(cursors + segments).
 
@@ -222,46 +237,46 @@ class MutationManager:
             collapse = self._collapse = self._next_collapse()
             if collapse is None:
                 return False
-        if not self.snapshots.is_run_free(collapse.slots):
+        if not self.snapshots.is_run_free(collapse.entries):
             # A cursor has entered the run since, or its oldest was freed. What was done is thrown
             # away: the cursor reads the snapshots as they were.
             self._collapse = None
-            self._consider(collapse.slots[-1])
+            self._consider(collapse.entries[-1])
         elif collapse.step(budget_mutations):
             self._collapse = None
             self._finish(collapse)
         return self.collapse_wanted
 
-    def _consider(self, slot: SnapshotSlot) -> None:
-        """Makes `slot` a candidate, if there is a run to collapse around it."""
+    def _consider(self, entry: SnapshotEntry) -> None:
+        """Makes `entry` a candidate, if there is a run to collapse around it."""
         if (
-            slot.inside_count
-            or slot in self._candidates
-            or slot.start < self.snapshots.oldest
-            or run_to_collapse(self.snapshots.slots, slot, shortest=True) is None
+            entry.inside_count
+            or entry in self._candidates
+            or entry.start < self.snapshots.oldest
+            or run_to_collapse(self.snapshots.entries, entry, shortest=True) is None
         ):
             return
         was_wanted = self.collapse_wanted
-        self._candidates[slot] = None
+        self._candidates[entry] = None
         if not was_wanted and self._on_collapsible is not None:
             self._on_collapsible()
 
     def _next_collapse(self) -> Collapse | None:
         while self._candidates:
-            slot = next(iter(self._candidates))
-            del self._candidates[slot]
+            entry = next(iter(self._candidates))
+            del self._candidates[entry]
             # Cursors may have come since it became a candidate.
-            run = run_to_collapse(self.snapshots.slots, slot)
+            run = run_to_collapse(self.snapshots.entries, entry)
             if run is not None:
-                return Collapse(run, [self.snapshots.close(slot) for slot in run])
+                return Collapse(run, [self.snapshots.close(entry) for entry in run])
         return None
 
     def _finish(self, collapse: Collapse) -> None:
-        run = collapse.slots
+        run = collapse.entries
         merged = ClosedSnapshot.of_chunks(collapse.chunks(), self._memory)
         self.snapshots.replace(run, merged)
-        for slot in run:
-            self._candidates.pop(slot, None)
+        for entry in run:
+            self._candidates.pop(entry, None)
         self._collapsed_count += 1
         self._consider(run[0])
 
@@ -287,17 +302,17 @@ class MutationManager:
         snapshots = self.snapshots
         snapshots.check_invariants()
         cursors = list(snapshots.readers)
-        for slot in snapshots.slots:
-            front_count = sum(cursor.slot is slot and cursor.at_front for cursor in cursors)
-            inside_count = sum(cursor.entered.count(slot) for cursor in cursors)
-            assert slot.front_count == front_count, (slot.front_count, front_count)
-            assert slot.inside_count == inside_count, (slot.inside_count, inside_count)
+        for entry in snapshots.entries:
+            front_count = sum(cursor.entry is entry and cursor.at_front for cursor in cursors)
+            inside_count = sum(cursor.held_entries.count(entry) for cursor in cursors)
+            assert entry.front_count == front_count, (entry.front_count, front_count)
+            assert entry.inside_count == inside_count, (entry.inside_count, inside_count)
         for cursor in cursors:
-            assert cursor.slot in snapshots.slots, cursor
-            assert all(slot in snapshots.slots for slot in cursor.entered), cursor
-            assert cursor.slot.start <= cursor.seq <= cursor.slot.end, cursor
-        for cursor in snapshots.inside_open():
-            assert cursor.slot is snapshots.slots[-1], cursor
+            assert cursor.entry in snapshots.entries, cursor
+            assert all(entry in snapshots.entries for entry in cursor.held_entries), cursor
+            assert cursor.entry.start <= cursor.seq <= cursor.entry.end, cursor
+        for cursor in snapshots.resuming_in_open():
+            assert cursor.entry is snapshots.entries[-1], cursor
             assert not cursor.at_front, cursor
         for cursor in snapshots.waiting():
             assert not cursor.has_next, "a cursor that waits has nothing to read"

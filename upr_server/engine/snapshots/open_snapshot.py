@@ -1,4 +1,8 @@
-"""The open snapshot: where mutations arrive, and only the newest of each key stays.
+"""The open snapshot: where mutations arrive and are deduplicated by key.
+
+**Deduplication by key.** Of each key only the newest mutation stays. The hash table names the
+number of the key's older mutation; if that is in this snapshot, it is taken out or skipped. (A
+batch that a publisher sends again is another matter: see `repeated_batches`.)
 
 It holds documents in a list of arrays and counters in a list of their own. A key's older event is
 taken out: from the counters by number, in a document array by flagging it skipped, or, if it is the

@@ -13,7 +13,7 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.open_snapshot import OpenSnapshot
-from upr_server.engine.snapshots.snapshot_slot import SnapshotSlot
+from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 
 _START: Final = attrgetter("start")
 
@@ -29,8 +29,8 @@ class Reader(Protocol):
     def seq(self) -> SeqNo:
         """Everything up to this number was handed on."""
 
-    def step_over(self, following: SnapshotSlot) -> None:
-        """Moves on to the front of `following`: the cursor has read all of the slot before."""
+    def step_over(self, following: SnapshotEntry) -> None:
+        """Moves on to the front of `following`: the cursor has read all of the entry before."""
 
     def wake(self) -> None:
         """There is something to read."""
@@ -47,42 +47,42 @@ class SnapshotList(Generic[ReaderT]):
     Args:
         start: The number before the first mutation that it will take in.
         memory: What the bucket holds.
-        on_left: Called with each slot that a cursor has left: it may now be collapsed.
+        on_released: Called with each entry that a cursor has left: it may now be collapsed.
 
     Attributes:
         open: The open snapshot.
-        slots: The slots, oldest first.
+        entries: The entries, oldest first.
         readers: The cursors, in a dict so that their order is the same in every run.
         persisted: Everything up to this number is on disk.
     """
 
     __slots__ = (
-        "_inside_open",
         "_memory",
-        "_on_left",
+        "_on_released",
+        "_resuming_in_open",
         "_waiting",
+        "entries",
         "open",
         "persisted",
         "readers",
-        "slots",
     )
 
     def __init__(
-        self, start: SeqNo, memory: MemoryAccount, on_left: Callable[[SnapshotSlot], None]
+        self, start: SeqNo, memory: MemoryAccount, on_released: Callable[[SnapshotEntry], None]
     ) -> None:
         self._memory = memory
-        self._on_left = on_left
+        self._on_released = on_released
         self.open = OpenSnapshot(start, memory)
-        self.slots = [SnapshotSlot(self.open)]
+        self.entries = [SnapshotEntry(self.open)]
         self.persisted = start
         self.readers: dict[ReaderT, None] = {}
         self._waiting: dict[ReaderT, None] = {}
         # Those that resume inside the open snapshot: when it is closed, some have all of it.
-        self._inside_open: dict[ReaderT, None] = {}
+        self._resuming_in_open: dict[ReaderT, None] = {}
 
     def __len__(self) -> int:
         """Snapshots, with the open one."""
-        return len(self.slots)
+        return len(self.entries)
 
     @property
     def high(self) -> SeqNo:
@@ -92,13 +92,13 @@ class SnapshotList(Generic[ReaderT]):
     @property
     def oldest(self) -> SeqNo:
         """Everything above this number is in memory."""
-        return self.slots[0].start
+        return self.entries[0].start
 
     # Finding.
 
-    def slot_at(self, seq: SeqNo) -> SnapshotSlot:
-        """The newest slot that starts at or before `seq`. O(log snapshots)."""
-        return self.slots[bisect_right(self.slots, seq, key=_START) - 1]
+    def entry_at(self, seq: SeqNo) -> SnapshotEntry:
+        """The newest entry that starts at or before `seq`. O(log snapshots)."""
+        return self.entries[bisect_right(self.entries, seq, key=_START) - 1]
 
     def find(self, seq: int) -> Mutation:
         """The mutation with this number, which must be its key's newest. O(log mutations).
@@ -109,29 +109,29 @@ class SnapshotList(Generic[ReaderT]):
         """
         if seq > self.open.start:
             return self.open.find(seq)
-        index = bisect_right(self.slots, seq - 1, key=_START) - 1
+        index = bisect_right(self.entries, seq - 1, key=_START) - 1
         if index < 0:
             raise NotInMemory(seq)
-        return self.close(self.slots[index]).find(seq)
+        return self.close(self.entries[index]).find(seq)
 
     # For cursors.
 
-    def enter(self, reader: ReaderT, slot: SnapshotSlot, *, is_inside: bool) -> None:
-        """A new cursor stands in `slot`: inside it, or at its front."""
+    def add_reader(self, reader: ReaderT, entry: SnapshotEntry, *, is_inside: bool) -> None:
+        """A new cursor stands in `entry`: inside it, or at its front."""
         self.readers[reader] = None
-        if is_inside and slot.snapshot is self.open:
-            self._inside_open[reader] = None
+        if is_inside and entry.snapshot is self.open:
+            self._resuming_in_open[reader] = None
 
-    def leave(self, reader: ReaderT) -> None:
+    def remove_reader(self, reader: ReaderT) -> None:
         """A cursor was closed or dropped."""
         del self.readers[reader]
         self._waiting.pop(reader, None)
-        self._inside_open.pop(reader, None)
+        self._resuming_in_open.pop(reader, None)
 
-    def left(self, slots: Iterable[SnapshotSlot]) -> None:
-        """A cursor has left these slots."""
-        for slot in slots:
-            self._on_left(slot)
+    def released(self, entries: Iterable[SnapshotEntry]) -> None:
+        """A cursor has left these entries."""
+        for entry in entries:
+            self._on_released(entry)
 
     def wait(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""
@@ -148,25 +148,25 @@ class SnapshotList(Generic[ReaderT]):
         """The cursors that wait."""
         return list(self._waiting)
 
-    def inside_open(self) -> list[ReaderT]:
+    def resuming_in_open(self) -> list[ReaderT]:
         """The cursors that resume inside the open snapshot."""
-        return list(self._inside_open)
+        return list(self._resuming_in_open)
 
-    def close(self, slot: SnapshotSlot) -> ClosedSnapshot:
-        """The snapshot of `slot`; if it is open, it is closed and a new one opened behind it."""
-        snapshot = slot.snapshot
+    def close(self, entry: SnapshotEntry) -> ClosedSnapshot:
+        """The snapshot of `entry`; if it is open, it is closed and a new one opened behind it."""
+        snapshot = entry.snapshot
         if isinstance(snapshot, OpenSnapshot):
-            slot.snapshot = snapshot = snapshot.close()
+            entry.snapshot = snapshot = snapshot.close()
             self.open = OpenSnapshot(snapshot.end, self._memory)
-            slot.following = following = SnapshotSlot(self.open)
-            self.slots.append(following)
-            if self._inside_open:
+            entry.following = following = SnapshotEntry(self.open)
+            self.entries.append(following)
+            if self._resuming_in_open:
                 # A cursor that resumed at the snapshot's very end has all of it: inside the closed
                 # one it would announce a snapshot without mutations.
-                for reader in self._inside_open:
+                for reader in self._resuming_in_open:
                     if reader.seq == snapshot.end:
                         reader.step_over(following)
-                self._inside_open.clear()
+                self._resuming_in_open.clear()
         return snapshot
 
     # Freeing what the disk has.
@@ -174,77 +174,77 @@ class SnapshotList(Generic[ReaderT]):
     @property
     def can_free(self) -> bool:
         """Whether `free_oldest` would free something. O(1)."""
-        return len(self.slots) > 1 and self.slots[0].is_free
+        return len(self.entries) > 1 and self.entries[0].is_free
 
-    def free_oldest(self) -> SnapshotSlot | None:
+    def free_oldest(self) -> SnapshotEntry | None:
         """Frees the oldest snapshot, if it is closed and no cursor stands there. O(its segments).
 
         The disk has it: its own cursor has passed.
 
         Returns:
-            The slot it stood in, which is no longer in the list.
+            The entry it stood in, which is no longer in the list.
         """
         if not self.can_free:
             return None
-        slot = self.slots.pop(0)
-        self.close(slot).free()
-        return slot
+        entry = self.entries.pop(0)
+        self.close(entry).free()
+        return entry
 
-    def restart_at(self, seq: SeqNo) -> SnapshotSlot:
+    def restart_at(self, seq: SeqNo) -> SnapshotEntry:
         """Lets go of all snapshots: the disk has what there is up to `seq`. O(segments).
 
         Returns:
-            The only slot, with an empty open snapshot.
+            The only entry, with an empty open snapshot.
         """
-        for slot in self.slots:
-            if isinstance(slot.snapshot, ClosedSnapshot):
-                slot.snapshot.free()
+        for entry in self.entries:
+            if isinstance(entry.snapshot, ClosedSnapshot):
+                entry.snapshot.free()
         self.open = OpenSnapshot(seq, self._memory)
-        self.slots = [SnapshotSlot(self.open)]
+        self.entries = [SnapshotEntry(self.open)]
         self.persisted = seq
-        return self.slots[0]
+        return self.entries[0]
 
     # Collapsing.
 
-    def is_run_free(self, run: Sequence[SnapshotSlot]) -> bool:
-        """Whether the slots of `run` are still in the list, and no cursor stands inside them or at
-        the front of any but the first. O(log snapshots + run)."""
-        index = bisect_right(self.slots, run[0].start, key=_START) - 1
+    def is_run_free(self, run: Sequence[SnapshotEntry]) -> bool:
+        """Whether the entries of `run` are still in the list, and no cursor stands inside them or
+        at the front of any but the first. O(log snapshots + run)."""
+        index = bisect_right(self.entries, run[0].start, key=_START) - 1
         return (
-            self.slots[index : index + len(run)] == run
-            and not any(slot.inside_count for slot in run)
-            and not any(slot.front_count for slot in run[1:])
+            self.entries[index : index + len(run)] == run
+            and not any(entry.inside_count for entry in run)
+            and not any(entry.front_count for entry in run[1:])
         )
 
-    def replace(self, run: Sequence[SnapshotSlot], merged: ClosedSnapshot) -> None:
-        """Puts one snapshot in the first slot of `run`, and removes the others."""
-        for slot in run:
-            self.close(slot).free()
+    def replace(self, run: Sequence[SnapshotEntry], merged: ClosedSnapshot) -> None:
+        """Puts one snapshot in the first entry of `run`, and removes the others."""
+        for entry in run:
+            self.close(entry).free()
         first = run[0]
         first.snapshot = merged
         first.following = run[-1].following
-        index = bisect_right(self.slots, first.start, key=_START)
-        del self.slots[index : index + len(run) - 1]
+        index = bisect_right(self.entries, first.start, key=_START)
+        del self.entries[index : index + len(run) - 1]
 
     # Checks.
 
     def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`, by counting. O(arrays + segments)."""
-        for slot in self.slots:
-            slot.snapshot.recount(memory)
+        for entry in self.entries:
+            entry.snapshot.recount(memory)
 
     def check_invariants(self) -> None:
         """Order and each snapshot. O(mutations)."""
-        assert self.slots[-1].snapshot is self.open
-        for slot, following in pairwise(self.slots):
-            assert isinstance(slot.snapshot, ClosedSnapshot), "only the last is open"
-            assert slot.start == slot.snapshot.start
-            assert slot.snapshot.end == following.start, "snapshots touch"
-            assert slot.following is following
-        for slot in self.slots:
-            slot.snapshot.check_invariants()
-        assert any(slot.start == self.persisted for slot in self.slots), (
+        assert self.entries[-1].snapshot is self.open
+        for entry, following in pairwise(self.entries):
+            assert isinstance(entry.snapshot, ClosedSnapshot), "only the last is open"
+            assert entry.start == entry.snapshot.start
+            assert entry.snapshot.end == following.start, "snapshots touch"
+            assert entry.following is following
+        for entry in self.entries:
+            entry.snapshot.check_invariants()
+        assert any(entry.start == self.persisted for entry in self.entries), (
             "the disk's end is a boundary"
         )
         assert self._waiting.keys() <= self.readers.keys()
-        assert self._inside_open.keys() <= self.readers.keys()
+        assert self._resuming_in_open.keys() <= self.readers.keys()

@@ -30,7 +30,7 @@ def create_bucket(context: RequestContext, request: CreateBucket) -> None:
         )
         context.send(BucketDone(opaque=request.opaque))
 
-    context.answer_in_turn(request, create)
+    context.reply_in_order(request, create)
 
 
 def delete_bucket(context: RequestContext, request: DeleteBucket) -> None:
@@ -40,7 +40,7 @@ def delete_bucket(context: RequestContext, request: DeleteBucket) -> None:
         await context.catalog.delete_bucket(request.name)
         context.send(BucketDone(opaque=request.opaque))
 
-    context.answer_in_turn(request, delete)
+    context.reply_in_order(request, delete)
 
 
 def list_buckets(context: RequestContext, request: ListBuckets) -> None:
@@ -54,7 +54,7 @@ def list_buckets(context: RequestContext, request: ListBuckets) -> None:
         )
         context.send(ListBucketsReply(rows, opaque=request.opaque))
 
-    context.answer_in_turn(request, answer)
+    context.reply_in_order(request, answer)
 
 
 def stats(context: RequestContext, request: Stats) -> None:

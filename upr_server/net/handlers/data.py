@@ -78,20 +78,20 @@ def mutate(context: RequestContext, request: Mutate) -> None:
 
     def apply(fetched: Fetched) -> Sequence[FetchRequest]:
         if flusher.full:
-            partition.deduplicator.put_off(token)
+            partition.repeated_batches.note_refused(token)
             raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
         now = context.time()
         missing = partition.missing(batch, now=now, fetched=fetched)
         if missing:
             # Should the disk not be readable, the batch is never applied: what its publisher has
             # sent behind it must not be applied either.
-            partition.deduplicator.put_off(token)
+            partition.repeated_batches.note_refused(token)
             return missing
         result = partition.mutate(batch, now=now, fetched=fetched)
         _reply_to_batch(context, request, partition, result, target)
         return ()
 
-    context.answer_when_fetched(partition, request, apply)
+    context.reply_when_fetched(partition, request, apply)
 
 
 def _reply_to_batch(
@@ -148,7 +148,7 @@ def get(context: RequestContext, request: Get) -> None:
         )
         return ()
 
-    context.answer_when_fetched(partition, request, apply)
+    context.reply_when_fetched(partition, request, apply)
 
 
 def seqnos(context: RequestContext, request: Seqnos) -> None:
@@ -212,7 +212,7 @@ def await_durable(context: RequestContext, request: Await) -> None:
             )
         _reply_to_await(context, request, reached)
 
-    context.answer_later(request, wait)
+    context.reply_later(request, wait)
 
 
 def _reply_to_await(context: RequestContext, request: Await, reached: SeqNo) -> None:
@@ -222,7 +222,7 @@ def _reply_to_await(context: RequestContext, request: Await, reached: SeqNo) -> 
 async def _wait_for_replicas(partition: Partition, seq: SeqNo, target: DurabilityTarget) -> None:
     """Waits until so many replicas have a number, or none of them is expected to any more."""
     done = trio.Event()
-    partition.replicas.when(
+    partition.replicas.call_when_reached(
         seq,
         target.copies,
         persisted=target.persists,

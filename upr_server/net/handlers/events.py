@@ -47,7 +47,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
             context.is_asking_for_events = False
         context.send(EventsReply(batch, everything, bucket_events, opaque=request.opaque))
 
-    context.answer_later(request, wait)
+    context.reply_later(request, wait)
 
 
 def _check(request: NextEvents) -> None:

@@ -43,4 +43,4 @@ def lease(context: RequestContext, request: Lease) -> None:
         )
 
     # One at a time: each is a commit by the bucket's one writer, and others wait for that too.
-    context.answer_in_turn(request, answer)
+    context.reply_in_order(request, answer)

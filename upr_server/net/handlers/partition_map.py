@@ -21,7 +21,7 @@ def set_map(context: RequestContext, request: SetMap) -> None:
         new_map = await context.cluster.set_map(request.expected_revision, request.document)
         _reply(context, request, new_map)
 
-    context.answer_in_turn(request, apply)
+    context.reply_in_order(request, apply)
 
 
 def join(context: RequestContext, request: Join) -> None:
@@ -31,7 +31,7 @@ def join(context: RequestContext, request: Join) -> None:
         new_map = await context.cluster.join(request.bucket, request.address)
         _reply(context, request, new_map)
 
-    context.answer_in_turn(request, apply)
+    context.reply_in_order(request, apply)
 
 
 def _reply(

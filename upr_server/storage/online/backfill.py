@@ -14,7 +14,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import SeqNo, SnapshotKind
-from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
 from upr_server.storage.calls import ReadChunks
 from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -188,7 +188,7 @@ class Backfill:
             disk.leases.hold_range(self, partition.id, self._start, end)
             if self._register is not None:
                 self.cursor = self._register(end)
-        self._put(SnapshotStart(self._start, end, SnapshotKind.DISK, may_repeat=True))
+        self._put(SnapshotStartItem(self._start, end, SnapshotKind.DISK, may_repeat=True))
         after = self._start
         while after < end:
             after = await self._read_chunks(after, end)
@@ -196,7 +196,7 @@ class Backfill:
                 return
             await self._taken.wait_until(self._may_read_ahead)
         self.is_done = True
-        self._put(SnapshotEnd(end))
+        self._put(SnapshotEndItem(end))
 
     async def _read_chunks(self, after: SeqNo, end: SeqNo) -> SeqNo:
         """Puts the next chunks into the queue. Returns where they end. It keeps no reference to

@@ -19,7 +19,7 @@ import trio
 from upr_protocol.chunk import Chunk
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_server.engine import Bucket, Partition, SnapshotEnd
+from upr_server.engine import Bucket, Partition, SnapshotEndItem
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import PartitionWrite, Token
@@ -90,7 +90,7 @@ class Flusher:
         self.full = ""
         self.last_commit_at = trio.current_time()
         for partition in bucket.partitions:
-            partition.deduplicator.keep_pending()
+            partition.repeated_batches.track_unsaved()
             cursor = partition.manager.persistence
             cursor.subscribe(partial(self._is_dirty, partition.id))
             if cursor.poll():
@@ -104,7 +104,7 @@ class Flusher:
 
     # Waiting for the disk.
 
-    def when_persisted(self, partition: Partition, seq: SeqNo, call: Persisted) -> None:
+    def call_when_persisted(self, partition: Partition, seq: SeqNo, call: Persisted) -> None:
         """Calls `call` when everything up to `seq` is on disk; perhaps at once."""
         if partition.manager.persistence.committed >= seq:
             call(True)
@@ -203,7 +203,7 @@ class Flusher:
             chunks: list[Chunk] = []
             ends: list[SeqNo] = []
             for item in self._snapshots(partition, COMMIT_BYTES - total):
-                if isinstance(item, SnapshotEnd):
+                if isinstance(item, SnapshotEndItem):
                     ends.append(item.end)
                     continue
                 chunks.append(item)
@@ -222,7 +222,7 @@ class Flusher:
                 break
         return writes
 
-    def _snapshots(self, partition: Partition, bytes_max: int) -> Iterator[Chunk | SnapshotEnd]:
+    def _snapshots(self, partition: Partition, bytes_max: int) -> Iterator[Chunk | SnapshotEndItem]:
         cursor = partition.manager.persistence
         high_seq = partition.high_seq
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
@@ -232,7 +232,7 @@ class Flusher:
             if isinstance(item, Chunk):
                 bytes_max -= item.nbytes
                 yield item
-            elif isinstance(item, SnapshotEnd):
+            elif isinstance(item, SnapshotEndItem):
                 yield item
                 if bytes_max <= 0:
                     return
@@ -243,7 +243,7 @@ class Flusher:
         through = chunks[-1].end
         tokens = [
             Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.deduplicator.take_pending(through).items()
+            for token, answer in partition.repeated_batches.take_unsaved(through).items()
         ]
         return PartitionWrite(partition.id, record_of(partition, through), chunks, tokens, ends)
 

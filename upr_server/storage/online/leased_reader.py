@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
-from upr_server.engine import CursorItem, Partition, SnapshotEnd, SnapshotStart
+from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -58,11 +58,11 @@ class LeasedReader:
         item = self._backfill.take()
         if item is None:
             return WAIT_FOR_DISK
-        if isinstance(item, SnapshotStart):
+        if isinstance(item, SnapshotStartItem):
             self.is_reading = True
         elif isinstance(item, Chunk):
             self.seq = item.end
-        elif isinstance(item, SnapshotEnd):
+        elif isinstance(item, SnapshotEndItem):
             self.is_reading = False
         return item
 

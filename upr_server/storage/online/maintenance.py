@@ -72,7 +72,7 @@ class Maintenance:
         self._purge_age_s = purge_age_s
         self._on_progress = on_progress
         self._rest_s = rest_s
-        self._turn = trio.Lock()
+        self._step_lock = trio.Lock()
         self._wakeup = Notifier()
         self._progress = Notifier()
         # Tasks in `wait_until_indexed`.
@@ -104,7 +104,7 @@ class Maintenance:
         Raises:
             ServerError: `NO_BUCKET`: the bucket was deleted.
         """
-        async with self._turn:
+        async with self._step_lock:
             self.check_not_deleted()
             yield
 
@@ -145,7 +145,7 @@ class Maintenance:
             # Taken before the step: a wakeup during the step counts.
             wakeup = self._wakeup.next_event()
             try:
-                async with self._turn:
+                async with self._step_lock:
                     has_more = await self._step()
                 self._full = ""
             except DiskFullError as error:
@@ -167,10 +167,10 @@ class Maintenance:
                 self._progress.notify()
                 await trio.sleep_forever()
             if not has_more:
-                with trio.move_on_after(self._rest_s if self._is_settled() else IDLE_S):
+                with trio.move_on_after(self._rest_s if self._is_idle() else IDLE_S):
                     await wakeup.wait()
 
-    def _is_settled(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether there is nothing to do until something changes."""
         partitions = self._bucket.partitions
         behind = sum(partition.high_seq - partition.eviction.indexed for partition in partitions)

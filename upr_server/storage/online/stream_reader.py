@@ -20,8 +20,8 @@ from upr_server.engine import (
     Cursor,
     CursorItem,
     Partition,
-    SnapshotEnd,
-    SnapshotStart,
+    SnapshotEndItem,
+    SnapshotStartItem,
 )
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -133,7 +133,7 @@ class StreamReader:
             if self.is_reading and self.seq == self._end:
                 # All its chunks were handed on. A backfill might wait for ever for more to read.
                 self._register_in_memory()
-                return SnapshotEnd(self._end)
+                return SnapshotEndItem(self._end)
             if self.is_reading:
                 self._end_at_least = self._end
             self._register_in_memory()
@@ -154,13 +154,13 @@ class StreamReader:
         self._backfill.start()
 
     def _follow(self, item: CursorItem | Wait | None) -> None:
-        if isinstance(item, SnapshotStart):
+        if isinstance(item, SnapshotStartItem):
             self.is_reading = True
             self._end = item.end
             self._end_at_least = SeqNo(0)
         elif isinstance(item, Chunk):
             self.seq = item.end
-        elif isinstance(item, SnapshotEnd):
+        elif isinstance(item, SnapshotEndItem):
             self.is_reading = False
 
     def sent(self) -> None:

@@ -1,4 +1,4 @@
-"""The slot: one snapshot's place in the list, and how many cursors stand there."""
+"""One snapshot's entry in the list, and how many cursors stand there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.open_snapshot import OpenSnapshot
 
 
-class SnapshotSlot:
-    """One snapshot's slot in the list, with the counts of the cursors that stand there.
+class SnapshotEntry:
+    """One snapshot in the list, with the counts of the cursors that stand there.
 
-    The slot stays when its snapshot is closed, or is replaced by a collapsed one.
+    The entry stays when its snapshot is closed, or is replaced by a collapsed one.
 
     A cursor stands at the front of a snapshot, of which it has read nothing, or inside, at a
     number. The two are counted apart, because a snapshot with a cursor at its front may still take
@@ -21,7 +21,7 @@ class SnapshotSlot:
         snapshot: The snapshot.
         front_count: Cursors that have read nothing of it.
         inside_count: Cursors that began to read it, or will from a number inside it.
-        following: The slot behind it; None for that of the open snapshot.
+        following: The entry behind it; None for that of the open snapshot.
     """
 
     __slots__ = ("following", "front_count", "inside_count", "snapshot", "start")
@@ -31,7 +31,7 @@ class SnapshotSlot:
         self.snapshot: OpenSnapshot | ClosedSnapshot = snapshot
         self.front_count = 0
         self.inside_count = 0
-        self.following: SnapshotSlot | None = None
+        self.following: SnapshotEntry | None = None
 
     @property
     def end(self) -> SeqNo:

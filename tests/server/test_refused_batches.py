@@ -1,4 +1,4 @@
-"""Batches that are refused for what passes: none that was sent behind one is done before it."""
+"""Batches refused for a passing reason: no later batch of the publisher is applied before them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _Requests = deque[tuple[Get | Mutate, Apply]]
 
 
 class QueuedClient(Protocol):
-    """What the requests of one connection are to the queues in which they wait.
+    """The connection whose requests wait in a queue, as the queue sees it.
 
     Attributes:
         backlog: Counts what waits.
@@ -49,59 +49,59 @@ class QueuedClient(Protocol):
         """`request` met a fault of the server, and the connection ends."""
 
 
-class PartitionQueue:
+class PartitionRequestQueue:
     """The requests that wait for one partition.
 
-    Mostly there are none: a request is answered at once. One that needs something from disk waits
-    for it, and those that come meanwhile wait behind it. One is answered at a time. Those of one
-    connection are answered in their order, and connections take turns: none waits for more than one
-    request of each of the others.
+    Most requests are answered at once and never wait. A request that needs something from disk
+    waits for it, and later requests for the partition wait until it is answered. One request is
+    answered at a time. A connection's requests keep their order. Connections alternate: a request
+    waits for at most one request of each other connection.
 
-    A task of its own answers the requests of a connection, and ends with it: nothing is read for
-    connections that are gone. It also waits while the peer has too many replies to take, and keeps
-    no other connection from its turn meanwhile.
+    Each connection with waiting requests has a task, which ends with the connection: the disk is
+    not read for connections that are gone. While a peer is slow to take its replies, its task waits
+    without holding up other connections.
 
     Args:
         disk: Where the partition's bucket is kept.
         partition: The partition.
     """
 
-    __slots__ = ("_disk", "_partition", "_queues", "_turn")
+    __slots__ = ("_answer_lock", "_disk", "_partition", "_queues")
 
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self._disk = disk
         self._partition = partition
         self._queues: dict[QueuedClient, _Requests] = {}
-        self._turn = trio.StrictFIFOLock()
+        self._answer_lock = trio.StrictFIFOLock()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits."""
-        return not self._queues and not self._turn.locked()
+        return not self._queues and not self._answer_lock.locked()
 
-    def answer(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
-        """Has `request` answered: now, or in its turn."""
+    def submit(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
+        """Answers `request`: now, or behind those that wait already."""
         queue = self._queues.get(client)
         if queue is None:
-            if not self._turn.locked() and not apply(NOTHING_FETCHED):
+            if not self._answer_lock.locked() and not apply(NOTHING_FETCHED):
                 return
             queue = self._queues[client] = deque()
-            client.start(partial(self._answer_all, client, queue))
+            client.start(partial(self._run_requests, client, queue))
         queue.append((request, apply))
         client.backlog.request_queued(_bytes_of(request))
 
-    async def _answer_all(self, client: QueuedClient, queue: _Requests) -> None:
+    async def _run_requests(self, client: QueuedClient, queue: _Requests) -> None:
         try:
             while queue:
                 await client.backlog.wait_for_reply_room()
-                async with self._turn:
-                    await self._answer_one(client, *queue[0])
+                async with self._answer_lock:
+                    await self._run_request(client, *queue[0])
                 request, _ = queue.popleft()
                 client.backlog.request_dequeued(_bytes_of(request))
         finally:
             del self._queues[client]
 
-    async def _answer_one(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
+    async def _run_request(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
         pin = self._partition.eviction.pin()
         try:
             await self._fetch_and_apply(apply)
@@ -137,17 +137,17 @@ class PartitionQueue:
             raise ServerError(Status.TEMPORARY_FAILURE, str(error)) from error
 
 
-class PartitionQueues:
+class PartitionRequestQueues:
     """The queues of all partitions, made when they are first needed."""
 
     def __init__(self) -> None:
-        self._queues: dict[Partition, PartitionQueue] = {}
+        self._queues: dict[Partition, PartitionRequestQueue] = {}
 
-    def of(self, disk: BucketDisk, partition: Partition) -> PartitionQueue:
+    def of(self, disk: BucketDisk, partition: Partition) -> PartitionRequestQueue:
         """The queue of a partition."""
         queue = self._queues.get(partition)
         if queue is None:
-            queue = self._queues[partition] = PartitionQueue(disk, partition)
+            queue = self._queues[partition] = PartitionRequestQueue(disk, partition)
         return queue
 
     def remove_bucket(self, bucket: Bucket) -> None:

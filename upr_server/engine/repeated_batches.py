@@ -1,4 +1,8 @@
-"""Deduplication: a batch that a publisher sends again has no second effect."""
+"""Repeated batches: a batch that a publisher sends again has no second effect.
+
+Batches are recognised by their writer token. Deduplication by key is another matter, which
+`snapshots/open_snapshot` does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from upr_server.engine.mutate_result import MutateResult, pack, unpack
 from upr_server.engine.publisher_answers import PublisherAnswers, WriterToken
 
 
-class Deduplicator:
+class RepeatedBatches:
     """Decides what becomes of a batch that has a token: it is applied, refused, or answered as it
     was the first time.
 
@@ -32,7 +36,7 @@ class Deduplicator:
         self._answers = PublisherAnswers(memory)
         for token, result in answers.items():
             # The disk keeps no high number with an answer. The result's last number is at most
-            # that, so that a cut which undoes the batch forgets the answer too.
+            # that, so that a truncation that undoes the batch forgets the answer too.
             given_at = min(result.last_seq, high)
             self._answers.remember(token, pack(result), given_at, result.attempt)
 
@@ -45,15 +49,15 @@ class Deduplicator:
     def is_new(self, batch: MutationBatch) -> bool:
         """Whether the batch is to be applied. Changes nothing. O(1)."""
         token, answers = batch.token, self._answers
-        if token is None or (not batch.chain and answers.is_plainly_new(token, batch.attempt)):
+        if token is None or (not batch.chain and answers.is_certainly_new(token, batch.attempt)):
             return True
         return (
             batch.attempt >= answers.attempt(token.writer)
-            and not answers.is_behind_refused(token)
+            and not answers.overtakes_refused(token)
             and self._answer(token, batch) is None
         )
 
-    def settle(self, batch: MutationBatch, high: SeqNo) -> MutateResult | Status | None:
+    def answer_unless_new(self, batch: MutationBatch, high: SeqNo) -> MutateResult | Status | None:
         """The answer to a batch that is not to be applied; None for one that is. O(1).
 
         Args:
@@ -64,18 +68,18 @@ class Deduplicator:
             The first answer, for a batch that was here before; or the status to refuse it with.
         """
         token, answers = batch.token, self._answers
-        if token is None or (not batch.chain and answers.is_plainly_new(token, batch.attempt)):
+        if token is None or (not batch.chain and answers.is_certainly_new(token, batch.attempt)):
             return None
         if batch.attempt < answers.attempt(token.writer):
             return Status.FENCED
-        if answers.must_wait(token):
+        if answers.refuse_overtaking(token):
             return Status.TEMPORARY_FAILURE
         answer = self._answer(token, batch)
         if answer is Status.REPLAY_DIFFERS:
             # The publisher hears of this later: what it has sent behind the batch must not be done.
-            answers.put_off(token)
+            answers.note_refused(token)
         elif isinstance(answer, MutateResult) and batch.attempt > answers.attempt(token.writer):
-            self._fence_older(token.writer, batch.attempt, high)
+            self._supersede_older(token.writer, batch.attempt, high)
         return answer
 
     def _answer(self, token: WriterToken, batch: MutationBatch) -> MutateResult | Status | None:
@@ -98,16 +102,16 @@ class Deduplicator:
         previous_chain = unpack(newest[1]).chain
         return not previous_chain or batch.chunk.chained(previous_chain) == batch.chain
 
-    def _fence_older(self, writer: bytes, attempt: int, high: SeqNo) -> None:
+    def _supersede_older(self, writer: bytes, attempt: int, high: SeqNo) -> None:
         """Refuses older attempts from now on, though this one has sent nothing new yet: the newest
-        answer gets the attempt's number, so that the disk has it too."""
+        answer gets the attempt's number, so that it is on disk too."""
         newest = self._answers.newest(writer)
         assert newest is not None
         token, answer = newest
         result = msgspec.structs.replace(unpack(answer), attempt=attempt)
         self._answers.replace_newest(token, pack(result), high, attempt)
 
-    def put_off(self, token: WriterToken | None) -> None:
+    def note_refused(self, token: WriterToken | None) -> None:
         """A batch was refused for a passing reason. What its publisher has sent behind it will be
         refused too, until it sends this one, or another that was refused, again.
 
@@ -115,7 +119,7 @@ class Deduplicator:
             token: The batch's name, if it has one.
         """
         if token is not None:
-            self._answers.put_off(token)
+            self._answers.note_refused(token)
 
     def remember(self, token: WriterToken, result: MutateResult, high: SeqNo) -> None:
         """Keeps the result of a batch that was applied, for when it is sent again."""
@@ -123,15 +127,15 @@ class Deduplicator:
 
     # For the disk.
 
-    def keep_pending(self) -> None:
-        """There is a disk: from now on, changes are noted for `take_pending`."""
-        self._answers.keep_pending()
+    def track_unsaved(self) -> None:
+        """There is a disk: from now on, changes are kept for `take_unsaved`."""
+        self._answers.track_unsaved()
 
-    def take_pending(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
+    def take_unsaved(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
         """Answers to keep on disk with everything up to `through`, and None for those to forget."""
         return {
             token: None if answer is None else unpack(answer)
-            for token, answer in self._answers.take_pending(through).items()
+            for token, answer in self._answers.take_unsaved(through).items()
         }
 
     # For replicas.
@@ -154,17 +158,17 @@ class Deduplicator:
             elif newest[0] == token and newest[1] != answer:
                 self._answers.replace_newest(token, answer, seq, unpack(answer).attempt)
 
-    def above(self, seq: SeqNo) -> list[WriterToken]:
-        """The tokens of answers that `cut` would forget. O(answers)."""
-        return self._answers.above(seq)
+    def tokens_above(self, seq: SeqNo) -> list[WriterToken]:
+        """The tokens of answers that `truncate` would forget. O(answers)."""
+        return self._answers.tokens_above(seq)
 
-    def cut(self, seq: SeqNo) -> list[WriterToken]:
+    def truncate(self, seq: SeqNo) -> list[WriterToken]:
         """Everything above `seq` is undone: forgets the answers given there. O(answers).
 
         Returns:
             Their tokens.
         """
-        return self._answers.cut(seq)
+        return self._answers.truncate(seq)
 
     # Figures and checks.
 
