@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import DEADLINE_S, start_server
-from upr_protocol.cli.load import BATCH_BYTES_MAX, BATCH_ITEMS_MAX, Batches
+from upr_protocol.cli.load import BATCH_ITEMS_MAX, LOAD_BATCH_BYTES, Batches
 from upr_protocol.errors import ADVICE, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
@@ -230,9 +230,9 @@ def test_a_batch_is_full_with_enough_items() -> None:
 def test_a_batch_is_full_with_enough_bytes() -> None:
     batches = Batches(1)
     assert batches.add(b"a", b"") is None
-    full = batches.add(b"b", bytes(BATCH_BYTES_MAX))
+    full = batches.add(b"b", bytes(LOAD_BATCH_BYTES))
     assert full is not None
     assert full[0] == PartitionId(0)
     assert full[1].keys() == [b"a", b"b"]
-    assert batches.add(b"c", bytes(BATCH_BYTES_MAX)) is not None
+    assert batches.add(b"c", bytes(LOAD_BATCH_BYTES)) is not None
     assert batches.take_all() == []

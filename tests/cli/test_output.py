@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from upr_protocol.cli.output import Output, Progress, rate_text
+from upr_protocol.cli.output import Output, ProgressDisplay, rate_text
 
 Pipe = tuple[int, int]
 
@@ -104,7 +104,7 @@ def test_a_pipe_gets_no_newline(pipe: Pipe) -> None:
         os.read(pipe[0], 1)
 
 
-async def shown_for(progress: Progress, seconds: float) -> None:
+async def shown_for(progress: ProgressDisplay, seconds: float) -> None:
     with trio.move_on_after(seconds):
         await progress.run()
     progress.clear()
@@ -114,7 +114,7 @@ async def test_progress_in_a_log_is_a_line_now_and_then(
     autojump_clock: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = iter(["one", "two", "three"])
-    await shown_for(Progress(lambda: next(texts), interval_s=5.0), 11.0)
+    await shown_for(ProgressDisplay(lambda: next(texts), interval_s=5.0), 11.0)
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
@@ -123,7 +123,7 @@ async def test_progress_on_a_terminal_overwrites_itself_and_is_cleared(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     texts = iter(["longer", "short"])
-    await shown_for(Progress(lambda: next(texts)), 0.5)
+    await shown_for(ProgressDisplay(lambda: next(texts)), 0.5)
     assert capsys.readouterr().err == "\rlonger\rshort \r     \r"
 
 

@@ -225,7 +225,7 @@ async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
         await trio.lowlevel.checkpoint()
         raise OSError("nobody is there")
 
-    monkeypatch.setattr(announcements, "READ_PATIENCE_S", 0.05)
+    monkeypatch.setattr(announcements, "READ_TIMEOUT_S", 0.05)
     monkeypatch.setattr(announcements, "connect", partial(connect, dial=dial))
     with structlog.testing.capture_logs() as logs:
         async with a_town(tmp_path) as (_, client, indexer):

@@ -23,10 +23,16 @@ from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.spark.batches import COUNTERS_MAX, FALLIBLE_MAX, ROW_BYTES, Gathering, chunks
+from upr_protocol.spark.batches import (
+    COUNTERS_MAX,
+    ENCODED_ROW_BYTES,
+    FALLIBLE_MAX,
+    Gathering,
+    chunks,
+)
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.rows import BadRow, encode
+from upr_protocol.spark.rows import RejectedRow, encode
 from upr_protocol.spark.texts import objects, texts
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_server.engine import MutateResult
@@ -117,7 +123,7 @@ def made_naively(rows: list[Mutation], batch_bytes: int) -> list[tuple[int, list
     gathered: list[list[Mutation]] = [[]]
     nbytes = 0
     for row in rows:
-        size = ROW_BYTES + len(row.key) + len(row.value)
+        size = ENCODED_ROW_BYTES + len(row.key) + len(row.value)
         if gathered[-1] and nbytes + size > batch_bytes:
             gathered.append([])
             nbytes = 0
@@ -282,7 +288,7 @@ def test_an_object_of_several_columns() -> None:
 # Rows that cannot be written.
 
 
-def bad_rows(wanted: WriteOptions, **columns: list[Any]) -> tuple[list[bytes], list[BadRow]]:
+def bad_rows(wanted: WriteOptions, **columns: list[Any]) -> tuple[list[bytes], list[RejectedRow]]:
     rows, bad = encode(pa.record_batch(columns), wanted)
     return rows.column("key").to_pylist(), bad
 
@@ -431,8 +437,8 @@ def test_a_bucket_is_not_overwritten() -> None:
 # Dead letters.
 
 
-def letter(key: bytes | None, value: bytes | None = None) -> BadRow:
-    return BadRow(Status.BAD_KEY, "because", "set", key, value)
+def letter(key: bytes | None, value: bytes | None = None) -> RejectedRow:
+    return RejectedRow(Status.BAD_KEY, "because", "set", key, value)
 
 
 def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.kit.process import ROOT
 from upr_protocol.spark import read_options, recipes, write_options
 from upr_protocol.spark.options import Options
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.schema import COLUMNS
+from upr_protocol.spark.schema import READ_COLUMNS
 from upr_protocol.spark.write_options import WriteOptions
 
 DOCUMENT: Final = ROOT / "docs" / "spark.md"
@@ -98,7 +98,7 @@ def test_the_defaults_are_as_told() -> None:
 def test_every_operation_column_and_code_is_in_it() -> None:
     for word in (*write_options.OPERATIONS, write_options.APPLY):
         assert f"`{word}`" in table(WRITE)["operation"]
-    assert set(table("Columns")) >= set(COLUMNS)
+    assert set(table("Columns")) >= set(READ_COLUMNS)
     codes = {
         code
         for path in PACKAGE.rglob("*.py")

@@ -19,8 +19,8 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.offset import Offset, PartitionOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import default_schema
-from upr_protocol.spark.slices import Slice, Task, tasks_of
-from upr_protocol.spark.stream_plan import Limits, shared
+from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
+from upr_protocol.spark.stream_plan import Limits, batch_ends
 from upr_protocol.spark.stream_reader import StreamReader
 
 PARTITIONS: Final = 3
@@ -40,7 +40,7 @@ def reader_of(driver: ModelDriverClient, **given: str) -> StreamReader:
     return StreamReader(options, default_schema(options), driver)
 
 
-def ranges_of(tasks: list[Task]) -> Ranges:
+def ranges_of(tasks: list[ReadTask]) -> Ranges:
     """Partition, start and end of what tasks read, and from where it went back."""
     slices: list[Slice] = sorted(
         (one for task in tasks for one in task.slices), key=lambda one: (one.partition, one.start)
@@ -312,7 +312,7 @@ def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
         )
         for number, (seq, snapshot_end) in stands.items()
     }
-    found = shared(partitions, limits, dict.fromkeys(partitions, 10.0))
+    found = batch_ends(partitions, limits, dict.fromkeys(partitions, 10.0))
     assert all(found[PartitionId(number)] <= stands[number][1] for number in found)
     total = sum(seq - stands[number][0] for number, seq in found.items())
     if limits.numbers is not None:
@@ -415,7 +415,7 @@ def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
     assert end["partitions"]["0"]["seq"] == 1
     assert "lease" not in end
     (task,) = list(reader.partitions(start, end))
-    assert isinstance(task, Task)
+    assert isinstance(task, ReadTask)
     assert task.lease_id == 0
     reader.prepareForTriggerAvailableNow()
     driver.write(0, 0)
@@ -538,7 +538,7 @@ def test_what_is_left_of_a_batch_is_read_though_deletions_are_forgotten() -> Non
     tasks = list(reader.partitions(start, end))
     assert ranges_of(tasks) == [(0, 10, 13, None)]  # type: ignore[arg-type]
     (task,) = tasks
-    assert isinstance(task, Task)
+    assert isinstance(task, ReadTask)
     assert driver.read(0, 10, 13, task.lease_id) == [(12, 0), (13, 1)]
     # The lease ends when a later batch is committed.
     driver.write(0, 5)

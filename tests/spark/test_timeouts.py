@@ -20,10 +20,9 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
-from upr_protocol.spark.slices import Slice
-from upr_protocol.spark.slices import Task as ReadTask
+from upr_protocol.spark.slices import ReadTask, Slice
 from upr_protocol.spark.write_options import WriteOptions
-from upr_protocol.spark.writer import Task, writer_id
+from upr_protocol.spark.writer import WriteTask, writer_id
 
 PAIR = types.StructType(
     [types.StructField(name, types.StringType()) for name in ("key", "value")],
@@ -33,7 +32,9 @@ COLUMNS = types.StructType([types.StructField("key", types.BinaryType())])
 
 
 def write(said: dict[str, str]) -> None:
-    Task(WriteOptions.parse(said, PAIR, overwrite=False), writer_id(b"job", 0), 1).write(iter(()))
+    WriteTask(WriteOptions.parse(said, PAIR, overwrite=False), writer_id(b"job", 0), 1).write(
+        iter(())
+    )
 
 
 def read(said: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
@@ -94,7 +95,7 @@ def test_tasks_that_begin_while_the_server_is_away() -> None:
         timer = restart()
         rows = pa.RecordBatch.from_pydict({"key": ["after"], "value": ["2"]})
         options = WriteOptions.parse({"url": url}, PAIR, overwrite=False)
-        assert Task(options, writer_id(b"job", 0), 1).write(iter([rows])).rows == 1
+        assert WriteTask(options, writer_id(b"job", 0), 1).write(iter([rows])).rows == 1
         timer.join()
         with BlockingClient(url) as client:
             item = client.get("after")

@@ -24,7 +24,7 @@ from upr_protocol.client.operator import (
 )
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
-from upr_protocol.spark.writer import Task, WriteCounts, attempt_of, writer_id
+from upr_protocol.spark.writer import WriteCounts, WriteTask, attempt_of, writer_id
 
 NewBucket = Callable[..., str]
 
@@ -50,7 +50,7 @@ def rows(count: int, value: str = "v") -> Iterator[pa.RecordBatch]:
 def run(url: str, attempt: int, count: int = ROWS, value: str = "v", **more: str) -> WriteCounts:
     said = {"url": url, "batchBytes": str(BATCH_BYTES_MIN), **more}
     options = WriteOptions.parse(said, SCHEMA, overwrite=False)
-    return Task(options, WRITER, attempt).write(rows(count, value))
+    return WriteTask(options, WRITER, attempt).write(rows(count, value))
 
 
 def test_what_is_too_old_to_tell_is_passed_over(new_bucket: NewBucket) -> None:
@@ -160,7 +160,7 @@ def test_counters_whose_answers_are_lost_with_the_server() -> None:
         restarter = Thread(target=restart)
         restarter.start()
         try:
-            assert Task(options, WRITER, 1).write(some()).rows == COUNTERS
+            assert WriteTask(options, WRITER, 1).write(some()).rows == COUNTERS
         finally:
             restarter.join(60)
         assert mutations(url) == COUNTERS

@@ -13,8 +13,8 @@ from typing import Final, cast
 
 from upr_protocol.chunk.columns import Columns
 from upr_protocol.chunk.layout import (
+    CHUNK_HEAD,
     CHUNK_HEAD_BYTES,
-    HEAD,
     Buffer,
     covered_range,
     encode_columns,
@@ -26,7 +26,7 @@ from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, Opera
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 _TWO_NUMBERS: Final = Struct("<QQ")
-_COLUMNS_OF_ONE: Final = Struct(f"<{HEAD.size}xQQI4xI4x16xB")
+_COLUMNS_OF_ONE: Final = Struct(f"<{CHUNK_HEAD.size}xQQI4xI4x16xB")
 _SET: Final = bytes((Operation.SET,))
 
 
@@ -238,7 +238,7 @@ class Chunk(Columns):
         """
         count = self.count
         after_cas = CHUNK_HEAD_BYTES + 16 * count
-        head = HEAD.pack(count, self.key_length, self.value_length, 0, start, end)
+        head = CHUNK_HEAD.pack(count, self.key_length, self.value_length, 0, start, end)
         if count == 1:
             numbers = _TWO_NUMBERS.pack(first_seq, first_cas)
             return Chunk(b"".join((head, numbers, self._view[after_cas:])))

@@ -7,7 +7,14 @@ from typing import Final
 
 from crc32c import crc32c
 
-from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, EVEN_MAX, HEAD, Buffer, even_offsets, padded
+from upr_protocol.chunk.layout import (
+    CHUNK_HEAD,
+    CHUNK_HEAD_BYTES,
+    EVEN_MAX,
+    Buffer,
+    even_offsets,
+    padded,
+)
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import SeqNo
 from upr_protocol.limits import CHUNK_MUTATIONS_MAX
@@ -54,7 +61,7 @@ class Columns:
         view = memoryview(buffer)
         if len(view) < CHUNK_HEAD_BYTES:
             raise ChunkError(f"a chunk has at least {CHUNK_HEAD_BYTES} bytes, not {len(view)}")
-        count, key_length, value_length, reserved, start, end = HEAD.unpack_from(view)
+        count, key_length, value_length, reserved, start, end = CHUNK_HEAD.unpack_from(view)
         if count > CHUNK_MUTATIONS_MAX:
             raise ChunkError(f"{count} mutations in a chunk; at most {CHUNK_MUTATIONS_MAX}")
         if reserved:

@@ -17,10 +17,10 @@ Buffer = bytes | bytearray | memoryview
 if sys.byteorder != "little":
     raise ImportError("chunks are read in place, which needs a little-endian processor")
 
-HEAD: Final = Struct("<IIIIQQ")
+CHUNK_HEAD: Final = Struct("<IIIIQQ")
 """Count, key bytes, value bytes, reserved, start, end."""
 
-CHUNK_HEAD_BYTES: Final = HEAD.size
+CHUNK_HEAD_BYTES: Final = CHUNK_HEAD.size
 
 EVEN_MAX: Final = 4096
 """Keys or values of one length are recognised, and cut in one call, up to so many and so long."""
@@ -71,7 +71,7 @@ def encode_columns(
 ) -> bytes:
     """An encoded chunk of these columns, which the caller vouches for. One copy of each."""
     parts: list[Buffer] = [
-        HEAD.pack(len(operations), len(key_bytes), len(value_bytes), 0, start, end)
+        CHUNK_HEAD.pack(len(operations), len(key_bytes), len(value_bytes), 0, start, end)
     ]
     for column in (
         seqs,

@@ -17,7 +17,7 @@ from upr_protocol.cli.parameters import json_option, number
 from upr_protocol.client import IndexClient, IndexerError, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
-URL_VARIABLE: Final = "UPR_INDEXER_URL"
+INDEXER_URL_VARIABLE: Final = "UPR_INDEXER_URL"
 URL_DEFAULT: Final = "http://127.0.0.1:12080"
 
 _BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
@@ -48,8 +48,8 @@ _indexer_option: Final = click.option(
     "--indexer",
     "url",
     metavar="URL",
-    default=lambda: os.environ.get(URL_VARIABLE, URL_DEFAULT),
-    help=f"The indexer's URL.  [default: {URL_VARIABLE}, or {URL_DEFAULT}]",
+    default=lambda: os.environ.get(INDEXER_URL_VARIABLE, URL_DEFAULT),
+    help=f"The indexer's URL.  [default: {INDEXER_URL_VARIABLE}, or {URL_DEFAULT}]",
 )
 
 

@@ -17,7 +17,7 @@ from upr_protocol.chunk import Chunk, plain_chunk
 from upr_protocol.cli.connection import identity, run_until_signal
 from upr_protocol.cli.errors import REFUSED, FailedError, say
 from upr_protocol.cli.load_report import LoadReport
-from upr_protocol.cli.output import Progress, rate_text, size_text
+from upr_protocol.cli.output import ProgressDisplay, rate_text, size_text
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
@@ -47,7 +47,7 @@ _SLOW_ROWS: Final = 500
 """Fewer rows than this at once mean a slow source, whose batches are sent before they are full."""
 
 BATCH_ITEMS_MAX: Final = 1_000
-BATCH_BYTES_MAX: Final = 256 * 1024
+LOAD_BATCH_BYTES: Final = 256 * 1024
 """A batch is full at either; larger ones are not faster."""
 
 
@@ -201,7 +201,7 @@ class Batches:
             if len(keys) >= BATCH_ITEMS_MAX:
                 return self._take(partition)
         self._nbytes[partition] = nbytes
-        return self._take(partition) if nbytes >= BATCH_BYTES_MAX else None
+        return self._take(partition) if nbytes >= LOAD_BATCH_BYTES else None
 
     def take_all(self) -> list[tuple[PartitionId, Chunk]]:
         """Removes and returns every batch. O(items)."""
@@ -230,7 +230,7 @@ class _Load:
 
     def run(self, rows: Rows, *, show_progress: bool) -> None:
         """Loads the rows, and says what happened to them."""
-        progress = Progress(self._progress)
+        progress = ProgressDisplay(self._progress)
         try:
             run_until_signal(self._load, rows, progress if show_progress else None)
         finally:
@@ -243,7 +243,7 @@ class _Load:
         if self.report.rows and not self.report.sent:
             raise FailedError("no row could be loaded: see the messages above, and check --key")
 
-    async def _load(self, rows: Rows, progress: Progress | None) -> None:
+    async def _load(self, rows: Rows, progress: ProgressDisplay | None) -> None:
         publishing = publisher(
             self.target,
             identity=identity("load"),

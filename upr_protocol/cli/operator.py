@@ -10,7 +10,7 @@ import trio
 
 from upr_protocol.cli.connection import identity, run_until_signal
 from upr_protocol.cli.errors import say
-from upr_protocol.cli.output import Progress
+from upr_protocol.cli.output import ProgressDisplay
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
@@ -146,7 +146,7 @@ def add(
         if not wait:
             return
         lag = ReplicaLag()
-        progress = Progress(lambda: f"{name}: {lag.text()}")
+        progress = ProgressDisplay(lambda: f"{name}: {lag.text()}")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(progress.run)
             await wait_caught_up(operator, name, added, lag)

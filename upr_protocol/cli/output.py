@@ -76,7 +76,7 @@ _LOG_S: Final = 5.0
 """A log that is kept needs a line only every few seconds."""
 
 
-class Progress:
+class ProgressDisplay:
     """Shows a text again and again: in one place on a terminal, elsewhere as a line now and then.
 
     Args:

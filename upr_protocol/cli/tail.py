@@ -15,7 +15,7 @@ import trio
 from upr_protocol.cli.connection import identity, report_connection, run_until_signal
 from upr_protocol.cli.errors import RefusedError, say
 from upr_protocol.cli.event_lines import Summary, event_lines
-from upr_protocol.cli.output import Output, Progress
+from upr_protocol.cli.output import Output, ProgressDisplay
 from upr_protocol.cli.parameters import TargetCommand, bucket_argument, number, retry_timeout_option
 from upr_protocol.client import (
     Address,
@@ -148,7 +148,7 @@ class _Tail:
 
     def run(self) -> None:
         """Follows the changes until caught up, if that was asked for, or until Ctrl-C."""
-        progress = Progress(self.summary.line, _SUMMARY_S)
+        progress = ProgressDisplay(self.summary.line, _SUMMARY_S)
         try:
             run_until_signal(self._follow, progress)
         finally:
@@ -158,7 +158,7 @@ class _Tail:
         if self._deleted:
             raise RefusedError(f"the bucket {self.target.bucket!r} was deleted")
 
-    async def _follow(self, progress: Progress) -> None:
+    async def _follow(self, progress: ProgressDisplay) -> None:
         async with self._source() as consumer, trio.open_nursery() as nursery:
             if self.as_lines:
                 if self.resume is not None:
@@ -191,7 +191,7 @@ class _Tail:
         )
 
     async def _report_connection(
-        self, consumer: Consumer | LocalCopyFollower, progress: Progress
+        self, consumer: Consumer | LocalCopyFollower, progress: ProgressDisplay
     ) -> None:
         def status() -> tuple[bool, str]:
             statistics = consumer.statistics()

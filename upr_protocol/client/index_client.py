@@ -14,7 +14,7 @@ from upr_protocol.errors import BrokenError, UprError
 
 T = TypeVar("T")
 
-TIMEOUT_S: Final = 10.0
+INDEXER_TIMEOUT_S: Final = 10.0
 """How long a scan may wait by default for the index to be as fresh as asked."""
 
 SLACK_S: Final = 30.0
@@ -175,7 +175,7 @@ class IndexClient:
         continuation: str = "",
         consistency: Literal["any", "at_least", "now"] = "any",
         written: Iterable[WriteResult] = (),
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = INDEXER_TIMEOUT_S,
         timestamps: bool = False,
     ) -> IndexPage:
         """Some entries of the index `DESIGN/INDEX`.
@@ -230,7 +230,7 @@ class IndexClient:
         high: Bound | None = None,
         consistency: Literal["any", "at_least", "now"] = "any",
         written: Iterable[WriteResult] = (),
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = INDEXER_TIMEOUT_S,
     ) -> int:
         """How many entries there are; see `scan`."""
         query = _query(prefix, low, high, consistency, written, timeout_s)
@@ -241,7 +241,7 @@ class IndexClient:
     # The connection.
 
     def _request(
-        self, method: str, path: str, body: bytes = b"", timeout_s: float = TIMEOUT_S
+        self, method: str, path: str, body: bytes = b"", timeout_s: float = INDEXER_TIMEOUT_S
     ) -> bytes:
         connection = self._connection
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.

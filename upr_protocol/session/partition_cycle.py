@@ -53,13 +53,13 @@ class PartitionCycle:
         self.next_partition = 0
 
     @property
-    def here(self) -> CyclePosition:
+    def barrier_position(self) -> CyclePosition:
         """Where a barrier that arrives now is noted: at the partition being streamed, else at the
         next."""
         return self.completed, self.next_partition
 
     @property
-    def reached(self) -> CyclePosition:
+    def passed_position(self) -> CyclePosition:
         """The last partition that was streamed or skipped."""
         return self.completed, self.next_partition - 1
 
@@ -80,13 +80,13 @@ class PartitionCycle:
         index = self._ready.bisect_left(self.next_partition)
         if index == len(self._ready):
             if self._sent or self.completed == 0:
-                self._come_round()
+                self._complete_cycle()
                 return CycleCompleted(self.completed)
             if not self._ready:
                 return None
             # Everything that is ready lies behind, and nothing was sent since the cycle began: it
             # completes unannounced.
-            self._come_round()
+            self._complete_cycle()
             index = 0
         partition: PartitionId = self._ready.pop(index)
         self.current = partition
@@ -98,7 +98,7 @@ class PartitionCycle:
         assert self.current is not None, "no partition has the turn"
         self._sent = True
 
-    def _come_round(self) -> None:
+    def _complete_cycle(self) -> None:
         self._sent = False
         self.completed += 1
         self.next_partition = 0

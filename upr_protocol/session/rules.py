@@ -255,7 +255,7 @@ EFFECTS: Final[Mapping[type[Message], Callable[[SessionContext, Any, int], None]
 
 @attrs.frozen
 class Rule:
-    """All that the funnel needs to know of one kind of message, found in one look.
+    """What `Session` needs to know of one kind of message.
 
     Attributes:
         check: Its entry in `CHECKS`.

@@ -155,7 +155,7 @@ class ServerSession(Session):
 
     def _return_due(self) -> None:
         if self._barrier_queue:
-            self._return_barriers(self._barrier_queue.take_due(self._cycle.reached))
+            self._return_barriers(self._barrier_queue.take_due(self._cycle.passed_position))
 
     def _return_barriers(self, cookies: list[bytes]) -> None:
         if cookies:
@@ -175,7 +175,7 @@ class ServerSession(Session):
         if isinstance(message, Hello):
             self._greet(message)
         elif isinstance(message, Barrier):
-            self._barrier_queue.add_barrier(message.cookie, self._cycle.here)
+            self._barrier_queue.add_barrier(message.cookie, self._cycle.barrier_position)
         elif isinstance(message, CloseStream):
             self._leave(message.partition)
 

@@ -1,4 +1,5 @@
-"""What both ends of a session have in common: the funnel."""
+"""What both ends of a session have in common: each message, sent or received, is checked and
+applied here."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ class Session(SessionContext):
                 self.send(Noop())
         return True
 
-    # The funnel: every message of either side, on either side, goes through here.
+    # One message: sent or received, it is checked against the tables and the rules, and applied.
 
     def _admit(self, header: Header) -> None:
         """Refuses a frame by its header, before a byte of its body is kept: a peer that may not say

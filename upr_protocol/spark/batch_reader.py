@@ -17,7 +17,7 @@ from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.slices import Slice, Task, tasks_of
+from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
 from upr_protocol.spark.stream_plan import check_named
 
 
@@ -47,7 +47,7 @@ class BatchReader(DataSourceReader):
         """
         driver = BucketDriverClient(self._options)
         try:
-            return plan(self._options, driver, self._lease_id) or [Task((), 0)]
+            return plan(self._options, driver, self._lease_id) or [ReadTask((), 0)]
         except ServerError as error:
             raise _not_readable(error, self._options) from error
         finally:
@@ -55,11 +55,11 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
-        assert isinstance(partition, Task)
+        assert isinstance(partition, ReadTask)
         return read_task(partition, self._options, self._schema)
 
 
-def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Task]:
+def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[ReadTask]:
     """The tasks of a read.
 
     Raises:

@@ -17,7 +17,7 @@ from upr_protocol.chunk import Chunk, encoded_bytes, published_chunk
 from upr_protocol.hashing import partitions_of
 from upr_protocol.ids import Operation, PartitionId
 
-ROW_BYTES: Final = encoded_bytes(8, 0, 0) // 8 + 1
+ENCODED_ROW_BYTES: Final = encoded_bytes(8, 0, 0) // 8 + 1
 """What a row takes in a chunk beside its key and value, about."""
 
 COUNTERS_MAX: Final = 1000
@@ -54,7 +54,9 @@ class Gathering:
         Yields:
             What is enough: as many rows as `batch_bytes` holds, or a single one.
         """
-        ends = np.cumsum(_sizes(rows.column("key")) + _sizes(rows.column("value")) + ROW_BYTES)
+        ends = np.cumsum(
+            _sizes(rows.column("key")) + _sizes(rows.column("value")) + ENCODED_ROW_BYTES
+        )
         first = before = 0
         while first < len(ends):
             room = self._batch_bytes - self._nbytes

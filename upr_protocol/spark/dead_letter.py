@@ -10,9 +10,9 @@ from typing import Final
 import pyarrow as pa
 from pyarrow import parquet
 
-from upr_protocol.spark.rows import BadRow
+from upr_protocol.spark.rows import RejectedRow
 
-SCHEMA: Final = pa.schema(
+DEAD_LETTER_SCHEMA: Final = pa.schema(
     [
         pa.field("reason", pa.string(), nullable=False),
         pa.field("status", pa.string(), nullable=False),
@@ -42,11 +42,11 @@ class DeadLetters:
     def __init__(self, folder: str, task: str, attempt: int) -> None:
         self._path = Path(folder, f"part-{task}.parquet")
         self._unfinished = Path(folder, f"_part-{task}-{attempt:016x}.unfinished")
-        self._rows: list[BadRow] = []
+        self._rows: list[RejectedRow] = []
         self._nbytes = 0
         self._file: parquet.ParquetWriter | None = None
 
-    def add(self, rows: Sequence[BadRow]) -> None:
+    def add(self, rows: Sequence[RejectedRow]) -> None:
         """Takes in rows; now and then they are written."""
         for row in rows:
             self._rows.append(row)
@@ -57,7 +57,7 @@ class DeadLetters:
     def _write(self) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = parquet.ParquetWriter(self._unfinished, SCHEMA)
+            self._file = parquet.ParquetWriter(self._unfinished, DEAD_LETTER_SCHEMA)
         rows, self._rows, self._nbytes = self._rows, [], 0
         columns = [
             [row.reason for row in rows],
@@ -70,9 +70,9 @@ class DeadLetters:
             pa.RecordBatch.from_arrays(
                 [
                     pa.array(column, field.type)
-                    for column, field in zip(columns, SCHEMA, strict=True)
+                    for column, field in zip(columns, DEAD_LETTER_SCHEMA, strict=True)
                 ],
-                schema=SCHEMA,
+                schema=DEAD_LETTER_SCHEMA,
             )
         )
 

@@ -23,19 +23,19 @@ from upr_protocol.spark.driver_client import explained
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.record_batches import Columns, SnapshotColumns, sized
-from upr_protocol.spark.slices import Slice, Task
+from upr_protocol.spark.record_batches import RecordBatchBuilder, SnapshotColumns, sized
+from upr_protocol.spark.slices import ReadTask, Slice
 
 EXECUTOR: Final = "spark:executor"
 
 
-def read_task(task: Task, options: ReadOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
+def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
     """The rows of a task's slices; those of each partition in the order of their numbers.
 
     Raises:
         PipelineError: They cannot be read, or are not there any more.
     """
-    columns = Columns(schema)
+    columns = RecordBatchBuilder(schema)
     for part in task.slices:
         if part.marker is not None:
             yield columns.of_marker(part.partition, part.marker)
@@ -45,7 +45,10 @@ def read_task(task: Task, options: ReadOptions, schema: StructType) -> Iterator[
 
 
 def _batches(
-    slices: dict[PartitionId, Slice], lease_id: int, options: ReadOptions, columns: Columns
+    slices: dict[PartitionId, Slice],
+    lease_id: int,
+    options: ReadOptions,
+    columns: RecordBatchBuilder,
 ) -> Iterator[pa.RecordBatch]:
     snapshots: dict[PartitionId, SnapshotColumns] = {}
     try:

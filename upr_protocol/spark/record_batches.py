@@ -17,7 +17,7 @@ from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Marker
 
 BATCH_ROWS: Final = 64 * 1024
-BATCH_BYTES: Final = 8 * 1024 * 1024
+RECORD_BATCH_BYTES: Final = 8 * 1024 * 1024
 """A batch handed to Spark has at most so many rows, and about so many bytes: Spark's binary columns
 have 32-bit offsets, and a batch is held whole at several places."""
 
@@ -28,7 +28,7 @@ _OPERATION_NAMES: Final = pa.array(["", "set", "delete", "expire"])
 """The operations that are stored, by their code."""
 
 
-class Columns:
+class RecordBatchBuilder:
     """Makes record batches of the columns that a schema names.
 
     Args:
@@ -190,9 +190,9 @@ def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     rows = nbytes = 0
     for batch in batches:
         size = batch.nbytes  # which goes through all columns
-        is_small = batch.num_rows < SMALL_ROWS and size < BATCH_BYTES
+        is_small = batch.num_rows < SMALL_ROWS and size < RECORD_BATCH_BYTES
         if few and (
-            not is_small or rows + batch.num_rows > BATCH_ROWS or nbytes + size > BATCH_BYTES
+            not is_small or rows + batch.num_rows > BATCH_ROWS or nbytes + size > RECORD_BATCH_BYTES
         ):
             yield pa.concat_batches(few)
             few, rows, nbytes = [], 0, 0
@@ -207,7 +207,7 @@ def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-batch.nbytes // BATCH_BYTES))
+    pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-batch.nbytes // RECORD_BATCH_BYTES))
     size = max(1, -(-batch.num_rows // pieces))
     for start in range(0, batch.num_rows, size):
         yield batch.slice(start, size)

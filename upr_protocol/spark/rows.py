@@ -37,12 +37,12 @@ _COUNTS: Final = (Operation.INCREMENT, Operation.DECREMENT)
 _U32_MAX: Final = (1 << 32) - 1
 _U64_MAX: Final = (1 << 64) - 1
 
-COLUMNS: Final = {"op": pa.uint8(), "key": TEXT, "value": TEXT}
+WRITE_COLUMNS: Final = {"op": pa.uint8(), "key": TEXT, "value": TEXT}
 OPTIONAL_COLUMNS: Final = {"cas": pa.uint64(), "flags": pa.uint32(), "expiry": pa.uint32()}
 
 
 @attrs.frozen
-class BadRow:
+class RejectedRow:
     """A row that is not written.
 
     Attributes:
@@ -83,7 +83,9 @@ class _Problems:
         ]
 
 
-def encode(batch: pa.RecordBatch, options: WriteOptions) -> tuple[pa.RecordBatch, list[BadRow]]:
+def encode(
+    batch: pa.RecordBatch, options: WriteOptions
+) -> tuple[pa.RecordBatch, list[RejectedRow]]:
     """A batch of rows as operations, in their order.
 
     Args:
@@ -106,7 +108,7 @@ def encode(batch: pa.RecordBatch, options: WriteOptions) -> tuple[pa.RecordBatch
     )
     values = _values(batch, options, operations, problems)
     columns = [pa.array(operations), keys, values]
-    names = list(COLUMNS)
+    names = list(WRITE_COLUMNS)
     for name, column, limit in (
         ("cas", options.cas_column, _U64_MAX),
         ("flags", options.flags_column, _U32_MAX),
@@ -122,7 +124,7 @@ def encode(batch: pa.RecordBatch, options: WriteOptions) -> tuple[pa.RecordBatch
         return rows, []
     names_of_operations = [Operation(number).name.lower() for number in operations]
     bad = [
-        BadRow(
+        RejectedRow(
             status, reason, names_of_operations[index], keys[index].as_py(), values[index].as_py()
         )
         for index, status, reason in problem_rows

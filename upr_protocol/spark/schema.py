@@ -18,7 +18,7 @@ from pyspark.sql.types import (
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.read_options import ReadOptions
 
-COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
+READ_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
     "op": (StringType(), False),
     "partition": (IntegerType(), False),
     "history_id": (StringType(), False),
@@ -47,10 +47,10 @@ def default_schema(options: ReadOptions) -> StructType:
     """The columns of a read whose user named none."""
     names = [
         name
-        for name in COLUMNS
+        for name in READ_COLUMNS
         if (options.metadata or name in _FEW) and (options.include_value or name != "value")
     ]
-    return StructType([StructField(name, *COLUMNS[name]) for name in names])
+    return StructType([StructField(name, *READ_COLUMNS[name]) for name in names])
 
 
 def check_schema(schema: StructType) -> None:
@@ -60,9 +60,11 @@ def check_schema(schema: StructType) -> None:
         OptionError: One cannot.
     """
     for field in schema.fields:
-        if field.name not in COLUMNS:
-            raise OptionError(f"there is no column {field.name}. There are {', '.join(COLUMNS)}")
-        kind, _ = COLUMNS[field.name]
+        if field.name not in READ_COLUMNS:
+            raise OptionError(
+                f"there is no column {field.name}. There are {', '.join(READ_COLUMNS)}"
+            )
+        kind, _ = READ_COLUMNS[field.name]
         allowed = [kind, StringType()] if field.name in _TEXTS else [kind]
         if field.dataType not in allowed:
             names = " or ".join(allowed_kind.simpleString() for allowed_kind in allowed)

@@ -63,7 +63,7 @@ class Slice:
             )
 
 
-class Task(InputPartition):
+class ReadTask(InputPartition):
     """The slices that one task reads, no two of one partition.
 
     Args:
@@ -79,7 +79,7 @@ class Task(InputPartition):
 
 def tasks_of(
     slices: Iterable[Slice], lease_id: int, *, bytes_max: int, tasks_min: int
-) -> list[Task]:
+) -> list[ReadTask]:
     """The slices, packed into few tasks of about the same size.
 
     Args:
@@ -91,16 +91,16 @@ def tasks_of(
     by_partition = sorted(slices, key=lambda part: part.partition)
     total = sum(max(part.nbytes, 1) for part in by_partition)
     bytes_max = max(1, min(bytes_max, -(-total // tasks_min)))
-    tasks: list[Task] = []
+    tasks: list[ReadTask] = []
     group: dict[PartitionId, Slice] = {}
     nbytes = 0
     for whole in by_partition:
         for piece in whole.pieces(bytes_max):
             if group and (nbytes + piece.nbytes > bytes_max or piece.partition in group):
-                tasks.append(Task(tuple(group.values()), lease_id))
+                tasks.append(ReadTask(tuple(group.values()), lease_id))
                 group, nbytes = {}, 0
             group[piece.partition] = piece
             nbytes += max(piece.nbytes, 1)
     if group:
-        tasks.append(Task(tuple(group.values()), lease_id))
+        tasks.append(ReadTask(tuple(group.values()), lease_id))
     return tasks

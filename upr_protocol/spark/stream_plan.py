@@ -64,12 +64,12 @@ class StreamPlan:
         self._durable = durable
         self._marks_rollback = marks_rollback
         self._new_lease_id = new_lease_id
-        self._held: dict[int, None] = {}
+        self._leases: dict[int, None] = {}
         """Leases of this process that are not released, oldest first."""
-        self._target = 0
+        self._target_lease_id = 0
         """The lease on what there was when the query began that is to end there; until it is known
         where in it the stream stands."""
-        self._target_numbers: Mapping[PartitionId, SeqNo] = {}
+        self._target_ends: Mapping[PartitionId, SeqNo] = {}
 
     # Where it begins.
 
@@ -100,17 +100,17 @@ class StreamPlan:
                 partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
         return Offset(self._bucket, partitions, is_initial=True)
 
-    def stop_at_what_there_is(self) -> None:
+    def stop_at_current_end(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
         if self._durable:
             rows = self._driver.persist()
             ends = dict.fromkeys(rows, SEQ_MAX)
             lease = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
-            self._target = lease.lease_id
-            self._target_numbers = {pinned.partition: pinned.end for pinned in lease.ranges}
+            self._target_lease_id = lease.lease_id
+            self._target_ends = {pinned.partition: pinned.end for pinned in lease.ranges}
         else:
             rows = self._driver.numbers()
-            self._target_numbers = {partition: row.high_seq for partition, row in rows.items()}
+            self._target_ends = {partition: row.high_seq for partition, row in rows.items()}
 
     # The next batch.
 
@@ -127,11 +127,11 @@ class StreamPlan:
         if not self._durable:
             partitions = self._newest(partitions, rows)
             return self._end(start, partitions, 0, limits, {})
-        if not went_back and start.lease_id and _is_inside(partitions):
+        if not went_back and start.lease_id and _is_mid_snapshot(partitions):
             lease = self._renewed(start.lease_id)
             if lease is not None:
                 return self._end(start, partitions, start.lease_id, limits, sizes_of(lease))
-        return self._from_a_new_lease(start, partitions, rows, limits)
+        return self._plan_with_new_lease(start, partitions, rows, limits)
 
     def _after_rollbacks(
         self, start: Offset, rows: Mapping[PartitionId, PartitionNumbers]
@@ -155,11 +155,11 @@ class StreamPlan:
         infos = self._driver.infos()
         for partition in changed:
             offset, info = partitions[partition], infos.get(partition)
-            error = has_gone_back(partition, offset, info)
+            error = rollback_error(partition, offset, info)
             if error is not None:
                 if not self._marks_rollback:
                     raise error
-                partitions[partition] = _back(offset, info)
+                partitions[partition] = _restarted(offset, info)
         return partitions
 
     def _after_purges(self, partitions: Partitions) -> Partitions:
@@ -177,7 +177,7 @@ class StreamPlan:
                     "begin with a new checkpoint and an empty sink, or stream with "
                     "onRollback=marker into a sink that can undo",
                 )
-            after[partition] = _back(offset, infos[partition])
+            after[partition] = _restarted(offset, infos[partition])
         return after
 
     def _renewed(self, lease_id: int) -> HeldLease | None:
@@ -189,10 +189,10 @@ class StreamPlan:
             if error.status is not Status.RANGE_GONE:
                 raise
             return None
-        self.holds(lease_id)
+        self.keep_lease(lease_id)
         return lease
 
-    def _from_a_new_lease(
+    def _plan_with_new_lease(
         self,
         start: Offset,
         partitions: Partitions,
@@ -202,38 +202,38 @@ class StreamPlan:
         ends = {
             partition: self._limit(partition, row.persisted_seq) for partition, row in rows.items()
         }
-        behind = _behind(partitions, ends)
-        if not behind:
-            self.let_go_of_the_target()
+        backlog = _backlog(partitions, ends)
+        if not backlog:
+            self.release_target_lease()
             # Perhaps a partition went back that has nothing.
-            return self._end(start, _begun(partitions, {}, {}), 0, limits, {})
+            return self._end(start, _begin_snapshots(partitions, {}, {}), 0, limits, {})
         # Without a target to whatever is on disk when the lease is granted: nothing is overtaken.
-        to = ends if self._target_numbers else dict.fromkeys(ends, SEQ_MAX)
+        to = ends if self._target_ends else dict.fromkeys(ends, SEQ_MAX)
         try:
-            lease = self._acquire(behind, to)
+            lease = self._acquire(backlog, to)
         except ServerError as error:
             if error.status is not Status.ROLLBACK_NEEDED:
                 raise
             partitions = self._after_purges(partitions)
-            lease = self._acquire(_behind(partitions, ends), to)
-        self.holds(lease.lease_id)
-        self.let_go_of_the_target()
+            lease = self._acquire(_backlog(partitions, ends), to)
+        self.keep_lease(lease.lease_id)
+        self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
-        partitions = _begun(partitions, self._driver.infos(), pinned)
+        partitions = _begin_snapshots(partitions, self._driver.infos(), pinned)
         return self._end(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
-    def let_go_of_the_target(self) -> None:
+    def release_target_lease(self) -> None:
         """What the stream has yet to read is pinned by a lease that begins where it stands, or
         there is nothing."""
-        if self._target:
-            target, self._target = self._target, 0
+        if self._target_lease_id:
+            target, self._target_lease_id = self._target_lease_id, 0
             self._driver.release(target)
 
     def _limit(self, partition: PartitionId, end: SeqNo) -> SeqNo:
         """How far a partition may be read."""
-        if not self._target_numbers:
+        if not self._target_ends:
             return end
-        return min(end, self._target_numbers.get(partition, SeqNo(0)))
+        return min(end, self._target_ends.get(partition, SeqNo(0)))
 
     def _acquire(
         self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
@@ -241,18 +241,18 @@ class StreamPlan:
         ranges = [(partition, seq, ends[partition]) for partition, seq in starts.items()]
         return self._driver.acquire(self._new_lease_id(), ranges)
 
-    def holds(self, lease_id: int) -> None:
+    def keep_lease(self, lease_id: int) -> None:
         """A lease is to be released when the batches are committed that are planned so far."""
-        self._held.setdefault(lease_id)
+        self._leases.setdefault(lease_id)
 
     def _newest(
         self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
         ends = {partition: self._limit(partition, row.high_seq) for partition, row in rows.items()}
-        if not _behind(partitions, ends):
-            return _begun(partitions, {}, {})
+        if not _backlog(partitions, ends):
+            return _begin_snapshots(partitions, {}, {})
         partitions = self._after_purges(partitions)
-        return _begun(partitions, self._driver.infos(), ends)
+        return _begin_snapshots(partitions, self._driver.infos(), ends)
 
     def _end(
         self,
@@ -263,7 +263,7 @@ class StreamPlan:
         sizes: Mapping[PartitionId, float],
     ) -> Offset:
         """The offset behind as much as the limits allow of what lies before the snapshots' ends."""
-        ends = shared(partitions, limits, sizes)
+        ends = batch_ends(partitions, limits, sizes)
         moved = {
             partition: attrs.evolve(offset, seq=ends.get(partition, offset.seq))
             for partition, offset in partitions.items()
@@ -281,13 +281,13 @@ class StreamPlan:
     def committed(self, end: Offset) -> None:
         """Nothing up to `end` is read again: its leases are not needed any more, but for the one
         that the stream is in."""
-        over = list(self._held)
+        finished = list(self._leases)
         # If it is one of another process, what this one has acquired is for later batches.
-        over = over[: over.index(end.lease_id)] if end.lease_id in self._held else []
-        if end.lease_id and not _is_inside(end.partitions):
-            over.append(end.lease_id)
-        for lease_id in over:
-            self._held.pop(lease_id, None)
+        finished = finished[: finished.index(end.lease_id)] if end.lease_id in self._leases else []
+        if end.lease_id and not _is_mid_snapshot(end.partitions):
+            finished.append(end.lease_id)
+        for lease_id in finished:
+            self._leases.pop(lease_id, None)
             self._driver.release(lease_id)
 
     def latest(self) -> Offset:
@@ -304,12 +304,12 @@ class StreamPlan:
         )
 
 
-def _is_inside(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     """Whether there is more of the snapshots that were begun."""
     return any(offset.seq < offset.snapshot_end for offset in partitions.values())
 
 
-def _begun(
+def _begin_snapshots(
     partitions: Partitions,
     infos: Mapping[PartitionId, PartitionInfo],
     ends: Mapping[PartitionId, SeqNo],
@@ -320,7 +320,7 @@ def _begun(
         partition: attrs.evolve(offset, snapshot_end=offset.seq)
         for partition, offset in partitions.items()
     }
-    for partition, seq in _behind(partitions, ends).items():
+    for partition, seq in _backlog(partitions, ends).items():
         came_from = partitions.get(partition, _NOTHING).came_from
         begun[partition] = PartitionOffset(
             infos[partition].log, seq, seq, ends[partition], came_from
@@ -328,7 +328,7 @@ def _begun(
     return begun
 
 
-def _behind(
+def _backlog(
     partitions: Mapping[PartitionId, PartitionOffset], ends: Mapping[PartitionId, SeqNo]
 ) -> dict[PartitionId, SeqNo]:
     """Partitions of which there is more, and where the stream stands in them."""
@@ -336,7 +336,7 @@ def _behind(
     return {partition: seq for partition, seq in seqs.items() if seq < ends[partition]}
 
 
-def shared(
+def batch_ends(
     partitions: Mapping[PartitionId, PartitionOffset],
     limits: Limits,
     sizes: Mapping[PartitionId, float],
@@ -392,13 +392,13 @@ def check_named(
             )
 
 
-def _back(offset: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
+def _restarted(offset: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
     """A partition that went back to the beginning."""
     log = FailoverLog() if info is None else info.log
     return PartitionOffset(log, came_from=offset.seq)
 
 
-def _has_to_go_back(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
+def _rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
     """Whether the server's history has parted from a stream's below where that stands."""
     # Whether deletions are forgotten a lease will say; one that is held keeps them.
     log, high = (FailoverLog(), SeqNo(0)) if info is None else (info.log, info.high_seq)
@@ -407,7 +407,7 @@ def _has_to_go_back(offset: PartitionOffset, info: PartitionInfo | None) -> Roll
     return decision if isinstance(decision, RollBack) else None
 
 
-def has_gone_back(
+def rollback_error(
     partition: PartitionId, offset: PartitionOffset, info: PartitionInfo | None
 ) -> PipelineError | None:
     """What a user is told when a stream has to go back, and is not to mark it; None when it has
@@ -418,22 +418,22 @@ def has_gone_back(
         offset: Where the stream stands in it.
         info: The partition as it is now; None when there is none.
     """
-    back = _has_to_go_back(offset, info)
-    if back is None:
+    rollback = _rollback_needed(offset, info)
+    if rollback is None:
         return None
-    theirs = FailoverLog() if info is None else info.log
-    to = back.ceiling if back.ceiling < offset.seq else offset.snapshot_start
+    server_log = FailoverLog() if info is None else info.log
+    to = rollback.ceiling if rollback.ceiling < offset.seq else offset.snapshot_start
     return PipelineError(
         "UPR_ROLLBACK",
         f"partition {partition} has to go back from {offset.seq} to {to}, as "
-        f"{back.reason.value}: there was a failover, or data was lost. The stream followed "
-        f"{_told(offset.log)}; the server now has {_told(theirs)}. Rows above {to} are in the "
-        "sink and may be on no server. Begin with a new checkpoint and an empty sink; or stream "
-        "with onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
+        f"{rollback.reason.value}: there was a failover, or data was lost. The stream followed "
+        f"{_log_text(offset.log)}; the server now has {_log_text(server_log)}. Rows above {to} are "
+        "in the sink and may be on no server. Begin with a new checkpoint and an empty sink; or "
+        "stream with onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
     )
 
 
-def _told(log: FailoverLog) -> str:
+def _log_text(log: FailoverLog) -> str:
     entries = [f"{history_id:016x} from {seq}" for history_id, seq in log.pairs()]
     return f"[{', '.join(entries)}]"
 

@@ -31,7 +31,7 @@ from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Slice, tasks_of
-from upr_protocol.spark.stream_plan import Limits, StreamPlan, has_gone_back, sizes_of, slices_of
+from upr_protocol.spark.stream_plan import Limits, StreamPlan, rollback_error, sizes_of, slices_of
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -107,13 +107,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """The query is to end at what there is now."""
-        self._planner.stop_at_what_there_is()
+        self._planner.stop_at_current_end()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
         before, after = self._offset(start), self._offset(end)
         lease_id = after.lease_id
-        slices = self._without_what_went_back(slices_of(before, after), after)
+        slices = self._without_rolled_back(slices_of(before, after), after)
         if lease_id and slices:
             lease = self._pinned(lease_id, slices)
             lease_id, sizes = lease.lease_id, sizes_of(lease)
@@ -130,7 +130,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             tasks_min=self._options.min_tasks,
         )
 
-    def _without_what_went_back(self, slices: list[Slice], end: Offset) -> list[Slice]:
+    def _without_rolled_back(self, slices: list[Slice], end: Offset) -> list[Slice]:
         """What can be read: of a partition whose history has parted from the batch's, nothing."""
         rows = self._server.numbers()
         infos = None
@@ -144,7 +144,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 continue
             if row is None or row.history_id != offset.log.current:
                 infos = self._server.infos() if infos is None else infos
-                error = has_gone_back(part.partition, offset, infos.get(part.partition))
+                error = rollback_error(part.partition, offset, infos.get(part.partition))
                 if error is not None:
                     if not self._options.marks_rollback:
                         raise error
@@ -181,7 +181,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise explained(refusal, self._options.address) from refusal
             # Deletions are among what is lost; from the beginning anything can be held.
             lease = self._server.acquire(lease_id, [(part, 0, end) for part, _, end in ranges])
-        self._planner.holds(lease_id)
+        self._planner.keep_lease(lease_id)
         return lease
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -196,7 +196,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The query is over. What it has pinned stays so for as long as its lease: it may be
         started again, and read its last batch again."""
         if self._driver is not None:
-            self._planner.let_go_of_the_target()
+            self._planner.release_target_lease()
             self._driver.close()
 
     def _offset(self, document: Mapping[str, Any]) -> Offset:

@@ -43,14 +43,14 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client import BlockingClient, WriterIdentity
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.unanswered_batches import Batch
-from upr_protocol.client.core.writer_identity import WRITER_BYTES
+from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.batches import Gathering, chunks
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
-from upr_protocol.spark.rows import BadRow, encode
+from upr_protocol.spark.rows import RejectedRow, encode
 from upr_protocol.spark.write_options import WriteOptions
 
 EXAMPLES_MAX: Final = 5
@@ -59,7 +59,7 @@ EXAMPLES_MAX: Final = 5
 EXAMPLE_BYTES_MAX: Final = 60
 """Of each of them."""
 
-BUFFER_BYTES: Final = 16 * 1024 * 1024
+WRITE_BUFFER_BYTES: Final = 16 * 1024 * 1024
 """What a task has on its way."""
 
 _CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))
@@ -95,7 +95,7 @@ class WriteCounts(WriterCommitMessage):
         return f"{self.rows} rows written, {self.failed} refused, {self.nbytes} bytes"
 
 
-class Task:
+class WriteTask:
     """One run of a task.
 
     Args:
@@ -135,7 +135,7 @@ class Task:
             client.connect()
             batches = self._batches(rows, client.partition_count)
             client.publish_each(
-                batches, self._answered, writer=self._writer, buffer_bytes=BUFFER_BYTES
+                batches, self._answered, writer=self._writer, buffer_bytes=WRITE_BUFFER_BYTES
             )
             if self._not_vouched:
                 raise _differs("the task has fewer rows than when it was run before")
@@ -179,7 +179,7 @@ class Task:
         self._not_vouched.discard(batch.partition)
         assert batch.reply is not None
         bad = [
-            _bad_row(chunk, index, status_of(status))
+            _rejected_row(chunk, index, status_of(status))
             for index, status in batch.reply.failures
             # What was to be deleted and is not there is as it should be.
             if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
@@ -187,7 +187,7 @@ class Task:
         self._rows += chunk.count - len(bad)
         self._refuse(bad)
 
-    def _refuse(self, bad: list[BadRow]) -> None:
+    def _refuse(self, bad: list[RejectedRow]) -> None:
         if not bad:
             return
         self._failed += len(bad)
@@ -236,8 +236,8 @@ def _differs(what: str) -> PipelineError:
     )
 
 
-def _bad_row(chunk: Chunk, index: int, status: Status) -> BadRow:
-    return BadRow(
+def _rejected_row(chunk: Chunk, index: int, status: Status) -> RejectedRow:
+    return RejectedRow(
         status,
         ADVICE.get(status, ""),
         Operation(chunk.operations[index]).name.lower(),
@@ -246,7 +246,7 @@ def _bad_row(chunk: Chunk, index: int, status: Status) -> BadRow:
     )
 
 
-def _described(row: BadRow) -> str:
+def _described(row: RejectedRow) -> str:
     key = "null" if row.key is None else repr(row.key[:EXAMPLE_BYTES_MAX])
     cut = "…" if row.key is not None and len(row.key) > EXAMPLE_BYTES_MAX else ""
     return f"{row.operation} of {key}{cut}: {row.status.name} ({row.reason})"
@@ -260,7 +260,7 @@ def writer_id(job: bytes, task: int) -> bytes:
         task: Its Spark partition.
     """
     data = job + task.to_bytes(4, "little")
-    return blake2b(data, digest_size=WRITER_BYTES, person=b"upr spark").digest()
+    return blake2b(data, digest_size=WRITER_ID_BYTES, person=b"upr spark").digest()
 
 
 def attempt_of(started_s: int, task_attempt: int) -> int:
@@ -290,13 +290,13 @@ class BatchWriter(DataSourceArrowWriter):
 
     def __init__(self, options: WriteOptions) -> None:
         self._options = options
-        self._job = os.urandom(WRITER_BYTES)
+        self._job = os.urandom(WRITER_ID_BYTES)
         self._started_s = int(time.time())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts:
         """Writes the rows of one task; its second run has no second effect."""
         context = _context()
-        task = Task(
+        task = WriteTask(
             self._options,
             writer_id(self._job, context.partitionId()),
             attempt_of(self._started_s, context.taskAttemptId()),
@@ -341,7 +341,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 "Spark did not tell the task which batch of which query it writes; "
                 "use a version from 4.2 on",
             )
-        task = Task(
+        task = WriteTask(
             self._options,
             writer_id(f"{query}/{batch}".encode(), context.partitionId()),
             attempt_of(self._started_s, context.taskAttemptId()),

@@ -20,10 +20,10 @@ from upr_server.indexer.pure.definition import design_name
 
 log = structlog.get_logger(__name__)
 
-READ_PATIENCE_S: Final = 10.0
+READ_TIMEOUT_S: Final = 10.0
 """How long to try to read an announced document. A server that cannot be asked does not stream
-either, and the stream brings the document in the end. With more patience the bus would clear this
-consumer."""
+either, and the stream brings the document in the end. With a longer timeout the bus would drop
+this consumer's queue."""
 
 
 class Announcements:
@@ -78,7 +78,7 @@ class Announcements:
             return
         try:
             async with connect(
-                self._address, identity="upr-indexer", retry_timeout_s=READ_PATIENCE_S
+                self._address, identity="upr-indexer", retry_timeout_s=READ_TIMEOUT_S
             ) as client:
                 items = await client.get_many(list(keys))
         except UprError as error:

@@ -444,7 +444,12 @@ def portrait(session: Session) -> dict[str, Any]:
     }
     if isinstance(session, ServerSession):
         cycle = session._cycle
-        attributes["cycle"] = (list(cycle._ready), cycle.current, cycle.here, cycle._sent)
+        attributes["cycle"] = (
+            list(cycle._ready),
+            cycle.current,
+            cycle.barrier_position,
+            cycle._sent,
+        )
         attributes["queue"] = list(session._barrier_queue._queue)
     if isinstance(session, ClientSession):
         attributes["unacknowledged"] = session._unacknowledged

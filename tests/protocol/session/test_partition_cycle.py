@@ -105,7 +105,7 @@ class Quick:
         self.cycle.mark_ready(PartitionId(partition))
 
     def barrier(self, cookie: str) -> None:
-        self.queue.add_barrier(cookie.encode(), self.cycle.here)
+        self.queue.add_barrier(cookie.encode(), self.cycle.barrier_position)
 
     def go_on(self) -> None:
         while True:
@@ -113,7 +113,7 @@ class Quick:
             if turn is None:
                 self._tell(self.queue.take_all())
                 return
-            self._tell(self.queue.take_due(self.cycle.reached))
+            self._tell(self.queue.take_due(self.cycle.passed_position))
             if not isinstance(turn, CycleCompleted):
                 self.told.append(("turn", turn))
                 return
@@ -124,7 +124,7 @@ class Quick:
 
     def finish(self) -> None:
         self.cycle.finish()
-        self._tell(self.queue.take_due(self.cycle.reached))
+        self._tell(self.queue.take_due(self.cycle.passed_position))
 
     def _tell(self, cookies: list[bytes]) -> None:
         self.told += [("barrier", cookie.decode()) for cookie in cookies]
@@ -252,7 +252,7 @@ def test_a_partition_that_leaves_gives_up_its_turn() -> None:
     cycle.remove(PartitionId(2))
     cycle.remove(PartitionId(1))
     assert cycle.current is None
-    assert cycle.here == (0, 2)
+    assert cycle.barrier_position == (0, 2)
     assert cycle.advance() == 3
     cycle.remove(PartitionId(2))
     assert cycle.current == 3

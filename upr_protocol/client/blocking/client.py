@@ -27,7 +27,7 @@ from upr_protocol.client.core.calls import (
 from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
-    KeyLookup,
+    MultiGet,
     Text,
     to_bytes,
 )
@@ -43,7 +43,7 @@ from upr_protocol.client.core.unanswered_batches import (
     PublishOptions,
     UnansweredBatches,
 )
-from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
+from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
@@ -114,7 +114,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._copies = copies
         self._draw = draw
         self._sleep = sleep
-        self._writer = WriterIdentity(os.urandom(WRITER_BYTES))
+        self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
         self._connections = BlockingClusterConnections(self.address, self.options, draw)
         self._dispatcher = BlockingDispatcher(self._connections, timeout_s, credit_timeout_s, sleep)
 
@@ -173,7 +173,7 @@ class BlockingClient(KeyOperations[WriteResult]):
 
     def get_many(self, keys: Sequence[Text]) -> list[Item | None]:
         """The items at `keys`, in their order; None for each that is missing."""
-        lookup = KeyLookup([to_bytes(key) for key in keys], self.partition_count)
+        lookup = MultiGet([to_bytes(key) for key in keys], self.partition_count)
         requests = list(lookup.requests())
         while requests:
             batch = requests[:LOOKUPS_AT_ONCE]

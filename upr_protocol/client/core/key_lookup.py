@@ -84,7 +84,7 @@ def counter_delta(operation: Operation, delta: int, initial: int | None, create:
     return CounterDelta(delta, initial, create).encode()
 
 
-class KeyLookup:
+class MultiGet:
     """Reads many keys with as few requests as possible, and puts the answers in order.
 
     Args:

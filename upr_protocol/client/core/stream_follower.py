@@ -182,7 +182,7 @@ class StreamFollower:
     def _open_stream(self, connection: _Connection, partition: PartitionId) -> None:
         if not self._state.decide_bounds(partition, connection.handshake):
             wanted_state = self._state.subscription.state.name.lower()
-            self._reconnect(
+            self._give_up_connection(
                 f"partition {partition} was not {wanted_state} on this node when it was asked for "
                 "its numbers"
             )
@@ -191,8 +191,9 @@ class StreamFollower:
         if partition not in self._state.rollbacks:
             self._request_stream(connection.session, partition)
 
-    def _reconnect(self, reason: str) -> None:
-        """Gives the connection up: only a handshake tells a partition's numbers."""
+    def _give_up_connection(self, reason: str) -> None:
+        """Has the connection closed and a new one made: only a handshake tells a partition's
+        numbers."""
         self.failure = ServerError(Status.WRONG_STATE, reason)
 
     def _request_stream(self, session: ClientSession, partition: PartitionId) -> None:
@@ -328,7 +329,9 @@ class StreamFollower:
     def _stream_accepted(self, connection: _Connection, message: StreamReply) -> Iterable[Delivery]:
         partition, log, state = message.partition, message.log, self._state
         if not state.confirm_end(partition, log.current):
-            self._reconnect(f"partition {partition} is in another history than its end was read in")
+            self._give_up_connection(
+                f"partition {partition} is in another history than its end was read in"
+            )
             return ()
         connection.requested.discard(partition)
         connection.streaming.add(partition)

@@ -8,7 +8,7 @@ from typing import Final, Self
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionId
 
-WRITER_BYTES: Final = 16
+WRITER_ID_BYTES: Final = 16
 """The length of a writer's ID."""
 
 
@@ -32,8 +32,8 @@ class WriterIdentity:
     __slots__ = ("_chains", "_counters", "attempt", "id")
 
     def __init__(self, writer_id: bytes) -> None:
-        if len(writer_id) != WRITER_BYTES:
-            raise ValueError(f"a writer's ID has {WRITER_BYTES} bytes, not {len(writer_id)}")
+        if len(writer_id) != WRITER_ID_BYTES:
+            raise ValueError(f"a writer's ID has {WRITER_ID_BYTES} bytes, not {len(writer_id)}")
         self.id: Final = writer_id
         self.attempt = 0
         self._counters: Counter[PartitionId] = Counter()

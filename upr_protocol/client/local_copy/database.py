@@ -46,7 +46,7 @@ CREATE INDEX by_history ON items (partition, history, seq);
 CREATE INDEX deletions ON items (partition) WHERE value IS NULL;
 """
 
-COLUMNS: Final = "partition, key, value, seq, history, cas, flags, expiry"
+ITEM_COLUMNS: Final = "partition, key, value, seq, history, cas, flags, expiry"
 ItemRow = tuple[int, bytes, bytes | None, int, bytes, bytes, int, int]
 """A row of `items` with these columns."""
 
@@ -126,7 +126,7 @@ def read_resume_state(database: sqlite3.Connection, directory: Path) -> ResumeSt
 def get_item(database: sqlite3.Connection, partition: int, key: bytes) -> Item | None:
     """The item at `key` of a partition."""
     row = database.execute(
-        f"SELECT {COLUMNS} FROM items WHERE partition = ? AND key = ? AND value IS NOT NULL",
+        f"SELECT {ITEM_COLUMNS} FROM items WHERE partition = ? AND key = ? AND value IS NOT NULL",
         (partition, key),
     ).fetchone()
     return None if row is None else _item(row)
@@ -197,7 +197,7 @@ class LocalCopyReader:
     def items(self) -> Iterator[Item]:
         """Every item, by partition and key, in one consistent read."""
         rows = self._database.execute(
-            f"SELECT {COLUMNS} FROM items WHERE value IS NOT NULL ORDER BY partition, key"
+            f"SELECT {ITEM_COLUMNS} FROM items WHERE value IS NOT NULL ORDER BY partition, key"
         )
         return map(_item, rows)
 

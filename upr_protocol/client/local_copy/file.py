@@ -20,8 +20,8 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.local_copy.database import (
-    COLUMNS,
     FILE_NAME,
+    ITEM_COLUMNS,
     ItemRow,
     LocalCopyError,
     LocalCopyWriteError,
@@ -58,7 +58,7 @@ SELECT history FROM histories WHERE history IS NOT NULL
 """
 """The different histories of a partition's items: one search of the index for each of them."""
 
-_PUT: Final = f"INSERT OR REPLACE INTO items ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_PUT: Final = f"INSERT OR REPLACE INTO items ({ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class LocalCopyFile:

@@ -46,9 +46,9 @@ CLOSE_S: Final = 0.25
 _APPROACH_POLL_S: Final = 0.1
 _CATCH_UP_POLL_S: Final = 0.01
 
-_UNTOLD_S: Final = 0.3
-"""How long the target is not told of the handover. Usually it has caught up by then, and its
-streams continue. A target whose streams broke can connect again only once it knows."""
+_ANNOUNCE_HANDOVER_AFTER_S: Final = 0.3
+"""After this time the target gets the map of the handover. Usually it has caught up by then, and
+its streams continue. A target whose streams broke can reconnect only once it has the map."""
 
 
 @attrs.frozen
@@ -260,8 +260,8 @@ class _Takeover:
 
     async def _catch_up(self, handover_map: PartitionMap) -> None:
         """Waits until the target has exactly what the old active has."""
-        tell_at = trio.current_time() + _UNTOLD_S
-        is_told = self._handback.is_resumed
+        announce_at = trio.current_time() + _ANNOUNCE_HANDOVER_AFTER_S
+        is_announced = self._handback.is_resumed
         while True:
             try:
                 async with self._operator.connect(
@@ -270,8 +270,8 @@ class _Takeover:
                     while not self._has_everything(
                         await client.seqnos(self._change.assignments, of_copies=True)
                     ):
-                        if not is_told and trio.current_time() > tell_at:
-                            is_told = True
+                        if not is_announced and trio.current_time() > announce_at:
+                            is_announced = True
                             await self._publisher.announce([self._target], handover_map)
                         await trio.sleep(_CATCH_UP_POLL_S)
                     return

@@ -15,7 +15,7 @@ import attrs
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
-ENTRY_BYTES: Final = 64
+RECEIVED_KEY_BYTES: Final = 64
 """The assumed cost of an entry beside its key."""
 
 
@@ -167,7 +167,7 @@ class ReceivedKeys:
                 self.raise_floor(partition, seq)
                 dropped.append((partition, key))
                 entries -= 1
-                nbytes -= len(key) + ENTRY_BYTES
+                nbytes -= len(key) + RECEIVED_KEY_BYTES
         for partition, key in dropped:
             self._delete(partition, key)
 
@@ -176,18 +176,18 @@ class ReceivedKeys:
         if key in versions:
             del self._order[partition, key]
         else:
-            self._nbytes += len(key) + ENTRY_BYTES
+            self._nbytes += len(key) + RECEIVED_KEY_BYTES
         versions[key] = version
         self._order[partition, key] = None
 
     def _delete(self, partition: PartitionId, key: bytes) -> None:
         del self._versions[partition][key]
         del self._order[partition, key]
-        self._nbytes -= len(key) + ENTRY_BYTES
+        self._nbytes -= len(key) + RECEIVED_KEY_BYTES
 
     def check_invariants(self) -> None:
         """Asserts that the order and the byte count match the versions; for tests."""
         assert set(self._order) == {
             (partition, key) for partition, keys in self._versions.items() for key in keys
         }
-        assert self._nbytes == sum(len(key) + ENTRY_BYTES for _, key in self._order)
+        assert self._nbytes == sum(len(key) + RECEIVED_KEY_BYTES for _, key in self._order)

@@ -24,7 +24,7 @@ from upr_protocol.client.core.calls import (
 from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
-    KeyLookup,
+    MultiGet,
     Text,
     items_of,
     to_bytes,
@@ -99,7 +99,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         The items of one partition are read at one moment; items of different partitions are not.
         """
         dispatcher = self._dispatcher
-        lookup = KeyLookup([to_bytes(key) for key in keys], self.partition_count)
+        lookup = MultiGet([to_bytes(key) for key in keys], self.partition_count)
         requests = lookup.requests()
         while batch := list(islice(requests, LOOKUPS_AT_ONCE)):
             answers = [await dispatcher.send(calls.get(request)) for request in batch]

@@ -24,7 +24,7 @@ from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT, WI
 from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import EventsReply
 
-TIMEOUT_S_DEFAULT: Final = 60
+CONSUMER_TIMEOUT_S_DEFAULT: Final = 60
 """Longer than a restart takes, of a server or of a consumer."""
 
 POLL_S: Final = 10.0
@@ -147,7 +147,7 @@ async def follow_events(
     consumer: str,
     kinds: EventKind = ALL_KINDS,
     pattern: str = "*",
-    timeout_s: int = TIMEOUT_S_DEFAULT,
+    timeout_s: int = CONSUMER_TIMEOUT_S_DEFAULT,
     identity: str = IDENTITY_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,

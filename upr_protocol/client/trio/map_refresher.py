@@ -25,7 +25,7 @@ from upr_protocol.wire import GetMap, MapReply, Message
 ROUNDS_RESET_S: Final = 2.0
 """So long after the last round was due, the waits between rounds are short again."""
 
-IDLE_S: Final = 2.0
+MAP_CONNECTION_IDLE_S: Final = 2.0
 """How long a connection made only for the map stays open after a question: while a partition has no
 node, rounds of asking follow each other faster."""
 
@@ -98,7 +98,7 @@ class MapConnection:
 
     @property
     def _idle_at(self) -> float:
-        return self._request.asked_at + IDLE_S
+        return self._request.asked_at + MAP_CONNECTION_IDLE_S
 
     def ask(self) -> bool:
         """Asks the node again, unless it owes an answer; whether an answer may still arrive."""

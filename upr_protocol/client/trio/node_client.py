@@ -23,7 +23,7 @@ from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")
 
-TIMEOUT_S: Final = 10.0
+NODE_TIMEOUT_S: Final = 10.0
 """How long a node may take to answer, and to apply a map."""
 
 
@@ -59,7 +59,7 @@ class NodeClient:
 
     address: Address
     identity: str = IDENTITY_DEFAULT
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = NODE_TIMEOUT_S
     dial: Dial = dial_tcp
 
     async def status(self) -> NodeStatus:
@@ -196,7 +196,7 @@ async def open_node(
     address: Address,
     *,
     identity: str = IDENTITY_DEFAULT,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = NODE_TIMEOUT_S,
     dial: Dial = dial_tcp,
 ) -> AsyncIterator[NodeConnection]:
     """A connection to the node at `address`, for as long as the context. It opens no bucket.

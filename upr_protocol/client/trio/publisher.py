@@ -25,7 +25,7 @@ from upr_protocol.client.core.unanswered_batches import (
     PublishOptions,
     UnansweredBatches,
 )
-from upr_protocol.client.core.writer_identity import WRITER_BYTES, WriterIdentity
+from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.trio.client import Client
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
@@ -423,7 +423,7 @@ async def publisher(
         )
     publish_options = PublishOptions(in_flight, buffer_bytes, retry_timeout_s, durability, copies)
     if writer is None:
-        writer = WriterIdentity(os.urandom(WRITER_BYTES))
+        writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
     unanswered = UnansweredBatches(writer, publish_options, draw)
     nodes = PublisherNodes(unanswered, lambda: RetryState(retry_timeout_s, draw))
     nodes.connections = ClusterConnections(

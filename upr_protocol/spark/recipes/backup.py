@@ -17,7 +17,7 @@ from upr_protocol.spark.recipes.cut import Infos, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
 from upr_protocol.spark.recipes.latest_state import Tell, quiet
-from upr_protocol.spark.recipes.manifest import DATA, MANIFEST, Manifest
+from upr_protocol.spark.recipes.manifest import DATA_FOLDER, MANIFEST, Manifest
 from upr_protocol.spark.recipes.snapshot import described
 
 _DIGITS: Final = 6
@@ -59,7 +59,7 @@ def backup(
     """
     folder = plain_path(path)
     with plain_errors(), locked(folder):
-        increments = chain(folder)
+        increments = read_increments(folder)
         last = increments[-1] if increments else None
         index = len(increments)
         bucket = Options({"url": url}).address().bucket
@@ -78,14 +78,14 @@ def backup(
             into.mkdir(exist_ok=True)
             remove(things_in(into))
             tell(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
-            cut.changes.write.parquet(str(into / DATA))
+            cut.changes.write.parquet(str(into / DATA_FOLDER))
             made = described(spark, cut, into, "increment", index)
             made.write(into)
             tell(f"increment {index}: {made.rows} rows, {made.deletions} of them deletions")
             return made
 
 
-def chain(folder: Path) -> list[Manifest]:
+def read_increments(folder: Path) -> list[Manifest]:
     """The increments of a backup, first to last; none when there is nothing yet.
 
     Raises:

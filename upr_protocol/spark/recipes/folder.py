@@ -29,7 +29,7 @@ def plain_path(text: str | os.PathLike[str]) -> Path:
     if parts.scheme not in ("", "file"):
         raise OptionError(
             f"{os.fspath(text)!r} is no folder that every executor reaches by a plain path: name "
-            "one, as of a shared file system, and copy it elsewhere when it is whole"
+            "one, as of a batch_ends file system, and copy it elsewhere when it is whole"
         )
     return Path(unquote(parts.path) if parts.scheme else os.fspath(text)).absolute()
 

@@ -18,7 +18,7 @@ from upr_protocol.spark.source import UprDataSource
 Tell = Callable[[str], None]
 """Is told how a recipe goes on, a sentence at a time."""
 
-SCHEMA: Final = pa.schema(
+LATEST_STATE_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.binary(), nullable=False),
         pa.field("value", pa.binary(), nullable=False),
@@ -32,7 +32,7 @@ SCHEMA: Final = pa.schema(
 )
 """The columns of the table."""
 
-BATCH_BYTES_DEFAULT: Final = 256 * 1024 * 1024
+MERGE_BYTES_DEFAULT: Final = 256 * 1024 * 1024
 """A batch is held whole by the driver, twice for a moment."""
 
 _QUERY_ID: Final = "sql.streaming.queryId"
@@ -126,7 +126,11 @@ class LatestState:
         return delta.DeltaTable(self._table, storage_options=self._storage_options)
 
     def _make(self, rows: pa.Table, properties: Any) -> None:
-        live = rows.filter(pc.invert(rows["deleted"])).select(SCHEMA.names).cast(SCHEMA)
+        live = (
+            rows.filter(pc.invert(rows["deleted"]))
+            .select(LATEST_STATE_SCHEMA.names)
+            .cast(LATEST_STATE_SCHEMA)
+        )
         _deltalake().write_deltalake(
             self._table,
             live,
@@ -147,7 +151,7 @@ class LatestState:
             properties: What the commit says.
         """
         before = table.version()
-        columns = {name: f"s.{name}" for name in SCHEMA.names}
+        columns = {name: f"s.{name}" for name in LATEST_STATE_SCHEMA.names}
         merge = (
             table.merge(
                 rows,
@@ -189,7 +193,7 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
     Raises:
         OptionError: A column is missing.
     """
-    columns = [*SCHEMA.names, "deleted", "op"]
+    columns = [*LATEST_STATE_SCHEMA.names, "deleted", "op"]
     for name in columns:
         if name not in batch.columns:
             raise OptionError(f"the column {name} is missing: stream with metadata and values")
@@ -200,9 +204,11 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
     rows_and_markers = newest.select("newest.*").toArrow()
     is_marker = pc.equal(rows_and_markers["op"], "rollback")
     went_back = sorted(set(rows_and_markers.filter(is_marker)["partition"].to_pylist()))
-    rows = rows_and_markers.filter(pc.invert(is_marker)).select([*SCHEMA.names, "deleted"])
+    rows = rows_and_markers.filter(pc.invert(is_marker)).select(
+        [*LATEST_STATE_SCHEMA.names, "deleted"]
+    )
     # Of what is deleted there is no value; it is never put in.
-    nullable = [field.with_nullable(field.name == "value") for field in SCHEMA]
+    nullable = [field.with_nullable(field.name == "value") for field in LATEST_STATE_SCHEMA]
     return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_back
 
 
@@ -248,7 +254,7 @@ def keep_latest_state(
     settings = {name.lower(): value for name, value in (options or {}).items()}
     settings.setdefault("onrollback", "marker")
     if "maxoffsetspertrigger" not in settings and settings.get("stability", "").lower() != "any":
-        settings.setdefault("maxbytespertrigger", str(BATCH_BYTES_DEFAULT))
+        settings.setdefault("maxbytespertrigger", str(MERGE_BYTES_DEFAULT))
     changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
     writer = changes.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
     if available_now:

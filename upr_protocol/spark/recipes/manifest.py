@@ -17,7 +17,7 @@ from upr_protocol.spark.recipes.folder import persist
 FORMAT_VERSION: Final = 1
 
 MANIFEST: Final = "manifest.json"
-DATA: Final = "data"
+DATA_FOLDER: Final = "data"
 """The folder beside it that has the rows."""
 
 
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def write(self, folder: Path) -> None:
         """Makes a folder count: first its data is on disk, then this."""
-        persist(folder / DATA)
+        persist(folder / DATA_FOLDER)
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         write_atomically(folder / MANIFEST, text + b"\n")
 
@@ -111,13 +111,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"{path} is of version {manifest.format_version}, and this library reads "
                 f"{FORMAT_VERSION}: use the one it was made with",
             )
-        lengths = files_below(folder / DATA)
+        lengths = files_below(folder / DATA_FOLDER)
         for name, nbytes in manifest.files.items():
             if lengths.get(name) != nbytes:
                 raise PipelineError(
                     "UPR_FOLDER",
-                    f"{folder / DATA / name} has {lengths.get(name, 'not a single one')} of its "
-                    f"{nbytes} bytes: get a whole copy",
+                    f"{folder / DATA_FOLDER / name} has {lengths.get(name, 0)} of its {nbytes} "
+                    "bytes: get a whole copy",
                 )
         return manifest
 

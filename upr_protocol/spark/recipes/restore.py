@@ -17,7 +17,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.spark.driver_client import explained
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.options import Options
-from upr_protocol.spark.recipes.backup import chain, increment_folder
+from upr_protocol.spark.recipes.backup import increment_folder, read_increments
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
 from upr_protocol.spark.recipes.latest_state import Tell, quiet
@@ -86,7 +86,7 @@ def restore(
     if not folder.exists():
         raise PipelineError("UPR_FOLDER", f"{folder} is not there")
     with plain_errors():
-        increments = chain(folder)
+        increments = read_increments(folder)
         if not increments:
             raise PipelineError("UPR_FOLDER", f"{folder} has no increment that was finished")
         if through is not None:

@@ -16,9 +16,9 @@ from upr_protocol.spark.recipes.cut import Cut, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
 from upr_protocol.spark.recipes.latest import latest
-from upr_protocol.spark.recipes.latest_state import SCHEMA, Tell, quiet
+from upr_protocol.spark.recipes.latest_state import LATEST_STATE_SCHEMA, Tell, quiet
 from upr_protocol.spark.recipes.manifest import (
-    DATA,
+    DATA_FOLDER,
     MANIFEST,
     Manifest,
     PartitionPart,
@@ -64,8 +64,8 @@ def snapshot(
         remove(sorted(things_in(folder), key=lambda thing: thing.name != MANIFEST))
         tell(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
         # A read has no markers: without `op` nobody looks for them, which would read it twice.
-        rows = latest(cut.changes.drop("op")).select(*SCHEMA.names)
-        rows.write.parquet(str(folder / DATA))
+        rows = latest(cut.changes.drop("op")).select(*LATEST_STATE_SCHEMA.names)
+        rows.write.parquet(str(folder / DATA_FOLDER))
         manifest = described(spark, cut, folder, "snapshot")
         manifest.write(folder)
         tell(f"{manifest.rows} rows in {len(manifest.files)} files")
@@ -87,7 +87,7 @@ def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFram
 
 def rows_of(spark: SparkSession, folder: Path, manifest: Manifest) -> DataFrame:
     """The rows that a manifest speaks of, and no others."""
-    paths = [str(folder / DATA / name) for name in manifest.files]
+    paths = [str(folder / DATA_FOLDER / name) for name in manifest.files]
     return spark.read.parquet(*paths)
 
 
@@ -99,8 +99,8 @@ def described(
     number: int = 0,
 ) -> Manifest:
     """The manifest of what was written of a cut: rows are counted in the files."""
-    files = dict(files_below(folder / DATA))
-    written = spark.read.parquet(str(folder / DATA))
+    files = dict(files_below(folder / DATA_FOLDER))
+    written = spark.read.parquet(str(folder / DATA_FOLDER))
     deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
     counts = {
         row["partition"]: (row["rows"], row["deletions"])
@@ -138,7 +138,7 @@ def _check_may_be_used(folder: Path, *, overwrite: bool) -> None:
     things = things_in(folder)
     if not things:
         return
-    ours = {DATA, MANIFEST, f"_{MANIFEST}.unfinished"}
+    ours = {DATA_FOLDER, MANIFEST, f"_{MANIFEST}.unfinished"}
     others = [thing.name for thing in things if thing.name not in ours]
     if others:
         raise PipelineError(
