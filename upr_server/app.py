@@ -24,7 +24,7 @@ from upr_server.config import Config
 from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
-from upr_server.replication import MapExchange, Membership
+from upr_server.replication import MapExchange, PartitionMaps
 from upr_server.runtime import BoundListeners, System, run_until_signal
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
@@ -54,7 +54,7 @@ class Server:
         port: The port it listens on; 0 for a server that does not listen.
         upkeep: Works on the buckets.
         catalog: The buckets.
-        cluster: Their partition maps.
+        partition_maps: Their partition maps.
         events: The event bus; None for none.
         connections: Serves connections.
     """
@@ -76,17 +76,19 @@ class Server:
             self.upkeep,
             quota_bytes_default=config.quota_bytes,
             time=system.time,
-            new_history_id=system.new_history_id,
+            new_id=system.new_id,
             purge_age_s=config.purge_age_s,
             observer=None if bus is None else bus.producer,
             rest_s=IDLE_S if bus is None else REST_S,
         )
-        self.cluster = Membership(self, config.node or identity, system, config.undo_mutations)
+        self.partition_maps = PartitionMaps(
+            self, config.node or identity, system, config.undo_mutations
+        )
         self.events = bus
         self.connections = ConnectionServer(
             self.catalog,
             self.upkeep,
-            self.cluster,
+            self.partition_maps,
             bus,
             HANDLERS,
             identity=identity,
@@ -103,7 +105,7 @@ class Server:
 
     def recovered(self) -> AbstractAsyncContextManager[None]:
         """The buckets that are on disk, for as long as the context; see `BucketCatalog`."""
-        return self.catalog.recovered(self.cluster)
+        return self.catalog.recovered(self.partition_maps)
 
     # What replication needs: `Host` documents these.
 
@@ -146,7 +148,7 @@ async def running_server(
             )
         bus = None
         if config.events:
-            bus = EventBus(store, time=system.time, new_id=system.new_history_id)
+            bus = EventBus(store, time=system.time, new_id=system.new_id)
         yield await stack.enter_async_context(_serving(config, store, bus, system))
 
 
@@ -235,8 +237,8 @@ async def _accepting(config: Config, server: Server, bound: BoundListeners) -> A
             nursery.start_soon(server.upkeep.collapse)
             nursery.start_soon(server.upkeep.free_memory)
             nursery.start_soon(server.upkeep.expire)
-            nursery.start_soon(server.cluster.run)
-            nursery.start_soon(MapExchange(server.cluster).run)
+            nursery.start_soon(server.partition_maps.run)
+            nursery.start_soon(MapExchange(server.partition_maps).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
             await nursery.start(accept, server.connections.serve, bound.listeners)

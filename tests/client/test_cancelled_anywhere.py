@@ -548,7 +548,7 @@ async def _open_node(server: Server, folder: Path) -> None:
 
 async def _set_map(server: Server, folder: Path) -> None:
     node = NodeClient(Address.parse(server.url("b")))
-    current = server.cluster.map_of("b")
+    current = server.partition_maps.map_of("b")
     if current is None:
         own = f"{HOST}:{server.port}"
         await node.set_map(0, PartitionMap.of_one("b", PARTITIONS, "a", own))
@@ -752,7 +752,7 @@ async def caught_up(servers: list[Server]) -> None:
     """Both have one map and one history."""
 
     def same() -> bool:
-        maps = [server.cluster.map_of("b") for server in servers]
+        maps = [server.partition_maps.map_of("b") for server in servers]
         logs = [
             [partition.failover_log for partition in server.catalog.bucket("b").partitions]
             for server in servers

@@ -82,7 +82,7 @@ async def test_impossible_failovers_are_refused() -> None:
 
 async def test_a_replica_that_is_behind_is_not_promoted() -> None:
     async with running_servers("abc") as group:
-        cluster = group.servers["b"].cluster
+        cluster = group.servers["b"].partition_maps
         await cluster.stop()
         async with connect(group.servers["a"].url("b")) as client:
             for number in range(20):

@@ -130,7 +130,7 @@ def _lose_answers(
 ) -> list[list[FailoverLog]]:
     """Cuts the connection to `b` after it has applied the next map: for a moment, or for good.
     Returns the logs with which `b` was active then."""
-    cluster = group.servers["b"].cluster
+    cluster = group.servers["b"].partition_maps
     real = cluster.set_map
     active_logs: list[list[FailoverLog]] = []
 
@@ -218,7 +218,7 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
 async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> None:
     async with running_servers("ab") as group:
         before = logs(group, "a")
-        cluster: Any = group.servers["b"].cluster
+        cluster: Any = group.servers["b"].partition_maps
         await cluster.stop()
         await group.set("a", {"k": "v"})
         operator = group.operator()
@@ -236,7 +236,7 @@ async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> N
 async def test_a_takeover_by_a_replica_that_stays_far_behind_changes_nothing() -> None:
     async with running_servers("ab") as group:
         before = group.map("a")
-        cluster: Any = group.servers["b"].cluster
+        cluster: Any = group.servers["b"].partition_maps
         await cluster.stop()
         await group.set("a", {f"key {n}": "v" for n in range(CLOSE_CHANGES + 1)})
         timeouts = TakeoverTimeouts(approach_s=0.3)
@@ -372,7 +372,7 @@ async def test_a_target_that_accepted_changes_stays_active_though_its_answer_was
             if "it may or may not be active now" in sentence:
                 group.proxies["b"].heal()
 
-        cluster = group.servers["b"].cluster
+        cluster = group.servers["b"].partition_maps
         real = cluster.set_map
         operator = group.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=5)
         await take_over(operator, to="b", all_of="a")

@@ -134,7 +134,7 @@ class TestCluster:
             while True:
                 server = self.nodes[name].server
                 assert server is not None
-                revision = server.cluster.revision(BUCKET)
+                revision = server.partition_maps.revision(BUCKET)
                 try:
                     await node.set_map(revision, new_map)
                     break

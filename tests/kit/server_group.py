@@ -157,7 +157,7 @@ class ServerGroup:
 
     def map(self, name: str) -> PartitionMap:
         """The map that a server has."""
-        partition_map = self.servers[name].cluster.map_of(BUCKET)
+        partition_map = self.servers[name].partition_maps.map_of(BUCKET)
         assert partition_map is not None
         return partition_map
 
@@ -178,14 +178,14 @@ class ServerGroup:
     ) -> None:
         """Gives one node a map, whichever map it has."""
         assignments = {PartitionId(number): assignment for number, assignment in changed.items()}
-        cluster = self.servers[name].cluster
+        cluster = self.servers[name].partition_maps
         new_map = base.with_assignments(assignments, revision)
         await cluster.set_map(cluster.revision(BUCKET), new_map.encode())
 
     def before_map(self, name: str, call: Callable[[], None]) -> None:
         """Calls `call` once, right before this node applies a map."""
-        membership: Any = self.servers[name].cluster
-        following = membership._buckets[BUCKET].following
+        partition_maps: Any = self.servers[name].partition_maps
+        following = partition_maps._buckets[BUCKET].following
         real = following.stop_all_but
 
         async def stop_all_but(sources: object) -> None:

@@ -61,7 +61,7 @@ def unconfirmed(group: TestCluster, name: str) -> bool:
     """Whether a node still waits for a peer."""
     server = group.nodes[name].server
     assert server is not None
-    return not server.cluster.statistics(BUCKET)["is_confirmed"]
+    return not server.partition_maps.statistics(BUCKET)["is_confirmed"]
 
 
 def states(group: TestCluster, name: str) -> list[PartitionState]:
@@ -701,7 +701,7 @@ async def test_a_node_that_was_killed_after_it_handed_over_may_do_so_again() -> 
 def has_map(group: TestCluster, name: str) -> bool:
     server = group.nodes[name].server
     assert server is not None
-    return server.cluster.revision(BUCKET) == group.map.revision
+    return server.partition_maps.revision(BUCKET) == group.map.revision
 
 
 async def test_what_expires_is_deleted_by_a_new_active() -> None:

@@ -44,7 +44,7 @@ from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import Connection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget
-from upr_server.replication import MapExchange, Membership
+from upr_server.replication import MapExchange, PartitionMaps
 from upr_server.replication.following import Following
 from upr_server.replication.map_application import MappedBucket
 from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
@@ -423,7 +423,7 @@ class _Nowhere:
 
 
 def _map(server: Server) -> PartitionMap:
-    current = server.cluster.map_of("b")
+    current = server.partition_maps.map_of("b")
     if current is not None:
         return current.with_assignments({})
     return PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
@@ -431,23 +431,23 @@ def _map(server: Server) -> PartitionMap:
 
 async def _give(server: Server) -> None:
     new_map = _map(server)
-    await server.cluster.set_map(new_map.revision - 1, new_map.encode())
+    await server.partition_maps.set_map(new_map.revision - 1, new_map.encode())
 
 
 async def _adopt(server: Server) -> None:
-    assert await server.cluster.adopt(_map(server))
+    assert await server.partition_maps.adopt(_map(server))
 
 
 async def _confirm(server: Server) -> None:
-    membership = server.cluster
-    membership._buckets["b"].is_confirmed = False
-    await membership.confirm("b", membership.revision("b"))
+    partition_maps = server.partition_maps
+    partition_maps._buckets["b"].is_confirmed = False
+    await partition_maps.confirm("b", partition_maps.revision("b"))
 
 
 MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
-    _give: tries(Membership.set_map, MappedBucket.apply),
-    _adopt: tries(Membership.adopt),
-    _confirm: tries(Membership.confirm),
+    _give: tries(PartitionMaps.set_map, MappedBucket.apply),
+    _adopt: tries(PartitionMaps.adopt),
+    _confirm: tries(PartitionMaps.confirm),
 }
 
 
@@ -462,10 +462,10 @@ async def test_a_map(
     await _give(server)
 
     async def then() -> None:
-        current = server.cluster.map_of("b")
+        current = server.partition_maps.map_of("b")
         assert current is not None
         (stored,) = await SimulatedStore(directory).ask(LoadBuckets())
-        assert stored.cluster_map == current.encode()
+        assert stored.partition_map == current.encode()
         await case(server)
 
     steps = await cancelled_at_each_step(partial(case, server), lambda: check(server), then=then)
@@ -482,10 +482,10 @@ async def _name_replica(server: Server, address: str) -> None:
         partitions=(assignment,) * PARTITIONS,
     )
     await _give(server)
-    await server.cluster.set_map(1, new_map.encode())
+    await server.partition_maps.set_map(1, new_map.encode())
 
 
-JOIN: Final = tries(Membership.join)
+JOIN: Final = tries(PartitionMaps.join)
 
 
 async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> None:
@@ -496,7 +496,7 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
         await trio.sleep(2 * ASK_INTERVAL_S)
 
         async def work() -> None:
-            await other.cluster.join("b", f"{HOST}:{server.port}")
+            await other.partition_maps.join("b", f"{HOST}:{server.port}")
 
         async def undo() -> None:
             if other.catalog.buckets.get("b") is not None:
@@ -556,8 +556,8 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
 
 
 REPLICA: Final = tries(
-    Membership.run,
-    Membership.stop,
+    PartitionMaps.run,
+    PartitionMaps.stop,
     Following.stop_all_but,
     MapExchange.run,
     NodeConnections.status,
@@ -576,7 +576,7 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
 
     async def follows(node: Server) -> None:
         if node.catalog.buckets.get("b") is None:
-            await node.cluster.join("b", f"{HOST}:{server.port}")
+            await node.partition_maps.join("b", f"{HOST}:{server.port}")
         ours, theirs = server.catalog.bucket("b"), node.catalog.bucket("b")
         key = b"key-%d" % next(numbers)
         for partition in ours.partitions:
@@ -591,7 +591,7 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
     async def work() -> None:
         async with node("z", port=port, store=slow_store(directory)) as other:
             await follows(other)
-            await other.cluster.stop()
+            await other.partition_maps.stop()
 
     steps = await cancelled_at_each_step(
         work, lambda: check(server), then=work, every=3, reaching=REPLICA

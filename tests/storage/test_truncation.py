@@ -285,11 +285,11 @@ def test_a_partition_map_is_stored_with_its_partition_records() -> None:
     partial = PartialRecord(HISTORY, SeqNo(30), SeqNo(50), SeqNo(40))
     more = chunk_of([row(Operation.SET, b"k", 40, 40)], 30, 40)
     bucket.commit([PartitionWrite(PARTITION, record(30, partial), [more])])
-    assert bucket.log.load().cluster_map == ""
+    assert bucket.log.load().partition_map == ""
     active = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(30), 30)
     bucket.put_partition_map("{}", [(PARTITION, active)])
     stored = bucket.log.load()
-    assert stored.cluster_map == "{}"
+    assert stored.partition_map == "{}"
     assert stored.partitions[PARTITION].record == active
     after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
     written = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)

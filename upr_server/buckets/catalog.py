@@ -66,7 +66,7 @@ class BucketCatalog:
         upkeep: Works on the buckets.
         quota_bytes_default: The memory quota of a bucket that is created without one.
         time: Seconds since 1970.
-        new_history_id: Draws a fresh non-zero random number.
+        new_id: Draws a fresh non-zero random number.
         purge_age_s: How old a tombstone must be to be forgotten.
         observer: Is told what becomes of buckets.
         rest_s: How long the disk of a bucket with which there is nothing to do is left alone,
@@ -85,18 +85,18 @@ class BucketCatalog:
         *,
         quota_bytes_default: int,
         time: Callable[[], float],
-        new_history_id: Callable[[], HistoryId],
+        new_id: Callable[[], HistoryId],
         purge_age_s: float = PURGE_AGE_S,
         observer: BucketObserver | None = None,
         rest_s: float = IDLE_S,
     ) -> None:
-        self.buckets = Buckets(new_history_id, upkeep.collapse_soon, observer)
+        self.buckets = Buckets(new_id, upkeep.collapse_soon, observer)
         self.disks: dict[Bucket, BucketDisk] = {}
         self.quota_bytes_default = quota_bytes_default
         self._store = store
         self._upkeep = upkeep
         self._time = time
-        self._new_history_id = new_history_id
+        self._new_id = new_id
         self._purge_age_s = purge_age_s
         self._rest_s = rest_s
         self._maps: BucketMaps
@@ -154,7 +154,7 @@ class BucketCatalog:
 
     async def _recover(self, stored: StoredBucket) -> None:
         record = stored.record
-        images, changed = recover_partitions(stored, self._new_history_id)
+        images, changed = recover_partitions(stored, self._new_id)
         await self._store.ask(StartServing(record.name, changed))
         log.info(
             "bucket recovered",
@@ -172,13 +172,13 @@ class BucketCatalog:
             is_new=False,
         )
         disk = self._attach_disk(bucket, stored.leases)
-        if stored.cluster_map:
+        if stored.partition_map:
             partials = {
                 PartitionId(number): partition.record.partial
                 for number, partition in enumerate(stored.partitions)
                 if partition.record.partial is not None
             }
-            self._maps.restore(disk, stored.cluster_map, partials, is_clean=stored.is_clean)
+            self._maps.restore(disk, stored.partition_map, partials, is_clean=stored.is_clean)
 
     async def _stop_disks(self) -> None:
         """Brings every bucket to disk, and marks those that are complete there. A bucket that finds
@@ -226,7 +226,7 @@ class BucketCatalog:
         async with self._lock:
             self.buckets.check_absent(name)
             images = [PartitionImage(state, self._first_log(state)) for state in states]
-            incarnation = self._new_history_id()
+            incarnation = self._new_id()
             record = BucketRecord(name, len(states), quota_bytes, incarnation=incarnation)
             partitions = [
                 PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
@@ -242,7 +242,7 @@ class BucketCatalog:
 
     def _first_log(self, state: PartitionState) -> FailoverLog:
         if state is PartitionState.ACTIVE:
-            return FailoverLog().with_branch(self._new_history_id(), SeqNo(0))
+            return FailoverLog().with_branch(self._new_id(), SeqNo(0))
         return FailoverLog()
 
     def _attach_disk(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> BucketDisk:
@@ -250,7 +250,7 @@ class BucketCatalog:
             self._store,
             bucket,
             time=self._time,
-            new_id=self._new_history_id,
+            new_id=self._new_id,
             purge_age_s=self._purge_age_s,
             leases=leases,
             on_memory_freed=self._upkeep.try_relief_again,

@@ -48,7 +48,7 @@ class RequestContext:
     Attributes:
         bucket: The bucket that the client opened; None before that, and once it was deleted.
         catalog: The buckets.
-        cluster: The partition maps.
+        partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         time: Seconds since 1970.
         replication_timeout_s: How long replicas may take to have a batch.
@@ -70,7 +70,7 @@ class RequestContext:
     ) -> None:
         self.bucket: Bucket | None = None
         self.catalog = resources.catalog
-        self.cluster = resources.cluster
+        self.partition_maps = resources.partition_maps
         self.events = resources.events
         self.time = resources.time
         self.replication_timeout_s = resources.replication_timeout_s
@@ -151,7 +151,7 @@ class RequestContext:
     @property
     def map_revision(self) -> int:
         """The revision of the bucket's map; 0 for none."""
-        return 0 if self.bucket is None else self.cluster.revision(self.bucket.name)
+        return 0 if self.bucket is None else self.partition_maps.revision(self.bucket.name)
 
     @property
     def replica_name(self) -> str:

@@ -21,7 +21,7 @@ REPLICATION_TIMEOUT_S: Final = 30.0
 """Long enough for a replica that is being started again; then the publisher is told what is so."""
 
 
-class Cluster(Protocol):
+class PartitionMapService(Protocol):
     """The partition maps, by bucket."""
 
     @property
@@ -84,7 +84,7 @@ class ServerResources:
     Attributes:
         identity: The server's name for itself, told to clients.
         catalog: The buckets.
-        cluster: The partition maps.
+        partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         credit_shares: Divides the bytes that publishers may send.
         time: Seconds since 1970.
@@ -98,7 +98,7 @@ class ServerResources:
 
     identity: str
     catalog: BucketCatalog
-    cluster: Cluster
+    partition_maps: PartitionMapService
     events: Events | None
     credit_shares: CreditShares
     time: Callable[[], float]

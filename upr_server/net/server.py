@@ -16,7 +16,7 @@ from upr_server.engine import Bucket
 from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.request_context import Handler
-from upr_server.net.resources import Cluster, Events, ServerResources
+from upr_server.net.resources import Events, PartitionMapService, ServerResources
 
 REFUSALS_MAX: Final = 100
 """Connections beyond the limit that are told so at a time; the others are just closed."""
@@ -30,7 +30,7 @@ class ConnectionServer:
     Args:
         catalog: The buckets.
         upkeep: Works on them.
-        cluster: The partition maps.
+        partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         handlers: How requests are answered, by their kind.
         identity: The server's name for itself, told to clients.
@@ -49,7 +49,7 @@ class ConnectionServer:
         self,
         catalog: BucketCatalog,
         upkeep: Upkeep,
-        cluster: Cluster,
+        partition_maps: PartitionMapService,
         events: Events | None,
         handlers: Mapping[type[Message], Handler],
         *,
@@ -63,7 +63,7 @@ class ConnectionServer:
         self.resources = ServerResources(
             identity,
             catalog,
-            cluster,
+            partition_maps,
             events,
             CreditShares(upkeep),
             time,
@@ -152,7 +152,7 @@ class ConnectionServer:
                 "bucket": bucket_name,
                 **bucket.statistics(),
                 **catalog.disks[bucket].statistics(),
-                **resources.cluster.statistics(bucket_name),
+                **resources.partition_maps.statistics(bucket_name),
             }
         return {
             "server": {

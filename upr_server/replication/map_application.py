@@ -154,7 +154,7 @@ class MappedBucket:
                     new.partitions[partition.id],
                     is_confirming=is_confirming,
                     is_clean=self.is_clean,
-                    new_history_id=self._system.new_history_id,
+                    new_history_id=self._system.new_id,
                 ),
             )
             for partition, state in states.items()

@@ -15,7 +15,7 @@ from upr_protocol.client import Address, NodeClient, NodeConnection, NodeStatus,
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial
-from upr_server.replication.membership import Membership
+from upr_server.replication.partition_maps import PartitionMaps
 
 ASK_INTERVAL_S: Final = 2.0
 """How often one of the other nodes is asked, each in its turn."""
@@ -32,55 +32,57 @@ class MapExchange:
     """Keeps this node's maps as new as those of the other nodes.
 
     Args:
-        membership: What this node is.
+        partition_maps: The maps of this node's buckets.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, partition_maps: PartitionMaps) -> None:
+        self._partition_maps = partition_maps
         self._last_asked: dict[str, int] = defaultdict(int)
         self._logged: set[str] = set()
 
     async def run(self) -> None:
         """Asks the other nodes, for ever."""
-        membership = self._membership
+        partition_maps = self._partition_maps
         async with trio.open_nursery() as nursery:
-            connections = NodeConnections(nursery, self._identity, membership.system.dial)
+            connections = NodeConnections(nursery, self._identity, partition_maps.system.dial)
             while True:
-                unconfirmed = membership.unconfirmed()
+                unconfirmed = partition_maps.unconfirmed()
                 for bucket in unconfirmed:
                     await self._confirm(connections, bucket)
-                for partition_map in membership.maps():
+                for partition_map in partition_maps.maps():
                     if partition_map.bucket not in unconfirmed:
                         await self._ask_next(connections, partition_map.bucket)
                 connections.close_others(self._other_nodes())
-                await trio.sleep(CONFIRM_INTERVAL_S if membership.unconfirmed() else ASK_INTERVAL_S)
+                await trio.sleep(
+                    CONFIRM_INTERVAL_S if partition_maps.unconfirmed() else ASK_INTERVAL_S
+                )
 
     @property
     def _identity(self) -> str:
-        return f"node:{self._membership.node}"
+        return f"node:{self._partition_maps.node}"
 
     def _other_nodes(self) -> Iterator[Address]:
-        for partition_map in self._membership.maps():
-            for host_port in self._membership.other_nodes(partition_map.bucket).values():
+        for partition_map in self._partition_maps.maps():
+            for host_port in self._partition_maps.other_nodes(partition_map.bucket).values():
                 yield _address(host_port, partition_map.bucket)
 
     async def _ask_next(self, connections: NodeConnections, bucket: str) -> None:
         """Asks the next of the bucket's other nodes, and adopts its map if that is newer."""
-        nodes = list(self._membership.other_nodes(bucket).items())
+        nodes = list(self._partition_maps.other_nodes(bucket).items())
         if nodes:
             index = self._last_asked[bucket] = (self._last_asked[bucket] + 1) % len(nodes)
             their_map = await self._fetch(connections, *nodes[index], bucket)
             if their_map is not None:
-                await self._try(self._membership.adopt, their_map)
+                await self._try(self._partition_maps.adopt, their_map)
 
     async def _confirm(self, connections: NodeConnections, bucket: str) -> None:
         """Asks all other nodes of the bucket. The newest map counts, and one answer is enough: each
         change of a map was applied by the nodes that it concerns."""
-        membership = self._membership
-        revision = membership.revision(bucket)
-        nodes = membership.other_nodes(bucket)
+        partition_maps = self._partition_maps
+        revision = partition_maps.revision(bucket)
+        nodes = partition_maps.other_nodes(bucket)
         if not nodes:
-            await self._try(membership.confirm, bucket, revision)
+            await self._try(partition_maps.confirm, bucket, revision)
             return
         answers: list[PartitionMap] = []
 
@@ -104,9 +106,9 @@ class MapExchange:
             return
         newest = max(answers, key=lambda their_map: their_map.revision)
         if newest.revision > revision:
-            await self._try(membership.adopt, newest)
-        elif newest.revision < revision or newest == membership.map_of(bucket):
-            await self._try(membership.confirm, bucket, revision)
+            await self._try(partition_maps.adopt, newest)
+        elif newest.revision < revision or newest == partition_maps.map_of(bucket):
+            await self._try(partition_maps.confirm, bucket, revision)
 
     async def _fetch(
         self, connections: NodeConnections, name: str, host_port: str, bucket: str
@@ -116,7 +118,7 @@ class MapExchange:
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
                 status = await connections.status(_address(host_port, bucket))
-                own_map = self._membership.map_of(bucket)
+                own_map = self._partition_maps.map_of(bucket)
                 if status.node != name:
                     self._warn_once(
                         f"{host_port} is node {status.node}, but the partition map says {name}"
@@ -150,9 +152,9 @@ class MapExchange:
         node = NodeClient(
             _address(host_port, own_map.bucket),
             identity=self._identity,
-            dial=self._membership.system.dial,
+            dial=self._partition_maps.system.dial,
         )
-        await node.join(own_map.nodes[self._membership.node])
+        await node.join(own_map.nodes[self._partition_maps.node])
 
     def _warn_once(self, sentence: str) -> None:
         if sentence not in self._logged:

@@ -33,6 +33,6 @@ class System:
     dial: Dial = dial_tcp
     bind: Callable[[str], AbstractAsyncContextManager[BoundListeners]] = bind_tcp
 
-    def new_history_id(self) -> HistoryId:
-        """A fresh history ID, never 0."""
+    def new_id(self) -> HistoryId:
+        """A fresh random ID of a history, a bucket or an event batch; never 0."""
         return HistoryId(self.random_bits(64) or 1)

@@ -114,14 +114,14 @@ class StoredBucket(msgspec.Struct, frozen=True):
         is_clean: Whether it was stopped cleanly.
         partitions: Its partitions, in order.
         leases: Its leases.
-        cluster_map: Its partition map, as JSON; empty for none.
+        partition_map: Its partition map, as JSON; empty for none.
     """
 
     record: BucketRecord
     is_clean: bool
     partitions: Sequence[StoredPartition]
     leases: Sequence[LeaseRecord]
-    cluster_map: str = ""
+    partition_map: str = ""
 
 
 class ChunkLog:

@@ -16,7 +16,7 @@ from upr_protocol.ids import HistoryId, PartitionState
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_server.engine import Partition
 from upr_server.replication import roles
-from upr_server.replication.membership import Membership
+from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.runtime import System
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -36,10 +36,10 @@ def forgets_the_failover_entry() -> Iterator[None]:
 def reuses_a_history_id() -> Iterator[None]:
     """There are four history IDs."""
 
-    def new_history_id(self: System) -> HistoryId:
+    def new_id(self: System) -> HistoryId:
         return HistoryId(1 + self.random_bits(2))
 
-    with replaced(System, "new_history_id", new_history_id):
+    with replaced(System, "new_id", new_id):
         yield
 
 
@@ -61,10 +61,10 @@ def promotes_who_is_being_filled() -> Iterator[None]:
 @contextmanager
 def is_active_at_once_after_a_restart() -> Iterator[None]:
     """A node that was active is so again when it is back, and asks nobody."""
-    restore: Any = Membership.restore
+    restore: Any = PartitionMaps.restore
 
     def restore_as_before(
-        self: Membership, disk: BucketDisk, document: str, *arguments: Any, **options: Any
+        self: PartitionMaps, disk: BucketDisk, document: str, *arguments: Any, **options: Any
     ) -> None:
         restore(self, disk, document, *arguments, **options)
         mapped = self._buckets[disk.bucket.name]
@@ -74,7 +74,7 @@ def is_active_at_once_after_a_restart() -> Iterator[None]:
             if partition.state is PartitionState.PENDING:
                 partition.become(PartitionState.ACTIVE, partition.failover_log)
 
-    with replaced(Membership, "restore", restore_as_before):
+    with replaced(PartitionMaps, "restore", restore_as_before):
         yield
 
 

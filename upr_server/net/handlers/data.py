@@ -44,7 +44,7 @@ def _target(
     if durability in (Durability.MEMORY, Durability.PERSISTED):
         return DurabilityTarget(durability)
     assert context.bucket is not None
-    replica_count = len(context.cluster.replicas(context.bucket.name, partition.id))
+    replica_count = len(context.partition_maps.replicas(context.bucket.name, partition.id))
     if max(copies, 1) > replica_count:
         raise ServerError(
             Status.TOO_FEW_REPLICAS,

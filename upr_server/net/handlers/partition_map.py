@@ -11,14 +11,14 @@ def get_map(context: RequestContext, request: GetMap) -> None:
     """Tells the map of a bucket."""
     if request.bucket:
         context.catalog.bucket(request.bucket)
-    _reply(context, request, context.cluster.map_of(request.bucket))
+    _reply(context, request, context.partition_maps.map_of(request.bucket))
 
 
 def set_map(context: RequestContext, request: SetMap) -> None:
     """Applies a map."""
 
     async def apply() -> None:
-        new_map = await context.cluster.set_map(request.expected_revision, request.document)
+        new_map = await context.partition_maps.set_map(request.expected_revision, request.document)
         _reply(context, request, new_map)
 
     context.reply_in_order(request, apply)
@@ -28,7 +28,7 @@ def join(context: RequestContext, request: Join) -> None:
     """Asks another node for a bucket's map, and applies that."""
 
     async def apply() -> None:
-        new_map = await context.cluster.join(request.bucket, request.address)
+        new_map = await context.partition_maps.join(request.bucket, request.address)
         _reply(context, request, new_map)
 
     context.reply_in_order(request, apply)
@@ -40,4 +40,4 @@ def _reply(
     revision, document = 0, ""
     if partition_map is not None:
         revision, document = partition_map.revision, partition_map.encode()
-    context.send(MapReply(revision, document, context.cluster.node, opaque=request.opaque))
+    context.send(MapReply(revision, document, context.partition_maps.node, opaque=request.opaque))

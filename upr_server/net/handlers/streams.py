@@ -73,7 +73,7 @@ def _check_replica(context: RequestContext, request: Stream) -> None:
     if not request.with_answers or bucket is None:
         return
     name = context.replica_name
-    if not context.cluster.is_replica(bucket.name, request.partition, name):
+    if not context.partition_maps.is_replica(bucket.name, request.partition, name):
         raise ServerError(
             Status.WRONG_STATE,
             f"this node does not know {name!r} as its replica for partition {request.partition}",
@@ -90,7 +90,7 @@ def replica_ack(context: RequestContext, request: ReplicaAck) -> None:
     if (
         request.history_id == partition.failover_log.current
         and request.received <= partition.high_seq
-        and context.cluster.is_replica(bucket.name, partition.id, name)
+        and context.partition_maps.is_replica(bucket.name, partition.id, name)
     ):
         context.note_replica(partition)
         partition.replicas.report(name, request.received, request.persisted, context)

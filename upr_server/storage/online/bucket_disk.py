@@ -241,7 +241,7 @@ def recover_partitions(
     for partition_id, partition in enumerate(stored.partitions):
         record = partition.record
         failover_log = FailoverLog.of(record.failover_log)
-        has_map = bool(stored.cluster_map)
+        has_map = bool(stored.partition_map)
         if not has_map and not stored.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.with_branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())

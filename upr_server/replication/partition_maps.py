@@ -29,7 +29,7 @@ each takes some 150 bytes of memory for that time."""
 log = structlog.get_logger(__name__)
 
 
-class Membership:
+class PartitionMaps:
     """What this node is for the buckets whose partitions a map places on nodes.
 
     Args:
