@@ -31,7 +31,7 @@ class Status(IntEnum):
     LIMIT_REACHED = 13
     DAMAGED = 14
     RANGE_GONE = 15
-    FENCED = 16
+    SUPERSEDED = 16
     REPLAY_DIFFERS = 17
     REVISION_CONFLICT = 18
     NOT_DURABLE_YET = 19
@@ -86,7 +86,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.LIMIT_REACHED: "release some before asking for more",
     Status.DAMAGED: "data on disk is damaged; run upr-server check, and restore a backup",
     Status.RANGE_GONE: "read again from the beginning, and renew leases in time",
-    Status.FENCED: "a newer run of this task, or another consumer of this name, is active; stop",
+    Status.SUPERSEDED: "a newer run of this task, or a consumer of the same name, is active; stop",
     Status.REPLAY_DIFFERS: (
         "the same batch was sent before with other contents; make the input repeatable, "
         "by a checkpoint or a table"

@@ -653,7 +653,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     def said(self, counter: int, variants: str, attempt: int) -> str:
         """What the model says of one batch, and does."""
         if attempt < self.attempt:
-            return "FENCED"
+            return "SUPERSEDED"
         if counter <= len(self.done) - BATCHES_MAX:
             return "TOKEN_TOO_OLD"
         if counter <= len(self.done):
@@ -691,7 +691,7 @@ class TasksRunAgain(RuleBasedStateMachine):
         attempt = data.draw(st.integers(1, self.attempt - 1))
         begin = data.draw(st.integers(1, len(self.done) + 2))
         said = run_again(self.partition, "c" * (begin + 1), attempt, range(begin, begin + 2))
-        assert said == ["FENCED"] * 2
+        assert said == ["SUPERSEDED"] * 2
 
     @rule()
     def commit(self) -> None:
@@ -731,7 +731,7 @@ def test_a_fence_and_a_difference_in_words() -> None:
     partition = new_partition()
     assert run_again(partition, "aaa", 1, range(1, 4)) == ["OK"] * 3
     assert run_again(partition, "aaaa", 2, range(1, 3)) == ["again"] * 2
-    assert run_again(partition, "aaaa", 1, range(4, 5)) == ["FENCED"]
+    assert run_again(partition, "aaaa", 1, range(4, 5)) == ["SUPERSEDED"]
     assert run_again(partition, "abaaa", 3, range(1, 6)) == [
         *("again", "REPLAY_DIFFERS"),
         *["TEMPORARY_FAILURE"] * 3,

@@ -173,12 +173,12 @@ async def test_a_batch_without_acknowledgement_is_told_again(server: Server) -> 
 async def test_a_second_follower_takes_over_the_name(server: Server) -> None:
     async with feed_of(server) as first, trio.open_nursery() as nursery:
 
-        async def fenced() -> None:
+        async def superseded() -> None:
             with pytest.raises(ServerError) as refused:
                 await anext(first)
-            assert refused.value.status is Status.FENCED
+            assert refused.value.status is Status.SUPERSEDED
 
-        nursery.start_soon(fenced)
+        nursery.start_soon(superseded)
         await eventually(lambda: bus_of(server).statistics()["asking"] == 1, "it asks")
         async with (
             follow_events(server.url(), consumer="c") as second,

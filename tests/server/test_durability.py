@@ -49,7 +49,7 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.errors import DiskFullError, StoreFailedError
 from upr_server.storage.online import flusher
-from upr_server.storage.online.flusher import RETRY_S
+from upr_server.storage.online.flusher import FULL_DISK_RETRY_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -334,7 +334,7 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
         answer = await answer_to(peer, waiting)
         assert isinstance(answer, AwaitReply)
         assert answer.seq == 3
-        assert trio.current_time() - began <= 2 * RETRY_S + 0.1
+        assert trio.current_time() - began <= 2 * FULL_DISK_RETRY_S + 0.1
         assert (await statistics(peer))["flusher"]["full"] == ""
         reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
         assert isinstance(reply, MutateReply)
@@ -421,7 +421,7 @@ async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
         refusal = await answer_to(peer, await send(peer, increment(b"n", 5), PERSISTED, P0, 1))
         assert isinstance(refusal, Refusal)
         log.bytes_max = 1 << 62
-        await trio.sleep(2 * RETRY_S)
+        await trio.sleep(2 * FULL_DISK_RETRY_S)
         reply = await answer_to(peer, await send(peer, increment(b"n", 5), PERSISTED, P0, 1))
         assert isinstance(reply, MutateReply)
         assert (reply.counters, reply.last_seq) == (((0, 5),), 1)

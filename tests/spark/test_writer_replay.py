@@ -84,7 +84,7 @@ def test_an_attempt_that_was_overtaken(new_bucket: NewBucket) -> None:
     url = new_bucket(1)
     run(url, attempt_of(1_700_000_000, 9))
     run(url, attempt_of(1_700_000_001, 1))
-    with pytest.raises(PipelineError, match=r"UPR_FENCED.*stop"):
+    with pytest.raises(PipelineError, match=r"UPR_SUPERSEDED.*stop"):
         run(url, attempt_of(1_700_000_000, 10))
     assert mutations(url) == ROWS
 

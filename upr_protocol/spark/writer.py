@@ -213,8 +213,8 @@ def _cannot_fail(chunk: Chunk) -> bool:
 
 def _refused(batch: Batch, status: Status) -> PipelineError:
     where = f"batch {batch.counter} of the task in partition {batch.partition}"
-    if status is Status.FENCED:
-        return PipelineError("UPR_FENCED", f"{where} was refused: {ADVICE[status]}")
+    if status is Status.SUPERSEDED:
+        return PipelineError("UPR_SUPERSEDED", f"{where} was refused: {ADVICE[status]}")
     if status is Status.REPLAY_DIFFERS:
         return _differs(f"{where} is another than when the task was run before")
     if status is Status.TOKEN_TOO_OLD:

@@ -27,7 +27,7 @@ class MutateResult(msgspec.Struct, frozen=True, omit_defaults=True):
         counters: Index in the batch and new value, for each increment or decrement that succeeded.
         repeated: Whether this answer was given before: the batch had its effect then.
         status: `OK`, or why the batch as a whole was refused, without any effect: `WRONG_STATE`,
-            `TOKEN_TOO_OLD`, `FENCED`, `REPLAY_DIFFERS`, or `TEMPORARY_FAILURE` when an earlier
+            `TOKEN_TOO_OLD`, `SUPERSEDED`, `REPLAY_DIFFERS`, or `TEMPORARY_FAILURE` when an earlier
             batch of the publisher was refused and must come first.
         chain: What the publisher gave to vouch for the batch and all before it; 0 for nothing.
         attempt: Which run of the publisher's task sent it, or has run since; 0 for none.

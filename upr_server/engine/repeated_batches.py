@@ -71,7 +71,7 @@ class RepeatedBatches:
         if token is None or (not batch.chain and answers.is_certainly_new(token, batch.attempt)):
             return None
         if batch.attempt < answers.attempt(token.writer):
-            return Status.FENCED
+            return Status.SUPERSEDED
         if answers.refuse_overtaking(token):
             return Status.TEMPORARY_FAILURE
         answer = self._answer(token, batch)

@@ -75,22 +75,22 @@ class EventFeeds:
             A batch; an empty one when `wait_s` is over.
 
         Raises:
-            ServerError: `FENCED` when another question came under the same name; `LIMIT_REACHED`
-                when there are too many consumers.
+            ServerError: `SUPERSEDED` when another question came under the same name;
+                `LIMIT_REACHED` when there are too many consumers.
         """
         deadline = trio.current_time() + wait_s
         queue = self._queue_of(consumer, timeout_s)
         if queue.unacknowledged is not None and queue.unacknowledged.id == acknowledged:
             queue.unacknowledged = None
         asker = queue.asker = object()
-        # An earlier question that waits under this name wakes up and is fenced.
+        # An earlier question that waits under this name wakes up and is refused.
         self._changed.notify()
         try:
             while True:
                 await self._pause(queue)
                 if queue.asker is not asker:
                     raise ServerError(
-                        Status.FENCED,
+                        Status.SUPERSEDED,
                         f"another follower took over the event consumer {consumer!r}; give each "
                         "follower its own consumer name",
                     )

@@ -69,7 +69,7 @@ class Events(Protocol):
             and what became of buckets.
 
         Raises:
-            ServerError: `FENCED`, `LIMIT_REACHED`, `UNSUPPORTED`.
+            ServerError: `SUPERSEDED`, `LIMIT_REACHED`, `UNSUPPORTED`.
             StorageError: The events cannot be read.
         """
 

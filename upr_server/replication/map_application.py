@@ -1,5 +1,12 @@
 """Applies partition maps to one bucket: decides (`roles`), writes to disk, and then changes what is
-in memory."""
+in memory.
+
+**Fencing.** Before a failover, replicas get a map without an active node. `MappedBucket.apply`
+stops their replicators (`Following.stop_all_but`), so a deposed active that still runs has nothing
+more acknowledged as replicated. The deposed node itself, once it gets a newer map, is demoted in
+`apply` before anything is awaited: `Partition.become` makes it refuse writes. And a node streams
+only to replicas that its own map names (`net.handlers.streams`).
+"""
 
 from __future__ import annotations
 
@@ -98,8 +105,8 @@ class MappedBucket:
             for partition in partitions
         }
         self._warn_of_suspects(new, states)
-        # A partition that this node gives up takes no writes from here on: its last number must not
-        # move while the disk catches up with it. PENDING, because replicas still read its end.
+        # A deposed active is fenced here: it takes no writes from here on, as its last number must
+        # not move while the disk catches up with it. PENDING, because replicas still read its end.
         demoted: dict[Partition, FailoverLog] = {
             partition: partition.failover_log
             for partition, state in states.items()

@@ -170,7 +170,8 @@ def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
 def sources_in(
     partition_map: PartitionMap, node: str, partitions: Iterable[PartitionId]
 ) -> dict[str, Source]:
-    """The nodes that `node` replicates from, by name. O(partitions)."""
+    """The nodes that `node` replicates from, by name. A map that fences a partition names no active
+    node for it, so nobody replicates it. O(partitions)."""
     by_node: dict[str, dict[PartitionId, PartitionState]] = {}
     for partition in partitions:
         assignment = partition_map.partitions[partition]

@@ -86,8 +86,8 @@ class EventFeed:
 
         Raises:
             BrokenError: There was no connection for longer than `retry_timeout_s`.
-            ServerError: The server refused; with `FENCED`, because another consumer has taken the
-                name.
+            ServerError: The server refused; with `SUPERSEDED`, because another consumer has taken
+                the name.
             ClosedError: The context was left.
         """
         await trio.lowlevel.checkpoint()

@@ -1,8 +1,9 @@
-"""The flusher: writes whole snapshots of a bucket's partitions to disk, many in one commit.
+"""The flusher: writes whole snapshots of a bucket's partitions to disk, by group commit.
 
-One commit is under way at a time, and what arrives meanwhile goes into the next: throughput comes
-from batching. When a client waits for durability the next commit begins at once. Otherwise it waits
-a moment, and what is overwritten in that time need not be written.
+**Group commit.** One transaction writes what all partitions have, and serves all clients that wait
+for the disk. One commit is under way at a time, and what arrives meanwhile goes into the next. When
+a client waits for durability the next commit begins at once. Otherwise it waits a moment, and what
+is overwritten in that time need not be written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ UNINDEXED_MAX: Final = 512 * 1024
 and publishers slow down, and what is overwritten meanwhile need not be written. Else the index, and
 compaction, which needs it, would fall behind for as long as the load lasts."""
 
-RETRY_S: Final = 1.0
+FULL_DISK_RETRY_S: Final = 1.0
 """How long to wait before a retry while the disk is full."""
 
 STEP_BYTES: Final = 1024 * 1024
@@ -124,7 +125,7 @@ class Flusher:
         finally:
             self._waiters -= 1
 
-    def _answer(self, partition: Partition) -> None:
+    def _call_reached(self, partition: Partition) -> None:
         callbacks = self._callbacks.get(partition.id)
         committed = partition.manager.persistence.committed
         # They are in the order of their numbers, except that a late one may stand behind higher
@@ -156,7 +157,7 @@ class Flusher:
                 return
             await self._linger()
             await self._keep_pace()
-            await self._commit(await self._collect())
+            await self._commit_group(await self._collect_group())
 
     def stop(self) -> None:
         """Makes `run` write what there is to disk, and end. No more mutations may come."""
@@ -193,8 +194,9 @@ class Flusher:
         self._index_can_move = can_move
         self._index_moved.notify()
 
-    async def _collect(self) -> list[PartitionWrite]:
-        """Reads the whole snapshots that partitions have now, until they fill a commit."""
+    async def _collect_group(self) -> list[PartitionWrite]:
+        """Collects the next group commit: the whole snapshots that partitions have now, until they
+        fill it."""
         writes: list[PartitionWrite] = []
         self._dirty_since = trio.current_time()
         total = unyielded = 0
@@ -226,7 +228,7 @@ class Flusher:
         cursor = partition.manager.persistence
         high_seq = partition.high_seq
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
-        # `_collect` others may write more, and close the snapshot.
+        # `_collect_group` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
             item = cursor.next()
             if isinstance(item, Chunk):
@@ -247,7 +249,9 @@ class Flusher:
         ]
         return PartitionWrite(partition.id, record_of(partition, through), chunks, tokens, ends)
 
-    async def _commit(self, writes: list[PartitionWrite]) -> None:
+    async def _commit_group(self, writes: list[PartitionWrite]) -> None:
+        """Group commit: writes all of it in one transaction, and calls what waited for it. Tries
+        again while the disk is full."""
         if not writes:
             return
         began = trio.current_time()
@@ -262,7 +266,7 @@ class Flusher:
                 self.refuse_all()
                 if self._is_stopping:
                     raise
-                await trio.sleep(RETRY_S)
+                await trio.sleep(FULL_DISK_RETRY_S)
         if self.full:
             log.info("disk has space again", bucket=self._bucket.name)
             self.full = ""
@@ -275,7 +279,7 @@ class Flusher:
             self._committed_mutations += sum(chunk.count for chunk in write.chunks)
             partition = self._bucket.partitions[write.partition]
             partition.manager.persistence.commit(write.record.high)
-            self._answer(partition)
+            self._call_reached(partition)
             if position % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         self._committed.notify()
