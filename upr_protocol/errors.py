@@ -1,4 +1,4 @@
-"""What can go wrong, as codes on the wire and as exceptions on either side of it.
+"""Errors: status codes on the wire, and exceptions of client and server.
 
 Each code stands for one cause; `ADVICE` says what to do about it.
 """
@@ -55,7 +55,7 @@ class Status(IntEnum):
     BUCKET_DELETED = 70
     SHUTTING_DOWN = 71
 
-    # Said in an `ERROR` frame, after which the connection is closed.
+    # In an `Error` frame, after which the connection is closed.
     BAD_MAGIC = 128
     BAD_VERSION = 129
     BAD_CHECKSUM = 130
@@ -72,7 +72,7 @@ class Status(IntEnum):
 
 ADVICE: Final[dict[Status, str]] = {
     Status.NOT_MY_PARTITION: "reload the partition map and ask the node that owns the partition",
-    Status.WRONG_STATE: "reload the partition map and begin again with HELLO",
+    Status.WRONG_STATE: "reload the partition map, then open a new connection",
     Status.ROLLBACK: "roll back to the ceiling or below it, then ask again",
     Status.SEQ_TOO_HIGH: "this server is behind the client; ask again later, or ask another node",
     Status.NO_BUCKET: "create the bucket first, or correct its name",
@@ -105,24 +105,24 @@ ADVICE: Final[dict[Status, str]] = {
     Status.BAD_KEY: "keys are 1 to 250 bytes",
     Status.END_REACHED: "nothing to do: the stream is complete",
     Status.STREAM_CLOSED: "nothing to do: the client asked for it",
-    Status.STATE_CHANGED: "reload the partition map and begin again with HELLO",
-    Status.ROLLBACK_NEEDED: "begin again with HELLO; the answer to STREAM names the number",
+    Status.STATE_CHANGED: "reload the partition map, then open a new connection",
+    Status.ROLLBACK_NEEDED: "reconnect and request the stream again; the reply names the ceiling",
     Status.BACKFILL_FAILED: "begin again; if it happens again, read the server's log",
     Status.TOO_SLOW: "read faster, or ask for fewer partitions",
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
     Status.SHUTTING_DOWN: "connect again after a pause, to this node or another",
     Status.BAD_MAGIC: "use the UPR protocol on this port",
-    Status.BAD_VERSION: "use a version that HELLO's answer names",
+    Status.BAD_VERSION: "use a protocol version that the server supports",
     Status.BAD_CHECKSUM: "connect again; if it happens again, check the network and the client",
-    Status.FRAME_TOO_LONG: "keep frames within the limits that HELLO's answer names",
+    Status.FRAME_TOO_LONG: "keep frames within the limits in `HelloReply`",
     Status.UNKNOWN_MESSAGE: "send only messages of the agreed version",
     Status.OUT_OF_TURN: "follow the state table in docs/protocol.md",
     Status.MALFORMED: "follow the layouts in docs/protocol.md",
     Status.OPAQUE_IN_USE: "give each open request an opaque of its own",
     Status.FLOW_CONTROL: "stay within the granted window and credit",
     Status.IDLE: "send NOOP within the idle interval",
-    Status.TOO_MANY: "stay within the counts that HELLO's answer names",
-    Status.INTERNAL: "a fault in the server; read its log",
+    Status.TOO_MANY: "stay within the counts in `HelloReply`",
+    Status.INTERNAL: "the server failed unexpectedly; read its log",
 }
 
 
@@ -134,7 +134,7 @@ class ProtocolError(UprError):
     """A rule of the protocol was broken.
 
     Attributes:
-        status: The code that goes into the `ERROR` frame.
+        status: The code for the `Error` frame.
     """
 
     def __init__(self, message: str, status: Status = Status.MALFORMED) -> None:
@@ -155,7 +155,7 @@ class ChunkError(UprError):
 
 
 class ServerError(UprError):
-    """The server refused one request, or ended the connection with an `ERROR` frame.
+    """The server refused one request, or ended the connection with an `Error` frame.
 
     Attributes:
         status: Why.

@@ -146,10 +146,10 @@ class Reason(Enum):
 
 @attrs.frozen
 class Start:
-    """The stream may go on just behind what the client has.
+    """The stream may start right after what the client has.
 
     Attributes:
-        seq: The number to go on from, exclusive.
+        seq: The sequence number to start after.
         end_at_least: The first snapshot sent must not end below this.
         reason: Why.
     """
@@ -198,7 +198,7 @@ def decide_start(
         client: What the client has.
 
     Returns:
-        A `Start` behind all that the client has, or a `RollBack`, or `Retry`.
+        A `Start` after everything that the client has, or a `RollBack`, or a `Retry`.
     """
     if client.highest_received == client.last_complete:
         # The client has received nothing of this snapshot, so it need not be completed. And its end

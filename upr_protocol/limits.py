@@ -62,7 +62,7 @@ IDLE_INTERVAL_S_MIN: Final = 1
 IDLE_INTERVAL_S_MAX: Final = 3600
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""The server closes a connection that has not sent `HELLO` by then."""
+"""The server closes a connection that has not sent `Hello` by then."""
 
 SEND_TIMEOUT_S: Final = 60.0
 """A peer that takes not one byte for this long is gone, not slow."""

@@ -185,15 +185,15 @@ class ServerGroup:
     def before_map(self, name: str, call: Callable[[], None]) -> None:
         """Calls `call` once, right before this node applies a map."""
         partition_maps: Any = self.servers[name].partition_maps
-        following = partition_maps._buckets[BUCKET].following
-        real = following.stop_all_but
+        replicators = partition_maps._buckets[BUCKET].replicators
+        real = replicators.stop_all_but
 
         async def stop_all_but(sources: object) -> None:
-            del following.stop_all_but
+            del replicators.stop_all_but
             await real(sources)
             call()
 
-        following.stop_all_but = stop_all_but
+        replicators.stop_all_but = stop_all_but
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition that becomes true within seconds."""

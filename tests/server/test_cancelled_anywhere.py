@@ -45,7 +45,7 @@ from upr_server.net import Connection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.replication import MapExchange, PartitionMaps
-from upr_server.replication.following import Following
+from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.map_application import MappedBucket
 from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
 from upr_server.replication.replicator import Replicator
@@ -558,7 +558,7 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
 REPLICA: Final = tries(
     PartitionMaps.run,
     PartitionMaps.stop,
-    Following.stop_all_but,
+    BucketReplicators.stop_all_but,
     MapExchange.run,
     NodeConnections.status,
     Replicator.run,

@@ -107,6 +107,6 @@ def even_offsets(base: int, length: int, count: int) -> bytes:
 
 
 def offsets_of(strings: Sequence[bytes]) -> array[int]:
-    """Where each of the strings begins when they lie one behind the other, and where the last
+    """Where each of the strings begins when they follow one another, and where the last
     ends."""
     return array("i", accumulate(map(len, strings), initial=0))

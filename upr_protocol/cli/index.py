@@ -102,7 +102,7 @@ def _design(indexes: tuple[str, ...]) -> object:
 
 
 def split_expressions(text: str) -> list[str]:
-    """The expressions of a key, which commas separate. A comma inside of brackets or quotes belongs
+    """The expressions of a key, which commas separate. A comma inside brackets or quotes belongs
     to an expression."""
     expressions, start, depth, quote, is_escaped = [], 0, 0, "", False
     for position, character in enumerate(text):

@@ -63,7 +63,7 @@ class IndexPage(msgspec.Struct, frozen=True):
 
     Attributes:
         entries: The entries, in order.
-        continuation: Pass it to `scan` to go on behind the entries; empty at the end.
+        continuation: Pass it to `scan` to continue after the entries; empty at the end.
         timestamps: By partition its history and sequence number then, if asked for.
     """
 

@@ -1,4 +1,4 @@
-"""The cycle over partitions: whose turn it is to be streamed.
+"""The cycle over partitions: which one is streamed next.
 
 The server streams one snapshot of each registered partition that has something, in partition
 order, again and again. Partitions with something to send are kept apart from the rest, so that a
@@ -84,8 +84,8 @@ class PartitionCycle:
                 return CycleCompleted(self.completed)
             if not self._ready:
                 return None
-            # Everything that is ready lies behind, and nothing was sent since the cycle began: it
-            # completes unannounced.
+            # Every ready partition is lower than the next one, and this cycle sent nothing: it
+            # completes without an announcement.
             self._complete_cycle()
             index = 0
         partition: PartitionId = self._ready.pop(index)

@@ -95,7 +95,7 @@ class Session(SessionContext):
         self._sent(message)
 
     def take_outgoing(self, now: float) -> list[Buffer]:
-        """What is to be written to the peer, as buffers one behind the other."""
+        """What is to be written to the peer, as buffers, one after the other."""
         outgoing, self._outgoing = self._outgoing, []
         self.outgoing_bytes = 0
         if outgoing:
@@ -109,8 +109,8 @@ class Session(SessionContext):
         return self._frames.receive_buffer()
 
     def receive(self, data: bytes, now: float, filled: int = 0) -> None:
-        """Takes in bytes from the peer: `filled` that were put into `receive_buffer`, and `data`
-        behind them. Go through all of `events` before calling it again."""
+        """Receives bytes from the peer: `filled` that were put into `receive_buffer`, and `data`
+        after them. Go through all of `events` before calling it again."""
         self.now = now
         if self.state is not SessionState.CLOSED:
             self.keep_alive.received(now)
@@ -212,7 +212,7 @@ class Session(SessionContext):
             )
 
     def _process(self, message: Message, frame_bytes: int) -> None:
-        """Checks `message` and takes it in. What raises comes first: a message that is refused has
+        """Checks `message` and applies it. What raises comes first: a message that is refused has
         changed nothing."""
         kind = type(message)
         state = self._next_state(kind)

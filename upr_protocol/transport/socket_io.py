@@ -16,7 +16,7 @@ SCRATCH_BYTES: Final = 64 * 1024
 small requests hold the loop, to about a millisecond."""
 
 _BEHIND_BYTES: Final = 4 * 1024
-"""What one read may take behind a large rest of a body: the small messages that follow it."""
+"""How much one read may take after the large rest of a body: the small messages that follow it."""
 
 _BUFFERS_MAX: Final = 512
 """Buffers in one call; the system takes 1,024 at most."""

@@ -78,7 +78,7 @@ def read_rest(stream: trio.abc.ReceiveStream, session: Session, scratch: memoryv
 async def write_all(
     stream: trio.abc.SendStream, buffers: Sequence[Buffer], timeout_s: float = SEND_TIMEOUT_S
 ) -> None:
-    """Writes `buffers`, one behind the other.
+    """Writes `buffers`, one after the other.
 
     After a cancellation part of it may have been written: close the stream then.
 

@@ -76,7 +76,7 @@ MESSAGES: Final[Mapping[int, type[Message]]] = {
     kind.opcode: kind
     for kind in sorted(_declared(Message), key=lambda kind: (kind.opcode & 0x7F, kind.opcode))
 }
-"""Every message by its opcode, each answer behind its request."""
+"""Every message by its opcode, each answer after its request."""
 
 
 def decode(header: Header, body: Buffer) -> Message:

@@ -157,7 +157,7 @@ class PartitionAnswers(Message, frozen=True):
             answer = bytes(body[offset : offset + length])
             offset += length
             rows.append((writer, counter, seq, answer))
-        # An answer that was cut is the last one, and ends behind the body.
+        # A truncated answer is the last one, and would end after the body.
         check_end(body, offset)
         return (tuple(rows),)
 

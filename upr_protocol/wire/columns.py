@@ -21,24 +21,24 @@ CHUNK: Final = cs.ExprAdapter(
 
 
 def text(length: Any = cs.Int16ul) -> Any:
-    """UTF-8 behind its length in bytes."""
+    """UTF-8 after its length in bytes."""
     return cs.PascalString(length, "utf8")
 
 
 def octets(length: Any = cs.Int16ul) -> Any:
-    """Bytes behind their length."""
+    """Bytes after their length."""
     return cs.Prefixed(length, cs.GreedyBytes)
 
 
 def tuple_of(item: Any, count: Any = cs.Int16ul) -> Any:
-    """A tuple of `item`s behind their count."""
+    """A tuple of `item`s after their count."""
     return cs.ExprAdapter(
         cs.PrefixedArray(count, item), lambda items, _: tuple(items), lambda items, _: list(items)
     )
 
 
 def row(**fields: Any) -> Any:
-    """A tuple of the named fields, one behind the other."""
+    """A tuple of the named fields, one after the other."""
     names = tuple(fields)
     return cs.ExprAdapter(
         cs.Struct(*(name / kind for name, kind in fields.items())),

@@ -175,7 +175,7 @@ class FrameBuffer:
 
     def receive(self, data: bytes, filled: int = 0) -> None:
         """Takes in what arrived: `filled` bytes that were put into `receive_buffer`, and `data`
-        behind them. Call `next_frame` until it returns None before calling this again."""
+        after them. Call `next_frame` until it returns None before calling this again."""
         header = self._header
         if header is None:
             self._data = (

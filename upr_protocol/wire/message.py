@@ -157,7 +157,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return message
 
     def frame(self) -> list[Buffer]:
-        """The whole frame, as pieces to be sent one behind the other."""
+        """The whole frame, as pieces to be sent one after the other."""
         pieces = self.body()
         if len(pieces) == 1 and len(pieces[0]) <= SMALL_BYTES:
             body = bytes(pieces[0]) + padding(len(pieces[0]))

@@ -22,7 +22,7 @@ from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap
 from upr_server.engine import Partition
 from upr_server.replication import roles
-from upr_server.replication.following import Following
+from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.host import Host
 from upr_server.replication.roles import Change, Source
 from upr_server.runtime import System
@@ -79,7 +79,7 @@ class MappedBucket:
         self.is_confirmed = is_confirmed
         self.is_clean = is_clean
         self.suspects = suspects
-        self.following = Following(host, disk, node, system)
+        self.replicators = BucketReplicators(host, disk, node, system)
         self.lock = trio.Lock()
         self._nursery = nursery
 
@@ -87,7 +87,7 @@ class MappedBucket:
         """Replicates from the nodes that the map names."""
         nursery = self._nursery()
         if nursery is not None:
-            self.following.start_missing(self._sources(self.map), nursery)
+            self.replicators.start_missing(self._sources(self.map), nursery)
 
     async def apply(self, new: PartitionMap) -> None:
         """Makes this node what `new` says. Call it with `lock` held, and shielded.
@@ -146,7 +146,7 @@ class MappedBucket:
         """Brings to disk what `new` relies on, and then `new` with the changes that it means."""
         # A replicator moves numbers and failover logs: those that end are to be settled before the
         # new logs are made of them.
-        await self.following.stop_all_but(self._sources(new))
+        await self.replicators.stop_all_but(self._sources(new))
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
         await self._persist(list(demoted))
@@ -205,7 +205,7 @@ class MappedBucket:
             # until they are in it, they can neither be read by key nor expire.
             self.disk.maintenance.wake()
         if state is not PartitionState.REPLICA:
-            self.following.discard_received(partition.id)
+            self.replicators.discard_received(partition.id)
 
     def _sources(self, partition_map: PartitionMap) -> dict[str, Source]:
         partitions = (partition.id for partition in self.disk.bucket.partitions)

@@ -117,7 +117,7 @@ class PartitionMaps:
             "node": self.node,
             "revision": mapped.map.revision,
             "is_confirmed": mapped.is_confirmed,
-            "follows": mapped.following.statistics(),
+            "follows": mapped.replicators.statistics(),
         }
 
     # The beginning and the end.
@@ -155,13 +155,13 @@ class PartitionMaps:
                 state = PartitionState.PENDING
             partition.become(state, partition.failover_log)
             if partition.id in partials:
-                mapped.following.restore(partition, partials[partition.id])
+                mapped.replicators.restore(partition, partials[partition.id])
 
     def drop_bucket(self, bucket: str) -> None:
         """A bucket was deleted here."""
         mapped = self._buckets.pop(bucket, None)
         if mapped is not None:
-            mapped.following.cancel()
+            mapped.replicators.cancel()
 
     async def run(self) -> None:
         """Replicates from the nodes that the maps name, for ever."""
@@ -176,7 +176,7 @@ class PartitionMaps:
                 # A map may be half applied: it must not start replicators any more.
                 self._nursery = None
                 for mapped in self._buckets.values():
-                    mapped.following.hurry()
+                    mapped.replicators.hurry()
 
     async def stop(self) -> None:
         """Stops replicating. What was received is on disk when this returns, or is dropped because
@@ -184,7 +184,7 @@ class PartitionMaps:
         for mapped in self._buckets.values():
             async with mapped.lock:
                 try:
-                    await mapped.following.stop_all_but({})
+                    await mapped.replicators.stop_all_but({})
                 except DiskFullError as error:
                     log.error("disk full; dropping received mutations", error=str(error))
 

@@ -109,7 +109,7 @@ class SaveSchedule:
         return self._priority is not None
 
     def add_unsaved(self, priority: SavePriority, nbytes: int) -> None:
-        """The state has moved, behind so many bytes."""
+        """The state has moved past so many bytes of events."""
         self._nbytes += nbytes
         if self._priority is None or priority > self._priority:
             self._priority = priority

@@ -17,7 +17,7 @@ class SnapshotStart(msgspec.Struct, frozen=True):
     Attributes:
         partition: The partition.
         history_id: The history that the snapshot belongs to.
-        start: The sequence number that the snapshot begins behind. If the consumer resumes inside a
+        start: The sequence number after which the snapshot begins. If the consumer resumes inside a
             snapshot, this is the last number that it had received, and the front came before.
         end: The last sequence number of the snapshot; `start` itself if only the end was missing.
         kind: Where the server reads the snapshot from.

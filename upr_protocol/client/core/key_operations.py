@@ -119,7 +119,7 @@ class KeyOperations(ABC, Generic[R_co]):
         return self._change(Operation.DECREMENT, key, value, expiry=expiry, **options)
 
     def append(self, key: Text, value: Text, **options: Unpack[CasOptions]) -> R_co:
-        """Adds bytes behind the stored value; `ServerError` with `NOT_FOUND` without one."""
+        """Appends bytes to the stored value; `ServerError` with `NOT_FOUND` without one."""
         return self._change(Operation.APPEND, key, value, **options)
 
     def prepend(self, key: Text, value: Text, **options: Unpack[CasOptions]) -> R_co:

@@ -1,4 +1,4 @@
-"""What a consumer must remember to go on where it was; docs/guarantees.md has the rules.
+"""What a consumer must remember to continue where it was; docs/guarantees.md has the rules.
 
 Only the stream moves a position:
 
@@ -41,7 +41,7 @@ def stream_accepted(position: Position, log: FailoverLog) -> Position:
     """The position after the server accepted the stream with this log.
 
     A consumer that was cut between a snapshot's last chunk and its end now knows that it has the
-    whole snapshot: the server goes on behind it, and may have nothing to send for long.
+    whole snapshot: the server continues after it, and may have nothing to send for long.
     """
     partial = position.partial
     if partial is not None and position.highest_received == partial.end:

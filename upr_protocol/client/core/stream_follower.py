@@ -201,7 +201,7 @@ class StreamFollower:
         position = state.received.position(partition)
         if subscription.lease_id:
             # A leased range is the same on any server and in any history, so it does not matter
-            # that the reader was cut inside of a snapshot.
+            # that the reader was cut inside a snapshot.
             received = position.highest_received
             position = Position(position.log, received, received, None)
         session.send(

@@ -93,7 +93,7 @@ class SubscriptionState:
         Returns:
             Whether that is decided. It is not while "now" needs a node whose partition was, at the
             handshake, in the state that the consumer asks for. Another node has numbers, too, but
-            of a copy that was left behind or is yet to be filled.
+            of a copy that is outdated or yet to be filled.
         """
         if partition in self._end_histories:
             return True
@@ -127,7 +127,7 @@ class SubscriptionState:
 
         Returns:
             Whether the stream's end counts there. An end of "now" that was read in another history
-            does not: a failover may have left behind the node that told it. Then the end is
+            does not: a failover may have replaced the node that sent it. Then the end is
             forgotten, and the next handshake decides.
         """
         if self._end_histories.get(partition) in (None, history_id):

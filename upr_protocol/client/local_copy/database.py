@@ -208,7 +208,7 @@ class LocalCopyReader:
 
     def ends(self) -> dict[PartitionId, SeqNo]:
         """By partition the snapshot end at which the copy equals what the server had. A partition
-        inside of a snapshot is missing."""
+        inside a snapshot is missing."""
         rows = self._database.execute(
             "SELECT partition, last_complete FROM partitions WHERE complete"
         )

@@ -27,10 +27,10 @@ _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1")
 
 
 class ReplicaLag:
-    """How far a replica is behind.
+    """The lag of a replica.
 
     Attributes:
-        changes: The changes that it lacks, over all partitions.
+        changes: How many changes it lacks, over all partitions.
         partitions: The partitions in which it lacks changes or has another history.
         failure: Why this is not known now; empty when it is.
     """

@@ -13,10 +13,9 @@ missing key counts with the partition's high sequence number. Until a snapshot e
 numbers, the partition matches no state of the server.
 
 **Every accepted stream is compared with all received keys,** not only one that follows a rollback.
-A key whose number is outside of the accepted history is read again. A key that is inside and above
-the stream's start is merely ahead of the stream: it was read again earlier, or the application was
-killed before it could acknowledge the event.
-"""
+A key whose number is outside the accepted history is read again. A key that is in that history and
+above the stream's start is merely ahead of the stream: it was read again earlier, or the
+application was killed before it could acknowledge the event."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ class RollbackPlanner:
         )
 
     async def compare(self, event: StreamAccepted, seq: SeqNo) -> RollbackPlan | None:
-        """Compares the received keys with a stream that was accepted behind `seq`.
+        """Compares the received keys with a stream that was accepted and starts after `seq`.
 
         Returns:
             What to undo before anything of the stream is processed, if there is something.

@@ -50,7 +50,7 @@ class ForeignKeys:
     """What a stream's history says of the received keys of its partition.
 
     Attributes:
-        keys: Keys that were received under sequence numbers outside of the history.
+        keys: Keys that were received under sequence numbers outside the history.
         highest_seq: The highest sequence number of the keys that are part of the history, or the
             stream's start if none is above it.
     """
@@ -68,7 +68,7 @@ class ReceivedKeysSource(Protocol):
     async def foreign_keys(
         self, partition: PartitionId, log: FailoverLog, seq: SeqNo
     ) -> ForeignKeys:
-        """The received keys, compared with a stream that starts behind `seq` in the history of
+        """The received keys, compared with a stream that starts after `seq` in the history of
         `log`."""
 
 

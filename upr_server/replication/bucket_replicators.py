@@ -18,7 +18,7 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import PartialRecord
 
 
-class Following:
+class BucketReplicators:
     """Starts and stops a bucket's replicators, and keeps what they have received.
 
     Args:
