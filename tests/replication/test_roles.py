@@ -9,7 +9,7 @@ from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 from upr_server.engine import Partition
 from upr_server.replication.roles import (
-    Source,
+    ReplicationSource,
     check_hand_over,
     failover_log_in,
     is_still_suspect,
@@ -137,6 +137,6 @@ def test_a_node_replicates_from_each_source_what_the_map_says() -> None:
     )
     partitions = [PartitionId(partition) for partition in range(3)]
     assert sources_in(partition_map, "a", partitions) == {
-        "b": Source("host-b:1", {P0: PartitionState.ACTIVE}),
-        "c": Source("host-c:1", {P1: PartitionState.REPLICA}),
+        "b": ReplicationSource("host-b:1", {P0: PartitionState.ACTIVE}),
+        "c": ReplicationSource("host-c:1", {P1: PartitionState.REPLICA}),
     }

@@ -32,7 +32,7 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Call, FindItems, ReadChunks
 from upr_server.storage.online.backfill import BUDGET_SHARE, READ_BYTES_MIN, WAIT_FOR_DISK, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.stream_reader import StreamReader
+from upr_server.storage.online.partition_reader import PartitionReader
 from upr_server.storage.processes import open_store
 from upr_server.storage.simulated import SimulatedStore
 
@@ -125,7 +125,7 @@ class Reader:
         self._ready = trio.Event()
         self.kinds: list[SnapshotKind] = []
         self.ends: list[int] = []
-        self.reader = StreamReader(
+        self.reader = PartitionReader(
             model.disk,
             model.partition,
             "test",

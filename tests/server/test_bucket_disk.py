@@ -32,7 +32,7 @@ from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online import flusher
 from upr_server.storage.online.backfill import WAIT_FOR_DISK
 from upr_server.storage.online.leases import LAPSED_S
-from upr_server.storage.online.stream_reader import StreamReader
+from upr_server.storage.online.partition_reader import PartitionReader
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 NOW: Final = 1000.0
@@ -192,7 +192,7 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
         cursors = model.partition.manager.cursor_count
         for ticks in range(1, 12):
             for _ in range(10):
-                reader = StreamReader(
+                reader = PartitionReader(
                     model.disk,
                     model.partition,
                     "one that leaves",

@@ -36,7 +36,7 @@ from tests.storage.write_recorder import (
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_server.storage import compaction
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, Token
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, StoredAnswer
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.lmdb_map import LmdbMap
@@ -126,7 +126,7 @@ def commit_some(log: ChunkLog, random: Random) -> None:
             chunks.append(some_chunk(random, high))
             high = chunks[-1].end
         counter = random.randrange(20)
-        token = Token(b"a writer, really", counter, random.choice((b"", b"the answer")))
+        token = StoredAnswer(b"a writer, really", counter, random.choice((b"", b"the answer")))
         writes.append(PartitionWrite(number, record_of(high), chunks, (token,)))
     log.commit(writes)
 

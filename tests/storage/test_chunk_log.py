@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, SeqNo
-from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog, PartitionWrite, Token
+from upr_server.storage.chunk_log import (
+    STORED_OVERHEAD_BYTES,
+    ChunkLog,
+    PartitionWrite,
+    StoredAnswer,
+)
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
 from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
@@ -65,7 +70,7 @@ def some_chunk(start: int, count: int, skipped: int = 0) -> Chunk:
     return chunk_of(rows, start, seqs[-1])
 
 
-def write(partition: int, *chunks: Chunk, tokens: tuple[Token, ...] = ()) -> PartitionWrite:
+def write(partition: int, *chunks: Chunk, tokens: tuple[StoredAnswer, ...] = ()) -> PartitionWrite:
     high = chunks[-1].end if chunks else 0
     return PartitionWrite(partition, record_of(high), chunks, tokens)
 
@@ -161,12 +166,12 @@ def test_a_commit_that_does_not_begin_at_the_end_changes_nothing(
 
 
 def test_answers_are_stored_in_order_and_deleted(log: ChunkLog) -> None:
-    tokens = tuple(Token(WRITER, counter, b"answer %d" % counter) for counter in (300, 2, 1))
+    tokens = tuple(StoredAnswer(WRITER, counter, b"answer %d" % counter) for counter in (300, 2, 1))
     log.commit([write(0, tokens=tokens), write(2, tokens=tokens[:1])])
     partitions = log.load().partitions
     assert list(partitions[0].tokens) == [tokens[2], tokens[1], tokens[0]]
     assert (list(partitions[1].tokens), list(partitions[2].tokens)) == ([], [tokens[0]])
-    forgotten = (Token(WRITER, 2, b""), Token(WRITER, 7, b""))
+    forgotten = (StoredAnswer(WRITER, 2, b""), StoredAnswer(WRITER, 7, b""))
     log.commit([write(0, tokens=forgotten)])
     assert [token.counter for token in log.load().partitions[0].tokens] == [1, 300]
 

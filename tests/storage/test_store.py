@@ -40,7 +40,7 @@ from upr_server.storage.calls import (
     ReadChunks,
     StartServing,
 )
-from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, Token
+from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, StoredAnswer
 from upr_server.storage.directory import FORMAT_TEXT, DataDirectory, prepare
 from upr_server.storage.errors import (
     DataDirectoryError,
@@ -128,7 +128,7 @@ async def upkeep_all(store: Store) -> dict[str, Any]:
 
 async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
     lease = LeaseRecord(9, "someone", ((0, 0, 3),), 60, 1_234.5)
-    token = Token(b"sixteen bytes id", 4, b"answer")
+    token = StoredAnswer(b"sixteen bytes id", 4, b"answer")
     async with opener() as store:
         assert await store.ask(LoadBuckets()) == []
         await create(store)

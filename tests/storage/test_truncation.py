@@ -15,7 +15,7 @@ from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.records import (
     BucketRecord,
     LeaseRecord,
@@ -197,9 +197,9 @@ def test_a_truncation_breaks_leases_that_reach_behind_it() -> None:
 
 def test_a_truncation_deletes_answers() -> None:
     bucket = new_bucket()
-    tokens = [Token(bytes(16), counter, b"answer") for counter in (1, 2)]
+    tokens = [StoredAnswer(bytes(16), counter, b"answer") for counter in (1, 2)]
     bucket.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
-    bucket.truncate(PARTITION, record(0), [Token(bytes(16), 2, b"")])
+    bucket.truncate(PARTITION, record(0), [StoredAnswer(bytes(16), 2, b"")])
     assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 
 

@@ -45,7 +45,7 @@ from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import Member, Pipeline, Work
 from upr_server.indexer.pool import BUILD_SHARE, MemoryPool
-from upr_server.indexer.stream import RETRY_S, Stream, batch_bytes, common_state
+from upr_server.indexer.stream import STREAM_RETRY_S, Stream, batch_bytes, common_state
 
 log = structlog.get_logger(__name__)
 
@@ -156,7 +156,7 @@ class Builder:
                 async with connect(self._address, identity="upr-indexer") as client:
                     self._partition_count = client.partition_count
             except BrokenError:
-                await trio.sleep(RETRY_S)
+                await trio.sleep(STREAM_RETRY_S)
         for partition in map(PartitionId, range(self._partition_count)):
             histories = {member.file.mark(partition).history_id for member in self.members}
             if len(histories) > 1:
@@ -172,7 +172,7 @@ class Builder:
                     await self._read()
                 except BrokenError as error:
                     log.warning("server unreachable; retrying", error=str(error))
-                    await trio.sleep(RETRY_S)
+                    await trio.sleep(STREAM_RETRY_S)
 
     def _remaining(self) -> list[PartitionId]:
         """The partitions that have not joined, or are pending."""

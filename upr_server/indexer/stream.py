@@ -35,7 +35,7 @@ from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 
 log = structlog.get_logger(__name__)
 
-RETRY_S: Final = 1.0
+STREAM_RETRY_S: Final = 1.0
 """The pause between two attempts to reach a server."""
 
 NEVER: Final = SaveLimits(math.inf, math.inf, math.inf)
@@ -158,7 +158,7 @@ class Stream:
                 await self._follow()
             except BrokenError as error:
                 log.warning("server unreachable; retrying", error=str(error))
-            await trio.sleep(RETRY_S)
+            await trio.sleep(STREAM_RETRY_S)
 
     async def _follow(self) -> None:
         # What came over an earlier connection is applied first, so that this one resumes after it.
@@ -267,7 +267,7 @@ class Stream:
             except UprError as error:
                 # `run` learns the reason, too, and connects again or ends.
                 log.debug("barrier lost; retrying", error=str(error))
-                await trio.sleep(RETRY_S)
+                await trio.sleep(STREAM_RETRY_S)
 
 
 def _mark(consumer: RollbackConsumer, partition: PartitionId) -> Mark:

@@ -27,7 +27,7 @@ from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotSt
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, StreamBrokenError, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leased_reader import LeasedReader
-from upr_server.storage.online.stream_reader import StreamReader
+from upr_server.storage.online.partition_reader import PartitionReader
 
 BATCH_BYTES: Final = 1024 * 1024
 """How much is handed to the socket at a time: large enough that the cost of each call is small,
@@ -44,7 +44,7 @@ ANSWER_OVERHEAD_BYTES: Final = 36
 @attrs.define(eq=False)
 class _Stream:
     partition: Partition
-    reader: StreamReader | LeasedReader
+    reader: PartitionReader | LeasedReader
     opaque: int
     end_seq: SeqNo
     answers_from: SeqNo | None = None
@@ -172,7 +172,7 @@ class Streamer:
 
     def _reader(
         self, disk: BucketDisk, partition: Partition, request: Stream, decision: Start
-    ) -> StreamReader | LeasedReader:
+    ) -> PartitionReader | LeasedReader:
         if request.lease_id:
             return LeasedReader(
                 disk, partition, decision.seq, request.end_seq, request.lease_id, self._wake
@@ -182,7 +182,7 @@ class Streamer:
             self._session.ready(partition.id)
             self._wake()
 
-        return StreamReader(
+        return PartitionReader(
             disk,
             partition,
             self._name,

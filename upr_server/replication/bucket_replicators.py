@@ -11,7 +11,7 @@ from upr_server.engine import Partition
 from upr_server.replication.host import Host
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import Replicator
-from upr_server.replication.roles import Source
+from upr_server.replication.roles import ReplicationSource
 from upr_server.runtime import System
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -45,7 +45,7 @@ class BucketReplicators:
         """This node does not replicate the partition any more."""
         self._received.pop(partition, None)
 
-    async def stop_all_but(self, sources: Mapping[str, Source]) -> None:
+    async def stop_all_but(self, sources: Mapping[str, ReplicationSource]) -> None:
         """Stops the replicators that are not of `sources`, or replicate other partitions. What they
         received is on disk then.
 
@@ -64,7 +64,9 @@ class BucketReplicators:
         if failure is not None:
             raise failure
 
-    def start_missing(self, sources: Mapping[str, Source], nursery: trio.Nursery) -> None:
+    def start_missing(
+        self, sources: Mapping[str, ReplicationSource], nursery: trio.Nursery
+    ) -> None:
         """Starts the replicators of `sources` that do not run yet."""
         for name, source in sources.items():
             if name in self._replicators:
@@ -84,10 +86,10 @@ class BucketReplicators:
         for replicator in self._replicators.values():
             replicator.cancel()
 
-    def hurry(self) -> None:
+    def prepare_to_stop(self) -> None:
         """All are about to be stopped: none waits for a full disk any more."""
         for replicator in self._replicators.values():
-            replicator.hurry()
+            replicator.prepare_to_stop()
 
     def statistics(self) -> list[dict[str, object]]:
         """Figures of each replicator."""

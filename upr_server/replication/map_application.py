@@ -2,10 +2,10 @@
 in memory.
 
 **Fencing.** Before a failover, replicas get a map without an active node. `MappedBucket.apply`
-stops their replicators (`Following.stop_all_but`), so a deposed active that still runs has nothing
-more acknowledged as replicated. The deposed node itself, once it gets a newer map, is demoted in
-`apply` before anything is awaited: `Partition.become` makes it refuse writes. And a node streams
-only to replicas that its own map names (`net.handlers.streams`).
+stops their replicators (`BucketReplicators.stop_all_but`), so a deposed active that still runs has
+nothing more acknowledged as replicated. The deposed node itself, once it gets a newer map, is
+demoted in `apply` before anything is awaited: `Partition.become` makes it refuse writes. And a node
+streams only to replicas that its own map names (`net.handlers.streams`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from upr_server.engine import Partition
 from upr_server.replication import roles
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.host import Host
-from upr_server.replication.roles import Change, Source
+from upr_server.replication.roles import ReplicationSource, RoleChange
 from upr_server.runtime import System
 from upr_server.storage.calls import PutPartitionMap
 from upr_server.storage.errors import DiskFullError
@@ -142,7 +142,7 @@ class MappedBucket:
         new: PartitionMap,
         states: dict[Partition, PartitionState],
         demoted: dict[Partition, FailoverLog],
-    ) -> list[Change]:
+    ) -> list[RoleChange]:
         """Brings to disk what `new` relies on, and then `new` with the changes that it means."""
         # A replicator moves numbers and failover logs: those that end are to be settled before the
         # new logs are made of them.
@@ -152,7 +152,7 @@ class MappedBucket:
         await self._persist(list(demoted))
         is_confirming = not self.is_confirmed and new.revision == self.map.revision
         changes = [
-            Change(
+            RoleChange(
                 partition,
                 state,
                 roles.failover_log_in(
@@ -186,7 +186,7 @@ class MappedBucket:
             f"{PERSIST_S:.0f} s: {self.disk.flusher.full or 'it is slow'}"
         )
 
-    def _carry_out(self, change: Change, *, was_active: bool) -> None:
+    def _carry_out(self, change: RoleChange, *, was_active: bool) -> None:
         partition, state = change.partition, change.state
         hands_over = was_active and state is PartitionState.PENDING
         ends_streams = change.ends_streams
@@ -207,7 +207,7 @@ class MappedBucket:
         if state is not PartitionState.REPLICA:
             self.replicators.discard_received(partition.id)
 
-    def _sources(self, partition_map: PartitionMap) -> dict[str, Source]:
+    def _sources(self, partition_map: PartitionMap) -> dict[str, ReplicationSource]:
         partitions = (partition.id for partition in self.disk.bucket.partitions)
         return roles.sources_in(partition_map, self._node, partitions)
 
@@ -226,7 +226,7 @@ class MappedBucket:
             )
 
 
-def _record_of(change: Change) -> PartitionRecord:
+def _record_of(change: RoleChange) -> PartitionRecord:
     partition = change.partition
     return PartitionRecord(
         change.state,

@@ -176,7 +176,7 @@ class PartitionMaps:
                 # A map may be half applied: it must not start replicators any more.
                 self._nursery = None
                 for mapped in self._buckets.values():
-                    mapped.replicators.hurry()
+                    mapped.replicators.prepare_to_stop()
 
     async def stop(self) -> None:
         """Stops replicating. What was received is on disk when this returns, or is dropped because

@@ -12,7 +12,7 @@ from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import Cas, HistoryId, PartitionState, SeqNo
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
-Answer = tuple[bytes, int, SeqNo, bytes]
+PublisherAnswer = tuple[bytes, int, SeqNo, bytes]
 """An answer to a publisher: writer, batch, the partition's high number then, the answer."""
 
 
@@ -30,7 +30,7 @@ class ReceivedWrite(msgspec.Struct, frozen=True):
     record: PartitionRecord
     chunks: Sequence[Chunk]
     ends: Sequence[SeqNo]
-    answers: Sequence[Answer]
+    answers: Sequence[PublisherAnswer]
     purge_seq: SeqNo
 
 
@@ -71,8 +71,8 @@ class ReceivedSnapshots:
         self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
         self._chunks: list[Chunk] = []
         self._ends: list[SeqNo] = []
-        self._answers: list[Answer] = []
-        self._answers_of_snapshot: list[Answer] = []
+        self._answers: list[PublisherAnswer] = []
+        self._answers_of_snapshot: list[PublisherAnswer] = []
 
     @classmethod
     def from_record(cls, record: PartitionRecord) -> ReceivedSnapshots:
@@ -120,7 +120,7 @@ class ReceivedSnapshots:
         self._partial = PartialRecord(self._history_id, self.high, self._snapshot_end, chunk.end)
         self.has_unwritten = True
 
-    def add_answers(self, rows: Sequence[Answer]) -> None:
+    def add_answers(self, rows: Sequence[PublisherAnswer]) -> None:
         """Answers to batches of the snapshot came. They count once it is complete."""
         self._answers_of_snapshot += rows
 

@@ -27,26 +27,26 @@ from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprErr
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition, unpack
 from upr_server.replication.host import Host
-from upr_server.replication.received_snapshots import Answer, ReceivedSnapshots
-from upr_server.replication.roles import Source
+from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
+from upr_server.replication.roles import ReplicationSource
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, FindSnapshotEnd
-from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import encode_answer
+from upr_server.storage.online.flusher import unsaved_answers
 from upr_server.storage.records import PartitionRecord
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
 """How much may wait for the disk: four commits."""
 
-COMMIT_BYTES: Final = 8 * 1024 * 1024
+RECEIVED_COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further partition once it has come to this; see the flusher's."""
 
 RECONNECT_S: Final = 5.0
 """How long a consumer tries to reconnect by itself, before another one starts from the disk."""
 
-RETRY_S: Final = 0.5
+REPLICATION_RETRY_S: Final = 0.5
 """The wait before that, and between attempts to write to a full disk."""
 
 log = structlog.get_logger(__name__)
@@ -75,7 +75,7 @@ class Replicator:
         disk: BucketDisk,
         node: str,
         source_name: str,
-        source: Source,
+        source: ReplicationSource,
         received: dict[PartitionId, ReceivedSnapshots],
         system: System,
     ) -> None:
@@ -131,7 +131,7 @@ class Replicator:
         self._dirty.clear()
         self._scope.cancel()
 
-    def hurry(self) -> None:
+    def prepare_to_stop(self) -> None:
         """It is about to be stopped, and waits for a full disk no longer."""
         self._is_stopping = True
 
@@ -183,7 +183,7 @@ class Replicator:
                 source=self._source_name,
                 error=self.trouble,
             )
-            await trio.sleep(RETRY_S)
+            await trio.sleep(REPLICATION_RETRY_S)
 
     def _receive(self, consumer: ReplicaConsumer, event: Event) -> None:
         if isinstance(event, ChunkReceived):
@@ -267,7 +267,7 @@ class Replicator:
                 del self._dirty[partition_id]
                 if received.has_unwritten:
                     writes.append(self._partition_write(partition_id, received))
-                if total > COMMIT_BYTES:
+                if total > RECEIVED_COMMIT_BYTES:
                     break
             if not writes:
                 await trio.lowlevel.checkpoint()
@@ -289,12 +289,9 @@ class Replicator:
         write = received.take_write()
         if write.answers:
             partition.repeated_batches.add_received(write.answers)
-        tokens = [
-            Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.repeated_batches.take_unsaved(write.record.high).items()
-        ]
+        answers = unsaved_answers(partition, write.record.high)
         return PartitionWrite(
-            partition_id, write.record, write.chunks, tokens, write.ends, write.purge_seq
+            partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
         )
 
     async def _put(self, writes: list[PartitionWrite]) -> bool:
@@ -320,7 +317,7 @@ class Replicator:
                     self._received[partition_id] = ReceivedSnapshots.from_record(record)
                 self._dirty.clear()
                 return False
-            await trio.sleep(RETRY_S)
+            await trio.sleep(REPLICATION_RETRY_S)
         return False
 
     def _committed(self, write: PartitionWrite) -> None:
@@ -365,7 +362,7 @@ class Replicator:
                 pairs = tuple(failover_log.pairs())
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
                 tokens = [
-                    Token(token.writer, token.counter, b"")
+                    StoredAnswer(token.writer, token.counter, b"")
                     for token in partition.repeated_batches.tokens_above(seq)
                 ]
                 if self._is_gone:
@@ -418,7 +415,7 @@ class _DiskResume:
         await self._replicator.write_logs(state, self._partitions)
 
 
-def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Answer]:
+def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[PublisherAnswer]:
     """Answers to publishers, as a source has sent them.
 
     Raises:

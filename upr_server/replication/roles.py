@@ -24,7 +24,7 @@ Suspects = Mapping[PartitionId, int]
 
 
 @attrs.frozen
-class Source:
+class ReplicationSource:
     """A node that this node replicates from.
 
     Attributes:
@@ -37,7 +37,7 @@ class Source:
 
 
 @attrs.frozen
-class Change:
+class RoleChange:
     """What a partition becomes.
 
     Attributes:
@@ -169,7 +169,7 @@ def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
 
 def sources_in(
     partition_map: PartitionMap, node: str, partitions: Iterable[PartitionId]
-) -> dict[str, Source]:
+) -> dict[str, ReplicationSource]:
     """The nodes that `node` replicates from, by name. A map that fences a partition names no active
     node for it, so nobody replicates it. O(partitions)."""
     by_node: dict[str, dict[PartitionId, PartitionState]] = {}
@@ -178,4 +178,7 @@ def sources_in(
         source = assignment.source_of(node)
         if source:
             by_node.setdefault(source, {})[partition] = assignment.state_of(source)
-    return {name: Source(partition_map.nodes[name], states) for name, states in by_node.items()}
+    return {
+        name: ReplicationSource(partition_map.nodes[name], states)
+        for name, states in by_node.items()
+    }

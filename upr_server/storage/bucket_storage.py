@@ -13,8 +13,8 @@ from upr_server.storage.chunk_log import (
     STORED_OVERHEAD_BYTES,
     ChunkLog,
     PartitionWrite,
+    StoredAnswer,
     StoredBucket,
-    Token,
 )
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError, DiskFullError
@@ -196,7 +196,7 @@ class BucketStorage:
             self._partitions[partition].high = record.high
 
     def truncate(
-        self, partition: int, record: PartitionRecord, tokens: Sequence[Token]
+        self, partition: int, record: PartitionRecord, tokens: Sequence[StoredAnswer]
     ) -> list[int]:
         """Deletes what a partition has behind `record.high`; `ChunkLog.truncate` says more.
 

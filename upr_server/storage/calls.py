@@ -15,7 +15,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket, Token
+from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer, StoredBucket
 from upr_server.storage.key_index import ExpiredItem
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 from upr_server.storage.storage_server import StorageServer
@@ -207,7 +207,7 @@ class Truncate(BucketCall[list[int]], frozen=True):
 
     partition: int
     record: PartitionRecord
-    tokens: Sequence[Token]
+    tokens: Sequence[StoredAnswer]
 
     def run(self, bucket: BucketStorage) -> list[int]:
         return bucket.truncate(self.partition, self.record, self.tokens)

@@ -54,7 +54,7 @@ COMMIT_RESERVE_BYTES: Final = 64 * 1024 * 1024
 """Free space that a commit leaves for compaction, which needs some to free more."""
 
 
-class Token(msgspec.Struct, frozen=True):
+class StoredAnswer(msgspec.Struct, frozen=True):
     """The answer to a publisher's batch, to be stored or deleted.
 
     Attributes:
@@ -83,7 +83,7 @@ class PartitionWrite(msgspec.Struct, frozen=True):
     partition: int
     record: PartitionRecord
     chunks: Sequence[Chunk] = ()
-    tokens: Sequence[Token] = ()
+    tokens: Sequence[StoredAnswer] = ()
     ends: Sequence[SeqNo] = ()
     purge_seq: SeqNo = SeqNo(0)
 
@@ -101,7 +101,7 @@ class StoredPartition(msgspec.Struct, frozen=True):
 
     record: PartitionRecord
     purge_seq: SeqNo
-    tokens: Sequence[Token]
+    tokens: Sequence[StoredAnswer]
     indexed: SeqNo = SeqNo(0)
     items: int = 0
 
@@ -154,7 +154,7 @@ class ChunkLog:
             if sealed is None:
                 raise CorruptionError("the log has no record of its bucket")
             record = parse_record(BUCKET, sealed, BucketRecord)
-            tokens: list[list[Token]] = [[] for _ in range(record.partition_count)]
+            tokens: list[list[StoredAnswer]] = [[] for _ in range(record.partition_count)]
             first, last = TOKEN, TOKEN + b"\xff" * 32
             for key, value in transaction.scan(first, last):
                 partition, writer, counter = parse_token_key(key)
@@ -163,7 +163,7 @@ class ChunkLog:
                         f"there is a token of partition {partition}, but the bucket has only "
                         f"{record.partition_count} partitions"
                     )
-                tokens[partition].append(Token(writer, counter, unseal(key, value)))
+                tokens[partition].append(StoredAnswer(writer, counter, unseal(key, value)))
             return StoredBucket(
                 record,
                 transaction.get(CLEAN_STOP) is not None,
@@ -224,7 +224,7 @@ class ChunkLog:
                 self._truncate(transaction, partition, record)
 
     def truncate(
-        self, partition: int, record: PartitionRecord, tokens: Iterable[Token] = ()
+        self, partition: int, record: PartitionRecord, tokens: Iterable[StoredAnswer] = ()
     ) -> list[int]:
         """Deletes what a partition has behind `record.high`, a snapshot end or 0.
 
@@ -313,7 +313,7 @@ class ChunkLog:
                     transaction.put(key, pack_record(key, write.purge_seq))
 
     def _put_tokens(
-        self, transaction: WriteTransaction, partition: int, tokens: Iterable[Token]
+        self, transaction: WriteTransaction, partition: int, tokens: Iterable[StoredAnswer]
     ) -> None:
         for token in tokens:
             key = token_key(partition, token.writer, token.counter)

@@ -56,7 +56,7 @@ _ERRORS: Final[dict[str, type[StorageError]]] = {
 }
 
 
-class Failure(msgspec.Struct, frozen=True):
+class CallFailure(msgspec.Struct, frozen=True):
     """A call did not succeed.
 
     Attributes:
@@ -68,7 +68,7 @@ class Failure(msgspec.Struct, frozen=True):
     sentence: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> CallFailure:
         """The failure for `error`. An error that is not a `StorageError` is a bug, and after it
         the state of the disk is unknown."""
         kind = type(error).__name__

@@ -28,7 +28,7 @@ from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
-    Failure,
+    CallFailure,
     Request,
     Unpacker,
     head_of,
@@ -67,7 +67,7 @@ class _PendingCall:
     slot: Slot | None
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
-    failure: Failure | None = None
+    failure: CallFailure | None = None
 
 
 class _Worker:
@@ -147,7 +147,7 @@ class _Worker:
         # From here on the answer's chunks alone keep the slot.
         pending.slot = None
         if failed:
-            pending.failure = self._unpacker.unpack(message, Failure, ())
+            pending.failure = self._unpacker.unpack(message, CallFailure, ())
         else:
             pending.answer = self._unpacker.unpack(message, pending.call.answer_type, buffers)
         pending.done.set()
@@ -177,7 +177,7 @@ class _Worker:
             return
         self.is_gone = True
         for pending in (*self._sent, *self._to_send):
-            pending.failure = Failure(StoreFailedError.__name__, sentence)
+            pending.failure = CallFailure(StoreFailedError.__name__, sentence)
             pending.done.set()
 
     async def stop(self) -> None:

@@ -23,7 +23,7 @@ from upr_server.storage.directory import DataDirectory
 from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
-    Failure,
+    CallFailure,
     Unpacker,
     head_of,
     pack,
@@ -81,7 +81,7 @@ def _serve(
             slots.begin(request.slot)
         answer = request.call.run_on(server)
     except Exception as error:  # noqa: BLE001  # the server gets every error
-        answer, failed = Failure.of(error), True
+        answer, failed = CallFailure.of(error), True
     packed, chunks = pack(answer)
     in_slot = [False] * len(chunks) if slots is None else slots.are_in_slot(chunks)
     head = head_of(packed, chunks, in_slot, failed=failed)

@@ -20,7 +20,7 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.net import ConnectionServer
 from upr_server.net import streamer as streamers
 from upr_server.storage.online.backfill import Backfill
-from upr_server.storage.online.stream_reader import StreamReader
+from upr_server.storage.online.partition_reader import PartitionReader
 
 
 @contextmanager
@@ -57,11 +57,11 @@ def takes_the_larger_without_its_conditions() -> Iterator[None]:
 def drops_a_cursor_and_says_nothing() -> Iterator[None]:
     """Who was slow, and was dropped, goes on with what memory has: of all that was freed it is
     given the last change."""
-    read: Any = StreamReader._from_memory
+    read: Any = PartitionReader._from_memory
     take: Any = Backfill.take
     of_dropped: list[Backfill] = []
 
-    def from_memory(self: StreamReader) -> Any:
+    def from_memory(self: PartitionReader) -> Any:
         is_following = self._cursor is not None
         item = read(self)
         if is_following and self._backfill is not None:
@@ -75,7 +75,7 @@ def drops_a_cursor_and_says_nothing() -> Iterator[None]:
         return item
 
     with (
-        replaced(StreamReader, "_from_memory", from_memory),
+        replaced(PartitionReader, "_from_memory", from_memory),
         replaced(Backfill, "take", take_the_last),
     ):
         yield

@@ -226,8 +226,9 @@ class Cursor:
     def _backfill_needed(self) -> BackfillNeeded:
         if self._state is _State.CLOSED:
             raise ValueError(f"cursor {self.name!r} is closed")
-        # Dropped. The disk may not have come as far as the cursor had: then there is nothing to
-        # read from it, and the reader registers again where it stands.
+        # Dropped: a backfill is needed wherever the reader stands, as nothing holds its place in
+        # memory any more. The disk may not have come as far as the cursor had: then there is
+        # nothing to read from it, and the reader registers again where it stands.
         return BackfillNeeded(self.seq, max(self.seq, self._snapshots.persisted))
 
     # Standing somewhere.

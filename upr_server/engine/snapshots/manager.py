@@ -132,7 +132,8 @@ class MutationManager:
             )
         backfill = None
         if start < snapshots.oldest:
-            # A state on disk is that at the persisted end, and at no number before it.
+            # A backfill is needed. A state on disk is that at the persisted end, and at no number
+            # before it. (`PartitionReader` asks before it registers, and fixes the end later.)
             backfill = BackfillNeeded(start, snapshots.persisted)
             start = snapshots.persisted
         entry = snapshots.entry_at(start)

@@ -15,7 +15,7 @@ from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.offline.bucket_files import partition_count
 from upr_server.storage.offline.check_index import check_entries, check_index, read_watermark
 from upr_server.storage.offline.check_log import (
-    PartitionLog,
+    PartitionLogCheck,
     check_records,
     read_partition_record,
 )
@@ -89,7 +89,7 @@ class Check:
         return Problem(self._name, damage.partition, damage.what, advice)
 
     def _check_partition(self, partition: int) -> Iterator[Report]:
-        log = PartitionLog(self._log, partition)
+        log = PartitionLogCheck(self._log, partition)
         high = received = purge_seq = 0
         try:
             with self._log.read() as transaction:

@@ -181,7 +181,7 @@ class _RecordCheck:
             )
 
 
-class PartitionLog:
+class PartitionLogCheck:
     """Checks the chunks of one partition.
 
     Args:

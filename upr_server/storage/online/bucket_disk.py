@@ -23,7 +23,7 @@ from upr_server.engine import (
 )
 from upr_server.storage.api import Store
 from upr_server.storage.calls import DeleteIndexEntries, FindExpired, FindItems, Truncate
-from upr_server.storage.chunk_log import StoredBucket, StoredPartition, Token
+from upr_server.storage.chunk_log import StoredAnswer, StoredBucket, StoredPartition
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LeaseBook
@@ -137,7 +137,7 @@ class BucketDisk:
         await self._ended.wait()
 
     async def truncate(
-        self, partition: PartitionId, record: PartitionRecord, tokens: Sequence[Token]
+        self, partition: PartitionId, record: PartitionRecord, tokens: Sequence[StoredAnswer]
     ) -> list[int]:
         """Deletes what a partition has on disk behind `record.high`: a snapshot end that is not
         below what is indexed, or 0.

@@ -23,7 +23,7 @@ from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition, SnapshotEndItem
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
-from upr_server.storage.chunk_log import PartitionWrite, Token
+from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import PartitionRecord
 
@@ -243,11 +243,8 @@ class Flusher:
         self, partition: Partition, chunks: list[Chunk], ends: list[SeqNo]
     ) -> PartitionWrite:
         through = chunks[-1].end
-        tokens = [
-            Token(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
-            for token, answer in partition.repeated_batches.take_unsaved(through).items()
-        ]
-        return PartitionWrite(partition.id, record_of(partition, through), chunks, tokens, ends)
+        answers = unsaved_answers(partition, through)
+        return PartitionWrite(partition.id, record_of(partition, through), chunks, answers, ends)
 
     async def _commit_group(self, writes: list[PartitionWrite]) -> None:
         """Group commit: writes all of it in one transaction, and calls what waited for it. Tries
@@ -304,6 +301,15 @@ class Flusher:
 
 encode_answer: Final = msgspec.msgpack.Encoder().encode
 """Encodes the answer to a batch as tokens keep it; `bucket_disk.decode_answer` is the reverse."""
+
+
+def unsaved_answers(partition: Partition, through: SeqNo) -> list[StoredAnswer]:
+    """Takes the changes to publishers' answers that belong on disk with everything up to
+    `through`."""
+    return [
+        StoredAnswer(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
+        for token, answer in partition.repeated_batches.take_unsaved(through).items()
+    ]
 
 
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:

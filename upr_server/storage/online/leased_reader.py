@@ -12,9 +12,9 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 
 
 class LeasedReader:
-    """A reader with the interface of `StreamReader`, which reads one snapshot: the same each time
-    for as long as the range is leased. It never reads from memory, where keys are deduplicated that
-    the disk has more than once.
+    """A reader with the interface of `PartitionReader`, which reads one snapshot: the same each
+    time for as long as the range is leased. It never reads from memory, where keys are deduplicated
+    that the disk has more than once.
 
     Args:
         disk: The bucket's disk.

@@ -17,7 +17,7 @@ from upr_server.storage.api import Store
 from upr_server.storage.bucket_storage import INDEX_LAG_MUTATIONS
 from upr_server.storage.calls import Maintain
 from upr_server.storage.errors import CorruptionError, DiskFullError
-from upr_server.storage.online.flusher import Flusher
+from upr_server.storage.online.flusher import FULL_DISK_RETRY_S, Flusher
 from upr_server.storage.online.leases import LeaseBook
 
 IDLE_S: Final = 0.5
@@ -26,9 +26,6 @@ IDLE_S: Final = 0.5
 REST_S: Final = 10.0
 """How long a bucket with nothing to do is left alone by a server whose event bus wakes it after
 updates. Not for ever: leases lapse."""
-
-RETRY_S: Final = 1.0
-"""How long to wait before a retry while the disk is full."""
 
 _NANOSECONDS: Final = 1_000_000_000
 
@@ -154,7 +151,7 @@ class Maintenance:
                 self._full = str(error)
                 self._flusher.set_index_can_move(False)
                 self._progress.notify()
-                await trio.sleep(RETRY_S)
+                await trio.sleep(FULL_DISK_RETRY_S)
             except CorruptionError as error:
                 if not self._damage:
                     log.error(

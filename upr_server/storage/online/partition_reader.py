@@ -27,7 +27,7 @@ from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 
-class StreamReader:
+class PartitionReader:
     """A reader of one partition.
 
     It has the interface of the engine's `Cursor`, and one answer more: `WAIT_FOR_DISK`.
@@ -85,7 +85,12 @@ class StreamReader:
         self._register_in_memory()
 
     def _register_in_memory(self) -> None:
-        """Registers a memory cursor where the reader stands, if memory reaches back so far."""
+        """Registers a memory cursor where the reader stands, if memory reaches back so far.
+
+        Else a backfill is needed, which begins with the first `next`. `MutationManager.register`
+        would say so too, and register a cursor at the disk's end at once. Here that must wait: the
+        end is fixed when the disk is read, in one step with the lease on the range.
+        """
         if self.seq >= self._partition.snapshots.oldest:
             self._cursor = self._register(self.seq, self._end_at_least)
 
