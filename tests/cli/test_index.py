@@ -66,7 +66,7 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     while run("index", "list", "--json").stdout:
         pass
     refused = run("index", "scan", "d/both", code=3)
-    assert refused.stderr == "upr: there is no index d/both\n"
+    assert refused.stderr == "upr: there is no index d/both; `upr index list` names all\n"
 
 
 def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_path: Path) -> None:

@@ -120,7 +120,10 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     assert "invalid design name 'e/f'" in str(error)
     assert (await refusal(asking.drop, "e/f")).code == "bad_definition"
     error = await refusal(asking.scan, "d/city/more")
-    assert (error.code, str(error)) == ("no_index", "there is no index d/city/more")
+    assert (error.code, str(error)) == (
+        "no_index",
+        "there is no index d/city/more; `upr index list` names all",
+    )
     assert (await refusal(asking.index, "d/city/more")).code == "no_index"
     assert (await refusal(asking.scan, "d/none")).code == "no_index"
     assert (await refusal(asking.scan, "none")).code == "no_index"

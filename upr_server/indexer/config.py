@@ -74,7 +74,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
         if pool_bytes < POOL_BYTES_MIN:
-            raise ConfigError(f"pool_bytes is {pool_bytes}; at least {POOL_BYTES_MIN}")
+            raise ConfigError(f"pool_bytes must be at least {POOL_BYTES_MIN}, not {pool_bytes}")
         limits = ReceivedKeysLimits(self.undo_mutations, self.undo_mutations * 256)
         return Settings(address, folder, pool_bytes, limits, self.queues)
 

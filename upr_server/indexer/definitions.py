@@ -171,7 +171,7 @@ class Definitions:
         """
         index = self._indexes.get(name)
         if index is None:
-            raise NoIndexError(f"there is no index {name}")
+            raise NoIndexError(f"there is no index {name}; `upr index list` names all")
         return index
 
     @property
@@ -211,7 +211,9 @@ class Definitions:
             except ServerError as error:
                 if error.status is not Status.NOT_FOUND:
                     raise
-                raise NoIndexError(f"there is no design {name}") from error
+                raise NoIndexError(
+                    f"there is no design {name}; `upr index list` names all"
+                ) from error
 
     # Following them.
 

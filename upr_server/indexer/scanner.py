@@ -141,7 +141,8 @@ class Scanner:
                     return await self._scan(index, query, key_range, writes)
             assert scope.cancelled_caught
             raise NotFreshError(
-                f"the index {name} was not as fresh as asked within {query.timeout_s:g} s"
+                f"the index {name} is still behind after {query.timeout_s:g} s; ask again, or with "
+                "a higher timeout_s"
             )
 
     async def _scan(
@@ -157,7 +158,7 @@ class Scanner:
                 has_writes(index.file, writes)
                 return response
             await self._wait(index, partial(self._has_applied_after, rounds))
-        raise NoIndexError(f"the index {index.name} was dropped")
+        raise NoIndexError(f"the index {index.name} was dropped during the scan")
 
     def _has_applied_after(self, rounds: int) -> bool:
         return self._pipeline.rounds > rounds

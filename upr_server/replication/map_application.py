@@ -183,7 +183,7 @@ class MappedBucket:
             return
         raise DiskFullError(
             f"the latest writes of {self.disk.bucket.name!r} are not on disk after "
-            f"{PERSIST_S:.0f} s: {self.disk.flusher.full or 'it is slow'}"
+            f"{PERSIST_S:.0f} s: {self.disk.flusher.full or 'the disk is slow'}; repeat the command"
         )
 
     def _carry_out(self, change: RoleChange, *, was_active: bool) -> None:

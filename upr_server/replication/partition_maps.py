@@ -215,7 +215,7 @@ class PartitionMaps:
                     raise ServerError(
                         Status.REVISION_CONFLICT,
                         f"the map of {new.bucket!r} has revision {revision} here, "
-                        f"not {expected_revision}",
+                        f"not {expected_revision}: another command has changed it; repeat yours",
                     )
                 await self._apply(new)
         return new
@@ -280,7 +280,8 @@ class PartitionMaps:
         if new.revision <= self.revision(new.bucket):
             raise ServerError(
                 Status.REVISION_CONFLICT,
-                f"revision {new.revision} of {new.bucket!r} is not above that of the map here",
+                f"the map of {new.bucket!r} has revision {self.revision(new.bucket)} here, and "
+                f"{new.revision} is not higher; repeat the command",
             )
         mapped = self._buckets.get(new.bucket)
         if mapped is None:

@@ -163,7 +163,7 @@ def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
         raise ServerError(
             Status.WRONG_STATE,
             f"partition {partition.id} is to continue history {end.history_id:x} at {end.seq}, but "
-            f"this copy is in history {history_id:x} at {partition.high_seq}",
+            f"this copy is in history {history_id:x} at {partition.high_seq}; use `upr failover`",
         )
 
 

@@ -60,4 +60,4 @@ def load_settings(
         # Not strict: the environment has only text.
         return msgspec.convert(settings, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the configuration is wrong: {error}") from error
+        raise ConfigError(f"invalid configuration: {error}") from error

@@ -137,7 +137,7 @@ def _decode(data: bytes, offset: int) -> tuple[Part, int]:
             parts.append(part)
         return parts, offset + 1
     if tag not in _PLAIN:
-        raise ValueError(f"{tag!r} begins no part")
+        raise ValueError(f"unknown type tag {tag!r}")
     return _PLAIN[tag], offset
 
 
@@ -149,7 +149,7 @@ def _decode_string(data: bytes, offset: int) -> tuple[str, int]:
         if data[zero + 1] == 1:
             return b"".join(segments).decode(), zero + 2
         if data[zero + 1] != 0xFF:
-            raise ValueError("a zero byte that neither ends a string nor is in it")
+            raise ValueError("an unescaped zero byte in a string")
         segments.append(b"\0")
         offset = zero + 2
 
@@ -165,7 +165,7 @@ def _decode_number(data: bytes, offset: int) -> float:
     whole: int = int(double) + rest
     is_exact = double.is_integer() and _EXACT_MIN <= whole <= _EXACT_MAX
     if rest and not (is_exact and float(whole) == double):
-        raise ValueError("something is left that no number leaves")
+        raise ValueError("the rest of a number does not fit its double")
     return whole if is_exact else float(double)
 
 

@@ -182,14 +182,15 @@ class LeaseBook:
             if not start <= end <= persisted:
                 raise ServerError(
                     Status.BAD_ARGUMENT,
-                    f"({start}, {end}] of partition {partition} is not a range on disk, where the "
-                    f"last number is {persisted}",
+                    f"({start}, {end}] of partition {partition} is not a range on disk; end it at "
+                    f"{persisted} or below",
                 )
             purge_seq = self._bucket.partitions[partition].purge_seq
             if 0 < start < purge_seq:
                 raise ServerError(
                     Status.ROLLBACK_NEEDED,
-                    f"partition {partition} has forgotten deletions up to {purge_seq}",
+                    f"the server has removed deletions of partition {partition} up to {purge_seq}; "
+                    "start the range there or above, or at 0",
                 )
 
     async def _put(self, lease: LeaseRecord) -> LeaseRecord:
