@@ -25,8 +25,8 @@ from pyspark.sql.types import StructType
 from tests.spark.conftest import SPARK_OPTIONS
 from upr_protocol.spark import UprDataSource
 from upr_protocol.spark.batch_reader import BatchReader
+from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.stream_reader import StreamReader
 
 COLUMNS = ("partition", "history_id", "seq", "key", "value", "deleted")
 
@@ -73,7 +73,7 @@ def die() -> None:
     signal.pause()
 
 
-class DyingStreamReader(StreamReader):
+class DyingStreamReader(MicroBatchReader):
     """A stream that tells where it begins, and has the driver die when it has planned a batch."""
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
@@ -102,7 +102,7 @@ class DyingBatchReader(BatchReader):
 class DyingSource(UprDataSource):
     """The data source, with readers that die."""
 
-    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802  Spark's name
+    def streamReader(self, schema: StructType) -> MicroBatchReader:  # noqa: N802  Spark's name
         return DyingStreamReader(ReadOptions.parse(self.options, streaming=True), schema)
 
     def reader(self, schema: StructType) -> BatchReader:

@@ -16,12 +16,12 @@ from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import Offset, PartitionOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import default_schema
 from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
 from upr_protocol.spark.stream_plan import Limits, batch_ends
-from upr_protocol.spark.stream_reader import StreamReader
 
 PARTITIONS: Final = 3
 ROWS_MAX: Final = 7
@@ -35,9 +35,9 @@ def options_of(**given: str) -> ReadOptions:
     return ReadOptions.parse({"url": "upr://localhost/b", **given}, streaming=True)
 
 
-def reader_of(driver: ModelDriverClient, **given: str) -> StreamReader:
+def reader_of(driver: ModelDriverClient, **given: str) -> MicroBatchReader:
     options = options_of(**given)
-    return StreamReader(options, default_schema(options), driver)
+    return MicroBatchReader(options, default_schema(options), driver)
 
 
 def ranges_of(tasks: list[ReadTask]) -> Ranges:

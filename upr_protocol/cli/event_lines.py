@@ -115,7 +115,7 @@ def _undone(event: Undone) -> dict[str, Any]:
         "partition": event.partition,
         "restarts_from": event.to,
         "ceiling": event.ceiling,
-        "settled": event.settled,
+        "settled": event.consistent_from,
         "reason": event.reason,
         "documents": [_document(key, item) for key, item in event.documents.items()],
     }

@@ -12,7 +12,7 @@ from upr_protocol.spark.driver_client import new_lease_id
 
 if TYPE_CHECKING:
     from upr_protocol.spark.batch_reader import BatchReader
-    from upr_protocol.spark.stream_reader import StreamReader
+    from upr_protocol.spark.micro_batch_reader import MicroBatchReader
     from upr_protocol.spark.writer import BatchWriter, StreamWriter
 
 
@@ -45,12 +45,12 @@ class UprDataSource(DataSource):
 
         return BatchReader(ReadOptions.parse(self.options), schema, self._lease_id)
 
-    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802  Spark's name
+    def streamReader(self, schema: StructType) -> MicroBatchReader:  # noqa: N802  Spark's name
         """Streams what changes."""
+        from upr_protocol.spark.micro_batch_reader import MicroBatchReader
         from upr_protocol.spark.read_options import ReadOptions
-        from upr_protocol.spark.stream_reader import StreamReader
 
-        return StreamReader(ReadOptions.parse(self.options, streaming=True), schema)
+        return MicroBatchReader(ReadOptions.parse(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Writes a DataFrame."""

@@ -228,7 +228,7 @@ class Stream:
             self._assembler.put(
                 IndexBatch(
                     partition,
-                    Mark(position, event.settled),
+                    Mark(position, event.consistent_from),
                     rollback_documents=documents,
                     clears_partition=not event.to,
                     nbytes=nbytes,

@@ -301,7 +301,7 @@ async def test_one_event_has_everything_to_undo(
         server.put(b"9", b"new")
         undone, start, chunk, end, *_ = await until_completed(consumer)
         assert isinstance(undone, Undone)
-        assert (undone.ceiling, undone.to, undone.settled) == (8, 8, 9)
+        assert (undone.ceiling, undone.to, undone.consistent_from) == (8, 8, 9)
         assert "diverge" in undone.reason
         values = {key: item and item.value for key, item in undone.documents.items()}
         assert values == {b"3": b"old", b"8": None, b"9": b"new"}

@@ -120,8 +120,9 @@ class Undone(msgspec.Struct, frozen=True):
         partition: The partition.
         ceiling: The highest sequence number that both histories have in common.
         to: The sequence number that the stream goes on from.
-        settled: The partition equals a state of the server from the first `SnapshotEnd` at or above
-            this number; ends below are left out. If it is not above `to`, that holds already.
+        consistent_from: The partition equals a state of the server from the first `SnapshotEnd` at
+            or above this number; ends below are left out. If it is not above `to`, that holds
+            already.
         reason: The server's reason, and the client's.
         documents: By key its newest item, or None for a key to delete.
     """
@@ -129,7 +130,7 @@ class Undone(msgspec.Struct, frozen=True):
     partition: PartitionId
     ceiling: SeqNo
     to: SeqNo
-    settled: SeqNo
+    consistent_from: SeqNo
     reason: str
     documents: dict[bytes, Item | None]
 

@@ -87,7 +87,7 @@ class LocalCopyFile:
         self.broken = False
         self._deletions_max = deletions_max
         self._moved: dict[PartitionId, tuple[Position, SeqNo]] = {}
-        """By partition the position to be committed, and where the partition is settled."""
+        """By partition the position to be committed, and from where the partition is consistent."""
         self._commits = 0
         # The iterating task and tasks that call `get` or `count` take turns.
         self._turn = trio.CapacityLimiter(1)
@@ -204,10 +204,12 @@ class LocalCopyFile:
         self._database.execute("DELETE FROM items WHERE partition = ?", (partition,))
         self._database.execute("DELETE FROM partitions WHERE partition = ?", (partition,))
 
-    def set_position(self, partition: PartitionId, position: Position, settled_at: SeqNo) -> None:
+    def set_position(
+        self, partition: PartitionId, position: Position, consistent_from: SeqNo
+    ) -> None:
         """Sets a partition's position, and where the copy equals the server's state again; see
-        `RollbackPlanner.settled_at`."""
-        self._moved[partition] = (position, settled_at)
+        `RollbackPlanner.consistent_from`."""
+        self._moved[partition] = (position, consistent_from)
 
     async def commit(self) -> None:
         """Commits all changes."""
@@ -215,9 +217,9 @@ class LocalCopyFile:
 
     def _commit(self) -> None:
         database = self._database
-        for partition, (position, settled_at) in self._moved.items():
+        for partition, (position, consistent_from) in self._moved.items():
             state = ResumeState(self.state.bucket, {partition: position})
-            complete = position.partial is None and position.last_complete >= settled_at
+            complete = position.partial is None and position.last_complete >= consistent_from
             database.execute(
                 "INSERT INTO partitions (partition, position, complete, last_complete)"
                 " VALUES (?1, ?2, ?3, ?4) ON CONFLICT (partition)"
@@ -234,8 +236,8 @@ class LocalCopyFile:
     def _forget_deletions(self) -> None:
         """Forgets the oldest deletions that are too many, in partitions without a foreign key."""
         database = self._database
-        for partition, (position, settled_at) in self._moved.items():
-            if settled_at == SEQ_MAX:
+        for partition, (position, consistent_from) in self._moved.items():
+            if consistent_from == SEQ_MAX:
                 continue  # some deletions may have to be undone
             deleted = "partition = ? AND value IS NULL"
             (count,) = database.execute(

@@ -81,8 +81,8 @@ class LocalCopyFollower(RollbackIterator):
         processed = await super()._process(event)
         if not isinstance(event, Completed | BarrierReached):
             position = self._consumer.position(event.partition)
-            settled_at = self._planner.settled_at(event.partition)
-            self._file.set_position(event.partition, position, settled_at)
+            consistent_from = self._planner.consistent_from(event.partition)
+            self._file.set_position(event.partition, position, consistent_from)
             is_complete = isinstance(processed, SnapshotEnd)
             priority = SavePriority.COMPLETE if is_complete else SavePriority.PARTIAL
             nbytes = event.chunk.nbytes if isinstance(event, ChunkReceived) else 0

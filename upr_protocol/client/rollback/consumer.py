@@ -76,7 +76,7 @@ class RollbackConsumer(RollbackIterator):
             event, versions = self._plan_in_hand.event, self._plan_in_hand.versions
             await self._received_keys.confirm_rollback(event.partition, versions)
             self._plan_in_hand = None
-        if self._received_keys.keys.overfull and self._pending is None:
+        if self._received_keys.keys.overfull and self._current_event is None:
             # The next process must not begin below a key that is dropped now.
             await self._consumer.save()
             await self._received_keys.trim(self._droppable_seq)
@@ -108,14 +108,16 @@ class RollbackConsumer(RollbackIterator):
         """A copy of the resume state as it is once the event in hand is processed. See
         `Consumer.resume_state`."""
         return (
-            self._consumer.resume_state if self._pending is None else self._consumer.processed_state
+            self._consumer.resume_state
+            if self._current_event is None
+            else self._consumer.processed_state
         )
 
     async def save(self) -> None:
         """Acknowledges the event in hand and saves now; see `Consumer.save`. Does nothing after
         `__anext__` was cancelled with an event that the application has yet to see."""
         await self._acknowledge()
-        if self._pending is None:
+        if self._current_event is None:
             await self._consumer.save()
 
 

@@ -46,7 +46,7 @@ class RollbackIterator(ABC):
         self._consumer = consumer
         self._planner = planner
         self._logs: dict[PartitionId, FailoverLog] = {}
-        self._pending: Event | None = None
+        self._current_event: Event | None = None
         """An event that the caller was not given, because it was cancelled while the event was
         processed. It is processed again by the next call, so processing must be repeatable."""
 
@@ -56,10 +56,10 @@ class RollbackIterator(ABC):
     async def _next_processed(self) -> Event | Undone:
         """The next event that the caller is to see, processed. Cancelled, no event is lost."""
         while True:
-            if self._pending is None:
-                self._pending = await self._next_event()
-            event = await self._process(self._pending)
-            self._pending = None
+            if self._current_event is None:
+                self._current_event = await self._next_event()
+            event = await self._process(self._current_event)
+            self._current_event = None
             if event is not None:
                 return event
 

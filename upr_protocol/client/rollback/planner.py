@@ -68,14 +68,14 @@ class RollbackPlanner:
         self._read_newest = read_newest
         self._rollbacks: dict[PartitionId, RolledBack] = {}
         """Rollbacks to be undone when the partition's stream is accepted."""
-        self._settled_at: dict[PartitionId, SeqNo] = {}
-        """See `settled_at`; `SEQ_MAX` while a partition's keys are yet to be compared."""
+        self._consistent_from: dict[PartitionId, SeqNo] = {}
+        """See `consistent_from`; `SEQ_MAX` while a partition's keys are yet to be compared."""
 
     async def choose_target(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:  # noqa: ARG002
         """The sequence number to roll back to; an `UndoCallback`. Undoes nothing yet."""
         # The application may be given many events of other partitions before this one's stream is
         # accepted. Until then no received key of this partition may be dropped.
-        self._settled_at[partition] = SEQ_MAX
+        self._consistent_from[partition] = SEQ_MAX
         floor = await self._received_keys.floor(partition)
         return SeqNo(0) if ceiling < floor else ceiling
 
@@ -87,10 +87,10 @@ class RollbackPlanner:
         """
         partition = event.partition
         if event.to:
-            self._settled_at[partition] = SEQ_MAX
+            self._consistent_from[partition] = SEQ_MAX
             self._rollbacks[partition] = event
             return None
-        self._settled_at[partition] = SeqNo(0)
+        self._consistent_from[partition] = SeqNo(0)
         self._rollbacks.pop(partition, None)
         reason = f"{event.reason}; {BELOW_FLOOR}" if event.ceiling else event.reason
         return RollbackPlan(
@@ -114,14 +114,16 @@ class RollbackPlanner:
                 if error.status is not Status.HISTORY_CHANGED:
                     raise
                 # Whatever this stream still brings is compared when the next one is accepted.
-                self._settled_at[partition] = SEQ_MAX
+                self._consistent_from[partition] = SEQ_MAX
                 return None
             items = dict(zip(foreign.keys, newest, strict=True))
             for key, item in items.items():
                 item_seq = high_seq if item is None else item.seq
                 versions[key] = ReceivedVersion(item_seq, log.branch_of(item_seq))
-        settled_at = max(foreign.highest_seq, *(version.seq for version in versions.values()), seq)
-        self._settled_at[partition] = settled_at
+        consistent_from = max(
+            foreign.highest_seq, *(version.seq for version in versions.values()), seq
+        )
+        self._consistent_from[partition] = consistent_from
         rollback = self._rollbacks.pop(partition, None)
         if rollback is not None:
             reason, ceiling = rollback.reason, rollback.ceiling
@@ -129,18 +131,20 @@ class RollbackPlanner:
             reason, ceiling = FOREIGN, seq
         else:
             return None
-        return RollbackPlan(Undone(partition, ceiling, seq, settled_at, reason, items), versions)
+        return RollbackPlan(
+            Undone(partition, ceiling, seq, consistent_from, reason, items), versions
+        )
 
-    def settled_at(self, partition: PartitionId) -> SeqNo:
+    def consistent_from(self, partition: PartitionId) -> SeqNo:
         """The first snapshot end at or above this is a state of the server; `SEQ_MAX` while that is
         not known."""
-        return self._settled_at.get(partition, SEQ_MAX)
+        return self._consistent_from.get(partition, SEQ_MAX)
 
     def is_compared(self, partition: PartitionId) -> bool:
         """Whether all received keys of the partition are known to be the server's. Keys of other
         partitions must not be dropped."""
-        return self.settled_at(partition) != SEQ_MAX
+        return self.consistent_from(partition) != SEQ_MAX
 
     def is_consistent_at(self, event: SnapshotEnd) -> bool:
         """Whether the partition is a state of the server at this snapshot end."""
-        return event.end >= self._settled_at.get(event.partition, 0)
+        return event.end >= self._consistent_from.get(event.partition, 0)

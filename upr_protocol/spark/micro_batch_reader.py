@@ -34,7 +34,7 @@ from upr_protocol.spark.slices import Slice, tasks_of
 from upr_protocol.spark.stream_plan import Limits, StreamPlan, rollback_error, sizes_of, slices_of
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Streams the changes of a bucket. A batch that Spark reads again has the same rows: what it is
     made of is pinned until the batch behind it begins.
 
