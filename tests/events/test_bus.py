@@ -17,7 +17,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Buckets
 from upr_server.events import EventBatch, EventBus
-from upr_server.storage.calls import Call
+from upr_server.storage.calls import StoreCall
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -195,7 +195,7 @@ async def test_queues_are_restored_once(autojump_clock: MockClock) -> None:
 
 async def test_damaged_queues_have_consumers_start_over(autojump_clock: MockClock) -> None:
     class Damaged(SimulatedStore):
-        async def execute(self, call: Call[Any]) -> Any:
+        async def execute(self, call: StoreCall[Any]) -> Any:
             await trio.lowlevel.checkpoint()
             raise CorruptionError("checksum mismatch")
 
@@ -217,7 +217,7 @@ async def test_a_disk_that_is_full_at_the_stop_has_consumers_start_over(
     autojump_clock: MockClock,
 ) -> None:
     class Full(SimulatedStore):
-        async def execute(self, call: Call[Any]) -> Any:
+        async def execute(self, call: StoreCall[Any]) -> Any:
             await trio.lowlevel.checkpoint()
             raise DiskFullError("the disk is full")
 

@@ -21,7 +21,7 @@ from upr_server.storage.records import (
     CHUNK,
     CHUNK_HEAD,
     BucketRecord,
-    IndexEntry,
+    KeyIndexEntry,
     LeaseRecord,
     PartitionRecord,
     Watermark,
@@ -170,7 +170,7 @@ def record(data: bytes) -> None:
         with suppress(CorruptionError):
             parse_record(key, value, kind)
     with suppress(CorruptionError):
-        IndexEntry.parse(key, value)
+        KeyIndexEntry.parse(key, value)
     with suppress(PartitionMapError):
         PartitionMap.decode(value[4:])
     with suppress(RemoteProtocolError):

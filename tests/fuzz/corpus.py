@@ -66,7 +66,7 @@ from upr_server.engine.mutate_result import MutateResult, pack
 from upr_server.storage.records import (
     PARTITION,
     BucketRecord,
-    IndexEntry,
+    KeyIndexEntry,
     LeaseRecord,
     PartialRecord,
     PartitionRecord,
@@ -232,7 +232,7 @@ def _record() -> Iterator[tuple[str, bytes]]:
     yield "map-without-host", _MENDED + key + partition_map.encode().replace("host", ".").encode()
     yield "answer", _MENDED + key + pack(result)
     yield "as-it-is", _WHOLE + key + pack_record(key, Watermark())
-    yield "index-entry", _WHOLE + b"key" + IndexEntry(7, 1000).pack(b"key")
+    yield "index-entry", _WHOLE + b"key" + KeyIndexEntry(7, 1000).pack(b"key")
 
 
 _MADE: Final = {

@@ -23,7 +23,7 @@ from upr_server.indexer.index_file import IndexFile, KeyRange
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import Member, Pipeline, worker_thread
 from upr_server.indexer.pool import MemoryPool
-from upr_server.indexer.stream import Stream
+from upr_server.indexer.stream import IndexerStream
 
 PARTITION = PartitionId(0)
 COUNT = 10
@@ -112,7 +112,7 @@ def set_up(there: OtherStream, path: Path, url: str) -> tuple[Builder, IndexFile
     """A builder of one index, beside another stream."""
     file, pool, work = IndexFile(path, BUCKET), MemoryPool(POOL_BYTES), worker_thread()
     members = [Member(file, ByKey())]
-    stream, running = cast("Stream", there), Pipeline(pool, work)
+    stream, running = cast("IndexerStream", there), Pipeline(pool, work)
     return Builder(Address.parse(url), pool, work, members, stream, running, 1), file
 
 

@@ -49,7 +49,7 @@ from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.scanner import Scanner
-from upr_server.indexer.stream import Stream
+from upr_server.indexer.stream import IndexerStream
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = 
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
     Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
-    Stream.barrier: lambda indexer, _: indexer.stream.barrier(),
+    IndexerStream.barrier: lambda indexer, _: indexer.stream.barrier(),
     Catalog.current: lambda indexer, _: indexer.catalog.current(),
     Pipeline.sync: lambda indexer, _: indexer.pipeline.sync(),
     Definitions.create: lambda indexer, number: indexer.definitions.create(f"d{number}", DESIGN),
@@ -220,7 +220,7 @@ RUN: Final = tries(
     Definitions.run,
     Builder.run,
     Pipeline.run,
-    Stream.run,
+    IndexerStream.run,
     Overlay.run,
     Announcements.run,
     Barriers.run,
@@ -254,7 +254,7 @@ async def test_an_indexer(
     cancellations.check_inside(*RUN)
 
 
-UNDOING: Final = tries(Stream.run, Pipeline.drain, Pipeline.sync)
+UNDOING: Final = tries(IndexerStream.run, Pipeline.drain, Pipeline.sync)
 
 
 async def test_a_rollback(

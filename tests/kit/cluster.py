@@ -19,7 +19,7 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
-from upr_server.storage.calls import Call
+from upr_server.storage.calls import StoreCall
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 BUCKET = "b"
@@ -93,7 +93,7 @@ class Node:
             self.server = None
             self._ended.set()
 
-    def _delay(self, _call: Call[Any]) -> float:
+    def _delay(self, _call: StoreCall[Any]) -> float:
         assert self.delay is not None
         return self.delay.random() * 0.01
 

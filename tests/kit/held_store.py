@@ -6,7 +6,7 @@ from typing import Any
 
 import trio
 
-from upr_server.storage.calls import Call, Commit
+from upr_server.storage.calls import Commit, StoreCall
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 
@@ -21,7 +21,7 @@ class HeldStore(SimulatedStore):
         super().__init__(directory)
         self.released = trio.Event()
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, Commit):
             await self.released.wait()
         await super().wait(call)

@@ -18,7 +18,7 @@ from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Bucket, MutationBatch
 from upr_server.runtime import System
-from upr_server.storage.calls import Call, Maintain
+from upr_server.storage.calls import Maintain, StoreCall
 from upr_server.storage.online.maintenance import REST_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -54,7 +54,7 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
 ) -> None:
     looks: list[str] = []
 
-    def delay(call: Call[Any]) -> float:
+    def delay(call: StoreCall[Any]) -> float:
         if isinstance(call, Maintain):
             looks.append(call.bucket)
         return 0.001

@@ -29,7 +29,7 @@ from upr_server.engine import (
 )
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
-from upr_server.storage.calls import Call, FindItems, ReadChunks
+from upr_server.storage.calls import FindItems, ReadChunks, StoreCall
 from upr_server.storage.online.backfill import BUDGET_SHARE, READ_BYTES_MIN, WAIT_FOR_DISK, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.partition_reader import PartitionReader
@@ -50,7 +50,7 @@ class HeldReads(SimulatedStore):
         self.released.set()
         self._kind = kind
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, self._kind):
             await self.released.wait()
         await super().wait(call)
@@ -388,7 +388,7 @@ async def test_one_that_nobody_takes_from_leaves_room_for_others(
 ) -> None:
     reads: list[int] = []
 
-    def delay(call: Call[Any]) -> float:
+    def delay(call: StoreCall[Any]) -> float:
         if isinstance(call, ReadChunks):
             reads.append(call.bytes_max)
         return 0.0

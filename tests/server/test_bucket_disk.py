@@ -27,7 +27,14 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
 from upr_server.engine import MutationBatch, Partition
-from upr_server.storage.calls import Call, Commit, DeleteLeases, LoadBuckets, Maintain, ReadChunks
+from upr_server.storage.calls import (
+    Commit,
+    DeleteLeases,
+    LoadBuckets,
+    Maintain,
+    ReadChunks,
+    StoreCall,
+)
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online import flusher
 from upr_server.storage.online.backfill import WAIT_FOR_DISK
@@ -50,7 +57,7 @@ def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chun
 class _Prompt(HeldStore):
     """A store that takes no time, once its commits are released."""
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, Commit):
             await self.released.wait()
 
@@ -133,7 +140,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
 class _NoMaintenance(SimulatedStore):
     """A store whose index does not move."""
 
-    async def execute(self, call: Call[Any]) -> Any:
+    async def execute(self, call: StoreCall[Any]) -> Any:
         if isinstance(call, Maintain):
             await trio.sleep_forever()
         return await super().execute(call)
@@ -230,7 +237,7 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
 class _NothingIsForgotten(SimulatedStore):
     """No lease can be deleted: the disk is full."""
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, DeleteLeases):
             raise DiskFullError("full")
         await super().wait(call)

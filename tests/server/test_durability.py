@@ -40,12 +40,12 @@ from upr_protocol.wire import (
 from upr_server.app import Server
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
-    Call,
     Commit,
     DeleteLeases,
     LoadBuckets,
     Maintain,
     MarkCleanStop,
+    StoreCall,
 )
 from upr_server.storage.errors import DiskFullError, StoreFailedError
 from upr_server.storage.online import flusher
@@ -209,7 +209,7 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
 async def test_what_came_together_is_committed_together_and_the_figures_say_so(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    def delay(call: Call[Any]) -> float:
+    def delay(call: StoreCall[Any]) -> float:
         return 0.25 if isinstance(call, Commit) else 0.0
 
     store = SimulatedStore(delay=delay)
@@ -345,10 +345,10 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The mark of a clean stop would fit where the mutation does not."""
-    calls: list[Call[Any]] = []
+    calls: list[StoreCall[Any]] = []
 
     class Recorded(SimulatedStore):
-        async def execute(self, call: Call[Any]) -> Any:
+        async def execute(self, call: StoreCall[Any]) -> Any:
             # Who asks may be cancelled; a process carries it out nevertheless.
             calls.append(call)
             return await super().execute(call)
@@ -382,7 +382,7 @@ class _HeldIndex(SimulatedStore):
         self.released = trio.Event()
         self.is_full = False
 
-    async def execute(self, call: Call[Any]) -> Any:
+    async def execute(self, call: StoreCall[Any]) -> Any:
         if isinstance(call, Maintain):
             if self.is_full:
                 raise DiskFullError("no room for the index")
@@ -441,7 +441,7 @@ async def test_what_stood_in_line_behind_a_write_that_failed_is_not_acknowledged
     """It may have been done: nobody knows what that is worth."""
 
     class FailsOnce(SimulatedStore):
-        async def execute(self, call: Call[Any]) -> Any:
+        async def execute(self, call: StoreCall[Any]) -> Any:
             async with self._call_lock:
                 await trio.sleep(1)
                 if isinstance(call, MarkCleanStop):

@@ -36,7 +36,7 @@ from upr_server.app import Server
 from upr_server.net import Connection
 from upr_server.net.backlog import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.handlers.data import GET_REPLY_BYTES
-from upr_server.storage.calls import Call, FindItems, PutLease
+from upr_server.storage.calls import FindItems, PutLease, StoreCall
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.simulated import SimulatedStore
 
@@ -168,7 +168,7 @@ async def test_nothing_is_read_from_disk_for_a_closed_connection(
 class SlowFinds(SimulatedStore):
     """Each item that is read takes its time."""
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, FindItems):
             await trio.sleep(FETCH_S)
         else:
@@ -215,7 +215,7 @@ async def test_a_connection_whose_request_is_queued_is_not_taken_for_silent(
 class SlowLeases(SimulatedStore):
     """Each lease that is put on disk takes its time."""
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, PutLease):
             await trio.sleep(FETCH_S)
         else:

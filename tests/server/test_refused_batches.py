@@ -20,7 +20,7 @@ from tests.server.test_durability import (
 )
 from upr_protocol.errors import Status
 from upr_protocol.wire import MutateReply, Refusal
-from upr_server.storage.calls import Call, FindItems
+from upr_server.storage.calls import FindItems, StoreCall
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.simulated import SimulatedStore
 
@@ -54,7 +54,7 @@ class Unreadable(SimulatedStore):
 
     is_unreadable = False
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
         if isinstance(call, FindItems) and self.is_unreadable:
             self.is_unreadable = False

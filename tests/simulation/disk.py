@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import attrs
 
 from tests.simulation.world import JumpingClock
-from upr_server.storage.calls import Call
+from upr_server.storage.calls import StoreCall
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.records import CHUNK
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -63,7 +63,7 @@ class FaultyStore(SimulatedStore):
         self._has_failed = False
         self.is_dead = False
 
-    async def execute(self, call: Call[Any]) -> Any:
+    async def execute(self, call: StoreCall[Any]) -> Any:
         if call.is_read:
             await self._pause()
             return call.run_on(self._reader)
@@ -81,7 +81,7 @@ class FaultyStore(SimulatedStore):
             await self._pause()
         return answer
 
-    async def ask(self, call: Call[Answer]) -> Answer:
+    async def ask(self, call: StoreCall[Answer]) -> Answer:
         answer = await super().ask(call)
         if self._has_failed and not call.is_read:
             self._on_failure(f"a {type(call).__name__} is acknowledged")

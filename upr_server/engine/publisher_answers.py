@@ -43,8 +43,6 @@ ANSWERS_BYTES_MAX: Final = 164 * 1024
 WRITERS_MAX: Final = 1024
 """Writers that one partition remembers."""
 
-WRITER_ID_BYTES: Final = 16
-
 WRITER_OVERHEAD_BYTES: Final = 400
 """What a writer takes beside its answers, about."""
 

@@ -17,7 +17,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status
 from upr_server.events.queues import EventBatch, EventQueue, EventQueues, TooManyConsumersError
 
-INTERVAL_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 """The shortest time between two polls for one consumer: ten answers a second are soon enough, and a
 load that never ends costs no more."""
 
@@ -42,7 +42,7 @@ class EventFeeds:
         changed: Notifier,
         time: Callable[[], float],
         new_id: Callable[[], int],
-        interval_s: float = INTERVAL_S,
+        interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._queues = queues
         self._changed = changed

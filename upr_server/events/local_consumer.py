@@ -16,7 +16,7 @@ from upr_server.events.queues import EventBatch, EventQueues
 REPORTS_A_TIMEOUT: Final = 3
 """How many times in its timeout it reports that it is alive, however few events there are."""
 
-INTERVAL_S: Final = 1.0
+LOCAL_POLL_INTERVAL_S: Final = 1.0
 """The shortest time between two polls: nothing in the node is in more of a hurry."""
 
 Callback = Callable[[EventBatch], None]
@@ -77,7 +77,7 @@ class LocalConsumer:
             # Before the poll: a change right after it would be missed otherwise.
             next_change = self._changed.next_event()
             if self._poll():
-                await trio.sleep(INTERVAL_S)
+                await trio.sleep(LOCAL_POLL_INTERVAL_S)
                 with trio.move_on_after(self._timeout_s / REPORTS_A_TIMEOUT):
                     await next_change.wait()
             else:

@@ -1,20 +1,24 @@
 """Building new indexes beside the running ones.
 
-New indexes have a stream of their own, from the beginning: first the *backfill*, then the
-*catch-up* with the running indexes' stream. Each partition *joins* that stream by itself:
+New indexes have a stream of their own, from the beginning. It first reads what there is (the
+*backfill*), and then catches up with the running indexes' stream. Each partition *joins* the
+running stream by itself, in these steps:
 
-- In this stream the partition is at n, with nothing of it under way. In the running stream it is at
-  m, in the same history, and m is at most n. Then what comes in the running stream goes to the new
-  indexes, too; they skip what they have.
-- Until m has reached n, the partition is *pending*. If the history changes meanwhile, changes that
-  this stream read above m may be lost, and the running stream's received keys do not know of them:
-  the partition is built again. After that they know every key that this stream received above
-  their floor: at n all that changed was received there, too, under the same number or a higher one.
-- Under load something may be under way all the time. So the running stream pauses now and then, for
-  a quarter of a second at most, until the new indexes have caught up.
+1. A partition may join when no snapshot of it is half applied here, the running stream is in the
+   same history, and this stream is not behind it. From then on the running stream's batches go to
+   the new indexes too, which skip what they have.
+2. Until the running stream has come to where this one was, its join is *provisional*. If the
+   history changes in that time, this stream may have applied changes that are lost, and the running
+   stream's received keys do not list them. So the partition is built again.
+3. After that the received keys cover everything that this stream received, so a rollback works for
+   the new indexes as for the running ones.
 
-When every partition has joined, the index says so on disk. A crash before that resumes from the
-index's own marks. It has no received keys, so a partition that must be rolled back begins at 0.
+Under load a snapshot may always be half applied. So the running stream pauses now and then, for a
+quarter of a second at most, until the new indexes have caught up.
+
+When every partition has joined, the index is marked complete on disk. After a crash before that,
+the build goes on from the index's own marks. It has no received keys then, so a partition that must
+be rolled back begins at 0.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import Member, Pipeline, Work
 from upr_server.indexer.pool import BUILD_SHARE, MemoryPool
-from upr_server.indexer.stream import STREAM_RETRY_S, Stream, batch_bytes, common_state
+from upr_server.indexer.stream import STREAM_RETRY_S, IndexerStream, batch_bytes, common_state
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +91,7 @@ class Builder:
         pool: MemoryPool,
         work: Work,
         members: Iterable[Member],
-        stream: Stream,
+        stream: IndexerStream,
         running: Pipeline,
         queues: int,
     ) -> None:
@@ -101,7 +105,7 @@ class Builder:
         self.pipeline = Pipeline(pool, work, self.members, queues)
         self._assembler = BatchAssembler(pool, self.pipeline.put, batch_bytes(pool))
         self._joined: set[PartitionId] = set()
-        self._pending: dict[PartitionId, Mark] = {}
+        self._provisional: dict[PartitionId, Mark] = {}
         self._partition_count = 0
         self._scope = trio.CancelScope()
         self._stream_moved = Notifier()
@@ -132,7 +136,7 @@ class Builder:
             self._stream.listeners.remove(self._on_batch)
             self._assembler.drop_all()
             self.pipeline.abandon()
-            self._pending.clear()
+            self._provisional.clear()
             built_files = [member.file for member in self.members] if done else []
             for running_member in self._running_members:
                 if running_member.file in built_files:
@@ -175,11 +179,11 @@ class Builder:
                     await trio.sleep(STREAM_RETRY_S)
 
     def _remaining(self) -> list[PartitionId]:
-        """The partitions that have not joined, or are pending."""
+        """The partitions that have not joined, or have joined provisionally."""
         return [
             partition
             for partition in map(PartitionId, range(self._partition_count))
-            if partition not in self._joined or partition in self._pending
+            if partition not in self._joined or partition in self._provisional
         ]
 
     async def _read(self) -> None:
@@ -188,7 +192,7 @@ class Builder:
         await self.pipeline.drain()
         partitions = sorted(set(range(self._partition_count)) - self._joined)
         if not partitions:
-            # All have joined, and some are pending: the running stream has yet to reach them.
+            # All have joined, and some provisionally: the running stream has yet to reach them.
             await trio.sleep_forever()
         async with consume(
             self._address,
@@ -199,8 +203,8 @@ class Builder:
             identity="upr-indexer-build",
         ) as consumer:
             async for event in consumer:
-                # `_check_pending` may have begun a partition again and cancelled this scope while
-                # the event was received. Applied now, it would follow on nothing.
+                # `_check_provisional` may have begun a partition again and cancelled this scope
+                # while the event was received. Applied now, it would follow on nothing.
                 await trio.lowlevel.checkpoint_if_cancelled()
                 self._handle(consumer, event)
                 if not self._pool.has_room(BUILD_SHARE):
@@ -244,8 +248,8 @@ class Builder:
         reached = self._stream.reached()
         for partition in map(PartitionId, range(self._partition_count)):
             running = reached.get(partition, NO_MARK)
-            if partition in self._pending:
-                self._check_pending(partition, running)
+            if partition in self._provisional:
+                self._check_provisional(partition, running)
             if partition in self._joined or self.pipeline.is_queued(partition):
                 continue
             marks = [member.file.mark(partition) for member in self.members]
@@ -254,7 +258,7 @@ class Builder:
                 self._assembler.drop(partition)
                 furthest = max(marks, key=lambda mark: mark.seq, default=NO_MARK)
                 if furthest.seq > running.seq:
-                    self._pending[partition] = furthest
+                    self._provisional[partition] = furthest
                 for running_member in self._running_members:
                     assert running_member.partitions is not None
                     running_member.partitions.add(partition)
@@ -262,25 +266,25 @@ class Builder:
     def _on_batch(self, batch: IndexBatch) -> None:
         """Takes notice of a batch that the running stream has put."""
         self._stream_moved.notify()
-        if batch.partition in self._pending:
-            self._check_pending(batch.partition, batch.mark, is_rollback=batch.is_rollback)
+        if batch.partition in self._provisional:
+            self._check_provisional(batch.partition, batch.mark, is_rollback=batch.is_rollback)
 
-    def _check_pending(
+    def _check_provisional(
         self, partition: PartitionId, running: Mark, *, is_rollback: bool = False
     ) -> None:
-        """Decides about a pending partition, now that the running stream is at `running`: it is
-        begun again, has joined for good, or stays pending."""
-        pending = self._pending[partition]
-        if is_rollback or running.history_id != pending.history_id:
-            del self._pending[partition]
+        """Decides about a partition that has joined provisionally, now that the running stream is
+        at `running`: it is begun again, has joined for good, or stays provisional."""
+        provisional = self._provisional[partition]
+        if is_rollback or running.history_id != provisional.history_id:
+            del self._provisional[partition]
             self._joined.discard(partition)
             for running_member in self._running_members:
                 assert running_member.partitions is not None
                 running_member.partitions.discard(partition)
             self._begin_again(partition)
             self._scope.cancel()
-        elif running.seq >= pending.seq:
-            del self._pending[partition]
+        elif running.seq >= provisional.seq:
+            del self._provisional[partition]
 
     async def _keep_pausing(self) -> None:
         while True:

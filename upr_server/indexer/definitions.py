@@ -35,7 +35,7 @@ from upr_server.indexer.pure.definition import (
     parse_design,
 )
 from upr_server.indexer.pure.extractor import Extractor
-from upr_server.indexer.stream import Stream
+from upr_server.indexer.stream import IndexerStream
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +123,7 @@ class Definitions:
         pool: MemoryPool,
         catalog: Catalog,
         pipeline: Pipeline,
-        stream: Stream,
+        stream: IndexerStream,
         barriers: Barriers,
     ) -> None:
         self._address = address

@@ -19,7 +19,7 @@ from upr_server.indexer.index_file import IndexFile, IndexFileError
 from upr_server.indexer.pipeline import Pipeline, Work, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.scanner import Scanner
-from upr_server.indexer.stream import Stream
+from upr_server.indexer.stream import IndexerStream
 
 QUEUES_DEFAULT: Final = 8
 
@@ -61,7 +61,7 @@ class Indexer:
         self.pool = MemoryPool(settings.pool_bytes)
         self.catalog = Catalog(IndexFile(data_dir / "catalog", address.bucket))
         self.pipeline = Pipeline(self.pool, work, [self.catalog.member()], settings.queues)
-        self.stream = Stream(
+        self.stream = IndexerStream(
             address, self.pipeline, self.pool, data_dir / "ring", settings.received_keys_limits
         )
         self.barriers = Barriers(self.stream.barrier, self.pipeline)

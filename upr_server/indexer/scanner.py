@@ -18,7 +18,7 @@ from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT, Answer, Query, answer, count_answer
-from upr_server.indexer.stream import Stream
+from upr_server.indexer.stream import IndexerStream
 
 
 class BuildingError(UprError):
@@ -78,7 +78,7 @@ class Scanner:
         definitions: Definitions,
         pool: MemoryPool,
         pipeline: Pipeline,
-        stream: Stream,
+        stream: IndexerStream,
         barriers: Barriers,
     ) -> None:
         self._definitions = definitions

@@ -87,7 +87,7 @@ class _IndexedState:
             await self._pipeline.sync()
 
 
-class Stream:
+class IndexerStream:
     """The one stream of the running indexes. It keeps the keys that it has received, and rolls the
     indexes back with them when the server has lost changes.
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import trio
 
-from upr_server.storage.calls import Call, CloseBucket, CreateBucket, DeleteBucket
+from upr_server.storage.calls import CloseBucket, CreateBucket, DeleteBucket, StoreCall
 from upr_server.storage.errors import StoreFailedError
 
 Answer = TypeVar("Answer")
@@ -28,7 +28,7 @@ class Store(ABC):
         self.failed = trio.Event()
         self.failure = ""
 
-    async def ask(self, call: Call[Answer]) -> Answer:
+    async def ask(self, call: StoreCall[Answer]) -> Answer:
         """Has a call carried out; `calls` lists them. On cancellation it may be carried out
         nevertheless.
 
@@ -55,7 +55,7 @@ class Store(ABC):
         return answer
 
     @abstractmethod
-    async def execute(self, call: Call[Answer]) -> Answer:
+    async def execute(self, call: StoreCall[Answer]) -> Answer:
         """Has a call carried out where the disk is, whatever has failed before."""
 
     def fail(self, reason: str) -> None:

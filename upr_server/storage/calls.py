@@ -23,12 +23,12 @@ from upr_server.storage.storage_server import StorageServer
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
-class Call(msgspec.Struct, Generic[Answer_co], frozen=True, tag=True):
+class StoreCall(msgspec.Struct, Generic[Answer_co], frozen=True, tag=True):
     """A request to the disk.
 
     Attributes:
         is_read: Whether it changes nothing: then it runs beside the calls that do.
-        answer_type: The type of its answer, taken from the base class `Call[...]`.
+        answer_type: The type of its answer, taken from the base class `StoreCall[...]`.
     """
 
     is_read: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class Call(msgspec.Struct, Generic[Answer_co], frozen=True, tag=True):
         raise NotImplementedError
 
 
-class BucketCall(Call[Answer_co], Generic[Answer_co], frozen=True):
+class BucketCall(StoreCall[Answer_co], Generic[Answer_co], frozen=True):
     """A request to the disk of one bucket.
 
     Attributes:
@@ -65,7 +65,7 @@ class BucketCall(Call[Answer_co], Generic[Answer_co], frozen=True):
         raise NotImplementedError
 
 
-def all_calls(base: type[Call[Any]] = Call) -> Iterator[type[Call[Any]]]:
+def all_calls(base: type[StoreCall[Any]] = StoreCall) -> Iterator[type[StoreCall[Any]]]:
     """Every call there is."""
     for call in base.__subclasses__():
         if call is not BucketCall:
@@ -76,14 +76,14 @@ def all_calls(base: type[Call[Any]] = Call) -> Iterator[type[Call[Any]]]:
 # The life of buckets.
 
 
-class LoadBuckets(Call[list[StoredBucket]], frozen=True):
+class LoadBuckets(StoreCall[list[StoredBucket]], frozen=True):
     """Opens every bucket that there is, and answers what they are, by name."""
 
     def run_on(self, server: StorageServer) -> list[StoredBucket]:
         return [server.bucket(name).open() for name in server.names()]
 
 
-class CreateBucket(Call[None], frozen=True):
+class CreateBucket(StoreCall[None], frozen=True):
     """Makes a bucket. It is there, whole, when this is answered, or not at all."""
 
     record: BucketRecord
@@ -98,7 +98,7 @@ class CreateBucket(Call[None], frozen=True):
         server.create(self.record, self.partitions)
 
 
-class DeleteBucket(Call[None], frozen=True):
+class DeleteBucket(StoreCall[None], frozen=True):
     """Deletes a bucket and all that is in it."""
 
     name: str
@@ -107,7 +107,7 @@ class DeleteBucket(Call[None], frozen=True):
         server.delete(self.name)
 
 
-class CloseBucket(Call[None], frozen=True):
+class CloseBucket(StoreCall[None], frozen=True):
     """Closes the files of a bucket; the next call opens them again. `Store.ask` asks for it after a
     bucket was created or deleted."""
 
@@ -139,7 +139,7 @@ class MarkCleanStop(BucketCall[None], frozen=True):
 # Event queues.
 
 
-class TakeEventQueues(Call[bytes], frozen=True):
+class TakeEventQueues(StoreCall[bytes], frozen=True):
     """Reads the event queues that a clean stop saved, and removes them: once this is answered no
     crash brings them back. Answers no bytes when nothing was saved.
 
@@ -151,7 +151,7 @@ class TakeEventQueues(Call[bytes], frozen=True):
         return server.event_queues.take()
 
 
-class SaveEventQueues(Call[None], frozen=True):
+class SaveEventQueues(StoreCall[None], frozen=True):
     """Saves the event queues for the next start: all of them, or nothing."""
 
     data: bytes

@@ -29,7 +29,7 @@ from upr_server.storage.records import (
     CHUNK_HEAD,
     FLOOR,
     PURGE,
-    IndexEntry,
+    KeyIndexEntry,
     LeaseRecord,
     chunk_head,
     chunk_key,
@@ -194,7 +194,7 @@ def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:
     return merged
 
 
-def _is_kept(seq: int, entry: IndexEntry | None, leased: list[tuple[int, int]]) -> bool:
+def _is_kept(seq: int, entry: KeyIndexEntry | None, leased: list[tuple[int, int]]) -> bool:
     # Without an entry the key had a tombstone that was purged. What is left of it is older.
     if entry is not None and entry.seq == seq:
         return True

@@ -24,7 +24,7 @@ from upr_server.storage.records import (
     INDEX_KEY_PREFIX,
     KEY,
     WATERMARK,
-    IndexEntry,
+    KeyIndexEntry,
     Watermark,
     expiry_key,
     index_key,
@@ -122,7 +122,7 @@ class KeyIndex:
             known_keys = 0
             for key, old_value in transaction.get_all(keys):
                 known_keys += 1
-                old = IndexEntry.parse(key, old_value)
+                old = KeyIndexEntry.parse(key, old_value)
                 items -= not old.is_tombstone
                 if old.expiry:
                     transaction.delete(expiry_key(old.expiry, partition, old.seq))
@@ -155,7 +155,7 @@ class KeyIndex:
             # A list: the scan must not see what is deleted meanwhile.
             items = [(bytes(key), bytes(value)) for key, value in scanned]
             for key, value in items:
-                entry = IndexEntry.parse(key, value)
+                entry = KeyIndexEntry.parse(key, value)
                 transaction.delete(key)
                 if entry.expiry:
                     transaction.delete(expiry_key(entry.expiry, partition, entry.seq))
@@ -176,7 +176,7 @@ class KeyIndex:
                 entry_key = index_key(partition, key)
                 value = transaction.get(entry_key)
                 if value is not None:
-                    entry = IndexEntry.parse(entry_key, value)
+                    entry = KeyIndexEntry.parse(entry_key, value)
                     # The key may have been set again since.
                     if entry.is_tombstone and entry.seq == seq:
                         transaction.delete(entry_key)
@@ -229,10 +229,10 @@ class KeyIndex:
         indexed: int,
         *,
         is_retry: bool = False,
-    ) -> list[IndexEntry | None]:
+    ) -> list[KeyIndexEntry | None]:
         """The entry of each key, None for one that does not exist. Where the caller names the
         sequence number it is taken as it is, except in a retry: it may be superseded, too."""
-        entries: list[IndexEntry | None] = []
+        entries: list[KeyIndexEntry | None] = []
         with self.ordered_map.read() as transaction:
             mark = _watermark(transaction, partition)
             if mark.seq < indexed:
@@ -242,16 +242,16 @@ class KeyIndex:
                 )
             for request in requests:
                 if request.seq and not is_retry:
-                    entries.append(IndexEntry(request.seq, 0))
+                    entries.append(KeyIndexEntry(request.seq, 0))
                     continue
                 key = index_key(partition, request.key)
                 value = transaction.get(key)
                 if value is None:
                     _check_neighbours(transaction, key)
-                entry = None if value is None else IndexEntry.parse(key, value)
+                entry = None if value is None else KeyIndexEntry.parse(key, value)
                 if request.seq and (entry is None or entry.seq < request.seq):
                     # The index has not come so far.
-                    entry = IndexEntry(request.seq, 0)
+                    entry = KeyIndexEntry(request.seq, 0)
                 entries.append(None if entry is None or entry.is_tombstone else entry)
         return entries
 
@@ -259,7 +259,7 @@ class KeyIndex:
         self,
         partition: int,
         requests: Sequence[FetchRequest],
-        entries: Sequence[IndexEntry | None],
+        entries: Sequence[KeyIndexEntry | None],
         bytes_max: int,
     ) -> list[Mutation | None]:
         seqs = [
@@ -288,13 +288,13 @@ class KeyIndex:
                 )
         return items
 
-    def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[IndexEntry | None]:
+    def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[KeyIndexEntry | None]:
         """The entry of each of these keys, tombstones included; None for one without an entry."""
         with self.ordered_map.read() as transaction:
             for key in keys:
                 entry_key = index_key(partition, key)
                 value = transaction.get(entry_key)
-                yield None if value is None else IndexEntry.parse(entry_key, value)
+                yield None if value is None else KeyIndexEntry.parse(entry_key, value)
 
     def find_expired(self, now: int, after: bytes, limit: int) -> tuple[list[ExpiredItem], bytes]:
         """Items that expired at `now` or before, by time.
@@ -328,7 +328,7 @@ def _check_neighbours(transaction: ReadTransaction, key: bytes) -> None:
     neighbours = [transaction.last(KEY, key), next(iter(transaction.scan(key, WATERMARK)), None)]
     for neighbour in neighbours:
         if neighbour is not None:
-            IndexEntry.parse(*neighbour)
+            KeyIndexEntry.parse(*neighbour)
 
 
 def _watermark(transaction: ReadTransaction, partition: int) -> Watermark:

@@ -22,7 +22,7 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.concurrency import Notifier
 from upr_protocol.transport import write_all
 from upr_server.storage.api import Store
-from upr_server.storage.calls import Call, ReadChunks
+from upr_server.storage.calls import ReadChunks, StoreCall
 from upr_server.storage.directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.messages import (
@@ -63,7 +63,7 @@ log = structlog.get_logger(__name__)
 
 @attrs.define
 class _PendingCall:
-    call: Call[Any]
+    call: StoreCall[Any]
     slot: Slot | None
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
@@ -88,7 +88,7 @@ class _Worker:
         self._has_calls = Notifier()
         self.is_gone = False
 
-    async def call(self, call: Call[Any]) -> Any:
+    async def call(self, call: StoreCall[Any]) -> Any:
         """Has a call carried out. Once sent, it is carried out even if the caller is cancelled.
 
         Raises:
@@ -197,7 +197,7 @@ class ProcessStore(Store):
         self._writer = writer
         self._reader = reader
 
-    async def execute(self, call: Call[Answer]) -> Answer:
+    async def execute(self, call: StoreCall[Answer]) -> Answer:
         worker = self._reader if call.is_read else self._writer
         answer: Answer = await worker.call(call)
         return answer

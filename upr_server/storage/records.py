@@ -19,7 +19,7 @@ log    ``p`` partition              a `PartitionRecord`: state, failover log, nu
 log    ``s`` partition, last number a chunk in its wire form, behind its `CHUNK_HEAD`
 log    ``t`` partition, writer, n   the answer to a publisher's batch
 index  ``e`` expiry, partition, n   the key of an item that expires at this time
-index  ``k`` partition, key         an `IndexEntry`: the number of the key's newest mutation
+index  ``k`` partition, key         an `KeyIndexEntry`: the number of the key's newest mutation
 index  ``w`` partition              a `Watermark`: how far the index has followed the log
 =====  ===========================  ==========================================================
 
@@ -311,7 +311,7 @@ class Watermark(msgspec.Struct, frozen=True):
     garbage_bytes: int = 0
 
 
-class IndexEntry(msgspec.Struct, frozen=True):
+class KeyIndexEntry(msgspec.Struct, frozen=True):
     """The newest mutation of a key.
 
     Attributes:
@@ -330,7 +330,7 @@ class IndexEntry(msgspec.Struct, frozen=True):
         return bytes(pack_entries([key], [(signed_seq, self.expiry)])[0][1])
 
     @classmethod
-    def parse(cls, key: bytes, value: Buffer) -> IndexEntry:
+    def parse(cls, key: bytes, value: Buffer) -> KeyIndexEntry:
         """The reverse of `pack`.
 
         Raises:

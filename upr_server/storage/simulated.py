@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import trio
 
 from upr_server.storage.api import Store
-from upr_server.storage.calls import Call
+from upr_server.storage.calls import StoreCall
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.storage_server import StorageServer
@@ -83,7 +83,7 @@ class SimulatedStore(Store):
     def __init__(
         self,
         directory: SimulatedDirectory | None = None,
-        delay: Callable[[Call[Any]], float] | None = None,
+        delay: Callable[[StoreCall[Any]], float] | None = None,
     ) -> None:
         super().__init__()
         self.directory = SimulatedDirectory() if directory is None else directory
@@ -93,7 +93,7 @@ class SimulatedStore(Store):
         # Calls that change something are carried out one after the other.
         self._call_lock = trio.StrictFIFOLock()
 
-    async def execute(self, call: Call[Answer]) -> Answer:
+    async def execute(self, call: StoreCall[Answer]) -> Answer:
         if call.is_read:
             await self.wait(call)
             return call.run_on(self._reader)
@@ -101,7 +101,7 @@ class SimulatedStore(Store):
             await self.wait(call)
             return call.run_on(self._writer)
 
-    async def wait(self, call: Call[Any]) -> None:
+    async def wait(self, call: StoreCall[Any]) -> None:
         """Waits for as long as a call takes."""
         if self._delay is None:
             await trio.lowlevel.checkpoint()

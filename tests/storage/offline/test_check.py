@@ -36,7 +36,7 @@ from upr_server.storage.records import (
     PURGE,
     SEQS_END,
     WATERMARK,
-    IndexEntry,
+    KeyIndexEntry,
     LeaseRecord,
     PartitionRecord,
     Watermark,
@@ -343,7 +343,7 @@ def test_an_index_entry_that_is_missing_is_noticed(data: Path) -> None:
 def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
     def older(transaction: WriteTransaction) -> None:
         key, _ = first(transaction, KEY)
-        transaction.put(key, IndexEntry(1, 0).pack(key))
+        transaction.put(key, KeyIndexEntry(1, 0).pack(key))
 
     change(data, "index", older)
     assert any(w.startswith("the newest mutation of the key") for _, w in problems_in(data))
@@ -351,7 +351,7 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
 
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
     key = index_key(0, b"never written")
-    change(data, "index", lambda transaction: transaction.put(key, IndexEntry(5, 0).pack(key)))
+    change(data, "index", lambda transaction: transaction.put(key, KeyIndexEntry(5, 0).pack(key)))
     problems = [what for _, what in problems_in(data)]
     assert any(
         what.startswith("the log has nothing of the key 'never written'") for what in problems

@@ -14,7 +14,7 @@ from upr_server.storage.records import (
     INDEX_KEY_PREFIX,
     KEY,
     WATERMARK,
-    IndexEntry,
+    KeyIndexEntry,
     Watermark,
     expiry_key,
     index_key,
@@ -62,7 +62,7 @@ class _RecordCheck:
             raise ValueError(f"it belongs to partition {partition}, which does not exist")
 
     def _check_entry(self, key: bytes, value: Buffer) -> None:
-        entry = IndexEntry.parse(key, value)
+        entry = KeyIndexEntry.parse(key, value)
         partition = int.from_bytes(key[1:3])
         self._check_partition(partition)
         if len(key) == INDEX_KEY_PREFIX:
@@ -77,7 +77,7 @@ class _RecordCheck:
         expiry, partition, seq = parse_expiry_key(key)
         entry_key = index_key(partition, unseal(key, value))
         entry = self._transaction.get(entry_key)
-        if entry is None or IndexEntry.parse(entry_key, entry) != IndexEntry(seq, expiry):
+        if entry is None or KeyIndexEntry.parse(entry_key, entry) != KeyIndexEntry(seq, expiry):
             raise ValueError("it is the expiry record of an item that does not exist")
 
 
@@ -96,7 +96,7 @@ def read_watermark(index: LmdbMap, partition: int) -> Watermark:
 def check_entries(
     index: LmdbMap,
     partition: int,
-    newest: Mapping[bytes, IndexEntry],
+    newest: Mapping[bytes, KeyIndexEntry],
     watermark: Watermark,
     purge_seq: int,
 ) -> Iterator[Report]:
@@ -118,14 +118,14 @@ def check_entries(
                 what = f"the index does not find the key {_shown(key)}"
                 yield Damage(what, partition, in_index=True)
                 continue
-            entry = IndexEntry.parse(entry_key, value)
+            entry = KeyIndexEntry.parse(entry_key, value)
             if entry != expected:
                 what = f"the newest mutation of the key {_shown(key)} is {expected}"
                 yield Damage(f"{what}, not {entry}", partition, in_index=True)
         for entry_key, value in transaction.scan(
             index_key(partition, b""), index_key(partition, KEYS_END)
         ):
-            entry = IndexEntry.parse(entry_key, value)
+            entry = KeyIndexEntry.parse(entry_key, value)
             items += not entry.is_tombstone
             key = entry_key[INDEX_KEY_PREFIX:]
             is_purged = entry.is_tombstone and entry.seq <= purge_seq

@@ -28,7 +28,7 @@ from upr_server.storage.records import (
     PURGE,
     SEQS_END,
     TOKEN,
-    IndexEntry,
+    KeyIndexEntry,
     LeaseRecord,
     PartitionRecord,
     chunk_key,
@@ -196,7 +196,7 @@ class PartitionLogCheck:
     def __init__(self, log: LmdbMap, partition: int) -> None:
         self._log = log
         self._partition = partition
-        self.newest: dict[bytes, IndexEntry] = {}
+        self.newest: dict[bytes, KeyIndexEntry] = {}
         self.is_whole = True
 
     def check_chunks(self, received: int, watermark: int) -> Iterator[Report]:
@@ -247,4 +247,4 @@ class PartitionLogCheck:
         ):
             is_set = operation == Operation.SET
             # The index does not store a tombstone's expiry.
-            self.newest[key] = IndexEntry(seq, expiry if is_set else 0, not is_set)
+            self.newest[key] = KeyIndexEntry(seq, expiry if is_set else 0, not is_set)
