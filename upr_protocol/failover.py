@@ -1,4 +1,4 @@
-"""Failover logs, and where a stream may start.
+"""Failover logs, and where a stream may start: the rollback decision (`decide_start`).
 
 An entry is the start of a branch: a history ID and the sequence number at which that history
 began. It is written once and never changed. Two logs that share an entry share everything up to the
