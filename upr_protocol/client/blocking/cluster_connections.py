@@ -1,7 +1,7 @@
 """Connections to the nodes of a bucket, for programs that block.
 
-No task runs in the background: connections are made when they are asked for, and asks for the
-partition map when the caller says that it may be stale.
+No task runs in the background: a connection is made when a caller asks for it, and the nodes are
+asked for the partition map when a caller says that it may be stale.
 """
 
 from __future__ import annotations

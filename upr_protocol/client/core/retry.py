@@ -4,8 +4,8 @@ Who retries what, after a lost connection or a refusal:
 
 - **Connections.** `ClusterConnections` reconnects to each node by itself, and `RetryState` says how
   long it waits before each attempt and when it gives up. `BlockingClusterConnections` reconnects
-  when a connection is asked for. A bucket on a single node is different for `Client`: it does not
-  reconnect.
+  when a connection is asked for. `Client` does not reconnect if one node holds the whole bucket:
+  its calls raise the error.
 - **Batches** of a publisher without an answer: `UnansweredBatches` sends them again, with the same
   tokens, so that each takes effect once.
 - **Streams** of a consumer: `StreamFollower` requests them again, each from its last position.
