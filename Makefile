@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p $(NEW_ENOUGH) >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 # What the tools look at: those of these folders that are there.
-SOURCES := $(wildcard upr_protocol upr_server tests benchmarks deploy docs)
+SOURCES := $(wildcard upr_kernel upr_protocol upr_server tests benchmarks deploy docs)
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # flake8-async is slow: it is given those files alone in which it could find something, and not told
@@ -40,8 +40,12 @@ SIMULATED = $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST) $(if $
 # Seconds for each target of the fuzzer, and one of them alone: make fuzz TIME=600 TARGET=server
 TIME ?= 60
 TARGET ?=
+# The sanitizers' runtimes must be there before Python, which must take all memory from malloc: what
+# is read beyond an end in a pool of Python's own is not seen.
+SANITIZED = PYTHONPATH=build/sanitize:. PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(BIN)/python -P
 
-.PHONY: help java demo test check format hooks bench simulate fuzz docs clean
+.PHONY: help java demo test pure sanitize check format hooks bench simulate fuzz docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -76,6 +80,18 @@ hooks: $(INSTALLED) ## check each commit and its first line before it is made
 bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
 
+pure: $(INSTALLED) ## test chunks, wire and engine, and simulate 20 clusters, without the library in C
+	UPR_PURE_PYTHON=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS) \
+		tests/protocol/chunk tests/protocol/wire tests/engine
+	UPR_PURE_PYTHON=1 $(BIN)/python -m tests.simulation --seeds 20
+
+sanitize: $(INSTALLED) ## run the kernel's tests under ASan and UBSan, and fuzz it (TIME=600 seconds)
+	rm -rf build/sanitize && mkdir -p build/sanitize && cp -r upr_kernel build/sanitize/
+	CFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+		$(BIN)/python hatch_build.py build/sanitize/upr_kernel
+	$(SANITIZED) -m pytest -n 0 -o pythonpath="build/sanitize ." tests/kernel
+	$(SANITIZED) -m tests.kernel.fuzz --seconds $(TIME) $(TARGET)
+
 simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; SEED=7 for one)
 	$(BIN)/python -m tests.simulation $(SIMULATED)
 
@@ -91,7 +107,7 @@ clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py $(wildcard upr_kernel/native/*)
 	@test -n "$(PYTHON)" && "$(PYTHON)" $(NEW_ENOUGH) 2>/dev/null || { echo "UPR needs Python 3.11 or newer:\
 	 install it, or say where it is: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $(PYTHON); this is done once."

@@ -19,12 +19,13 @@ from typing import Any, Final
 import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PACKAGES: Final = ("upr_protocol", "upr_server")
+PACKAGES: Final = ("upr_kernel", "upr_protocol", "upr_server")
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONTRACTS: Final[list[dict[str, Any]]] = PROJECT["tool"]["importlinter"]["contracts"]
 
 VIOLATIONS: Final[dict[str, tuple[str, str]]] = {
     "protocol-stands-alone": ("upr_protocol.cli", "upr_server.config"),
+    "kernel-stands-alone": ("upr_kernel", "upr_protocol.limits"),
     "protocol-layers": ("upr_protocol.concurrency", "upr_protocol.transport"),
     "values-in-order": ("upr_protocol.chunk", "upr_protocol.failover"),
     "server-layers": ("upr_server.net", "upr_server.events"),

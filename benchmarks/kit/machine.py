@@ -13,7 +13,13 @@ from benchmarks.kit.errors import CannotMeasureError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
-_MEASURED: Final = ("upr_protocol", "upr_server", "benchmarks/clients", "benchmarks/rows")
+_MEASURED: Final = (
+    "upr_kernel",
+    "upr_protocol",
+    "upr_server",
+    "benchmarks/clients",
+    "benchmarks/rows",
+)
 
 
 def machine_facts() -> dict[str, Any]:

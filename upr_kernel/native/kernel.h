@@ -1,0 +1,110 @@
+/* What the files of the native kernel share: the limited API, reads without alignment, errors. */
+
+#ifndef UPR_KERNEL_H
+#define UPR_KERNEL_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "chunks are read in place, which needs a little-endian processor"
+#endif
+
+/* A buffer may be a slice that begins anywhere. Compilers make one load of each of these. */
+
+static inline uint32_t
+load_u32(const uint8_t *at)
+{
+    uint32_t number;
+    memcpy(&number, at, sizeof number);
+    return number;
+}
+
+static inline int32_t
+load_i32(const uint8_t *at)
+{
+    int32_t number;
+    memcpy(&number, at, sizeof number);
+    return number;
+}
+
+static inline uint64_t
+load_u64(const uint8_t *at)
+{
+    uint64_t number;
+    memcpy(&number, at, sizeof number);
+    return number;
+}
+
+static inline void
+store_u32(uint8_t *at, uint32_t number)
+{
+    memcpy(at, &number, sizeof number);
+}
+
+static inline void
+store_u64(uint8_t *at, uint64_t number)
+{
+    memcpy(at, &number, sizeof number);
+}
+
+/* An encoded chunk: upr_protocol/chunk describes the columns. */
+
+enum { HEAD_BYTES = 32, SET = 1 };
+
+typedef struct {
+    uint32_t count;
+    uint32_t key_length;
+    uint32_t value_length;
+    uint64_t start;
+    uint64_t end;
+    const uint8_t *seqs;
+    const uint8_t *cas;
+    const uint8_t *expiries;
+    const uint8_t *flags;
+    const uint8_t *key_offsets;
+    const uint8_t *value_offsets;
+    const uint8_t *operations;
+    const uint8_t *keys;
+    const uint8_t *values;
+} Chunk;
+
+/* Finds the columns in a buffer. False, with an exception set, where its lengths do not add up. */
+bool chunk_read(Chunk *chunk, const Py_buffer *buffer);
+
+/* Whether the strings of the rows [low, high) lie in order within so many bytes. */
+bool offsets_are_sound(const uint8_t *offsets, uint32_t low, uint32_t high, uint32_t length);
+
+/* Sets `ChunkDefectError` with this code; returns NULL. */
+PyObject *set_defect(int code);
+
+/* The defects, as in upr_kernel/defects.py. */
+enum {
+    DEFECT_LAYOUT = 1,
+    DEFECT_KEY_SPAN,
+    DEFECT_KEY_ORDER,
+    DEFECT_KEY_LENGTH,
+    DEFECT_VALUE_SPAN,
+    DEFECT_VALUE_ORDER,
+    DEFECT_VALUE_LENGTH,
+    DEFECT_OPERATION,
+    DEFECT_OFFSETS,
+};
+
+/* Integers from Python. False with an exception set; negative numbers are refused. */
+bool number_of(PyObject *object, uint64_t *number);
+
+/* The parts of the module, one a file. */
+PyObject *check(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
+int add_key_table(PyObject *module);
+
+/* The secret of the hash: 16 bytes, drawn when the module is loaded. */
+extern uint64_t hash_secret[2];
+
+#endif

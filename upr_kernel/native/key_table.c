@@ -1,0 +1,1074 @@
+/* The key table: key -> number of its newest mutation, and whether that is a tombstone.
+
+   Two structures.
+
+   The *arena* holds each key once, as a byte of length and the key, in segments. Keys are added at
+   its end and forgotten at its front only (`evict`, which adds what it keeps at the end again). So no
+   hole ever arises within it, a segment that the front has passed is freed whole, and the order of
+   the keys is the order of a dict: the pure twin does the same things in the same order.
+
+   The *slots* find a key: 16 bytes each, open addressing with linear probing, ordered by hash. A
+   slot's home is `hash * homes >> 28`, so the order of the slots is the order of the hashes whatever
+   the number of homes is. That gives three things at once. A search ends at the first higher hash,
+   not only at a gap. Growing is one sweep over both arrays, and may stop anywhere: hashes below
+   `moved_below` are in the new array, the others in the old one. And the number of homes need not
+   be a power of two: a table that grows by a quarter is never less than five eighths full.
+
+   Slots lie in blocks, which are allocated as the sweep comes to them and freed behind it. So a
+   table that grows takes little more than before or after, and no call allocates or frees much. */
+
+#include "kernel.h"
+#include "siphash.h"
+
+#include <stdlib.h>
+#include <structmember.h>
+
+/* Slots. */
+
+enum {
+    HASH_BITS = 28,
+    PLACE_BITS = 36,
+    OFFSET_BITS = 16,
+    SEGMENT_BITS = PLACE_BITS - OFFSET_BITS,
+    BLOCK_BITS = 12,
+    BLOCK_SLOTS = 1 << BLOCK_BITS,
+    HOMES_MIN = 8,
+    /* Up to here a table grows at once, and doubles: 20 microseconds at most. */
+    HOMES_AT_ONCE = BLOCK_SLOTS,
+    /* Slots looked at for each key that comes in while the table grows. A growth by a quarter must
+       end before a fifth of `homes` keys have come: 7 would do. */
+    STEPS_PER_KEY = 16,
+    SEGMENT_BYTES_MAX = 1 << OFFSET_BITS,
+    SEGMENT_BYTES_MIN = 512,
+    KEY_BYTES_MAX = 255,
+    /* Rows that are looked up together: their slots and keys fit in the first-level cache. */
+    GROUP = 32,
+};
+
+typedef struct {
+    /* The hash in the upper 28 bits; below, the place of the key in the arena: a segment's number,
+       which wraps around, and an offset. */
+    uint64_t tag;
+    /* The number, shifted by one, and whether it is a tombstone; 0 for an empty slot. */
+    uint64_t entry;
+} Slot;
+
+typedef struct {
+    Slot **blocks;
+    size_t blocks_size;
+    size_t homes;
+    size_t begin; /* slots below were moved to the new array; their blocks may be freed */
+    size_t end;   /* slots from here on do not exist yet, and count as empty */
+} Slots;
+
+typedef struct {
+    uint8_t *bytes;
+    uint32_t used;
+    uint32_t size;
+} Segment;
+
+typedef struct {
+    PyObject_HEAD
+    Slots slots;
+    Slots grown; /* what the slots move to; without blocks when they do not move */
+    uint32_t moved_below;
+    Segment *segments; /* a ring of `ring_size`, a power of two; in use are [first, last] */
+    uint32_t ring_size;
+    uint32_t first_segment;
+    uint32_t segment_count;
+    uint32_t front; /* where the first key stands in the first segment */
+    uint64_t live_bytes;
+    uint64_t keys;
+    uint64_t items;
+    uint64_t nbytes;
+} KeyTable;
+
+uint64_t hash_secret[2];
+
+static inline uint32_t
+hash_of(const uint8_t *key, size_t length)
+{
+    return (uint32_t)(siphash13(key, length, hash_secret) >> (64 - HASH_BITS));
+}
+
+static inline uint32_t
+slot_hash(const Slot *slot)
+{
+    return (uint32_t)(slot->tag >> PLACE_BITS);
+}
+
+static inline uint64_t
+slot_place(const Slot *slot)
+{
+    return slot->tag & (((uint64_t)1 << PLACE_BITS) - 1);
+}
+
+static inline Slot *
+slot_at(const Slots *slots, size_t index)
+{
+    return slots->blocks[index >> BLOCK_BITS] + (index & (BLOCK_SLOTS - 1));
+}
+
+static inline bool
+is_free(const Slots *slots, size_t index)
+{
+    return index >= slots->end || !slot_at(slots, index)->entry;
+}
+
+static inline size_t
+home_of(const Slots *slots, uint32_t hash)
+{
+    size_t home = (size_t)(((uint64_t)hash * slots->homes) >> HASH_BITS);
+    return home > slots->begin ? home : slots->begin;
+}
+
+static inline bool
+is_moving(const KeyTable *table)
+{
+    return table->grown.blocks != NULL;
+}
+
+static inline Slots *
+slots_for(KeyTable *table, uint32_t hash)
+{
+    return is_moving(table) && hash < table->moved_below ? &table->grown : &table->slots;
+}
+
+static inline uint64_t
+limit_of(const Slots *slots)
+{
+    return slots->homes - slots->homes / 5;
+}
+
+static bool
+slots_begin(KeyTable *table, Slots *slots, size_t homes)
+{
+    size_t size = (homes >> BLOCK_BITS) + 2;
+    slots->blocks = calloc(size, sizeof *slots->blocks);
+    if (slots->blocks == NULL)
+        return false;
+    slots->blocks_size = size;
+    slots->homes = homes;
+    slots->begin = slots->end = 0;
+    table->nbytes += size * sizeof *slots->blocks;
+    return true;
+}
+
+/* Makes the slot at `index` exist. Only the first block may be smaller than the others. */
+static bool
+slots_reach(KeyTable *table, Slots *slots, size_t index)
+{
+    while (index >= slots->end) {
+        size_t end = slots->end, block = end >> BLOCK_BITS, more;
+        if (end < BLOCK_SLOTS) {
+            more = end ? end / 4 + 8 : slots->homes + slots->homes / 8 + 8;
+            if (end + more > BLOCK_SLOTS)
+                more = BLOCK_SLOTS - end;
+            Slot *grown = realloc(slots->blocks[0], (end + more) * sizeof(Slot));
+            if (grown == NULL)
+                return false;
+            memset(grown + end, 0, more * sizeof(Slot));
+            slots->blocks[0] = grown;
+        }
+        else {
+            if (block == slots->blocks_size) {
+                size_t size = block + block / 4 + 2;
+                Slot **blocks = realloc(slots->blocks, size * sizeof *blocks);
+                if (blocks == NULL)
+                    return false;
+                table->nbytes += (size - block) * sizeof *blocks;
+                memset(blocks + block, 0, (size - block) * sizeof *blocks);
+                slots->blocks = blocks;
+                slots->blocks_size = size;
+            }
+            more = BLOCK_SLOTS;
+            slots->blocks[block] = calloc(BLOCK_SLOTS, sizeof(Slot));
+            if (slots->blocks[block] == NULL)
+                return false;
+        }
+        slots->end = end + more;
+        table->nbytes += more * sizeof(Slot);
+    }
+    return true;
+}
+
+/* Frees the block that ends at or before `begin`, if `begin` has just come out of it. */
+static void
+slots_release(KeyTable *table, Slots *slots, size_t block)
+{
+    size_t first = block << BLOCK_BITS;
+    size_t count = slots->end - first < BLOCK_SLOTS ? slots->end - first : BLOCK_SLOTS;
+    free(slots->blocks[block]);
+    slots->blocks[block] = NULL;
+    table->nbytes -= count * sizeof(Slot);
+}
+
+static void
+slots_clear(KeyTable *table, Slots *slots)
+{
+    if (slots->blocks == NULL)
+        return;
+    for (size_t block = 0; block << BLOCK_BITS < slots->end; block++)
+        if (slots->blocks[block] != NULL)
+            slots_release(table, slots, block);
+    table->nbytes -= slots->blocks_size * sizeof *slots->blocks;
+    free(slots->blocks);
+    memset(slots, 0, sizeof *slots);
+}
+
+/* The arena. */
+
+static inline Segment *
+segment_at(const KeyTable *table, uint32_t number)
+{
+    return table->segments + (number & (table->ring_size - 1));
+}
+
+static inline const uint8_t *
+record_at(const KeyTable *table, uint64_t place)
+{
+    return segment_at(table, (uint32_t)(place >> OFFSET_BITS))->bytes +
+           (place & (SEGMENT_BYTES_MAX - 1));
+}
+
+static bool
+arena_widen_ring(KeyTable *table)
+{
+    uint32_t size = table->ring_size ? 2 * table->ring_size : 2;
+    if (size > 1u << SEGMENT_BITS)
+        return false;
+    Segment *segments = calloc(size, sizeof *segments);
+    if (segments == NULL)
+        return false;
+    for (uint32_t index = 0; index < table->segment_count; index++) {
+        uint32_t number = table->first_segment + index;
+        segments[number & (size - 1)] = *segment_at(table, number);
+    }
+    free(table->segments);
+    table->segments = segments;
+    table->nbytes += (size - table->ring_size) * sizeof *segments;
+    table->ring_size = size;
+    return true;
+}
+
+/* The last segment with room for so many bytes; NULL when there is no memory for one. */
+static Segment *
+arena_room(KeyTable *table, size_t bytes)
+{
+    if (table->segment_count) {
+        Segment *last = segment_at(table, table->first_segment + table->segment_count - 1);
+        if (last->size - last->used >= bytes)
+            return last;
+    }
+    /* A quarter of what there is: so what stands empty, or was passed by the front, stays little
+       beside the keys, in small tables too. */
+    uint64_t size = table->live_bytes / 4;
+    size = size < SEGMENT_BYTES_MIN ? SEGMENT_BYTES_MIN : size;
+    size = size > SEGMENT_BYTES_MAX ? SEGMENT_BYTES_MAX : size;
+    if (table->segment_count == table->ring_size && !arena_widen_ring(table))
+        return NULL;
+    uint8_t *fresh = malloc(size);
+    if (fresh == NULL)
+        return NULL;
+    Segment *segment = segment_at(table, table->first_segment + table->segment_count);
+    *segment = (Segment){fresh, 0, (uint32_t)size};
+    table->segment_count++;
+    table->nbytes += size;
+    return segment;
+}
+
+/* Adds a key at the end; `place` is where. */
+static bool
+arena_add(KeyTable *table, const uint8_t *key, size_t length, uint64_t *place)
+{
+    Segment *segment = arena_room(table, length + 1);
+    if (segment == NULL)
+        return false;
+    uint32_t number = table->first_segment + table->segment_count - 1;
+    *place = (uint64_t)(number & ((1u << SEGMENT_BITS) - 1)) << OFFSET_BITS | segment->used;
+    uint8_t *record = segment->bytes + segment->used;
+    record[0] = (uint8_t)length;
+    memcpy(record + 1, key, length);
+    segment->used += (uint32_t)length + 1;
+    table->live_bytes += length + 1;
+    return true;
+}
+
+/* Frees segments that the front has passed. */
+static void
+arena_trim(KeyTable *table)
+{
+    while (table->segment_count && table->front == segment_at(table, table->first_segment)->used) {
+        Segment *segment = segment_at(table, table->first_segment);
+        table->nbytes -= segment->size;
+        free(segment->bytes);
+        *segment = (Segment){0};
+        table->first_segment = (table->first_segment + 1) & ((1u << SEGMENT_BITS) - 1);
+        table->segment_count--;
+        table->front = 0;
+    }
+}
+
+static void
+arena_clear(KeyTable *table)
+{
+    for (uint32_t index = 0; index < table->segment_count; index++) {
+        Segment *segment = segment_at(table, table->first_segment + index);
+        table->nbytes -= segment->size;
+        free(segment->bytes);
+    }
+    table->nbytes -= table->ring_size * sizeof *table->segments;
+    free(table->segments);
+    table->segments = NULL;
+    table->ring_size = table->first_segment = table->segment_count = table->front = 0;
+    table->live_bytes = 0;
+}
+
+/* Searching. */
+
+static inline bool
+holds_key(const KeyTable *table, const Slot *slot, const uint8_t *key, size_t length)
+{
+    const uint8_t *record = record_at(table, slot_place(slot));
+    return record[0] == length && memcmp(record + 1, key, length) == 0;
+}
+
+/* The key's slot; else NULL, and where one for it belongs. */
+static Slot *
+find(KeyTable *table, Slots *slots, uint32_t hash, const uint8_t *key, size_t length, size_t *where)
+{
+    size_t index = home_of(slots, hash);
+    for (; index < slots->end; index++) {
+        Slot *slot = slot_at(slots, index);
+        if (!slot->entry || slot_hash(slot) > hash)
+            break;
+        if (slot_hash(slot) == hash && holds_key(table, slot, key, length))
+            return slot;
+    }
+    *where = index;
+    return NULL;
+}
+
+static Slot *
+find_key(KeyTable *table, const uint8_t *key, size_t length)
+{
+    size_t where;
+    if (!length || length > KEY_BYTES_MAX)
+        return NULL;
+    uint32_t hash = hash_of(key, length);
+    return find(table, slots_for(table, hash), hash, key, length, &where);
+}
+
+/* Puts a slot at `index`, and what stands there and behind it one further. */
+static bool
+insert(KeyTable *table, Slots *slots, size_t index, Slot fresh)
+{
+    size_t gap = index;
+    while (!is_free(slots, gap))
+        gap++;
+    if (!slots_reach(table, slots, gap))
+        return false;
+    for (; gap > index; gap--)
+        *slot_at(slots, gap) = *slot_at(slots, gap - 1);
+    *slot_at(slots, index) = fresh;
+    return true;
+}
+
+/* Empties the slot at `index`, and moves those behind it nearer to their homes. */
+static void
+take_out(Slots *slots, size_t index)
+{
+    for (; !is_free(slots, index + 1); index++) {
+        Slot *next = slot_at(slots, index + 1);
+        if (home_of(slots, slot_hash(next)) == index + 1)
+            break;
+        *slot_at(slots, index) = *next;
+    }
+    *slot_at(slots, index) = (Slot){0};
+}
+
+/* Growing, and shrinking, which is the same. */
+
+static bool
+move_some(KeyTable *table, uint64_t budget)
+{
+    Slots *slots = &table->slots, *grown = &table->grown;
+    uint64_t passed = 0;
+    while (passed < budget && slots->begin < slots->end) {
+        size_t begin = slots->begin, length = 1;
+        if (slot_at(slots, begin)->entry) {
+            /* Slots of one hash move together: `moved_below` cannot tell them apart. */
+            uint32_t hash = slot_hash(slot_at(slots, begin));
+            while (!is_free(slots, begin + length) &&
+                   slot_hash(slot_at(slots, begin + length)) == hash)
+                length++;
+            size_t to = home_of(grown, hash);
+            while (!is_free(grown, to))
+                to++;
+            if (!slots_reach(table, grown, to + length - 1))
+                return false;
+            for (size_t index = 0; index < length; index++)
+                *slot_at(grown, to + index) = *slot_at(slots, begin + index);
+            table->moved_below = hash + 1;
+        }
+        slots->begin = begin + length;
+        passed += length;
+        for (size_t block = begin >> BLOCK_BITS; block < slots->begin >> BLOCK_BITS; block++)
+            slots_release(table, slots, block);
+    }
+    if (slots->begin >= slots->end) {
+        slots_clear(table, slots);
+        *slots = *grown;
+        memset(grown, 0, sizeof *grown);
+    }
+    return true;
+}
+
+static inline bool
+go_on_moving(KeyTable *table, uint64_t keys)
+{
+    return !is_moving(table) || move_some(table, STEPS_PER_KEY * keys);
+}
+
+static bool
+resize(KeyTable *table, size_t homes)
+{
+    if (is_moving(table) && !move_some(table, UINT64_MAX))
+        return false;
+    if (!slots_begin(table, &table->grown, homes))
+        return false;
+    table->moved_below = 0;
+    bool at_once = table->slots.homes <= HOMES_AT_ONCE && homes <= HOMES_AT_ONCE;
+    return move_some(table, at_once ? UINT64_MAX : 1);
+}
+
+/* Makes room for one more key. */
+static bool
+grow(KeyTable *table)
+{
+    const Slots *slots = is_moving(table) ? &table->grown : &table->slots;
+    size_t homes = slots->homes;
+    if (table->keys < limit_of(slots))
+        return true;
+    if (!homes)
+        return slots_begin(table, &table->slots, HOMES_MIN);
+    return resize(table, homes < HOMES_AT_ONCE ? 2 * homes : homes + homes / 4);
+}
+
+static bool
+shrink(KeyTable *table)
+{
+    size_t homes = table->slots.homes;
+    if (is_moving(table) || homes <= HOMES_MIN || table->keys >= homes - homes / 10 * 7)
+        return true;
+    size_t fewer = table->keys + table->keys / 2 + HOMES_MIN;
+    return fewer >= homes || resize(table, fewer);
+}
+
+/* Entering one mutation. */
+
+static inline bool
+is_tombstone(uint64_t entry)
+{
+    return entry & 1;
+}
+
+/* Enters a key's newest mutation; `previous` is the entry that it had, or 0. False without memory:
+   then nothing has changed. */
+static bool
+enter(KeyTable *table, uint32_t hash, const uint8_t *key, size_t length, uint64_t entry,
+      uint64_t *previous)
+{
+    size_t where;
+    Slots *slots = slots_for(table, hash);
+    Slot *slot = find(table, slots, hash, key, length, &where);
+    *previous = 0;
+    if (slot != NULL) {
+        *previous = slot->entry;
+        slot->entry = entry;
+        table->items += (uint64_t)!is_tombstone(entry) - (uint64_t)!is_tombstone(*previous);
+        return true;
+    }
+    uint64_t place;
+    if (!grow(table) || !arena_add(table, key, length, &place))
+        return false;
+    slots = slots_for(table, hash); /* growing may have moved it */
+    find(table, slots, hash, key, length, &where);
+    if (!insert(table, slots, where, (Slot){(uint64_t)hash << PLACE_BITS | place, entry})) {
+        segment_at(table, table->first_segment + table->segment_count - 1)->used -=
+            (uint32_t)length + 1;
+        table->live_bytes -= length + 1;
+        return false;
+    }
+    table->keys++;
+    table->items += !is_tombstone(entry);
+    return true;
+}
+
+/* Starts to load what `enter` will look at first. */
+static inline void
+prefetch_slot(KeyTable *table, uint32_t hash)
+{
+    const Slots *slots = slots_for(table, hash);
+    size_t home = home_of(slots, hash);
+    if (home < slots->end)
+        __builtin_prefetch(slot_at(slots, home), 1);
+}
+
+/* Starts to load the key of the slot that has the same hash, if there is one. */
+static inline void
+prefetch_key(KeyTable *table, uint32_t hash)
+{
+    const Slots *slots = slots_for(table, hash);
+    for (size_t index = home_of(slots, hash); !is_free(slots, index); index++) {
+        const Slot *slot = slot_at(slots, index);
+        if (slot_hash(slot) >= hash) {
+            if (slot_hash(slot) == hash)
+                __builtin_prefetch(record_at(table, slot_place(slot)));
+            return;
+        }
+    }
+}
+
+/* Methods. */
+
+static bool
+no_memory(void)
+{
+    PyErr_NoMemory();
+    return false;
+}
+
+static bool
+key_of(PyObject *object, const uint8_t **key, size_t *length)
+{
+    char *bytes;
+    Py_ssize_t nbytes;
+    if (PyBytes_AsStringAndSize(object, &bytes, &nbytes) < 0)
+        return false;
+    *key = (const uint8_t *)bytes;
+    *length = (size_t)nbytes;
+    return true;
+}
+
+static bool
+seq_of(PyObject *object, uint64_t *seq)
+{
+    if (!number_of(object, seq))
+        return false;
+    if (*seq && *seq >> 63 == 0)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "a sequence number is 1 to 2**63 - 1");
+    return false;
+}
+
+static bool
+takes(const char *name, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most)
+{
+    if (least <= count && count <= most)
+        return true;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd arguments, not %zd", name, least, most, count);
+    return false;
+}
+
+static PyObject *
+seq_and_kind(uint64_t entry)
+{
+    PyObject *pair = PyTuple_New(2), *seq = PyLong_FromUnsignedLongLong(entry >> 1);
+    if (pair == NULL || seq == NULL) {
+        Py_XDECREF(pair);
+        Py_XDECREF(seq);
+        return NULL;
+    }
+    PyTuple_SetItem(pair, 0, seq);
+    PyTuple_SetItem(pair, 1, PyBool_FromLong((long)is_tombstone(entry)));
+    return pair;
+}
+
+static PyObject *
+newest(KeyTable *self, PyObject *object)
+{
+    const uint8_t *key;
+    size_t length;
+    if (!key_of(object, &key, &length))
+        return NULL;
+    const Slot *slot = find_key(self, key, length);
+    return seq_and_kind(slot == NULL ? 0 : slot->entry);
+}
+
+static PyObject *
+holds_item(KeyTable *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *key;
+    size_t length;
+    uint64_t seq;
+    if (!takes("holds_item", count, 2, 2) || !key_of(args[0], &key, &length) ||
+        !number_of(args[1], &seq))
+        return NULL;
+    const Slot *slot = find_key(self, key, length);
+    return PyBool_FromLong(slot != NULL && !is_tombstone(slot->entry) && slot->entry >> 1 == seq);
+}
+
+static PyObject *
+put(KeyTable *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *key;
+    size_t length;
+    uint64_t seq, previous;
+    int tombstone = 0;
+    if (!takes("put", count, 2, 3) || !key_of(args[0], &key, &length) || !seq_of(args[1], &seq))
+        return NULL;
+    if (count == 3 && (tombstone = PyObject_IsTrue(args[2])) < 0)
+        return NULL;
+    if (!length || length > KEY_BYTES_MAX) {
+        PyErr_SetString(PyExc_ValueError, "a key is 1 to 255 bytes");
+        return NULL;
+    }
+    if (!go_on_moving(self, 1) ||
+        !enter(self, hash_of(key, length), key, length, seq << 1 | (uint64_t)tombstone, &previous))
+        return PyErr_NoMemory();
+    return PyLong_FromUnsignedLongLong(previous >> 1);
+}
+
+/* The rows of a run: where their keys lie, and their hashes, a group at a time. */
+typedef struct {
+    const uint8_t *keys[GROUP];
+    uint32_t lengths[GROUP];
+    uint32_t hashes[GROUP];
+} Group;
+
+static void
+load_group(KeyTable *table, const Chunk *chunk, uint32_t row, uint32_t count, Group *group)
+{
+    for (uint32_t index = 0; index < count; index++) {
+        const uint8_t *offset = chunk->key_offsets + 4 * (size_t)(row + index);
+        group->keys[index] = chunk->keys + load_u32(offset);
+        group->lengths[index] = load_u32(offset + 4) - load_u32(offset);
+        group->hashes[index] = hash_of(group->keys[index], group->lengths[index]);
+        prefetch_slot(table, group->hashes[index]);
+    }
+    for (uint32_t index = 0; index < count; index++)
+        prefetch_key(table, group->hashes[index]);
+}
+
+typedef struct {
+    uint64_t first_seq;
+    uint64_t start;
+    uint64_t base;
+    uint8_t *flags;
+    size_t flag_count;
+    PyObject *superseded; /* a list, made when it is needed */
+    Py_ssize_t fresh;
+} Run;
+
+static bool
+note_previous(Run *run, uint64_t previous)
+{
+    uint64_t seq = previous >> 1;
+    if (seq <= run->start) {
+        run->fresh++;
+        return true;
+    }
+    if (seq >= run->base && seq - run->base < run->flag_count) {
+        run->flags[seq - run->base] = 1;
+        return true;
+    }
+    PyObject *number = PyLong_FromUnsignedLongLong(seq);
+    int failed = number == NULL || PyList_Append(run->superseded, number) < 0;
+    Py_XDECREF(number);
+    return !failed;
+}
+
+static bool
+put_rows(KeyTable *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run)
+{
+    Group group;
+    uint64_t seq = run->first_seq, previous;
+    for (uint32_t row = low; row < high; row += GROUP) {
+        uint32_t count = high - row < GROUP ? high - row : GROUP;
+        if (!go_on_moving(table, count))
+            return no_memory();
+        load_group(table, chunk, row, count, &group);
+        for (uint32_t index = 0; index < count; index++, seq++) {
+            if (!enter(table, group.hashes[index], group.keys[index], group.lengths[index], seq << 1,
+                       &previous))
+                return no_memory();
+            if (!note_previous(run, previous))
+                return false;
+        }
+    }
+    return true;
+}
+
+/* Whether the keys of the rows [low, high) can be entered; an exception is set where not. */
+static bool
+are_rows_sound(const Chunk *chunk, uint64_t low, uint64_t high)
+{
+    if (low > high || high > chunk->count) {
+        PyErr_SetString(PyExc_IndexError, "the chunk does not have these rows");
+        return false;
+    }
+    if (!offsets_are_sound(chunk->key_offsets, (uint32_t)low, (uint32_t)high, chunk->key_length))
+        return set_defect(DEFECT_OFFSETS) != NULL;
+    for (uint64_t row = low; row < high; row++) {
+        const uint8_t *offset = chunk->key_offsets + 4 * row;
+        uint32_t length = load_u32(offset + 4) - load_u32(offset);
+        if (!length || length > KEY_BYTES_MAX)
+            return set_defect(DEFECT_KEY_LENGTH) != NULL;
+    }
+    return true;
+}
+
+static PyObject *
+put_run(KeyTable *self, PyObject *const *args, Py_ssize_t count)
+{
+    Py_buffer buffer, flags;
+    Chunk chunk;
+    uint64_t low, high;
+    Run run = {0};
+    PyObject *result = NULL;
+    if (!takes("put_run", count, 7, 7) || !number_of(args[1], &low) || !number_of(args[2], &high) ||
+        !seq_of(args[3], &run.first_seq) || !number_of(args[4], &run.start) ||
+        !number_of(args[5], &run.base))
+        return NULL;
+    if (PyObject_GetBuffer(args[0], &buffer, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[6], &flags, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&buffer);
+        return NULL;
+    }
+    run.flags = flags.buf;
+    run.flag_count = (size_t)flags.len;
+    /* The offsets are checked once: setting a flag must not change one. */
+    const uint8_t *bytes = buffer.buf;
+    if (run.flags < bytes + buffer.len && bytes < run.flags + flags.len) {
+        PyErr_SetString(PyExc_ValueError, "the flags lie in the chunk");
+        goto done;
+    }
+    if (!chunk_read(&chunk, &buffer) || !are_rows_sound(&chunk, low, high))
+        goto done;
+    if ((run.first_seq + (high - low)) >> 63) {
+        PyErr_SetString(PyExc_ValueError, "a sequence number is 1 to 2**63 - 1");
+        goto done;
+    }
+    run.superseded = PyList_New(0);
+    if (run.superseded != NULL && put_rows(self, &chunk, (uint32_t)low, (uint32_t)high, &run)) {
+        PyObject *fresh = PyLong_FromSsize_t(run.fresh);
+        result = fresh == NULL ? NULL : PyTuple_Pack(2, run.superseded, fresh);
+        Py_XDECREF(fresh);
+    }
+    Py_XDECREF(run.superseded);
+done:
+    PyBuffer_Release(&flags);
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+/* The slot of the key that the arena has at `place`. */
+static Slot *
+find_place(KeyTable *table, uint32_t hash, uint64_t place, Slots **slots, size_t *index)
+{
+    *slots = slots_for(table, hash);
+    for (*index = home_of(*slots, hash);; (*index)++) {
+        Slot *slot = slot_at(*slots, *index);
+        if (slot_hash(slot) == hash && slot_place(slot) == place)
+            return slot;
+    }
+}
+
+static inline uint64_t
+front_place(const KeyTable *table)
+{
+    return (uint64_t)table->first_segment << OFFSET_BITS | table->front;
+}
+
+/* Takes the first key out of the arena; it is forgotten, or added at the end again. */
+static bool
+pass_front(KeyTable *table, uint64_t through, Py_ssize_t *evicted)
+{
+    uint8_t key[KEY_BYTES_MAX];
+    uint64_t place = front_place(table);
+    const uint8_t *record = record_at(table, place);
+    size_t index, length = record[0];
+    Slots *slots;
+    memcpy(key, record + 1, length);
+    uint32_t hash = hash_of(key, length);
+    Slot *slot = find_place(table, hash, place, &slots, &index);
+    if (slot->entry >> 1 > through) {
+        if (!arena_add(table, key, length, &place))
+            return false;
+        slot->tag = (uint64_t)hash << PLACE_BITS | place;
+    }
+    else {
+        table->items -= !is_tombstone(slot->entry);
+        table->keys--;
+        take_out(slots, index);
+        ++*evicted;
+    }
+    table->live_bytes -= length + 1;
+    table->front += (uint32_t)length + 1;
+    arena_trim(table);
+    return true;
+}
+
+/* Starts to load the slots of the keys that stand first, up to the end of their segment. */
+static uint64_t
+prefetch_front(KeyTable *table, uint64_t count)
+{
+    const Segment *segment = segment_at(table, table->first_segment);
+    uint32_t offset = table->front;
+    uint64_t seen = 0;
+    for (; seen < count && seen < GROUP && offset < segment->used; seen++) {
+        const uint8_t *record = segment->bytes + offset;
+        prefetch_slot(table, hash_of(record + 1, record[0]));
+        offset += record[0] + 1;
+    }
+    return seen;
+}
+
+static PyObject *
+evict(KeyTable *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t through, budget;
+    Py_ssize_t evicted = 0;
+    if (!takes("evict", count, 2, 2) || !number_of(args[0], &through) || !number_of(args[1], &budget))
+        return NULL;
+    budget = budget < self->keys ? budget : self->keys;
+    while (budget) {
+        if (!go_on_moving(self, GROUP))
+            return PyErr_NoMemory();
+        uint64_t together = prefetch_front(self, budget);
+        for (; together; together--, budget--)
+            if (!pass_front(self, through, &evicted))
+                return PyErr_NoMemory();
+    }
+    if (!shrink(self))
+        return PyErr_NoMemory();
+    return PyLong_FromSsize_t(evicted);
+}
+
+static void
+forget_all(KeyTable *table)
+{
+    slots_clear(table, &table->slots);
+    slots_clear(table, &table->grown);
+    arena_clear(table);
+    table->keys = table->items = 0;
+}
+
+static PyObject *
+clear(KeyTable *self, PyObject *Py_UNUSED(ignored))
+{
+    forget_all(self);
+    Py_RETURN_NONE;
+}
+
+/* Calls `visit` with each record of the arena, in order. */
+typedef bool Visit(KeyTable *table, uint64_t place, const uint8_t *record, void *context);
+
+static bool
+visit_arena(KeyTable *table, Visit *visit, void *context)
+{
+    for (uint32_t index = 0; index < table->segment_count; index++) {
+        uint32_t number = (table->first_segment + index) & ((1u << SEGMENT_BITS) - 1);
+        const Segment *segment = segment_at(table, number);
+        for (uint32_t offset = index ? 0 : table->front; offset < segment->used;) {
+            const uint8_t *record = segment->bytes + offset;
+            uint64_t place = (uint64_t)number << OFFSET_BITS | offset;
+            offset += record[0] + 1u;
+            if (!visit(table, place, record, context))
+                return false;
+        }
+    }
+    return true;
+}
+
+static bool
+append_entry(KeyTable *table, uint64_t place, const uint8_t *record, void *context)
+{
+    Slots *slots;
+    size_t index;
+    const Slot *slot = find_place(table, hash_of(record + 1, record[0]), place, &slots, &index);
+    PyObject *entry = Py_BuildValue("y#KN", (const char *)record + 1, (Py_ssize_t)record[0],
+                                    (unsigned long long)(slot->entry >> 1),
+                                    PyBool_FromLong((long)is_tombstone(slot->entry)));
+    int failed = entry == NULL || PyList_Append(context, entry) < 0;
+    Py_XDECREF(entry);
+    return !failed;
+}
+
+static PyObject *
+entries(KeyTable *self, PyObject *Py_UNUSED(ignored))
+{
+    PyObject *list = PyList_New(0);
+    if (list != NULL && !visit_arena(self, append_entry, list))
+        Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *
+statistics(KeyTable *self, PyObject *Py_UNUSED(ignored))
+{
+    size_t slots = self->slots.homes + self->grown.homes;
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:O}", "keys", (unsigned long long)self->keys, "items",
+                         (unsigned long long)self->items, "bytes", (unsigned long long)self->nbytes,
+                         "slots", (unsigned long long)slots, "moving",
+                         is_moving(self) ? Py_True : Py_False);
+}
+
+/* Invariants. */
+
+static bool
+broken(const char *what)
+{
+    PyErr_SetString(PyExc_AssertionError, what);
+    return false;
+}
+
+static bool
+check_slots(KeyTable *table, const Slots *slots, uint32_t lowest, uint64_t *keys, uint64_t *items)
+{
+    for (size_t index = slots->begin; index < slots->end; index++) {
+        const Slot *slot = slot_at(slots, index);
+        if (!slot->entry)
+            continue;
+        uint32_t hash = slot_hash(slot);
+        const uint8_t *record = record_at(table, slot_place(slot));
+        if (hash < lowest)
+            return broken("the slots are not in the order of their hashes");
+        if (hash != hash_of(record + 1, record[0]))
+            return broken("a slot has another key's hash");
+        for (size_t between = home_of(slots, hash); between < index; between++)
+            if (is_free(slots, between))
+                return broken("a gap between a slot and its home");
+        if (slots_for(table, hash) != slots)
+            return broken("a slot is in the other array");
+        lowest = hash;
+        ++*keys;
+        *items += !is_tombstone(slot->entry);
+    }
+    return true;
+}
+
+static bool
+check_record(KeyTable *table, uint64_t place, const uint8_t *record, void *context)
+{
+    const Slot *slot = find_key(table, record + 1, record[0]);
+    uint64_t *counts = context;
+    counts[0]++;
+    counts[1] += record[0] + 1u;
+    return slot != NULL && slot_place(slot) == place ? true : broken("a key of the arena has no slot");
+}
+
+static uint64_t
+counted_bytes(const KeyTable *table)
+{
+    uint64_t nbytes = sizeof *table + table->ring_size * sizeof(Segment);
+    for (uint32_t index = 0; index < table->segment_count; index++)
+        nbytes += segment_at(table, table->first_segment + index)->size;
+    const Slots *both[] = {&table->slots, &table->grown};
+    for (int which = 0; which < 2; which++) {
+        size_t freed = both[which]->begin >> BLOCK_BITS << BLOCK_BITS;
+        if (both[which]->begin >= both[which]->end)
+            freed = both[which]->end;
+        nbytes += both[which]->blocks_size * sizeof(Slot *);
+        nbytes += (both[which]->end - freed) * sizeof(Slot);
+    }
+    return nbytes;
+}
+
+static PyObject *
+check_invariants(KeyTable *self, PyObject *Py_UNUSED(ignored))
+{
+    uint64_t keys = 0, items = 0, counts[2] = {0, 0};
+    if (!check_slots(self, &self->grown, 0, &keys, &items) ||
+        !check_slots(self, &self->slots, is_moving(self) ? self->moved_below : 0, &keys, &items) ||
+        !visit_arena(self, check_record, counts))
+        return NULL;
+    if (keys != self->keys || items != self->items || counts[0] != keys)
+        broken("keys or items are counted wrong");
+    else if (counts[1] != self->live_bytes || counted_bytes(self) != self->nbytes)
+        broken("bytes are counted wrong");
+    else
+        Py_RETURN_NONE;
+    return NULL;
+}
+
+/* The type. */
+
+static PyObject *
+new_table(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    if (PyTuple_Size(args) || (kwargs != NULL && PyDict_Size(kwargs))) {
+        PyErr_SetString(PyExc_TypeError, "KeyTable takes no arguments");
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    KeyTable *table = (KeyTable *)allocate(type, 0); /* zeroed: a table without keys */
+    if (table != NULL)
+        table->nbytes = sizeof *table;
+    return (PyObject *)table;
+}
+
+static void
+dealloc(KeyTable *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    forget_all(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static Py_ssize_t
+length(KeyTable *self)
+{
+    return (Py_ssize_t)self->keys;
+}
+
+static PyMethodDef methods[] = {
+    {"newest", (PyCFunction)newest, METH_O, NULL},
+    {"holds_item", (PyCFunction)(void (*)(void))holds_item, METH_FASTCALL, NULL},
+    {"put", (PyCFunction)(void (*)(void))put, METH_FASTCALL, NULL},
+    {"put_run", (PyCFunction)(void (*)(void))put_run, METH_FASTCALL, NULL},
+    {"evict", (PyCFunction)(void (*)(void))evict, METH_FASTCALL, NULL},
+    {"clear", (PyCFunction)clear, METH_NOARGS, NULL},
+    {"entries", (PyCFunction)entries, METH_NOARGS, NULL},
+    {"statistics", (PyCFunction)statistics, METH_NOARGS, NULL},
+    {"check_invariants", (PyCFunction)check_invariants, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyMemberDef members[] = {
+    {"items", T_ULONGLONG, offsetof(KeyTable, items), READONLY, NULL},
+    {"nbytes", T_ULONGLONG, offsetof(KeyTable, nbytes), READONLY, NULL},
+    {0},
+};
+
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, "See upr_kernel/pure/key_table.py."},
+    {Py_tp_new, new_table},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_sq_length, length},
+    {0},
+};
+
+static PyType_Spec type_spec = {
+    .name = "upr_kernel._native.KeyTable",
+    .basicsize = sizeof(KeyTable),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = type_slots,
+};
+
+int
+add_key_table(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&type_spec);
+    if (type == NULL)
+        return -1;
+    int failed = PyModule_AddObjectRef(module, "KeyTable", type);
+    Py_DECREF(type);
+    return failed;
+}

@@ -1,0 +1,6 @@
+"""The kernel in Python: what the native one does, and the description of what that is."""
+
+from upr_kernel.pure.chunks import check, gather
+from upr_kernel.pure.key_table import KeyTable
+
+__all__ = ["KeyTable", "check", "gather"]
