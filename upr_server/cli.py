@@ -12,6 +12,7 @@ from typing import Any
 import click
 import trio
 
+import upr_kernel
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.app import Server, serve
@@ -112,7 +113,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
 @main.command("config")
 @_with_options
 def config_command(config_path: Path | None, **options: Any) -> None:
-    """Print the settings that `serve` would use, as a TOML file."""
+    """Print the settings that `serve` would use, as a TOML file, and which kernel it would run."""
+    click.echo(f"# kernel: {upr_kernel.BUILD}")
     click.echo(_config(config_path, **options).to_toml(), nl=False)
 
 

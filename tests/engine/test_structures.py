@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upr_protocol.chunk import Mutation
+from upr_protocol.chunk import Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import MemoryAccount, MemoryPolicy, WriterToken
 from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
@@ -60,10 +60,11 @@ def test_a_run_is_entered_as_one_by_one() -> None:
         b"new",
         b"old",
     ]
-    superseded, fresh = table.put_all(keys, 28, 10, 20, flags)
-    assert sorted(superseded) == [12, 13, 22]
+    chunk = plain_chunk(keys, [b""] * len(keys))
+    superseded, fresh = table.put_run(chunk, 0, len(keys), 28, 10, 20, flags)
+    assert sorted(superseded) == [12, 13]
     assert fresh == 3, "old, old gone, new"
-    assert [20 + index for index, flag in enumerate(flags) if flag] == [21, 28, 34]
+    assert [20 + index for index, flag in enumerate(flags) if flag] == [21, 22, 28, 34]
     assert table.newest(b"old") == (36, False)
     assert table.newest(b"new") == (35, False)
     assert table.items == len(table) == 7
@@ -104,7 +105,7 @@ def test_stale_entries_are_ignored() -> None:
     for number, (key, expiry) in enumerate([(b"a", 30), (b"b", 10), (b"c", 20)], 1):
         table.put(key, number)
         index.add(expiry, number, key)
-    table.put(b"b", -4)
+    table.put(b"b", 4, is_tombstone=True)
     assert index.next_expiry() == 20
     assert not index.is_due(19.9)
     assert index.take(19.9) is None

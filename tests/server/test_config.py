@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import upr_kernel
 from upr_server.cli import main
 from upr_server.config import BucketConfig, Config, load_config
 from upr_server.runtime import ConfigError
@@ -112,6 +113,7 @@ def test_the_command_prints_what_serve_would_run_with(tmp_path: Path) -> None:
     assert 'listen = "h:9"' in result.output
     assert 'identity = "n"' in result.output
     assert "partitions = 8" in result.output
+    assert f"# kernel: {upr_kernel.BUILD}\n" in result.output
 
 
 def test_the_command_says_what_is_wrong() -> None:

@@ -13,7 +13,7 @@ class MemoryAccount:
         arrays: Document arrays of open snapshots and of closed ones not read yet.
         encoded: Encoded chunks, shared by all their readers.
         counters: Counters of open snapshots and of closed ones not read yet.
-        table: Hash tables: an estimate a key, see `hash_table.ENTRY_BYTES`.
+        table: Hash tables: as the kernel counts them.
         expiries: The indexes of items by expiry time, an estimate too.
         writers: Remembered answers to publishers, an estimate too.
         backfills: What was read from disk and is not sent yet.

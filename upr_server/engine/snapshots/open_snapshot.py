@@ -13,7 +13,7 @@ read, so no reader has seen the older event.
 from __future__ import annotations
 
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
+from upr_protocol.ids import Cas, SeqNo
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
@@ -72,10 +72,12 @@ class OpenSnapshot:
         documents, counters, count = self._documents, self._counters, len(keys)
         skip_flags = documents.skip_flags
         skip_flags.extend(first_seq, count)
-        # A superseded number may be a counter's, which has no flag. While there are any, a base
-        # above all numbers makes the loop return what it supersedes, and flag nothing.
-        base = SEQ_MAX if counters else skip_flags.base
-        superseded, fresh = table.put_all(keys, first_seq, self.start, base, skip_flags.flags)
+        # A superseded number may be a counter's, which has no flag. While there are any, the table
+        # returns what is superseded, and flags nothing.
+        flags = bytearray() if counters else skip_flags.flags
+        superseded, fresh = table.put_run(
+            chunk, 0, count, first_seq, self.start, skip_flags.base, flags
+        )
         documents.add_chunk(chunk, first_seq, first_cas)
         self.high = SeqNo(first_seq + count - 1)
         self.live += fresh
