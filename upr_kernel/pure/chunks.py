@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, compress, pairwise
 from operator import lt
 from typing import Final
@@ -70,8 +71,9 @@ def check(
     if _has_prefix(columns, keys, prefix):
         flags |= HAS_PREFIX
     seqs = columns.column(columns.seqs_at, 8, 0, count)
-    if not _is_zero(seqs):
-        flags |= HAS_SEQS
+    if _is_zero(seqs):
+        return flags if count or columns.start > columns.end else flags | SEQS_RISE
+    flags |= HAS_SEQS
     numbers = seqs.cast("Q").tolist()
     starts = [columns.start, *numbers]
     if starts[-1] <= columns.end and all(map(lt, starts, numbers)):
@@ -83,6 +85,11 @@ def _check_strings(
     offsets: list[int], length: int, lengths: range, defects: tuple[Defect, Defect, Defect]
 ) -> list[int]:
     span, order, size = defects
+    count = len(offsets) - 1
+    if count and not length % count and offsets == _even_offsets(length // count, count):
+        if length // count not in lengths:
+            raise ChunkDefectError(size)
+        return offsets  # strings of one length, as most are
     if offsets[0] != 0 or offsets[-1] != length:
         raise ChunkDefectError(span)
     if sorted(offsets) != offsets:  # linear when they are in order
@@ -94,8 +101,14 @@ def _check_strings(
     return offsets
 
 
+@lru_cache(maxsize=64)
+def _even_offsets(length: int, count: int) -> list[int]:
+    return list(range(0, length * count + 1, length)) if length else []
+
+
 def _is_zero(column: memoryview) -> bool:
-    return column == bytes(len(column))
+    # As bytes: views are compared item by item.
+    return column.tobytes() == bytes(len(column))
 
 
 def _has_prefix(columns: Columns, offsets: list[int], prefix: bytes) -> bool:

@@ -126,14 +126,15 @@ class Columns:
         count = high - low
         first = self.key_offsets_at + 4 * low
         offsets = self.view[first : first + 4 * count + 4]
-        begin, end = offsets[:8].cast("i")
+        begin, end = offsets[:8].cast("i").tolist()
         length: int = end - begin
         if not 0 < length <= 255 or begin != length * low or count > EVEN_MAX:
             return 0
         if length * high > self.key_length:
             return 0
-        even = array("i", range(begin, begin + length * count + 1, length))
-        return length if offsets == memoryview(even).cast("B") else 0
+        even = array("i", range(begin, begin + length * count + 1, length)).tobytes()
+        # As bytes: views are compared item by item.
+        return length if offsets.tobytes() == even else 0
 
 
 @lru_cache(maxsize=16)

@@ -7,10 +7,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import ge
 from struct import Struct
 from typing import Final, cast
 
+from upr_kernel import HAS_SEQS, SEQS_RISE, ChunkDefectError, Defect, check, gather
 from upr_protocol.chunk.columns import Columns
 from upr_protocol.chunk.layout import (
     CHUNK_HEAD,
@@ -22,12 +22,29 @@ from upr_protocol.chunk.layout import (
 )
 from upr_protocol.chunk.mutation import Mutation
 from upr_protocol.errors import ChunkError
-from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, Operation, SeqNo
+from upr_protocol.ids import (
+    DESIGN_PREFIX,
+    PUBLISHED_OPERATIONS,
+    STORED_OPERATIONS,
+    Cas,
+    Operation,
+    SeqNo,
+)
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 _TWO_NUMBERS: Final = Struct("<QQ")
 _COLUMNS_OF_ONE: Final = Struct(f"<{CHUNK_HEAD.size}xQQI4xI4x16xB")
 _SET: Final = bytes((Operation.SET,))
+
+_SENTENCES: Final = {
+    Defect.LAYOUT: "a chunk's lengths do not add up to its bytes",
+    Defect.KEY_SPAN: "the key offsets do not span the key bytes",
+    Defect.KEY_ORDER: "the key offsets decrease",
+    Defect.KEY_LENGTH: f"a key is not 1 to {KEY_BYTES_MAX} bytes",
+    Defect.VALUE_SPAN: "the value offsets do not span the value bytes",
+    Defect.VALUE_ORDER: "the value offsets decrease",
+    Defect.VALUE_LENGTH: f"a value is longer than {VALUE_BYTES_MAX} bytes",
+}
 
 
 @lru_cache(maxsize=16)
@@ -152,58 +169,34 @@ class Chunk(Columns):
 
     # Checks.
 
-    def checked_keys(self) -> list[bytes]:
-        """Every key, after checking that offsets and lengths are in order. O(count).
+    def _checked(self, operations: bytes, wrong_operation: str) -> int:
+        """Checks offsets, lengths and operations; returns the kernel's flags. O(count)."""
+        try:
+            return check(self._view, operations, KEY_BYTES_MAX, VALUE_BYTES_MAX, DESIGN_PREFIX)
+        except ChunkDefectError as error:
+            raise ChunkError(_SENTENCES.get(error.defect, wrong_operation)) from None
 
-        Raises:
-            ChunkError: Key offsets decrease or leave the key bytes, or a key is empty or too long.
-        """
-        data = self.key_bytes.tobytes()
-        length = self._one_length(self._key_offsets_at, self.key_length)
-        if 0 < length <= KEY_BYTES_MAX:
-            return [data] if self.count == 1 else list(_cutter(length, self.count)(data))
-        # The offsets are checked before any key is cut: offsets that go back and forth name the
-        # same bytes again and again, and keys cut by them would take the square of the chunk's
-        # memory.
-        offsets = self.key_offsets.tolist()
-        if offsets[0] != 0 or offsets[-1] != len(data):
-            raise ChunkError("the key offsets do not span the key bytes")
-        if sorted(offsets) != offsets:  # linear when they are in order
-            raise ChunkError("the key offsets decrease")
-        keys = [data[start:end] for start, end in pairwise(offsets)]
-        if keys:
-            lengths = set(map(len, keys))
-            if 0 in lengths or max(lengths) > KEY_BYTES_MAX:
-                raise ChunkError(f"a key is not 1 to {KEY_BYTES_MAX} bytes")
-        return keys
+    def published_flags(self) -> int:
+        """Checks a published chunk without making its keys, and says what it holds. O(count).
 
-    def _check_values(self) -> None:
-        if 0 < self._one_length(self._value_offsets_at, self.value_length) <= VALUE_BYTES_MAX:
-            return
-        offsets = self.value_offsets.tolist()
-        if offsets[0] != 0 or offsets[-1] != self.value_length:
-            raise ChunkError("the value offsets do not span the value bytes")
-        if sorted(offsets) != offsets:  # linear when they are in order
-            raise ChunkError("the value offsets decrease")
-        if self.value_length > VALUE_BYTES_MAX and any(
-            end - start > VALUE_BYTES_MAX for start, end in pairwise(offsets)
-        ):
-            raise ChunkError(f"a value is longer than {VALUE_BYTES_MAX} bytes")
-
-    def check_published(self) -> list[bytes]:
-        """Checks a published chunk and returns its keys. O(count).
+        Returns:
+            Bits of `upr_kernel`: `UNCONDITIONAL`, `MAY_EXPIRE`, and `HAS_PREFIX` for a key that
+            begins as a design document's.
 
         Raises:
             ChunkError: Offsets, lengths, operations or limits are wrong, or a number is set.
         """
-        keys = self.checked_keys()
-        self._check_values()
-        operations = self.operations.tobytes()
-        if operations.translate(None, PUBLISHED_OPERATIONS):
-            raise ChunkError("the chunk holds an operation that no publisher may send")
-        if self.start or self.end or not self._is_zero(CHUNK_HEAD_BYTES, 8 * self.count):
+        flags = self._checked(
+            PUBLISHED_OPERATIONS, "the chunk holds an operation that no publisher may send"
+        )
+        if self.start or self.end or flags & HAS_SEQS:
             raise ChunkError("a published chunk has no sequence numbers")
-        return keys
+        return flags
+
+    def check_published(self) -> list[bytes]:
+        """Checks a published chunk as `published_flags` does, and returns its keys. O(count)."""
+        self.published_flags()
+        return self.keys()
 
     def check(self, crc: int | None = None) -> None:
         """Checks a stored chunk, whole. O(count).
@@ -217,17 +210,15 @@ class Chunk(Columns):
         """
         if crc is not None and crc != self.crc:
             raise ChunkError(f"the chunk's CRC32C is {self.crc:#010x}, not {crc:#010x}")
-        self.checked_keys()
-        self._check_values()
-        if self.operations.tobytes().translate(None, STORED_OPERATIONS):
-            raise ChunkError("the chunk holds an operation that is never stored")
-        seqs = self.seqs.tolist()
-        if not seqs:
+        flags = self._checked(
+            STORED_OPERATIONS, "the chunk holds an operation that is never stored"
+        )
+        if flags & SEQS_RISE:
             return
+        seqs = self.seqs
         if seqs[0] <= self.start or seqs[-1] > self.end:
             raise ChunkError(f"sequence numbers leave the chunk's range ({self.start}, {self.end}]")
-        if any(map(ge, seqs, seqs[1:])):
-            raise ChunkError("the chunk's sequence numbers do not increase")
+        raise ChunkError("the chunk's sequence numbers do not increase")
 
     # Chunks from chunks.
 
@@ -267,24 +258,7 @@ class Chunk(Columns):
         A copy of their bytes. Of a published chunk, whose numbers are all 0, `start` and `end` are
         0 too. `slice` selects by the numbers of a stored one.
         """
-        key_offsets = self.key_offsets[low : high + 1].tolist()
-        value_offsets = self.value_offsets[low : high + 1].tolist()
-        key_low, value_low = key_offsets[0], value_offsets[0]
-        return Chunk(
-            encode_columns(
-                start,
-                end,
-                self.seqs[low:high],
-                self.cas[low:high],
-                self.expiries[low:high],
-                self.flags[low:high],
-                array("i", [offset - key_low for offset in key_offsets]),
-                array("i", [offset - value_low for offset in value_offsets]),
-                self.operations[low:high],
-                self.key_bytes[key_low : key_offsets[-1]],
-                self.value_bytes[value_low : value_offsets[-1]],
-            )
-        )
+        return Chunk(gather([(self._view, low, high, None, None, 0)], start, end))
 
     def copied(self) -> Chunk:
         """The same chunk in memory of its own."""
