@@ -10,18 +10,15 @@ from upr_protocol.chunk import plain_chunk
 
 
 class NaiveTable:
-    """The table as a list of entries in their order. Every operation is O(keys)."""
+    """The table as entries in their order, entered one by one."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[bytes, int, bool]] = []
+        self.entries: dict[bytes, tuple[int, bool]] = {}
 
     def put(self, key: bytes, seq: int, *, is_tombstone: bool) -> int:
-        for index, (known, previous, _) in enumerate(self.entries):
-            if known == key:
-                self.entries[index] = (key, seq, is_tombstone)
-                return previous
-        self.entries.append((key, seq, is_tombstone))
-        return 0
+        previous, _ = self.entries.get(key, (0, False))
+        self.entries[key] = (seq, is_tombstone)
+        return previous
 
     def put_run(
         self, keys: Sequence[bytes], first: int, start: int, base: int, flags: bytearray
@@ -38,10 +35,17 @@ class NaiveTable:
         return superseded, fresh
 
     def evict(self, through: int, budget: int) -> int:
-        looked_at, rest = self.entries[:budget], self.entries[budget:]
-        kept = [entry for entry in looked_at if entry[1] > through]
-        self.entries = rest + kept
-        return len(looked_at) - len(kept)
+        evicted = 0
+        for key in list(self.entries)[:budget]:
+            entry = self.entries.pop(key)
+            if entry[0] > through:
+                self.entries[key] = entry
+            else:
+                evicted += 1
+        return evicted
+
+    def in_order(self) -> list[tuple[bytes, int, bool]]:
+        return [(key, *entry) for key, entry in self.entries.items()]
 
 
 class Tables:
@@ -80,8 +84,8 @@ class Tables:
         assert all(built == flags[0] for built in flags)
         entries = self.tables[0].entries()
         if outcomes[0][0] != "returned":
-            assert entries == self.naive.entries, "entered in part"
-        self.naive.entries = entries
+            assert entries == self.naive.in_order(), "entered in part"
+        self.naive.entries = {key: (seq, is_tombstone) for key, seq, is_tombstone in entries}
         return outcomes[0]
 
     def evict(self, through: int, budget: int) -> None:
@@ -90,13 +94,13 @@ class Tables:
             assert table.evict(through, budget) == expected
 
     def clear(self) -> None:
-        self.naive.entries = []
+        self.naive.entries = {}
         for table in self.tables:
             table.clear()
 
     def check(self) -> None:
         """Everything that a table says of itself, and its invariants. O(keys)."""
-        entries = self.naive.entries
+        entries = self.naive.in_order()
         items = [key for key, _, is_tombstone in entries if not is_tombstone]
         for table in self.tables:
             table.check_invariants()
@@ -110,8 +114,7 @@ class Tables:
 
     def check_key(self, key: bytes) -> None:
         """What the tables say of one key."""
-        expected = next((rest for known, *rest in self.naive.entries if known == key), [0, False])
-        seq, is_tombstone = expected
+        seq, is_tombstone = self.naive.entries.get(key, (0, False))
         for table in self.tables:
             assert table.newest(key) == (seq, is_tombstone)
             assert table.holds_item(key, seq) == (seq > 0 and not is_tombstone)

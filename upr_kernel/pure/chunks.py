@@ -11,7 +11,7 @@ from typing import Final
 
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
-from upr_kernel.pure.columns import HEAD, Buffer, Columns, padded
+from upr_kernel.pure.columns import EVEN_MAX, HEAD, Buffer, Columns, padded
 
 Part = tuple[Buffer, int, int, Buffer | None, int | None, int]
 """Rows of a chunk: the encoded chunk, the first row, the row behind the last, a byte for each of
@@ -86,7 +86,7 @@ def _check_strings(
 ) -> list[int]:
     span, order, size = defects
     count = len(offsets) - 1
-    if count and not length % count and offsets == _even_offsets(length // count, count):
+    if 0 < count <= EVEN_MAX and offsets == _even_offsets(*divmod(length, count), count):
         if length // count not in lengths:
             raise ChunkDefectError(size)
         return offsets  # strings of one length, as most are
@@ -102,8 +102,9 @@ def _check_strings(
 
 
 @lru_cache(maxsize=64)
-def _even_offsets(length: int, count: int) -> list[int]:
-    return list(range(0, length * count + 1, length)) if length else []
+def _even_offsets(length: int, rest: int, count: int) -> list[int]:
+    """The offsets of `count` strings of one length; of no use if there is a rest."""
+    return list(range(0, length * count + 1, length)) if length and not rest else []
 
 
 def _is_zero(column: memoryview) -> bool:
