@@ -114,8 +114,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
 @_with_options
 def config_command(config_path: Path | None, **options: Any) -> None:
     """Print the settings that `serve` would use, as a TOML file, and which kernel it would run."""
-    click.echo(f"# kernel: {upr_kernel.BUILD}")
-    click.echo(_config(config_path, **options).to_toml(), nl=False)
+    settings = _config(config_path, **options).to_toml()
+    click.echo(f"# kernel: {upr_kernel.BUILD}\n{settings}", nl=False)
 
 
 _PROGRESS_S = 0.2

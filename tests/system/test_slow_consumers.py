@@ -39,9 +39,10 @@ from upr_protocol.client import Publisher, connect, publisher
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
 BUCKET: Final = "slow"
-COUNT: Final = effort(1_920_000, 5_000_000)
+COUNT: Final = effort(2_880_000, 7_500_000)
 PARTITIONS: Final = 64
 QUOTA_BYTES: Final = 256 * 1024 * 1024
+"""Less than what comes while the consumers are stopped takes."""
 BOUND_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4
 """What may come on top of the empty server."""
 
