@@ -28,7 +28,7 @@ from crc32c import crc32c
 from upr_protocol import chunk as chunk_module
 from upr_protocol import limits
 from upr_protocol.bucket_event import BucketFate
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, encoded_bytes
 from upr_protocol.errors import ADVICE, Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Reason
 from upr_protocol.hashing import partition_of
@@ -66,11 +66,12 @@ from upr_protocol.wire import (
     PartitionStart,
     Refusal,
     Role,
+    RunResult,
     SessionState,
     Stream,
     StreamReply,
 )
-from upr_protocol.wire.columns import CHUNK, LOG, POSITION
+from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
 
@@ -93,7 +94,7 @@ SENDERS: Final = {Role.CLIENT: "client", Role.SERVER: "server", Role.EITHER: "ei
 STATUS_RANGES: Final = (
     (0, 0, "Success."),
     (1, 31, "Answers to one request; the connection goes on."),
-    (32, 63, "Answers about one mutation of a batch, in `MutateReply.failures`."),
+    (32, 63, "Answers about one mutation of a run, in `MutateReply.failures`."),
     (64, 127, "Why a stream ended, in `StreamEnd`."),
     (128, 0xFFFF, "Said in an `Error`, after which the connection is closed."),
 )
@@ -188,7 +189,7 @@ def subcons(construct: Any) -> list[Any]:
 def bare(construct: Any) -> Any:
     """A construct without its name and its adapters."""
     while isinstance(construct, (cs.Renamed, cs.Rebuild, cs.ExprAdapter)) and not any(
-        construct is known for known in (CHUNK, LOG, POSITION)
+        construct is known for known in (BUNDLE, CHUNK, LOG, POSITION)
     ):
         construct = construct.subcon
     return construct
@@ -230,10 +231,10 @@ def size_of(construct: Any) -> int | None:
 
 
 def flattened(layout: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a layout with their names; those of a position one by one."""
+    """The fields of a layout with their names; those of a position or bundle one by one."""
     for sub in subcons(layout):
-        if bare(sub) is POSITION:
-            yield from flattened(POSITION.subcon, f"{sub.name}.")
+        if bare(sub) in (BUNDLE, POSITION):
+            yield from flattened(bare(sub).subcon, f"{sub.name}.")
         else:
             yield prefix + sub.name, sub
 
@@ -510,11 +511,10 @@ def example_conversation() -> list[tuple[str, Message, bytes]]:
     from_client(Ack(HEADER_BYTES + stored.nbytes), Barrier(b"first"))
     server.next_partition()
     from_server()
-    batch: dict[str, Any] = {"partition": partition, "opaque": 3}
-    from_client(Mutate(published, writer=b"writer of docs!!", counter=1, **batch))
-    from_server(
-        MutateReply(history_id, SeqNo(4), SeqNo(4), Cas(9), counters=((0, 0),), **batch), Noop()
-    )
+    bundle = Bundle.of_one(partition, published, counter=1)
+    from_client(Mutate(bundle, writer=b"writer of docs!!", opaque=3))
+    result = RunResult(partition, Status.OK, history_id, SeqNo(4), SeqNo(4), Cas(9))
+    from_server(MutateReply(0, (result,), counters=((0, 0),), opaque=3), Noop())
     from_client(Close())
     return said
 
@@ -569,8 +569,8 @@ def dump_layout(layout: Any, data: bytes, offset: int) -> Iterator[str]:
     for index, sub in enumerate(subcons(layout)):
         end = len(cs.Struct(*subcons(layout)[: index + 1]).build(parsed))
         field, inner = data[begin:end], bare(sub)
-        if inner is POSITION:
-            yield from dump_layout(POSITION.subcon, field, offset + begin)
+        if inner in (BUNDLE, POSITION):
+            yield from dump_layout(inner.subcon, field, offset + begin)
         elif inner is CHUNK:
             yield from dump_chunk(field, offset + begin).split("\n")
         else:

@@ -45,6 +45,9 @@ FAILOVER_ENTRIES_MAX: Final = 25
 CHUNK_MUTATIONS_MAX: Final = 1 << 20
 """Mutations in one chunk: a frame of empty values would otherwise hold the loop for a second."""
 
+BUNDLE_RUNS_MAX: Final = PARTITIONS_MAX
+"""Runs in one bundle: one a partition."""
+
 GET_KEYS_MAX: Final = 4096
 """Keys in one `GET`."""
 

@@ -10,7 +10,7 @@ from benchmarks.kit.commands import Commands
 from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
 from benchmarks.kit.raw import RawConnection
 from benchmarks.kit.work import KEYS, VALUE_BYTES, key_of
-from upr_protocol.chunk import plain_chunk
+from upr_protocol.chunk import Bundle, plain_chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
 from upr_protocol.wire import Mutate, MutateReply
@@ -41,10 +41,12 @@ class _Publisher:
             self.receive()
         session.send(
             Mutate(
-                plain_chunk([key], [due_ns.to_bytes(8, "little") + _FILLER]),
+                Bundle.of_one(
+                    partition,
+                    plain_chunk([key], [due_ns.to_bytes(8, "little") + _FILLER]),
+                    self._writer.next_counter(partition),
+                ),
                 self._writer.id,
-                self._writer.next_counter(partition),
-                partition=partition,
                 opaque=session.new_opaque(),
             )
         )

@@ -17,7 +17,7 @@ from tests.fuzz.targets import TARGETS
 from tests.protocol.session.kit import encoded, stored, stream
 from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.chunk import plain_chunk, published_chunk
-from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     Ack,
@@ -30,6 +30,7 @@ from upr_protocol.wire import (
     MutateReply,
     Noop,
     PartitionAnswers,
+    RunResult,
     Seqnos,
     SeqnosReply,
     StatsReply,
@@ -80,7 +81,7 @@ LISTS: Final[dict[str, Callable[[int], Message]]] = {
     "LeaseReply": lambda count: LeaseReply(1, 2, tuple((n, 7, n, n, n) for n in range(count))),
     "ListBucketsReply": lambda count: ListBucketsReply((("bucket", 64, 0),) * count),
     "MutateReply": lambda count: MutateReply(
-        HistoryId(7), SeqNo(1), SeqNo(9), Cas(1), ((1, 2),) * count, ((1, 2),) * count
+        0, (RunResult(PartitionId(3)),) * count, ((1, 2),) * count, ((1, 2),) * count
     ),
     "PartitionAnswers": lambda count: PartitionAnswers(((bytes(16), 1, 2, b"answer"),) * count),
     "BarrierReply": lambda count: BarrierReply(b"cookie", ((PartitionId(3), SeqNo(1)),) * count),

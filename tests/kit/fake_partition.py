@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
-from upr_protocol.wire import MutateReply
+from upr_protocol.wire import RunResult
+
+
+class RunAnswer(NamedTuple):
+    """The answer to one run.
+
+    Attributes:
+        result: What became of it.
+        failures: (row of the run, status) of each mutation that failed.
+        counters: (row of the run, new value) of each counter that changed.
+    """
+
+    result: RunResult
+    failures: list[tuple[int, int]]
+    counters: list[tuple[int, int]]
 
 
 class FakePartition:
@@ -26,7 +41,7 @@ class FakePartition:
         self.log = FailoverLog.of([(history_id, 0)])
         self.history: list[Mutation] = []
         self.applied = 0
-        self._answers: dict[bytes, dict[int, MutateReply]] = {}
+        self._answers: dict[bytes, dict[int, RunAnswer]] = {}
 
     @property
     def high(self) -> SeqNo:
@@ -58,14 +73,14 @@ class FakePartition:
 
     # Changes.
 
-    def mutate(self, chunk: Chunk, writer: bytes, counter: int) -> MutateReply | Status:
-        """Answers a batch; one that was here before gets its first answer."""
+    def mutate(self, chunk: Chunk, writer: bytes, counter: int) -> RunAnswer:
+        """Answers a run; one that was here before gets its first answer."""
         answers = self._answers.setdefault(writer, {})
         if any(writer):
             if counter in answers:
                 return answers[counter]
             if answers and counter <= max(answers):
-                return Status.TOKEN_TOO_OLD
+                return RunAnswer(RunResult(self.id, Status.TOKEN_TOO_OLD), [], [])
         reply = self._apply(chunk)
         if any(writer):
             answers[counter] = reply
@@ -73,7 +88,7 @@ class FakePartition:
                 del answers[min(answers)]
         return reply
 
-    def _apply(self, chunk: Chunk) -> MutateReply:
+    def _apply(self, chunk: Chunk) -> RunAnswer:
         first = self.high + 1
         failures: list[tuple[int, int]] = []
         counters: list[tuple[int, int]] = []
@@ -92,14 +107,15 @@ class FakePartition:
             self.applied += 1
         last = self.high
         succeeded = last >= first
-        return MutateReply(
+        result = RunResult(
+            self.id,
+            Status.OK,
             self.log.current,
             SeqNo(first if succeeded else 0),
             SeqNo(last if succeeded else 0),
             Cas(first if succeeded else 0),
-            tuple(failures),
-            tuple(counters),
         )
+        return RunAnswer(result, failures, counters)
 
     def _one(self, request: Mutation) -> tuple[Operation, bytes] | Status:
         newest = self.newest(request.key)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import attrs
-import msgspec
 import trio
 
 from tests.kit.fake_partition import FakePartition
@@ -35,6 +34,7 @@ from upr_protocol.wire import (
     MapReply,
     Message,
     Mutate,
+    MutateReply,
     Open,
     Opened,
     PartitionAnswers,
@@ -44,6 +44,7 @@ from upr_protocol.wire import (
     PartitionStart,
     Refusal,
     ReplicaAck,
+    RunResult,
     Seqnos,
     SeqnosReply,
     Stats,
@@ -313,12 +314,17 @@ class FakeConnection:
 
     def _misdirected(self, message: Message, state: PartitionState) -> bool:
         """Whether the partition is not `state` here; then that is the answer."""
-        current = self._server.state_of(message.partition)
+        refusal = self._misdirection(message.partition, state)
+        if refusal is not None:
+            self._refuse(message, refusal)
+        return refusal is not None
+
+    def _misdirection(self, partition: PartitionId, state: PartitionState) -> Status | None:
+        """Why the partition cannot be asked for as `state` here; None when it can."""
+        current = self._server.state_of(partition)
         if current is state:
-            return False
-        dead = current is PartitionState.DEAD
-        self._refuse(message, Status.NOT_MY_PARTITION if dead else Status.WRONG_STATE)
-        return True
+            return None
+        return Status.NOT_MY_PARTITION if current is PartitionState.DEAD else Status.WRONG_STATE
 
     # Requests.
 
@@ -433,21 +439,33 @@ class FakeConnection:
         self.session.send(MapReply(self._server.map_revision, document, opaque=message.opaque))
 
     def _on_mutate(self, message: Mutate) -> None:
-        if self._misdirected(message, PartitionState.ACTIVE):
-            if self._server.pays:
-                self.session.send(Credit(message.chunk.nbytes + 24 + 32))
-            return
-        partition = self._server.partitions[message.partition]
-        reply = partition.mutate(message.chunk, message.writer, message.counter)
-        if isinstance(reply, Status):
-            self._refuse(message, reply)
-        else:
-            self.session.send(
-                msgspec.structs.replace(reply, partition=partition.id, opaque=message.opaque)
+        server, bundle = self._server, message.bundle
+        results: list[RunResult] = []
+        failures: list[tuple[int, int]] = []
+        counters: list[tuple[int, int]] = []
+        for low, run, chunk in zip(bundle.bounds, bundle.runs, bundle.run_chunks(), strict=False):
+            refusal = self._misdirection(run.partition, PartitionState.ACTIVE)
+            if refusal is not None:
+                results.append(RunResult(run.partition, refusal))
+                continue
+            partition = server.partitions[run.partition]
+            done = partition.mutate(chunk, message.writer, run.counter)
+            results.append(done.result)
+            failures += [(low + index, status) for index, status in done.failures]
+            counters += [(low + index, value) for index, value in done.counters]
+            if done.result.status == Status.OK:
+                server.changed(partition.id)
+        self.session.send(
+            MutateReply(
+                server.map_revision,
+                tuple(results),
+                tuple(failures),
+                tuple(counters),
+                opaque=message.opaque,
             )
-            self._server.changed(partition.id)
-        if self._server.pays:
-            self.session.send(Credit(message.chunk.nbytes + 24 + 32))
+        )
+        if server.pays:
+            self.session.send(Credit(sum(map(len, message.frame()))))
 
     def _on_replicaack(self, message: ReplicaAck) -> None:
         self._server.reports.append(message)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Final
 
 from hypothesis import strategies as st
 
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import Bundle, Chunk, Mutation, Run
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
-from upr_protocol.ids import SEQ_MAX, Cas, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX, KEY_BYTES_MAX
 
 U8: Final = st.integers(0, 0xFF)
@@ -72,6 +73,20 @@ def stored_chunks(draw: st.DrawFn, max_size: int = 12, above: int | None = None)
 def published_chunks(max_size: int = 12) -> st.SearchStrategy[Chunk]:
     """Chunks as a publisher sends them."""
     return st.lists(mutations(stored=False), max_size=max_size).map(Chunk.build)
+
+
+@st.composite
+def bundles(draw: st.DrawFn, max_runs: int = 4) -> Bundle:
+    """Bundles as a publisher sends them."""
+    partitions = draw(st.sets(st.integers(0, PARTITIONS_END - 1), min_size=1, max_size=max_runs))
+    rows_of_runs = [
+        draw(st.lists(mutations(stored=False), min_size=1, max_size=4)) for _ in partitions
+    ]
+    runs = [
+        Run(PartitionId(partition), len(rows), draw(U64), draw(U32))
+        for partition, rows in zip(sorted(partitions), rows_of_runs, strict=True)
+    ]
+    return Bundle(Chunk.build(chain.from_iterable(rows_of_runs)), runs)
 
 
 @st.composite

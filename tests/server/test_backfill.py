@@ -15,7 +15,7 @@ import trio.testing
 
 from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import BUCKET, increment, serving, speaking, value_of
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import Bundle, Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
@@ -472,7 +472,7 @@ async def ask_for(peer: Peer, key: bytes) -> None:
 
 
 async def mutate(peer: Peer, chunk: Chunk) -> None:
-    await peer.say(Mutate(chunk, partition=P0, opaque=peer.opaque()))
+    await peer.say(Mutate(Bundle.of_one(P0, chunk), opaque=peer.opaque()))
 
 
 async def test_partitions_whose_index_is_behind_are_all_answered(
@@ -538,7 +538,7 @@ async def test_counters_and_expected_cas_of_evicted_keys(
         speaking(server) as second,
     ):
         await first.mutate(increment(b"n", 100))
-        cas = (await first.mutate(sets(b"k", value=b"0"))).first_cas
+        cas = (await first.mutate(sets(b"k", value=b"0"))).runs[0].first_cas
         for turn in range(1, 6):
             await evicted(server)
             store.released = trio.Event()
@@ -555,7 +555,7 @@ async def test_counters_and_expected_cas_of_evicted_keys(
             assert values == [100 + 2 * turn - 1, 100 + 2 * turn]
             answers = [await peer.hear(MutateReply) for peer in (first, second)]
             assert sorted(reply.failures for reply in answers) == [(), ((0, Status.CAS_MISMATCH),)]
-            cas = next(reply.first_cas for reply in answers if not reply.failures)
+            cas = next(reply.runs[0].first_cas for reply in answers if not reply.failures)
             assert await value_of(first, b"k") == b"%d" % turn
 
 

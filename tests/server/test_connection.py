@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from tests.kit.held_store import HeldStore
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, Mutation, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -138,7 +138,7 @@ class Peer:
         await self.hear(Credit)
 
     async def mutate(self, chunk: Chunk, partition: PartitionId = P0) -> MutateReply:
-        await self.say(Mutate(chunk, partition=partition, opaque=self.opaque()))
+        await self.say(Mutate(Bundle.of_one(partition, chunk), opaque=self.opaque()))
         return await self.hear(MutateReply)
 
     async def ask(self, position: Position = NOTHING_YET, end_seq: SeqNo = SEQ_MAX) -> StreamReply:
@@ -232,7 +232,7 @@ async def test_a_batch_is_answered_and_read_back() -> None:
                 SeqNo(0),
             )
         )
-        assert (reply.first_seq, reply.last_seq) == (1, 2)
+        assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (1, 2)
         assert reply.failures == ((1, Status.EXISTS), (3, Status.NOT_FOUND))
         assert reply.counters == ((2, 6),)
         await peer.say(Get((b"a", b"missing"), partition=P0, opaque=peer.opaque()))
@@ -251,7 +251,11 @@ async def test_a_batch_of_failures_only_has_no_numbers() -> None:
         reply = await peer.mutate(
             Chunk.build([Mutation(Operation.DELETE, b"k")], SeqNo(0), SeqNo(0))
         )
-        assert (reply.first_seq, reply.last_seq, reply.first_cas) == (0, 0, 0)
+        assert reply.runs[0][3:] == (
+            0,
+            0,
+            0,
+        )
         assert reply.failures == ((0, Status.NOT_FOUND),)
 
 
@@ -269,11 +273,11 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
 
         for request, status in (
             (
-                Mutate(sets(b"k"), durability=replicated, partition=P0, opaque=90),
+                Mutate(Bundle.of_one(P0, sets(b"k")), durability=replicated, opaque=90),
                 Status.TOO_FEW_REPLICAS,
             ),
-            (Mutate(sets(b"k"), partition=PartitionId(9), opaque=91), Status.NOT_MY_PARTITION),
-            (Mutate(sets(b""), partition=P0, opaque=92), Status.BAD_ARGUMENT),
+            (Mutate(Bundle.of_one(PartitionId(9), sets(b"k")), opaque=91), Status.NOT_MY_PARTITION),
+            (Mutate(Bundle.of_one(P0, sets(b"")), opaque=92), Status.BAD_ARGUMENT),
             (Get((b"k",), other, partition=P0, opaque=93), Status.HISTORY_CHANGED),
             (waiting(ours, 1, replicated), Status.TOO_FEW_REPLICAS),
             (waiting(ours, 1, persisted), Status.TIMED_OUT),
@@ -403,7 +407,7 @@ async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> N
             return [name for name in heard if name.startswith("Partition")]
 
         async def change(key: bytes) -> None:
-            await peer.say(Mutate(sets(key), partition=P0, opaque=peer.opaque()))
+            await peer.say(Mutate(Bundle.of_one(P0, sets(key)), opaque=peer.opaque()))
 
         assert await snapshot() == ["PartitionStart", "PartitionChunk", "PartitionEnd"]
         await change(b"b")

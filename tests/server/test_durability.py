@@ -16,7 +16,7 @@ import trio.testing
 
 from tests.kit.held_store import HeldStore
 from tests.server.test_connection import P0, Peer, connected, make_server, sets
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import (
@@ -94,11 +94,9 @@ async def send(
     writer = WRITER if counter else bytes(16)
     await peer.say(
         Mutate(
-            chunk,
+            Bundle.of_one(partition, chunk, counter),
             durability=durability,
             writer=writer,
-            counter=counter,
-            partition=partition,
             opaque=opaque,
         )
     )
@@ -164,7 +162,7 @@ async def test_memory_is_said_before_the_commit_and_persisted_after(
         store.released.set()
         reply = await answer_to(peer, opaque)
         assert isinstance(reply, MutateReply)
-        assert (reply.first_seq, reply.last_seq) == (2, 2)
+        assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (2, 2)
         assert log_of(store).commits > commits
         await peer.say(Seqnos(opaque=peer.opaque()))
         assert [row[2:4] for row in (await peer.hear(SeqnosReply)).rows] == [(2, 2), (0, 0)]
@@ -199,11 +197,11 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
         assert await value_of(peer, b"5") == b"v"
         reply = await answer_to(other, await send(other, sets(b"k"), MEMORY))
         assert isinstance(reply, MutateReply)
-        assert reply.first_seq == 7
+        assert reply.runs[0].first_seq == 7
         store.released.set()
         replies = [await peer.hear(MutateReply) for _ in sent]
         assert [reply.opaque for reply in replies] == sent
-        assert [reply.first_seq for reply in replies] == [1, 2, 3, 4, 5, 6]
+        assert [reply.runs[0].first_seq for reply in replies] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_what_came_together_is_committed_together_and_the_figures_say_so(
@@ -246,9 +244,11 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
 
         async def wait(level: Durability, deadline_ms: int) -> int:
             opaque = peer.opaque()
-            seq = reply.last_seq
+            seq = reply.runs[0].last_seq
             await peer.say(
-                Await(reply.history_id, seq, deadline_ms, level, partition=P0, opaque=opaque)
+                Await(
+                    reply.runs[0].history_id, seq, deadline_ms, level, partition=P0, opaque=opaque
+                )
             )
             return opaque
 
@@ -338,7 +338,7 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
         assert (await statistics(peer))["flusher"]["full"] == ""
         reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
         assert isinstance(reply, MutateReply)
-        assert reply.first_seq == 4
+        assert reply.runs[0].first_seq == 4
 
 
 async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
@@ -424,7 +424,7 @@ async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
         await trio.sleep(2 * FULL_DISK_RETRY_S)
         reply = await answer_to(peer, await send(peer, increment(b"n", 5), PERSISTED, P0, 1))
         assert isinstance(reply, MutateReply)
-        assert (reply.counters, reply.last_seq) == (((0, 5),), 1)
+        assert (reply.counters, reply.runs[0].last_seq) == (((0, 5),), 1)
         assert await value_of(peer, b"n") == b"5"
 
 
@@ -547,11 +547,11 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
             reply = await answer_to(peer, opaque)
             assert isinstance(reply, MutateReply)
             counters += [value for _, value in reply.counters]
-            numbers.append((reply.first_seq, reply.last_seq, reply.first_cas))
+            numbers.append(reply.runs[0][3:])
         assert counters == [1, 3, 6, 10]
         assert [seqs[0] for seqs in numbers] == [1, 2, 3, 4]
         if is_answered:
-            assert [(r.first_seq, r.last_seq, r.first_cas) for r in first] == numbers[:3]
+            assert [r.runs[0][3:] for r in first] == numbers[:3]
         assert await value_of(peer, b"n") == b"10"
 
 
@@ -598,7 +598,7 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
             assert await value_of(again, b"0") is None
             reply = await answer_to(again, await send(again, sets(b"0"), PERSISTED))
             assert isinstance(reply, MutateReply)
-            assert reply.first_seq == 1
+            assert reply.runs[0].first_seq == 1
         assert not store.failed.is_set()
 
 

@@ -25,7 +25,7 @@ from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.peer import Peer, peer, sets
 from tests.kit.process import ServerProcess, eventually, many_descriptors, server_process
 from tests.kit.proxy import proxy_to
-from upr_protocol.chunk import Buffer, ChunkBuilder, CounterDelta
+from upr_protocol.chunk import Buffer, Bundle, ChunkBuilder, CounterDelta
 from upr_protocol.client import connect, consume, publisher
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Position
@@ -245,7 +245,7 @@ OUT_OF_TURN: Final[dict[str, tuple[bool, Message]]] = {
     "a read before a bucket is open": (True, Get((b"key",), partition=P0, opaque=1)),
     "a write before a bucket is open": (
         True,
-        Mutate(sets([(b"key", b"value")]), partition=P0, opaque=1),
+        Mutate(Bundle.of_one(P0, sets([(b"key", b"value")])), opaque=1),
     ),
     "a barrier before Go": (True, Barrier(b"cookie")),
     "an acknowledgement before Go": (True, Ack(8)),
@@ -486,7 +486,8 @@ async def test_a_consumer_that_acknowledges_nothing() -> None:
 
 
 def _batch(number: int, value_bytes: int) -> Message:
-    return Mutate(sets([(b"key-%d" % number, bytes(value_bytes))]), partition=P0, opaque=number)
+    chunk = sets([(b"key-%d" % number, bytes(value_bytes))])
+    return Mutate(Bundle.of_one(P0, chunk), opaque=number)
 
 
 async def _create_small(server: ServerProcess) -> None:
@@ -566,7 +567,8 @@ def _spoilt(whole: bytes, draw: random.Random) -> bytes:
 
 
 def _framed(chunk: Buffer, opaque: int) -> bytes:
-    body = pack("<BB2xI16sQQ", 0, 0, 0, bytes(16), 0, 0) + bytes(chunk)
+    row_count = int.from_bytes(chunk[:4], "little")
+    body = pack("<16sQBB2xIIIQI4x", bytes(16), 0, 0, 0, 1, 0, row_count, 0, 0) + bytes(chunk)
     body += bytes(-len(body) % 8)
     return pack_header(Mutate.opcode, 0, 0, opaque, len(body), crc32c(body)) + body
 

@@ -1,4 +1,4 @@
-"""The chunk: a run of mutations of one partition, held as columns.
+"""The chunk: mutations of one partition, held as columns.
 
 A publisher sends this shape, the server keeps it in memory and on disk, a consumer receives it, and
 Arrow reads it in place. All integers are little-endian, every column starts at a multiple of 8, and
@@ -19,11 +19,13 @@ A **stored** chunk has rising sequence numbers in (start, end], and holds every 
 range that a reader needs. So a reader notices a missing chunk: the next one's start is not the end
 it has reached. A **published** chunk has no numbers yet: start, end and the sequence numbers are 0,
 the CAS column holds what the publisher expects (0 for anything), and the value of an increment or
-decrement is a `CounterDelta`.
+decrement is a `CounterDelta`. A **bundle** is a published chunk for several partitions: its rows
+are ordered by partition, and those of one partition are a **run**.
 """
 
 from upr_protocol.chunk.arrow import to_arrow
 from upr_protocol.chunk.builder import ChunkBuilder
+from upr_protocol.chunk.bundle import Bundle, Run
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, Buffer, encoded_bytes
 from upr_protocol.chunk.mutation import CounterDelta, Mutation
@@ -32,10 +34,12 @@ from upr_protocol.chunk.published import plain_chunk, published_chunk
 __all__ = [
     "CHUNK_HEAD_BYTES",
     "Buffer",
+    "Bundle",
     "Chunk",
     "ChunkBuilder",
     "CounterDelta",
     "Mutation",
+    "Run",
     "encoded_bytes",
     "plain_chunk",
     "published_chunk",

@@ -47,7 +47,7 @@ from upr_protocol.wire.keyvalue import (
     SeqnosReply,
 )
 from upr_protocol.wire.message import Message, Role, SessionState
-from upr_protocol.wire.publishing import Credit, Mutate, MutateReply
+from upr_protocol.wire.publishing import Credit, Mutate, MutateReply, RunResult
 from upr_protocol.wire.streaming import (
     Ack,
     Barrier,
@@ -138,6 +138,7 @@ __all__ = [
     "Refusal",
     "ReplicaAck",
     "Role",
+    "RunResult",
     "Seqnos",
     "SeqnosReply",
     "SessionState",

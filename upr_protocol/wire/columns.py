@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import construct as cs
 
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import Bundle, Chunk, Run
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX
@@ -38,8 +38,8 @@ def tuple_of(item: Any, count: Any = cs.Int16ul) -> Any:
 
 
 def row(**fields: Any) -> Any:
-    """A tuple of the named fields, one after the other."""
-    names = tuple(fields)
+    """A tuple of the named fields, one after the other, without the padding."""
+    names = tuple(name for name in fields if name != "padding")
     return cs.ExprAdapter(
         cs.Struct(*(name / kind for name, kind in fields.items())),
         lambda parsed, _: tuple(parsed[name] for name in names),
@@ -50,6 +50,28 @@ def row(**fields: Any) -> Any:
 def member(kind: type[IntEnum], integer: Any = cs.Int8ul) -> Any:
     """A member of the enumeration `kind`."""
     return cs.ExprAdapter(integer, lambda value, _: kind(value), lambda value, _: int(value))
+
+
+BUNDLE: Final = cs.ExprAdapter(
+    cs.Struct(
+        "runs"
+        / tuple_of(
+            row(
+                partition=cs.Int32ul,
+                row_count=cs.Int32ul,
+                counter=cs.Int64ul,
+                chain=cs.Int32ul,
+                padding=cs.Padding(4),
+            ),
+            cs.Int32ul,
+        )
+        * "which rows of the chunk are for which partition",
+        "chunk" / CHUNK * "a published chunk, ordered by partition",
+    ),
+    lambda parsed, _: Bundle(parsed.chunk, map(Run._make, parsed.runs)),
+    lambda bundle, _: {"runs": bundle.runs, "chunk": bundle.chunk},
+)
+"""A bundle that fills the rest of a body."""
 
 
 def _decode_log(pairs: tuple[tuple[int, int], ...], _: Any) -> FailoverLog:

@@ -1,159 +1,189 @@
-"""Publishing: batches of mutations, and the credit that paces them."""
+"""Publishing: bundles of mutations, and the credit that paces them."""
 
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from itertools import chain
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import construct as cs
 
-from upr_protocol.chunk import Buffer, Chunk
-from upr_protocol.ids import Cas, Durability, HistoryId, SeqNo
-from upr_protocol.limits import FRAME_BODY_BYTES_MAX
-from upr_protocol.wire.columns import CHUNK, member, row, tuple_of
+from upr_protocol.chunk import Buffer, Bundle, Chunk, Run
+from upr_protocol.errors import ChunkError
+from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
+from upr_protocol.limits import BUNDLE_RUNS_MAX, FRAME_BODY_BYTES_MAX
+from upr_protocol.wire.columns import BUNDLE, member, row, tuple_of
 from upr_protocol.wire.message import DATA, Message, Role, U64Message, check_end
 
-_MUTATE: Final = Struct("<BB2xI16sQQ")
-_REPLY: Final = Struct("<QQQQI")
-_U32: Final = Struct("<I")
+_MUTATE: Final = Struct("<16sQBB2xI")
+_RUN: Final = Struct("<IIQI4x")
+_RESULT: Final = Struct("<IIQQQQ")
+_TWO_U64: Final = Struct("<QQ")
+_U64: Final = Struct("<Q")
+
+
+class RunResult(NamedTuple):
+    """What became of one run of a bundle.
+
+    The mutations that succeeded have consecutive sequence numbers and CAS values, in the order of
+    their rows; those that failed have none.
+
+    Attributes:
+        partition: The run's partition.
+        status: `OK`, or why the run was refused as a whole, or `NOT_DURABLE_YET`. A `Status`, or
+            one of a later version.
+        history_id: The history that the sequence numbers belong to.
+        first_seq: The first sequence number given; 0 when nothing succeeded.
+        last_seq: The last sequence number given; 0 when nothing succeeded.
+        first_cas: The first CAS value given.
+    """
+
+    partition: PartitionId
+    status: int = 0
+    history_id: HistoryId = HistoryId(0)
+    first_seq: SeqNo = SeqNo(0)
+    last_seq: SeqNo = SeqNo(0)
+    first_cas: Cas = Cas(0)
 
 
 class MutateReply(Message, frozen=True):
-    """The result of a batch.
-
-    The mutations that succeeded have consecutive sequence numbers and CAS values, in the order of
-    the batch; those that failed have none.
+    """The result of a bundle. It is sent once every run has its result.
 
     Attributes:
-        history_id: The history that the sequence numbers belong to.
-        first_seq: The first sequence number given; 0 when every mutation failed.
-        last_seq: The last sequence number given; 0 when every mutation failed.
-        first_cas: The first CAS value given.
-        failures: (index in the batch, status) of each mutation that failed, by index.
-        counters: (index in the batch, new value) of each increment and decrement that succeeded.
+        map_revision: The revision of the map by which runs were refused for a wrong node; 0 for
+            none.
+        runs: What became of each run, in their order.
+        failures: (row of the bundle, status) of each mutation that failed alone, by row.
+        counters: (row of the bundle, new value) of each increment and decrement that succeeded.
     """
 
     opcode = 0x91
     sender = Role.SERVER
     states = DATA
-    about_partition = True
     body_bytes_max = FRAME_BODY_BYTES_MAX
     layout = cs.Struct(
-        "history_id" / cs.Int64ul * "the history that the sequence numbers belong to",
-        "first_seq" / cs.Int64ul * "the first sequence number given, or 0",
-        "last_seq" / cs.Int64ul * "the last sequence number given, or 0",
-        "first_cas" / cs.Int64ul * "the first CAS value given, or 0",
+        "map_revision" / cs.Int64ul * "the revision of the partition map, or 0",
+        "runs"
+        / tuple_of(
+            row(
+                partition=cs.Int32ul,
+                status=cs.Int32ul,
+                history_id=cs.Int64ul,
+                first_seq=cs.Int64ul,
+                last_seq=cs.Int64ul,
+                first_cas=cs.Int64ul,
+            ),
+            cs.Int64ul,
+        )
+        * "what became of each run",
         "failures"
-        / tuple_of(row(index=cs.Int32ul, status=cs.Int32ul), cs.Int32ul)
-        * "what failed, by index in the batch",
+        / tuple_of(row(index=cs.Int32ul, status=cs.Int32ul), cs.Int64ul)
+        * "what failed, by row of the bundle",
         "counters"
-        / tuple_of(row(index=cs.Int32ul, value=cs.Int64ul), cs.Int32ul)
-        * "new values of counters, by index in the batch",
+        / tuple_of(
+            row(index=cs.Int32ul, padding=cs.Padding(4), value=cs.Int64ul),
+            cs.Int64ul,
+        )
+        * "new values of counters, by row of the bundle",
     )
 
-    history_id: HistoryId
-    first_seq: SeqNo
-    last_seq: SeqNo
-    first_cas: Cas
+    map_revision: int
+    runs: tuple[RunResult, ...]
     failures: tuple[tuple[int, int], ...] = ()
     counters: tuple[tuple[int, int], ...] = ()
 
     def body(self) -> tuple[Buffer, ...]:
-        head = _REPLY.pack(
-            self.history_id, self.first_seq, self.last_seq, self.first_cas, len(self.failures)
-        )
+        runs, failures, counters = self.runs, self.failures, self.counters
         return (
             b"".join(
                 (
-                    head,
-                    array("I", chain.from_iterable(self.failures)).tobytes(),
-                    Struct("<I" + "IQ" * len(self.counters)).pack(
-                        len(self.counters), *chain.from_iterable(self.counters)
-                    ),
+                    _TWO_U64.pack(self.map_revision, len(runs)),
+                    _structs("IIQQQQ", len(runs)).pack(*chain.from_iterable(runs)),
+                    _U64.pack(len(failures)),
+                    array("I", chain.from_iterable(failures)).tobytes(),
+                    _U64.pack(len(counters)),
+                    Struct("<" + "I4xQ" * len(counters)).pack(*chain.from_iterable(counters)),
                 )
             ),
         )
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        history_id, first_seq, last_seq, first_cas, failure_count = _REPLY.unpack_from(body)
-        offset = _REPLY.size + 8 * failure_count
-        (counter_count,) = _U32.unpack_from(body, offset)
+        map_revision, run_count = _TWO_U64.unpack_from(body)
+        failures_at = 24 + _RESULT.size * run_count
+        (failure_count,) = _U64.unpack_from(body, failures_at - 8)
+        counters_at = failures_at + 8 * failure_count + 8
+        (counter_count,) = _U64.unpack_from(body, counters_at - 8)
         # Before anything is made of them: the counts may promise what never came.
-        check_end(body, offset + 4 + 12 * counter_count)
-        failures = array("I", bytes(body[_REPLY.size : offset]))
-        counters = Struct("<" + "IQ" * counter_count).unpack_from(body, offset + 4)
+        check_end(body, counters_at + 16 * counter_count)
+        view = memoryview(body)
+        failures = array("I", view[failures_at : counters_at - 8].tobytes())
+        counters = Struct("<" + "I4xQ" * counter_count).unpack_from(body, counters_at)
         return (
-            history_id,
-            first_seq,
-            last_seq,
-            first_cas,
+            map_revision,
+            tuple(map(RunResult._make, _RESULT.iter_unpack(view[16 : failures_at - 8]))),
             tuple(zip(failures[::2], failures[1::2], strict=True)),
             tuple(zip(counters[::2], counters[1::2], strict=True)),
         )
 
 
 class Mutate(Message, frozen=True):
-    """A batch of operations on one partition.
+    """Operations on any of the partitions that the server has.
 
     Attributes:
+        writer: The publisher's 16-byte ID; zeros: the runs have no tokens.
+        attempt: Which run of its task the writer is, for engines that rerun tasks. Once a later
+            attempt has reached a partition, earlier ones are refused there. 0 for no attempts.
         durability: What must hold before the answer.
         copies: How many replicas beside the active, for the replicated levels.
-        writer: The publisher's 16-byte ID; zeros: the batch has no token.
-        counter: Rises with each new batch of this writer to this partition, from 1. The same
-            counter means the same batch again.
-        attempt: Which run of its task the writer is, for engines that rerun tasks. Once a batch of
-            a later attempt has come, those of earlier ones are refused. 0 for no attempts.
-        chain: CRC32C over the CRCs of all batches of this writer to this partition, up to and with
-            this one (`Chunk.chained`). A batch that is sent again must have the same. 0 for none.
-        chunk: The operations, as a published chunk.
+        bundle: The operations, and which of them are for which partition.
     """
 
     opcode = 0x11
     sender = Role.CLIENT
     states = DATA
-    about_partition = True
     body_bytes_max = FRAME_BODY_BYTES_MAX
     answers = (MutateReply,)
     layout = cs.Struct(
+        "writer" / cs.Bytes(16) * "the writer's ID; zeros for none",
+        "attempt" / cs.Int64ul * "which run of the writer's task this is, or 0",
         "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
         "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
         "padding" / cs.Padding(2),
-        "chain" / cs.Int32ul * "CRC32C over all batches so far, or 0",
-        "writer" / cs.Bytes(16) * "the writer's ID; zeros for none",
-        "counter" / cs.Int64ul * "the batch's number at this writer and partition",
-        "attempt" / cs.Int64ul * "which run of the writer's task this is, or 0",
-        "chunk" / CHUNK * "a published chunk",
+        "bundle" / BUNDLE * "the operations",
     )
 
-    chunk: Chunk
+    bundle: Bundle
     writer: bytes = bytes(16)
-    counter: int = 0
     durability: Durability = Durability.MEMORY
     copies: int = 0
     attempt: int = 0
-    chain: int = 0
 
     def body(self) -> tuple[Buffer, ...]:
-        head = _MUTATE.pack(
-            self.durability, self.copies, self.chain, self.writer, self.counter, self.attempt
-        )
-        return (head, self.chunk.encode())
+        runs = self.bundle.runs
+        head = _MUTATE.pack(self.writer, self.attempt, self.durability, self.copies, len(runs))
+        directory = _structs("IIQI4x", len(runs)).pack(*chain.from_iterable(runs))
+        return (head + directory, self.bundle.chunk.encode())
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        durability, copies, chain, writer, counter, attempt = _MUTATE.unpack_from(body)
-        return (
-            Chunk(memoryview(body)[_MUTATE.size :]),
-            writer,
-            counter,
-            Durability(durability),
-            copies,
-            attempt,
-            chain,
-        )
+        writer, attempt, durability, copies, run_count = _MUTATE.unpack_from(body)
+        if run_count > BUNDLE_RUNS_MAX:
+            raise ChunkError(f"a bundle of {run_count} runs; at most {BUNDLE_RUNS_MAX}")
+        view = memoryview(body)
+        chunk_at = _MUTATE.size + _RUN.size * run_count
+        # A tuple at once: CPython 3.11 crashes when its garbage collector finds such an iterator.
+        runs = tuple(map(Run._make, _RUN.iter_unpack(view[_MUTATE.size : chunk_at])))
+        bundle = Bundle(Chunk(view[chunk_at:]), runs)
+        return bundle, writer, Durability(durability), copies, attempt
+
+
+@lru_cache(maxsize=128)
+def _structs(layout: str, count: int) -> Struct:
+    """So many of a structure, one behind the other."""
+    return Struct("<" + layout * count)
 
 
 class Credit(U64Message, frozen=True):

@@ -162,4 +162,6 @@ class PartitionRequestQueues:
 
 
 def _bytes_of(request: Get | Mutate) -> int:
-    return request.chunk.nbytes if isinstance(request, Mutate) else sum(map(len, request.keys))
+    return (
+        request.bundle.chunk.nbytes if isinstance(request, Mutate) else sum(map(len, request.keys))
+    )

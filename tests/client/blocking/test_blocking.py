@@ -181,7 +181,7 @@ def test_a_change_fails_when_no_credit_arrives_in_time(fake: ThreadedFake) -> No
 def test_publish_sends_a_chunk_and_returns_its_answer(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         reply = kv.publish(PartitionId(1), plain_chunk([b"a", b"b"], [b"1", b"2"]))
-        assert (reply.first_seq, reply.last_seq) == (1, 2)
+        assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (1, 2)
         fake.server.refuse = lambda m: Status.UNSUPPORTED if isinstance(m, Mutate) else None
         with pytest.raises(ServerError) as caught:
             kv.publish(PartitionId(1), plain_chunk([b"a"], [b"1"]))
@@ -211,7 +211,7 @@ def test_only_the_writer_of_a_task_chains_its_batches(fake: ThreadedFake) -> Non
     with client(fake) as kv:
         kv.publish_all([batch])
         kv.publish_all([batch], writer=WriterIdentity.of_task(bytes(15) + b"1", 5))
-    assert [(message.attempt, message.chain) for message in heard] == [
+    assert [(message.attempt, message.bundle.runs[0].chain) for message in heard] == [
         (0, 0),
         (5, batch[1].chained(0)),
     ]

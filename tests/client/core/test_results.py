@@ -19,7 +19,7 @@ from upr_protocol.client.core.results import (
 )
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.wire import MutateReply
+from upr_protocol.wire import MutateReply, RunResult
 
 _P = PartitionId(3)
 
@@ -38,8 +38,8 @@ OPERATIONS = st.lists(
 def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutation]) -> None:
     partition = FakePartition(3, 99)
     chunk = Chunk.build(rows)
-    reply = partition.mutate(chunk, bytes(16), 0)
-    assert isinstance(reply, MutateReply)
+    done = partition.mutate(chunk, bytes(16), 0)
+    reply = MutateReply(0, (done.result,), tuple(done.failures), tuple(done.counters))
     results = results_of(_P, chunk, reply)
     assert len(results) == len(rows)
     assert [result for result in results if isinstance(result, Failure)] == failures(
@@ -61,9 +61,9 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
 
 def test_one_operation() -> None:
     chunk = Chunk.build([Mutation(Operation.ADD, b"k", b"v")])
-    reply = MutateReply(HistoryId(9), SeqNo(5), SeqNo(5), Cas(77))
+    reply = MutateReply(0, (RunResult(_P, 0, HistoryId(9), SeqNo(5), SeqNo(5), Cas(77)),))
     assert single_result(_P, chunk, reply) == WriteResult(_P, HistoryId(9), SeqNo(5), Cas(77))
-    reply = MutateReply(HistoryId(9), SeqNo(0), SeqNo(0), Cas(0), ((0, Status.EXISTS),))
+    reply = MutateReply(0, (RunResult(_P, 0, HistoryId(9)),), ((0, Status.EXISTS),))
     with pytest.raises(ServerError, match="add of b'k': exists: use set or replace") as caught:
         single_result(_P, chunk, reply)
     assert caught.value.status is Status.EXISTS

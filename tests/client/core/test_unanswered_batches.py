@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -16,7 +15,7 @@ from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.session import ClientSession, ServerSession
-from upr_protocol.wire import Credit, Hello, Mutate, Open, Opened, Refusal
+from upr_protocol.wire import Credit, Hello, Mutate, MutateReply, Open, Opened, RunResult
 
 PARTITIONS = 3
 IN_FLIGHT = 3
@@ -75,9 +74,10 @@ class Machine(RuleBasedStateMachine):
 
     def check_chain(self, message: Mutate) -> None:
         chain = 0
-        for batch in self.added[message.partition][: message.counter]:
+        (run,) = message.bundle.runs
+        for batch in self.added[run.partition][: run.counter]:
             chain = batch.chunk.chained(chain)
-        assert (message.chain, message.attempt) == (chain, ATTEMPT)
+        assert (run.chain, message.attempt) == (chain, ATTEMPT)
 
     def pump(self) -> None:
         if self.client is not None:
@@ -104,23 +104,24 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def answer(self) -> None:
         request = self.arrived.popleft()
-        if request.partition in self.inactive:
-            self.server.send(
-                Refusal(
-                    "not now",
-                    partition=request.partition,
-                    opaque=request.opaque,
-                    status=Status.NOT_MY_PARTITION,
-                )
-            )
+        (run,) = request.bundle.runs
+        if run.partition in self.inactive:
+            refused = RunResult(run.partition, Status.NOT_MY_PARTITION)
+            self.server.send(MutateReply(0, (refused,), opaque=request.opaque))
             self.carry()
             self.pump()
             return
-        partition = self.partitions[request.partition]
-        reply = partition.mutate(request.chunk, request.writer, request.counter)
-        assert not isinstance(reply, Status), "a batch in doubt is within the server's memory"
+        partition = self.partitions[run.partition]
+        done = partition.mutate(request.bundle.chunk, request.writer, run.counter)
+        assert done.result.status == Status.OK, "a batch in doubt is within the server's memory"
         self.server.send(
-            msgspec.structs.replace(reply, partition=request.partition, opaque=request.opaque)
+            MutateReply(
+                0,
+                (done.result,),
+                tuple(done.failures),
+                tuple(done.counters),
+                opaque=request.opaque,
+            )
         )
         self.carry()
         self.pump()
@@ -129,9 +130,10 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def take_in_and_lose_the_answer(self) -> None:
         request = self.arrived.popleft()
-        if request.partition not in self.inactive:
-            partition = self.partitions[request.partition]
-            partition.mutate(request.chunk, request.writer, request.counter)
+        (run,) = request.bundle.runs
+        if run.partition not in self.inactive:
+            partition = self.partitions[run.partition]
+            partition.mutate(request.bundle.chunk, request.writer, run.counter)
         self.break_connection()
 
     @rule(partition=st.integers(0, PARTITIONS - 1))
@@ -191,9 +193,9 @@ class Machine(RuleBasedStateMachine):
     def few_are_in_flight(self) -> None:
         if self.client is not None:
             for partition in range(PARTITIONS):
-                arrived = [r for r in self.arrived if r.partition == partition]
-                assert len(arrived) <= IN_FLIGHT
-                counters = [r.counter for r in arrived]
+                runs = [run for request in self.arrived for run in request.bundle.runs]
+                counters = [run.counter for run in runs if run.partition == partition]
+                assert len(counters) <= IN_FLIGHT
                 assert counters == sorted(set(counters))
 
     @invariant()

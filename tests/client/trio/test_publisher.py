@@ -137,7 +137,7 @@ async def test_a_chunk_can_be_published_as_it_is(
         chunk = plain_chunk([b"a", b"b"], [b"1", b"2"])
         partition = PartitionId(2)
         reply = await sink.publish_and_wait(partition, chunk)
-        assert (reply.first_seq, reply.last_seq) == (1, 2)
+        assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (1, 2)
         for _ in range(40):
             await sink.publish(partition, chunk, lambda batch: answered.append(batch.counter))
         await sink.flush()

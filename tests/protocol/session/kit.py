@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import Bundle, Chunk, Mutation
 from upr_protocol.errors import ADVICE, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import (
@@ -68,6 +68,7 @@ from upr_protocol.wire import (
     PartitionStart,
     Refusal,
     ReplicaAck,
+    RunResult,
     Seqnos,
     SeqnosReply,
     SetMap,
@@ -112,6 +113,18 @@ def stored(start: int, end: int, value: bytes = b"v") -> Chunk:
 def published(value: bytes = b"v") -> Chunk:
     """A published chunk of one mutation."""
     return Chunk.build([Mutation(Operation.SET, b"key", value)])
+
+
+def mutate(partition: int, opaque: int, value: bytes = b"v") -> Mutate:
+    """A bundle of one mutation."""
+    return Mutate(Bundle.of_one(PartitionId(partition), published(value)), opaque=opaque)
+
+
+def mutate_reply(partition: int, opaque: int, seq: int = 1) -> MutateReply:
+    """The reply to it."""
+    number = SeqNo(seq)
+    result = RunResult(PartitionId(partition), Status.OK, HISTORY, number, number, Cas(seq))
+    return MutateReply(0, (result,), opaque=opaque)
 
 
 def stream(partition: int, opaque: int, position: Position = BEGINNING) -> Stream:
@@ -229,8 +242,8 @@ SAMPLES: Final[dict[type[Message], Message]] = {
         stream_end(3, OPAQUE),
         close_stream(3, OPAQUE),
         Close(),
-        Mutate(published(), **_ABOUT),
-        MutateReply(HISTORY, SeqNo(1), SeqNo(1), Cas(1), **_ABOUT),
+        mutate(3, OPAQUE),
+        mutate_reply(3, OPAQUE),
         Credit(1000),
         Get((b"key",), **_ABOUT),
         GetReply(HISTORY, 1, stored(0, 1), **_ABOUT),

@@ -19,9 +19,10 @@ from tests.protocol.session.kit import (
     chunk,
     close_stream,
     end,
+    mutate,
+    mutate_reply,
     partition_log,
     portrait,
-    published,
     start,
     stream,
     stream_end,
@@ -30,7 +31,7 @@ from tests.protocol.session.kit import (
 )
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import PartialSnapshot, Position
-from upr_protocol.ids import Cas, PartitionId, SeqNo
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.session import SessionState
 from upr_protocol.wire import (
@@ -50,8 +51,6 @@ from upr_protocol.wire import (
     ListBuckets,
     ListBucketsReply,
     Message,
-    Mutate,
-    MutateReply,
     Noop,
     Open,
     Opened,
@@ -157,25 +156,25 @@ def publishing(pair: Pair) -> None:
     pair.server_says(Opened(4, 1, opaque=1), Credit(100))
     about = PartitionId(2)
     pair.client_says(
-        Mutate(published(b"x" * 1000), partition=about, opaque=1),
+        mutate(about, 1, b"x" * 1000),
         Get((b"key",), partition=about, opaque=2),
         Seqnos(opaque=3),
     )
     assert not pair.client.credit.open
     pair.server_says(
         SeqnosReply(((2, 7, 1, 0, 0),), opaque=3),
-        MutateReply(HISTORY, SeqNo(1), SeqNo(1), Cas(1), partition=about, opaque=1),
+        mutate_reply(about, 1),
         GetReply(HISTORY, 1, chunk(2, 0, 0, 1).chunk, partition=about, opaque=2),
         Credit(50_000),
     )
     for opaque in range(10, 20):
-        pair.client.send(Mutate(published(b"y" * 100), partition=about, opaque=opaque))
+        pair.client.send(mutate(about, opaque, b"y" * 100))
     pair.to_server()
     for opaque in range(10, 20):
         seq = SeqNo(opaque)
-        pair.server.send(MutateReply(HISTORY, seq, seq, Cas(seq), partition=about, opaque=opaque))
+        pair.server.send(mutate_reply(about, opaque, seq))
     pair.to_client()
-    pair.client_says(Mutate(published(), partition=about, opaque=1))
+    pair.client_says(mutate(about, 1))
     pair.server_says(Refusal("later", opaque=1, status=Status.TEMPORARY_FAILURE))
     pair.client_says(Close())
 

@@ -17,6 +17,7 @@ from tests.protocol.session.kit import (
     frames,
     hello,
     hello_reply,
+    mutate,
     portrait,
     published,
     start,
@@ -24,7 +25,7 @@ from tests.protocol.session.kit import (
     taken,
 )
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import SeqNo
 from upr_protocol.limits import (
     COOKIE_BYTES_MAX,
     FRAME_BODY_BYTES_MAX,
@@ -185,28 +186,28 @@ def test_a_client_whose_session_is_over_need_not_acknowledge() -> None:
 
 def test_credit_is_overshot_by_one_frame_at_most() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    first = Mutate(published(b"x" * 1000), partition=PartitionId(3), opaque=1)
+    first = mutate(3, 1, b"x" * 1000)
     refused_by_both(
         pair.client, Pair.in_state(SessionState.OPEN).server, first, Status.FLOW_CONTROL
     )
     pair.server_says(Credit(10), Credit(1))
     assert pair.client_says(first) == [first]
     assert pair.client.credit.left == pair.server.credit.left == 11 - len(encoded(first))
-    second = Mutate(published(), partition=PartitionId(3), opaque=2)
+    second = mutate(3, 2)
     refused_by_both(pair.client, pair.server, second, Status.FLOW_CONTROL)
 
 
 def test_credit_pays_for_the_overshoot_first() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.server_says(Credit(1))
-    first = Mutate(published(), partition=PartitionId(3), opaque=1)
+    first = mutate(3, 1)
     pair.client_says(first)
     pair.server_says(Credit(len(encoded(first)) - 1))
     assert pair.client.credit.left == 0
     with pytest.raises(LocalProtocolError):
-        pair.client.send(Mutate(published(), partition=PartitionId(3), opaque=2))
+        pair.client.send(mutate(3, 2))
     pair.server_says(Credit(1))
-    pair.client_says(Mutate(published(), partition=PartitionId(3), opaque=2))
+    pair.client_says(mutate(3, 2))
 
 
 # Barriers.
@@ -414,7 +415,7 @@ def test_the_client_keeps_to_the_limits_that_it_was_told() -> None:
     refused_by_both(
         pair.client,
         pair.server,
-        Mutate(published(b"x" * 5000), partition=PartitionId(3), opaque=1),
+        mutate(3, 1, b"x" * 5000),
         Status.FRAME_TOO_LONG,
     )
     pair.client.send(Stats(opaque=1))

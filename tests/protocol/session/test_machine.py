@@ -15,8 +15,9 @@ from tests.protocol.session.kit import (
     chunk,
     close_stream,
     end,
+    mutate,
+    mutate_reply,
     portrait,
-    published,
     snapshot,
     start,
     stream,
@@ -26,7 +27,7 @@ from tests.protocol.session.kit import (
 )
 from upr_protocol.errors import Status
 from upr_protocol.failover import PartialSnapshot, Position
-from upr_protocol.ids import Cas, PartitionId, SeqNo
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.session import ClientSession, ServerSession, SessionState, StreamState
 from upr_protocol.wire import (
@@ -41,7 +42,6 @@ from upr_protocol.wire import (
     Go,
     Message,
     Mutate,
-    MutateReply,
     Noop,
     Open,
     Opened,
@@ -223,7 +223,7 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.client.credit.open)
     @rule(size=st.integers(1, 3000))
     def publish(self, size: int) -> None:
-        self.client.send(Mutate(published(b"x" * size), opaque=self.client.new_opaque()))
+        self.client.send(mutate(3, self.client.new_opaque(), b"x" * size))
 
     @rule()
     def ask_for_a_key(self) -> None:
@@ -257,7 +257,7 @@ class Conversation(RuleBasedStateMachine):
         elif isinstance(request, Get):
             self.server.send(GetReply(HISTORY, 1, chunk(0, 0, 0, 1).chunk, opaque=opaque))
         else:
-            self.server.send(MutateReply(HISTORY, SeqNo(1), SeqNo(1), Cas(1), opaque=opaque))
+            self.server.send(mutate_reply(3, opaque))
 
     @rule(size=st.integers(1, 5000))
     def grant_credit(self, size: int) -> None:

@@ -31,7 +31,7 @@ import msgspec
 from tests.protocol.session import kit
 from tests.protocol.session.kit import HISTORY, LOG, Pair, taken
 from upr_protocol import wire
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import Bundle, Chunk
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import NO_PARTITION, PartitionId, PartitionState, SeqNo
@@ -80,7 +80,8 @@ NAMES: Final[dict[str, Any]] = {
     "CloseStream": kit.close_stream,
     "StreamEnd": kit.stream_end,
     "have": have,
-    "published": kit.published,
+    "Mutate": kit.mutate,
+    "MutateReply": kit.mutate_reply,
 }
 """What a MESSAGE may be made of."""
 
@@ -103,6 +104,8 @@ def show(message: Message) -> str:
 
 
 def _show_value(value: object) -> str:
+    if isinstance(value, Bundle):
+        return " ".join(f"{run.row_count} of {run.partition}" for run in value.runs)
     if isinstance(value, Chunk):
         return f"({value.start}, {value.end}]"
     if isinstance(value, FailoverLog):

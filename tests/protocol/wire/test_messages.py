@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.protocol.wire.strategies import FIELDS, MESSAGES_OF_ANY_KIND, messages_of
-from upr_protocol.chunk import Buffer, Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Buffer, Bundle, Chunk, Mutation, Run, plain_chunk
 from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -27,6 +27,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import (
     BUCKET_NAME_BYTES_MAX,
+    BUNDLE_RUNS_MAX,
     COOKIE_BYTES_MAX,
     FRAME_BODY_BYTES_MAX,
     GET_KEYS_MAX,
@@ -268,9 +269,13 @@ def test_padding_is_zeros(kind: type[Message], data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (MutateReply, pack("<QQQQI", 1, 1, 1, 1, 0xFFFF_FFFF)),
-        (MutateReply, pack("<QQQQII", 1, 1, 1, 1, 0, 0x0100_0000)),
-        (MutateReply, pack("<QQQQII", 1, 1, 1, 1, 0, 0xFFFF_FFFF)),
+        (Mutate, pack("<16sQBB2xI", b"", 0, 0, 0, 0xFFFF_FFFF)),
+        (Mutate, pack("<16sQBB2xI", b"", 0, 0, 0, 1024)),
+        (MutateReply, pack("<QQ", 1, 1 << 63)),
+        (MutateReply, pack("<QQQ", 1, 0, 0x0100_0000)),
+        (MutateReply, pack("<QQQ", 1, 0, 1 << 60)),
+        (MutateReply, pack("<QQQQ", 1, 0, 0, 0x0100_0000)),
+        (MutateReply, pack("<QQQQ", 1, 0, 0, 1 << 60)),
         (PartitionAnswers, pack("<I", 0xFFFF_FFFF)),
         (PartitionAnswers, pack("<I16sQQI", 1, b"", 1, 1, 0xFFFF_FFFF)),
         (PartitionAnswers, pack("<I16sQQI", 0x0100_0000, b"", 1, 1, 0)),
@@ -362,7 +367,16 @@ ALL_PARTITIONS = [PartitionId(partition) for partition in range(PARTITIONS_MAX)]
         BarrierReply(b"c" * COOKIE_BYTES_MAX, tuple((p, SeqNo(1)) for p in ALL_PARTITIONS)),
         Get((KEY,) * GET_KEYS_MAX),
         GetReply(HistoryId(1), 1, LARGEST_CHUNK),
-        Mutate(LARGEST_CHUNK),
+        Mutate(
+            Bundle(
+                plain_chunk(
+                    [KEY] * BUNDLE_RUNS_MAX,
+                    [bytes(28 * 1024)] * BUNDLE_RUNS_MAX,
+                ),
+                [Run(partition, 1) for partition in ALL_PARTITIONS],
+            )
+        ),
+        Mutate(Bundle.of_one(PartitionId(3), LARGEST_CHUNK)),
         PartitionChunk(
             Chunk.build([Mutation(Operation.SET, KEY, bytes(VALUE_BYTES_MAX), SeqNo(1), Cas(1))])
         ),

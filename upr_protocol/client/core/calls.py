@@ -11,6 +11,7 @@ import msgspec
 
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
+from upr_protocol.chunk import Bundle
 from upr_protocol.client.core.key_lookup import KeyRequest, Text, one_operation
 from upr_protocol.client.core.results import NotDurableError, WriteResult, single_result, status_of
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, ServerError, Status
@@ -407,12 +408,16 @@ def change(
     partition = partition_of(chunk.key(0), partition_count)
 
     def request(opaque: int) -> Mutate:
-        return Mutate(chunk, bytes(16), 0, durability, copies, partition=partition, opaque=opaque)
+        bundle = Bundle.of_one(partition, chunk)
+        return Mutate(bundle, bytes(16), durability, copies, opaque=opaque)
 
     def result(reply: MutateReply) -> WriteResult:
-        written = single_result(partition, chunk, reply)
-        if reply.status == Status.NOT_DURABLE_YET:
-            raise NotDurableError(written)
-        return written
+        (run,) = reply.runs
+        status = status_of(run.status)
+        if status is Status.NOT_DURABLE_YET:
+            raise NotDurableError(single_result(partition, chunk, reply) if run.last_seq else None)
+        if status is not Status.OK:
+            raise ServerError(status)
+        return single_result(partition, chunk, reply)
 
     return Call(request, result, partition)

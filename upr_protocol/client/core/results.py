@@ -107,7 +107,8 @@ def results_of(
     failed = dict(reply.failures)
     counts = dict(reply.counters)
     operations = chunk.operations
-    seq, cas = reply.first_seq, reply.first_cas
+    (run,) = reply.runs
+    seq, cas = run.first_seq, run.first_cas
     results: list[WriteResult | Failure] = []
     for index in range(chunk.count):
         status = failed.get(index)
@@ -116,7 +117,7 @@ def results_of(
             results.append(Failure(partition, chunk.key(index), operation, status_of(status)))
             continue
         count = counts.get(index)
-        results.append(WriteResult(partition, reply.history_id, SeqNo(seq), Cas(cas), count))
+        results.append(WriteResult(partition, run.history_id, SeqNo(seq), Cas(cas), count))
         seq, cas = SeqNo(seq + 1), Cas(cas + 1)
     return results
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import Bundle, Chunk
 from upr_protocol.client.core.results import (
     Failure,
     NotDurableError,
@@ -118,10 +118,10 @@ class Batch:
     def error(self, refusal: Status) -> ServerError:
         """The refusal of the whole batch as an exception."""
         if refusal is Status.NOT_DURABLE_YET:
-            reply = self.not_durable_reply
+            run = None if self.not_durable_reply is None else self.not_durable_reply.runs[0]
             return NotDurableError(
-                WriteResult(self.partition, reply.history_id, reply.last_seq, reply.first_cas)
-                if reply is not None and reply.last_seq
+                WriteResult(self.partition, run.history_id, run.last_seq, run.first_cas)
+                if run is not None and run.last_seq
                 else None
             )
         return ServerError(refusal)
@@ -399,14 +399,11 @@ class NodeBatches:
         opaque = session.new_opaque()
         session.send(
             Mutate(
-                batch.chunk,
+                Bundle.of_one(batch.partition, batch.chunk, batch.counter, batch.chain),
                 all_batches.writer.id,
-                batch.counter,
                 all_batches.options.durability,
                 all_batches.options.copies,
                 all_batches.writer.attempt,
-                batch.chain,
-                partition=batch.partition,
                 opaque=opaque,
             )
         )
@@ -439,7 +436,9 @@ class NodeBatches:
         if queue is None:
             return None
         batch = queue.in_flight.pop(message.opaque)
-        status = status_of(message.status)
+        status = status_of(
+            message.runs[0].status if isinstance(message, MutateReply) else message.status
+        )
         if isinstance(message, MutateReply) and status is Status.OK:
             batch.reply = message
             queue.backoff.reset()

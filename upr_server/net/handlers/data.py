@@ -17,6 +17,7 @@ from upr_protocol.wire import (
     GetReply,
     Mutate,
     MutateReply,
+    RunResult,
     Seqnos,
     SeqnosReply,
 )
@@ -62,7 +63,9 @@ def _target(
 def mutate(context: RequestContext, request: Mutate) -> None:
     """Takes a batch in."""
     context.credit.spend()
-    partition = context.partition(request.partition)
+    (run,) = request.bundle.runs
+    chunk = request.bundle.chunk
+    partition = context.partition(run.partition)
     target = DurabilityTarget(Durability.MEMORY)
     if partition.state is PartitionState.ACTIVE:
         target = _target(context, partition, request.durability, request.copies)
@@ -70,9 +73,9 @@ def mutate(context: RequestContext, request: Mutate) -> None:
     flusher = context.disk.flusher
     token = None
     if request.writer != _NO_WRITER:
-        token = WriterToken(request.writer, request.counter)
+        token = WriterToken(request.writer, run.counter)
     try:
-        batch = MutationBatch(request.chunk, token, attempt=request.attempt, chain=request.chain)
+        batch = MutationBatch(chunk, token, attempt=request.attempt, chain=run.chain)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
 
@@ -108,14 +111,19 @@ def _reply_to_batch(
     if result.status is not Status.OK:
         raise ServerError(result.status)
     succeeded = result.last_seq >= result.first_seq
-    reply = MutateReply(
+    run_result = RunResult(
+        partition.id,
+        Status.OK,
         result.history_id,
         result.first_seq if succeeded else SeqNo(0),
         result.last_seq if succeeded else SeqNo(0),
         result.first_cas if succeeded else Cas(0),
+    )
+    reply = MutateReply(
+        0,
+        (run_result,),
         tuple(result.failures),
         tuple(result.counters),
-        partition=partition.id,
         opaque=request.opaque,
     )
     # An operation that failed did so because of another change: that must be as durable as what

@@ -1,0 +1,102 @@
+"""Bundles, against the runs they are made of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.protocol.strategies import U32, U64, bundles, mutations
+from upr_protocol.chunk import Bundle, Chunk, ChunkBuilder, Mutation, Run, plain_chunk
+from upr_protocol.errors import ChunkError
+from upr_protocol.ids import PARTITIONS_END, PartitionId
+from upr_protocol.limits import BUNDLE_RUNS_MAX
+
+ROWS = st.lists(mutations(stored=False), min_size=1, max_size=6)
+RUNS = st.dictionaries(st.integers(0, PARTITIONS_END - 1), ROWS, min_size=1, max_size=5)
+
+
+def run_of(partition: int, rows: int, counter: int = 0) -> Run:
+    return Run(PartitionId(partition), rows, counter)
+
+
+def plain(count: int) -> Chunk:
+    return plain_chunk([b"%d" % number for number in range(count)], [b"value"] * count)
+
+
+def built_of(rows: list[Mutation]) -> ChunkBuilder:
+    builder = ChunkBuilder()
+    for row in rows:
+        builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+    return builder
+
+
+@given(RUNS, st.data())
+def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
+    rows_by_partition: dict[int, list[Mutation]], data: st.DataObject
+) -> None:
+    rows_of_runs = [rows for _, rows in sorted(rows_by_partition.items())]
+    runs = [
+        Run(PartitionId(partition), len(rows), data.draw(U64), data.draw(U32))
+        for partition, rows in sorted(rows_by_partition.items())
+    ]
+    parts: list[Chunk | ChunkBuilder] = [
+        built_of(rows) if data.draw(st.booleans()) else Chunk.build(rows) for rows in rows_of_runs
+    ]
+    bundle = Bundle.joined(parts, runs)
+    assert list(bundle.runs) == runs
+    assert list(bundle.chunk) == [row for rows in rows_of_runs for row in rows]
+    assert bundle.run_chunks() == [Chunk.build(rows) for rows in rows_of_runs]
+    assert len(bundle) == sum(map(len, rows_of_runs))
+    # It is the same bundle, whatever it was made of.
+    assert bundle == Bundle(Chunk.build(row for rows in rows_of_runs for row in rows), runs)
+    bundle.chunk.check_published()
+
+
+@given(bundles())
+def test_a_bundle_of_some_runs_of_another_has_their_rows(bundle: Bundle) -> None:
+    """What a publisher does when it sends refused runs again."""
+    chosen = range(0, len(bundle.runs), 2)
+    again = Bundle.joined(
+        [bundle.run_chunk(index) for index in chosen], [bundle.runs[index] for index in chosen]
+    )
+    assert again.run_chunks() == [bundle.run_chunk(index) for index in chosen]
+    assert list(again.runs) == [bundle.runs[index] for index in chosen]
+
+
+def test_a_bundle_of_one_run_is_over_the_same_bytes() -> None:
+    chunk = plain(3)
+    bundle = Bundle.of_one(PartitionId(5), chunk, counter=7, chain=9)
+    assert bundle.runs == (Run(PartitionId(5), 3, 7, 9),)
+    assert bundle.chunk is bundle.run_chunk(0) is chunk
+    assert Bundle.joined([chunk], bundle.runs).chunk is chunk
+
+
+def test_the_largest_number_of_runs_is_allowed() -> None:
+    runs = [run_of(partition, 1) for partition in range(BUNDLE_RUNS_MAX)]
+    assert Bundle(plain(BUNDLE_RUNS_MAX), runs).bounds == tuple(range(BUNDLE_RUNS_MAX + 1))
+
+
+@pytest.mark.parametrize(
+    ("runs", "rows", "reason"),
+    [
+        ([], 0, "1 to 1024 runs, not 0"),
+        ([run_of(number, 1) for number in range(BUNDLE_RUNS_MAX + 1)], 1025, "not 1025"),
+        ([run_of(1, 0)], 0, "no rows"),
+        ([run_of(1, 2), run_of(2, 0)], 2, "no rows"),
+        ([run_of(1, 2)], 3, "have 2 rows, and its chunk has 3"),
+        ([run_of(1, 2), run_of(2, 2)], 3, "have 4 rows, and its chunk has 3"),
+        ([run_of(2, 1), run_of(1, 1)], 2, "order of their partitions"),
+        ([run_of(1, 1), run_of(1, 1)], 2, "order of their partitions"),
+    ],
+)
+def test_runs_that_do_not_divide_the_rows_are_refused(
+    runs: list[Run], rows: int, reason: str
+) -> None:
+    with pytest.raises(ChunkError, match=reason):
+        Bundle(plain(rows), runs)
+
+
+def test_parts_that_have_other_rows_than_the_runs_are_refused() -> None:
+    with pytest.raises(ChunkError, match="other rows than its parts"):
+        Bundle.joined([plain(1), plain(3)], [run_of(1, 2), run_of(2, 2)])

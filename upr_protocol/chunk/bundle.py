@@ -1,0 +1,157 @@
+"""The bundle: what a publisher sends at once, for any of the partitions that one node has."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import attrgetter, lt
+from typing import Final, NamedTuple
+
+from upr_protocol.chunk.builder import ChunkBuilder
+from upr_protocol.chunk.chunk import Chunk
+from upr_protocol.chunk.layout import encode_columns
+from upr_protocol.errors import ChunkError
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.limits import BUNDLE_RUNS_MAX
+
+
+class Run(NamedTuple):
+    """The rows of a bundle that are for one partition: one batch of a publisher.
+
+    Attributes:
+        partition: The partition.
+        row_count: How many rows of the bundle it has; they are neighbours.
+        counter: Rises with each new run of its writer to this partition, from 1. The same counter
+            means the same run again. 0 in a bundle without a writer.
+        chain: CRC32C over the CRCs of all runs of the writer to this partition, each as a chunk of
+            its own, up to and with this one (`Chunk.chained`). A run that is sent again must have
+            the same. 0 for none.
+    """
+
+    partition: PartitionId
+    row_count: int
+    counter: int = 0
+    chain: int = 0
+
+
+_PARTITION: Final = attrgetter("partition")
+_ROW_COUNT: Final = attrgetter("row_count")
+
+
+class Bundle:
+    """A published chunk whose rows are ordered by partition, and its runs.
+
+    Args:
+        chunk: The operations of all runs, one run behind the other.
+        runs: The runs, in the order of their rows.
+
+    Attributes:
+        chunk: The operations.
+        runs: The runs.
+        bounds: Where each run begins in the chunk, and where the last ends.
+
+    Raises:
+        ChunkError: There is no run or there are too many, a run has no rows, the runs' rows are not
+            those of the chunk, or the partitions do not rise.
+    """
+
+    __slots__ = ("bounds", "chunk", "runs")
+
+    def __init__(self, chunk: Chunk, runs: Iterable[Run]) -> None:
+        runs = tuple(runs)
+        if not 1 <= len(runs) <= BUNDLE_RUNS_MAX:
+            raise ChunkError(f"a bundle has 1 to {BUNDLE_RUNS_MAX} runs, not {len(runs)}")
+        counts = list(map(_ROW_COUNT, runs))
+        bounds = tuple(accumulate(counts, initial=0))
+        if min(counts) < 1:
+            raise ChunkError("a run of a bundle has no rows")
+        if bounds[-1] != chunk.count:
+            raise ChunkError(
+                f"the runs of a bundle have {bounds[-1]} rows, and its chunk has {chunk.count}"
+            )
+        partitions = list(map(_PARTITION, runs))
+        if not all(map(lt, partitions, partitions[1:])):
+            raise ChunkError("the runs of a bundle must be in the order of their partitions")
+        self.chunk = chunk
+        self.runs = runs
+        self.bounds = bounds
+
+    @classmethod
+    def of_one(
+        cls, partition: PartitionId, chunk: Chunk, counter: int = 0, chain: int = 0
+    ) -> Bundle:
+        """A bundle of one run, over the same bytes."""
+        return cls(chunk, (Run(partition, chunk.count, counter, chain),))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Chunk | ChunkBuilder], runs: Iterable[Run]) -> Bundle:
+        """A bundle of runs whose operations lie in chunks of their own. Two copies of the bytes,
+        and little work an operation.
+
+        Args:
+            parts: The operations of each run.
+            runs: The runs, by rising partition.
+
+        Raises:
+            ChunkError: As for the constructor, or a run has not as many rows as its part.
+        """
+        runs = tuple(runs)
+        if list(map(_ROW_COUNT, runs)) != list(map(len, parts)):
+            raise ChunkError("the runs of a bundle have other rows than its parts")
+        if len(parts) == 1:
+            (part,) = parts
+            return cls(part if isinstance(part, Chunk) else part.build(), runs)
+        # A published chunk has no numbers.
+        seqs = bytes(8 * sum(map(len, parts)))
+        chunk = encode_columns(
+            SeqNo(0),
+            SeqNo(0),
+            seqs,
+            b"".join([part.cas for part in parts]),
+            b"".join([part.expiries for part in parts]),
+            b"".join([part.flags for part in parts]),
+            _joined_offsets([part.key_offsets for part in parts]),
+            _joined_offsets([part.value_offsets for part in parts]),
+            b"".join([part.operations for part in parts]),
+            b"".join([part.key_bytes for part in parts]),
+            b"".join([part.value_bytes for part in parts]),
+        )
+        return cls(Chunk(chunk), runs)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self.chunk.count
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Bundle):
+            return NotImplemented
+        return self.runs == other.runs and self.chunk == other.chunk
+
+    def __hash__(self) -> int:
+        return hash((self.runs, self.chunk))
+
+    def __repr__(self) -> str:
+        return f"<Bundle of {len(self.runs)} runs, {self.chunk.count} rows>"
+
+    def run_chunk(self, index: int) -> Chunk:
+        """The rows of one run, as a chunk of their own. A copy, unless it is the only run."""
+        if len(self.runs) == 1:
+            return self.chunk
+        low, high = self.bounds[index : index + 2]
+        return self.chunk.rows(low, high, SeqNo(0), SeqNo(0))
+
+    def run_chunks(self) -> list[Chunk]:
+        """The rows of each run, as chunks of their own."""
+        return [self.run_chunk(index) for index in range(len(self.runs))]
+
+
+def _joined_offsets(parts: Sequence[array[int] | memoryview]) -> array[int]:
+    """Offsets of strings that lie one behind the other, from those of each part."""
+    joined = array("i", (0,))
+    base = 0
+    for part in parts:
+        offsets = part.tolist()
+        joined.fromlist([base + offset for offset in offsets[1:]])
+        base += offsets[-1]
+    return joined
