@@ -19,7 +19,7 @@ from typing import Final
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, Operation, SeqNo
-from upr_server.engine import Bucket, MutationBatch, Partition
+from upr_server.engine import Bucket, Partition, batch_of
 
 KEYS: Final = 100_000
 VALUE: Final = bytes(100)
@@ -56,7 +56,7 @@ def ingest(work: Work, partitions: int) -> tuple[float, Bucket]:
     frames = [(members[number], bytes(bytearray(frame))) for number, frame in work.batches]
     begun = process_time_ns()
     for partition, frame in frames:
-        partition.mutate(MutationBatch(Chunk(frame)), now=now)
+        partition.mutate(batch_of(Chunk(frame)), now=now)
     return (process_time_ns() - begun) / work.mutations, bucket
 
 
@@ -74,7 +74,7 @@ def increments(batch: int, total: int) -> float:
     now = time()
     begun = process_time_ns()
     for chunk in chunks:
-        partition.mutate(MutationBatch(chunk), now=now)
+        partition.mutate(batch_of(chunk), now=now)
     return (process_time_ns() - begun) / total
 
 
@@ -104,7 +104,7 @@ def followed_of(work: Work, partitions: int) -> Callable[[], float]:
         now = time()
         begun = process_time_ns()
         for number, frame in work.batches:
-            bucket.partitions[number].mutate(MutationBatch(Chunk(frame)), now=now)
+            bucket.partitions[number].mutate(batch_of(Chunk(frame)), now=now)
             cursor = cursors[number]
             while cursor.next() is not None:
                 pass

@@ -19,7 +19,7 @@ from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 from upr_protocol.chunk import plain_chunk
 from upr_protocol.client import follow_events
 from upr_protocol.ids import HistoryId
-from upr_server.engine import Buckets, MutationBatch
+from upr_server.engine import Buckets, batch_of
 from upr_server.events.producer import Producer
 from upr_server.events.queues import EventQueue, EventQueues
 
@@ -199,7 +199,7 @@ async def _update(buckets: Buckets, done: trio.Event) -> None:
     partitions: list[Any] = [bucket.partitions[0] for bucket in buckets]
     begun = trio.current_time()
     for number in range(UPDATES):
-        partitions[number % BUCKETS].mutate(MutationBatch(chunk), now=1.0)
+        partitions[number % BUCKETS].mutate(batch_of(chunk), now=1.0)
         if number % 100 == 99:
             await trio.sleep_until(begun + SECONDS * number / UPDATES)
     done.set()

@@ -14,10 +14,10 @@ from upr_server.engine import (
     CursorItem,
     Fetched,
     MutateResult,
-    MutationBatch,
     Partition,
     SnapshotEndItem,
     SnapshotStartItem,
+    batch_of,
 )
 
 NOW = 1_000.0
@@ -34,12 +34,12 @@ def new_partition() -> Partition:
 
 def put(partition: Partition, *keys: bytes, value: bytes = b"v", now: float = NOW) -> MutateResult:
     """One batch that sets `keys`."""
-    return partition.mutate(MutationBatch(plain_chunk(keys, [value] * len(keys))), now=now)
+    return partition.mutate(batch_of(plain_chunk(keys, [value] * len(keys))), now=now)
 
 
 def send(partition: Partition, *rows: Mutation, now: float = NOW) -> MutateResult:
     """One batch of `rows`."""
-    return partition.mutate(MutationBatch(Chunk.build(rows)), now=now)
+    return partition.mutate(batch_of(Chunk.build(rows)), now=now)
 
 
 def get_item(

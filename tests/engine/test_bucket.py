@@ -17,8 +17,8 @@ from upr_server.engine import (
     BucketError,
     Buckets,
     MemoryAction,
-    MutationBatch,
     WriterToken,
+    batch_of,
 )
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN
 
@@ -82,7 +82,7 @@ def test_memory_is_counted_by_kind() -> None:
     first, second, _ = bucket.partitions
     put(first, *(b"%d" % number for number in range(100)))
     send(second, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
-    first.mutate(MutationBatch(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
+    first.mutate(batch_of(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
     memory = bucket.memory.statistics()
     nothing_yet = {"encoded", "backfills"}
     assert {kind for kind in memory if not memory[kind]} == nothing_yet

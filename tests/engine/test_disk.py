@@ -33,10 +33,10 @@ from upr_server.engine import (
     MemoryAction,
     MemoryPolicy,
     MutateResult,
-    MutationBatch,
     Partition,
     PartitionImage,
     WriterToken,
+    batch_of,
 )
 from upr_server.engine.partition import EXPIRE_MAX
 from upr_server.engine.publisher_answers import BATCHES_MAX
@@ -150,7 +150,7 @@ class OnDisk(RuleBasedStateMachine):
         before, cas_before = model.high, partition.last_cas
         picture = self.picture()
         self.look()
-        batch = MutationBatch(Chunk.build(rows), token)
+        batch = batch_of(Chunk.build(rows), token)
         missing = partition.missing(batch, now=self.time, fetched=fetched)
         assert self.picture() == picture, "a question changes nothing"
         if missing:
@@ -635,7 +635,7 @@ def stored(partition: Partition, disk: NaiveDisk, *, evict: bool = False) -> Non
 def missing_for(
     partition: Partition, *rows: Mutation, now: float = NOW, fetched: Fetched = NOTHING_FETCHED
 ) -> list[FetchRequest]:
-    return partition.missing(MutationBatch(Chunk.build(rows)), now=now, fetched=fetched)
+    return partition.missing(batch_of(Chunk.build(rows)), now=now, fetched=fetched)
 
 
 @pytest.mark.parametrize(
@@ -674,9 +674,7 @@ def test_existence_is_read_from_disk_while_expired_items_wait_for_deletion() -> 
         (keys[-1], len(keys)),
         (b"stays", len(keys) + 1),
     ]
-    result = partition.mutate(
-        MutationBatch(Chunk.build(rows)), now=NOW + 10, fetched=disk.find(missing)
-    )
+    result = partition.mutate(batch_of(Chunk.build(rows)), now=NOW + 10, fetched=disk.find(missing))
     assert result.failures == [(1, Status.EXISTS)]
     partition.check_invariants()
 
@@ -702,7 +700,7 @@ def test_existence_is_not_taken_for_a_value(evict: bool) -> None:
     missing = missing_for(partition, increment, fetched=exists)
     assert missing == [FetchRequest(b"k", 0 if evict else 1, True)]
     assert partition.missing_keys([b"k"], NOW, exists) == missing
-    batch = MutationBatch(Chunk.build([increment]))
+    batch = batch_of(Chunk.build([increment]))
     result = partition.mutate(batch, now=NOW, fetched=disk.find(missing))
     assert result.counters == [(0, 6)]
 
@@ -788,7 +786,7 @@ def test_the_answers_that_a_restart_remembers_are_those_within_the_window() -> N
     tokens = [WriterToken(bytes(16), number) for number in range(1, BATCHES_MAX + 7)]
     answers = []
     for token in tokens:
-        answers.append(before.mutate(MutationBatch(batch, token), now=NOW))
+        answers.append(before.mutate(batch_of(batch, token), now=NOW))
         if token.counter % 20 == 0:
             disk.read(before, 1000)
             disk.commit(before, 1)
@@ -797,7 +795,7 @@ def test_the_answers_that_a_restart_remembers_are_those_within_the_window() -> N
     after = Partition(PartitionId(0), lambda: HistoryId(9), image=disk.image(before.failover_log))
     for partition in (before, after):
         for token, answer in zip(tokens, answers, strict=True):
-            again = partition.mutate(MutationBatch(batch, token), now=NOW)
+            again = partition.mutate(batch_of(batch, token), now=NOW)
             if token.counter <= 6:
                 assert again.status is Status.TOKEN_TOO_OLD
             else:

@@ -14,7 +14,7 @@ from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, SeqNo
-from upr_server.engine import Bucket, MutationBatch
+from upr_server.engine import Bucket, batch_of
 
 
 class Run:
@@ -56,7 +56,7 @@ class Run:
                 value = CounterDelta(3).encode() if op == Operation.INCREMENT else b"1"
                 rows.append(Mutation(op, key, value))
             chunk = Chunk.build(rows)
-        result = self.partition.mutate(MutationBatch(chunk), now=100)
+        result = self.partition.mutate(batch_of(chunk), now=100)
         assert (result.failures, result.counters) == self.model.mutate(rows, 100, {})
         check_result(result, len(rows), before, self.model.high)
 

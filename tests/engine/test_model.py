@@ -14,7 +14,7 @@ from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import EXPIRIES, KEYS, SIZES, SOME_KEYS, VALUES, requests
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.engine import Bucket, MutationBatch
+from upr_server.engine import Bucket, batch_of
 
 PROFILE: Final = settings(
     max_examples=100,
@@ -42,7 +42,7 @@ class Engine(RuleBasedStateMachine):
     def write(self, rows: list[Mutation], chunk: Chunk) -> None:
         before = self.model.high
         cas_before = self.partition.last_cas
-        result = self.partition.mutate(MutationBatch(chunk), now=self.time)
+        result = self.partition.mutate(batch_of(chunk), now=self.time)
         failures, counters = self.model.mutate(rows, self.time, {})
         assert (result.failures, result.counters) == (failures, counters)
         check_result(result, len(rows), before, self.model.high)
@@ -154,7 +154,7 @@ class EveryOperation(Engine):
                 cas = Cas(item.cas + data.draw(st.sampled_from([0, 0, 1])))
                 cas_of[key] = int(item.cas)
                 rows.append(Mutation(Operation.SET, key, b"seen", cas=cas))
-        result = self.partition.mutate(MutationBatch(Chunk.build(rows)), now=self.time)
+        result = self.partition.mutate(batch_of(Chunk.build(rows)), now=self.time)
         assert (result.failures, result.counters) == self.model.mutate(rows, self.time, cas_of)
 
     @rule(seconds=st.sampled_from([0.5, 3, 20]))

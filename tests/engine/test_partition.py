@@ -27,7 +27,13 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_server.engine import MutateResult, MutationBatch, Partition, PartitionImage, WriterToken
+from upr_server.engine import (
+    MutateResult,
+    Partition,
+    PartitionImage,
+    WriterToken,
+    batch_of,
+)
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import pack, unpack
 from upr_server.engine.publisher_answers import BATCHES_MAX
@@ -152,7 +158,7 @@ def test_an_item_is_read_as_it_was_written() -> None:
 def test_items_are_found_wherever_they_lie(batch: int) -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(batch)]
-    partition.mutate(MutationBatch(plain_chunk(keys, keys)), now=NOW)
+    partition.mutate(batch_of(plain_chunk(keys, keys)), now=NOW)
     for closed, encoded in ((False, False), (True, False), (True, True)):
         if closed:
             cursor_at(partition).next()
@@ -353,7 +359,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(100)]
     values = [bytes(300_000) if number == 50 else b"small" for number in range(100)]
-    partition.mutate(MutationBatch(plain_chunk(keys, values)), now=NOW)
+    partition.mutate(batch_of(plain_chunk(keys, values)), now=NOW)
     assert value(partition, b"50") == bytes(300_000)
     put(partition, b"50")
     assert partition.snapshots.open.nbytes < 20_000
@@ -365,7 +371,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
 def test_long_batches_are_cut(count: int, size: int) -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(count)]
-    partition.mutate(MutationBatch(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
+    partition.mutate(batch_of(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
     chunks = all_chunks(partition)
     assert sum(chunk.count for chunk in chunks) == count
     assert len(chunks) > 2
@@ -380,7 +386,7 @@ def test_a_batch_in_a_much_larger_buffer_is_copied_out_of_it() -> None:
     encoded = bytes(plain_chunk([b"%d" % number for number in range(100)], [bytes(1000)] * 100))
     buffer = bytearray(10 * len(encoded))
     buffer[: len(encoded)] = encoded
-    partition.mutate(MutationBatch(Chunk(memoryview(buffer)[: len(encoded)])), now=NOW)
+    partition.mutate(batch_of(Chunk(memoryview(buffer)[: len(encoded)])), now=NOW)
     buffer.clear()  # raises if it is still referred to
 
 
@@ -498,15 +504,15 @@ WRITER = WriterToken(bytes(16), 1)
 def test_a_batch_sent_again_has_no_second_effect() -> None:
     partition = new_partition()
     chunk = Chunk.build([request(INCREMENT, value=delta(1, 10)), request(DELETE, b"missing")])
-    first = partition.mutate(MutationBatch(chunk, WRITER), now=NOW)
-    again = partition.mutate(MutationBatch(chunk, WRITER), now=NOW + 1)
+    first = partition.mutate(batch_of(chunk, WRITER), now=NOW)
+    again = partition.mutate(batch_of(chunk, WRITER), now=NOW + 1)
     assert again.repeated
     assert not first.repeated
     assert (again.first_seq, again.first_cas) == (first.first_seq, first.first_cas)
     assert again.counters == first.counters == [(0, 10)]
     assert again.failures == first.failures == [(1, Status.NOT_FOUND)]
     assert value(partition) == b"10"
-    third = partition.mutate(MutationBatch(chunk, WriterToken(bytes(16), 2)), now=NOW)
+    third = partition.mutate(batch_of(chunk, WriterToken(bytes(16), 2)), now=NOW)
     assert third.counters == [(0, 11)]
     partition.check_invariants()
 
@@ -523,7 +529,7 @@ def test_a_token_too_old_to_tell_is_refused() -> None:
 
 def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
     token = WriterToken(writer.to_bytes(16, "little"), counter)
-    return partition.mutate(MutationBatch(plain_chunk([b"k"], [b"v"]), token), now=NOW)
+    return partition.mutate(batch_of(plain_chunk([b"k"], [b"v"]), token), now=NOW)
 
 
 def test_answers_are_remembered_in_few_bytes() -> None:
@@ -538,14 +544,14 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     answers = {}
     for counter in range(1, 65):
         token = WriterToken(bytes(16), counter)
-        answers[counter] = partition.mutate(MutationBatch(chunk, token), now=NOW)
+        answers[counter] = partition.mutate(batch_of(chunk, token), now=NOW)
     assert partition.repeated_batches.take_unsaved(partition.high_seq) == {
         WriterToken(bytes(16), counter): None if counter <= 64 - 16 else answers[counter]
         for counter in answers
     }
     assert memory.writers < 170_000
     for counter in range(49, 65):
-        again = partition.mutate(MutationBatch(chunk, WriterToken(bytes(16), counter)), now=NOW)
+        again = partition.mutate(batch_of(chunk, WriterToken(bytes(16), counter)), now=NOW)
         assert again == msgspec.structs.replace(answers[counter], repeated=True)
     partition.check_invariants()
 
@@ -628,9 +634,7 @@ def run_again(partition: Partition, variants: str, attempt: int, counters: range
         chain = chunk.chained(chain)
         if counter in counters:
             token = WriterToken(bytes(16), counter)
-            result = partition.mutate(
-                MutationBatch(chunk, token, attempt=attempt, chain=chain), now=NOW
-            )
+            result = partition.mutate(batch_of(chunk, token, attempt=attempt, chain=chain), now=NOW)
             assert result.status is Status.OK or result.last_seq == partition.high_seq
             said.append("again" if result.repeated else result.status.name)
     return said
@@ -739,7 +743,7 @@ def test_a_fence_and_a_difference_in_words() -> None:
     # Those who give no chain are not asked about it.
     token = WriterToken(bytes(16), 2)
     other = plain_chunk([b"other"], [b""])
-    assert partition.mutate(MutationBatch(other, token, attempt=3), now=NOW).repeated
+    assert partition.mutate(batch_of(other, token, attempt=3), now=NOW).repeated
     assert partition.high_seq == 3
 
 

@@ -13,7 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
-from upr_server.engine import BackfillNeeded, MutationBatch, Partition, SnapshotEndItem, WriterToken
+from upr_server.engine import (
+    BackfillNeeded,
+    Partition,
+    SnapshotEndItem,
+    WriterToken,
+    batch_of,
+)
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
 from upr_server.engine.replica_progress import ReplicaProgress
@@ -30,7 +36,7 @@ def new_replicated_partition(memory: MemoryAccount | None = None) -> Partition:
 
 def write(partition: Partition, *keys: bytes, expiry: int = 0) -> None:
     rows = [Mutation(Operation.SET, key, b"value", expiry=expiry) for key in keys]
-    assert partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.OK
+    assert partition.mutate(batch_of(Chunk.build(rows)), now=NOW).status is Status.OK
 
 
 def persist(partition: Partition) -> None:
@@ -112,11 +118,11 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     partition.become(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(7), Cas(2 * 10**18))
     rows = [Mutation(Operation.SET, b"a", b"")]
-    assert partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
+    assert partition.mutate(batch_of(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
     partition.become(
         PartitionState.ACTIVE, partition.failover_log.with_branch(HistoryId(99), SeqNo(7))
     )
-    result = partition.mutate(MutationBatch(Chunk.build(rows)), now=NOW)
+    result = partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"
     check_memory(partition, memory)
@@ -128,7 +134,7 @@ def test_a_cut_forgets_the_answers_above_it() -> None:
     writer = bytes(16)
     for counter, key in enumerate((b"a", b"b", b"c"), 1):
         chunk = Chunk.build([Mutation(Operation.SET, key, b"")])
-        partition.mutate(MutationBatch(chunk, WriterToken(writer, counter)), now=NOW)
+        partition.mutate(batch_of(chunk, WriterToken(writer, counter)), now=NOW)
     persist(partition)
     partition.become(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(3))

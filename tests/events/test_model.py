@@ -25,7 +25,7 @@ from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, Event
 from upr_protocol.chunk import Chunk
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import HistoryId, Operation
-from upr_server.engine import Bucket, Buckets, MutationBatch
+from upr_server.engine import Bucket, Buckets, batch_of
 from upr_server.events import EventBatch
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.producer import Producer
@@ -168,7 +168,7 @@ class BusMachine(RuleBasedStateMachine):
                 request(operation, key, expiry=expiry if operation is Operation.SET else 0)
                 for key in keys
             ]
-            bucket.partitions[0].mutate(MutationBatch(Chunk.build(rows)), now=1.0)
+            bucket.partitions[0].mutate(batch_of(Chunk.build(rows)), now=1.0)
 
     @rule(name=st.sampled_from(NAMES))
     def expire(self, name: str) -> None:

@@ -43,7 +43,7 @@ from upr_protocol.ids import (
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_protocol.transport import dial_tcp
-from upr_server.engine import MutationBatch, Partition, WriterToken
+from upr_server.engine import Partition, WriterToken, batch_of
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.calls import Commit
 from upr_server.storage.simulated import SimulatedDirectory
@@ -480,7 +480,7 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
             writer, counter, _, _ = answers[-1]
             active = group.nodes[group.map.partitions[partition].active].held[partition]
             token = WriterToken(writer, counter)
-            again = active.mutate(MutationBatch(batches[-1][1], token), now=1e9)
+            again = active.mutate(batch_of(batches[-1][1], token), now=1e9)
             assert again.repeated, "it has no second effect"
             assert again.counters == [(0, 20)]
 

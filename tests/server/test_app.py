@@ -16,7 +16,7 @@ from upr_protocol.client import connect
 from upr_protocol.ids import Operation, PartitionState
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.engine import Bucket, MutationBatch
+from upr_server.engine import Bucket, batch_of
 from upr_server.runtime import System
 from upr_server.storage.calls import Maintain, StoreCall
 from upr_server.storage.online.maintenance import REST_S
@@ -66,14 +66,14 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
         (partition,) = bucket.partitions
         for number in range(1, 4):
             await trio.sleep(30.0)
-            partition.mutate(MutationBatch(batch(number, 1)), now=0.0)
+            partition.mutate(batch_of(batch(number, 1)), now=0.0)
             await trio.sleep(2.0)
             assert partition.eviction.indexed == partition.high_seq == number
         if events:
             # Each is left alone but for its updates, and a look now and then.
             looks.clear()
             await trio.sleep(10 * REST_S)
-            partition.mutate(MutationBatch(batch(9, 1)), now=0.0)
+            partition.mutate(batch_of(batch(9, 1)), now=0.0)
             await trio.sleep(REST_S / 2)
             assert looks.count("updated") in range(12, 16)
             assert looks.count("idle") in range(9, 12)
@@ -87,7 +87,7 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
         async with running_server(Config(listen="127.0.0.1:0"), SimulatedStore()) as server:
             await server.catalog.create_bucket("short-lived", 2, 64 * MIB)
             server.catalog.bucket("short-lived").partitions[1].mutate(
-                MutationBatch(batch(0, 100)), now=0.0
+                batch_of(batch(0, 100)), now=0.0
             )
             await trio.sleep(3.0)
             assert "short-lived" in names_of_buckets()
@@ -115,7 +115,7 @@ async def test_what_has_expired_where_nobody_is_active_keeps_nobody_busy(
         assert bucket is not None
         (partition,) = bucket.partitions
         chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", expiry=int(time.time()) + 1)])
-        partition.mutate(MutationBatch(chunk), now=time.time())
+        partition.mutate(batch_of(chunk), now=time.time())
         partition.become(PartitionState.PENDING, partition.failover_log)
         ahead_s = 10.0
         with trio.CancelScope() as scope:

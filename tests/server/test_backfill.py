@@ -22,10 +22,10 @@ from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
 from upr_server.app import Server
 from upr_server.engine import (
     CursorItem,
-    MutationBatch,
     Partition,
     SnapshotEndItem,
     SnapshotStartItem,
+    batch_of,
 )
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
@@ -67,9 +67,7 @@ class Model:
     def write(self, *items: tuple[bytes, bytes]) -> None:
         """Sets items, now."""
         rows = [Mutation(Operation.SET, key, value) for key, value in items]
-        result = self.partition.mutate(
-            MutationBatch(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW
-        )
+        result = self.partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
         self._written += items
         assert result.last_seq == len(self._written)
 

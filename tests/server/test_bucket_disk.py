@@ -26,7 +26,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
-from upr_server.engine import MutationBatch, Partition
+from upr_server.engine import Partition, batch_of
 from upr_server.storage.calls import (
     Commit,
     DeleteLeases,
@@ -70,14 +70,14 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
     async with serving(store, 1) as server:
         partition = server.catalog.bucket(BUCKET).partitions[0]
         persistence = partition.manager.persistence
-        partition.mutate(MutationBatch(batch(0, 1)), now=NOW)
+        partition.mutate(batch_of(batch(0, 1)), now=NOW)
         await trio.sleep(1)
         # A commit is under way. A consumer closes what came since; more comes behind it, and goes
         # on to come while both are read for the next commit.
-        partition.mutate(MutationBatch(batch(1, 3000, nbytes=1000)), now=NOW)
+        partition.mutate(batch_of(batch(1, 3000, nbytes=1000)), now=NOW)
         cursor = partition.manager.register("a consumer", SeqNo(1)).cursor
         cursor.next()
-        partition.mutate(MutationBatch(batch(3001, 1)), now=NOW)
+        partition.mutate(batch_of(batch(3001, 1)), now=NOW)
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         disk.flusher.call_when_persisted(partition, partition.high_seq, lambda _persisted: None)
         store.released.set()
@@ -87,7 +87,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
                 break
         assert persistence.is_reading
         for number in range(10):
-            partition.mutate(MutationBatch(batch(3002 + number * 1000, 1000, nbytes=1000)), now=NOW)
+            partition.mutate(batch_of(batch(3002 + number * 1000, 1000, nbytes=1000)), now=NOW)
             await trio.lowlevel.checkpoint()
         cursor.close()
         await disk.flusher.wait_until_persisted(partition, partition.high_seq)
@@ -118,13 +118,11 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
             await server.catalog.create_bucket("other", 1, 1 << 26)
             log_of(store).bytes_max = 1000
             for name in (BUCKET, "other"):
-                server.catalog.bucket(name).partitions[0].mutate(
-                    MutationBatch(batch(0, 1)), now=NOW
-                )
+                server.catalog.bucket(name).partitions[0].mutate(batch_of(batch(0, 1)), now=NOW)
                 # The first has found no room, and waits to try again.
                 await trio.sleep(3.05)
 
-            server.catalog.bucket("other").partitions[0].mutate(MutationBatch(batch(1, 1)), now=NOW)
+            server.catalog.bucket("other").partitions[0].mutate(batch_of(batch(1, 1)), now=NOW)
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
@@ -170,7 +168,7 @@ async def test_items_that_expire_together_stay_within_the_quota(
         bucket = server.catalog.bucket(BUCKET)
         partition = bucket.partitions[0]
         for first in range(0, count, 1000):
-            partition.mutate(MutationBatch(batch(first, 1000, expiry=1060, nbytes=1)), now=NOW)
+            partition.mutate(batch_of(batch(first, 1000, expiry=1060, nbytes=1)), now=NOW)
         await trio.sleep(10)
         while partition.manager.free_oldest() or partition.eviction.evict(1000):
             pass
@@ -224,7 +222,7 @@ async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
     async with serving(store, 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         partition = disk.bucket.partitions[0]
-        partition.mutate(MutationBatch(sets(b"k")), now=NOW)
+        partition.mutate(batch_of(sets(b"k")), now=NOW)
         for _ in range(10):
             with trio.move_on_after(1):
                 await disk.flusher.wait_until_persisted(partition, partition.high_seq)

@@ -64,6 +64,7 @@ from upr_protocol.wire import (
     PartitionSnapshot,
     PartitionStart,
     Refusal,
+    RunResult,
     Seqnos,
     SeqnosReply,
     Stats,
@@ -272,11 +273,6 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
             return Await(history_id, SeqNo(seq), 0, durability, partition=P0, opaque=opaque)
 
         for request, status in (
-            (
-                Mutate(Bundle.of_one(P0, sets(b"k")), durability=replicated, opaque=90),
-                Status.TOO_FEW_REPLICAS,
-            ),
-            (Mutate(Bundle.of_one(PartitionId(9), sets(b"k")), opaque=91), Status.NOT_MY_PARTITION),
             (Mutate(Bundle.of_one(P0, sets(b"")), opaque=92), Status.BAD_ARGUMENT),
             (Get((b"k",), other, partition=P0, opaque=93), Status.HISTORY_CHANGED),
             (waiting(ours, 1, replicated), Status.TOO_FEW_REPLICAS),
@@ -289,6 +285,13 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
             await peer.say(request)
             refusal = await peer.hear(Refusal)
             assert (refusal.status, refusal.opaque) == (status, request.opaque), request
+        for partition, durability, status in (
+            (P0, replicated, Status.TOO_FEW_REPLICAS),
+            (PartitionId(9), memory, Status.NOT_MY_PARTITION),
+        ):
+            bundle = Bundle.of_one(partition, sets(b"k"))
+            await peer.say(Mutate(bundle, durability=durability, opaque=peer.opaque()))
+            assert (await peer.hear(MutateReply)).runs == (RunResult(partition, status),)
         await peer.say(waiting(ours, 1, memory))
         assert (await peer.hear(AwaitReply)).seq == 1
         await peer.say(Stats("b", opaque=100))

@@ -8,7 +8,7 @@ import pytest
 import trio.testing
 
 from tests.server.test_backfill import Model
-from tests.server.test_connection import P0, Peer, sets
+from tests.server.test_connection import P0, sets
 from tests.server.test_durability import (
     MEMORY,
     answer_to,
@@ -16,19 +16,13 @@ from tests.server.test_durability import (
     send,
     serving,
     speaking,
+    status_of,
     value_of,
 )
 from upr_protocol.errors import Status
-from upr_protocol.wire import MutateReply, Refusal
 from upr_server.storage.calls import FindItems, StoreCall
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.simulated import SimulatedStore
-
-
-async def status_of(peer: Peer, opaque: int) -> Status:
-    answer = await answer_to(peer, opaque)
-    assert isinstance(answer, Refusal | MutateReply)
-    return Status(answer.status)
 
 
 @pytest.mark.usefixtures("autojump_clock")
@@ -38,7 +32,7 @@ async def test_while_a_disk_was_full() -> None:
 
         async def put(counter: int) -> Status:
             chunk = sets(b"k", value=b"%d" % counter)
-            return await status_of(peer, await send(peer, chunk, MEMORY, P0, counter))
+            return status_of(await answer_to(peer, await send(peer, chunk, MEMORY, P0, counter)))
 
         disk.flusher.full = "full"
         assert await put(1) is Status.TEMPORARY_FAILURE
@@ -72,8 +66,8 @@ async def test_while_a_disk_could_not_be_read(autojump_clock: trio.testing.MockC
         model.forget()
         store.is_unreadable = True
         first, second = [await send(peer, increment(b"n", 1), MEMORY, P0, n) for n in (1, 2)]
-        assert await status_of(peer, first) is Status.TEMPORARY_FAILURE
-        assert await status_of(peer, second) is Status.TEMPORARY_FAILURE
+        assert status_of(await answer_to(peer, first)) is Status.TEMPORARY_FAILURE
+        assert status_of(await answer_to(peer, second)) is Status.TEMPORARY_FAILURE
         sent = [await send(peer, increment(b"n", 1), MEMORY, P0, number) for number in (1, 2, 3)]
-        assert [await status_of(peer, opaque) for opaque in sent] == 3 * [Status.OK]
+        assert [status_of(await answer_to(peer, opaque)) for opaque in sent] == 3 * [Status.OK]
         assert await value_of(peer, b"n") == b"13"

@@ -28,11 +28,12 @@ from upr_protocol.chunk.builder import ChunkBuilder
 from upr_protocol.chunk.bundle import Bundle, Run
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, Buffer, encoded_bytes
-from upr_protocol.chunk.mutation import CounterDelta, Mutation
+from upr_protocol.chunk.mutation import COUNTER_DELTA_BYTES, CounterDelta, Mutation
 from upr_protocol.chunk.published import plain_chunk, published_chunk
 
 __all__ = [
     "CHUNK_HEAD_BYTES",
+    "COUNTER_DELTA_BYTES",
     "Buffer",
     "Bundle",
     "Chunk",

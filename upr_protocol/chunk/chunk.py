@@ -133,6 +133,21 @@ class Chunk(Columns):
         seq, cas, expiry, flags, operation = _COLUMNS_OF_ONE.unpack_from(self._view)
         return operation, self.key_bytes, self.value_bytes, seq, cas, flags, expiry
 
+    def row(self, index: int) -> tuple[int, Buffer, Buffer, int, int, int, int]:
+        """The mutation at `index`, as `ChunkBuilder.append` takes it. O(1), no copy."""
+        if self.count == 1:
+            return self.single()
+        keys, values = self.key_offsets, self.value_offsets
+        return (
+            self.operations[index],
+            self.key_bytes[keys[index] : keys[index + 1]],
+            self.value_bytes[values[index] : values[index + 1]],
+            self.seqs[index],
+            self.cas[index],
+            self.flags[index],
+            self.expiries[index],
+        )
+
     def __iter__(self) -> Iterator[Mutation]:
         """The mutations as rows, in order; raises `ValueError` at an unknown operation."""
         return map(

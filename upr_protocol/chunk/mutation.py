@@ -13,6 +13,8 @@ from upr_protocol.ids import Cas, Operation, SeqNo
 
 _DELTA: Final = Struct("<QQ?7x")
 
+COUNTER_DELTA_BYTES: Final = _DELTA.size
+
 
 class Mutation(msgspec.Struct, frozen=True, order=False):
     """One mutation, as a row. The package's docstring describes the columns.

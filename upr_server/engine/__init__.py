@@ -4,7 +4,7 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
-from upr_server.engine.batch import MutationBatch
+from upr_server.engine.batch import MutationBatch, batch_of, batches_of
 from upr_server.engine.bucket import Bucket, BucketError, BucketObserver, Buckets, check_bucket
 from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
 from upr_server.engine.memory_account import MemoryAccount
@@ -50,6 +50,8 @@ __all__ = [
     "SnapshotEndItem",
     "SnapshotStartItem",
     "WriterToken",
+    "batch_of",
+    "batches_of",
     "check_bucket",
     "unpack",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -226,7 +226,7 @@ class Partition:
         if self._expiries.is_due(now):
             self._expire_due(now)
         if batch.rows is None:
-            result = self._set_all(batch.chunk, batch.keys, now)
+            result = self._set_all(batch, now)
         else:
             result = self._apply(batch.rows, now, fetched)
         if token is not None:
@@ -237,7 +237,7 @@ class Partition:
         if self.snapshots.high > high_before:
             self.snapshots.wake()
             if self._on_update is not None:
-                self.notify_update((batch.chunk,), {index for index, _ in result.failures})
+                self._on_update(_design_keys(batch, result))
         return result
 
     def _refusal(self, status: Status) -> MutateResult:
@@ -248,14 +248,19 @@ class Partition:
         # The clock may stand still or run backwards; the CAS never does.
         return max(self._last_cas + 1, int(now * _NANOSECONDS))
 
-    def _set_all(self, chunk: Chunk, keys: list[bytes], now: float) -> MutateResult:
+    def _set_all(self, batch: MutationBatch, now: float) -> MutateResult:
         first_seq, first_cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
-        count = len(keys)
+        columns, low, high = batch.columns, batch.low, batch.high
+        count = high - low
         if count:
-            self.snapshots.open.add_chunk(chunk, keys, first_seq, first_cas, self.table)
+            keys = batch.keys
+            self.snapshots.open.add_rows(
+                columns.chunk, low, high, keys, first_seq, first_cas, self.table
+            )
             self._last_cas = first_cas + count - 1
-            if chunk.may_expire:
-                self._expiries.add_all(chunk.expiries.tolist(), first_seq, keys)
+            if columns.may_expire:
+                expiries = columns.chunk.expiries[low:high].tolist()
+                self._expiries.add_all(expiries, first_seq, keys)
         return MutateResult(
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
@@ -296,7 +301,7 @@ class Partition:
 
     # Notifying.
 
-    def notify_update(self, chunks: Sequence[Chunk], failed: Set[int] = frozenset()) -> None:
+    def notify_update(self, chunks: Sequence[Chunk]) -> None:
         """Tells the observer that these chunks were taken in. A replica calls it itself, since its
         chunks go to disk and not through here.
 
@@ -305,7 +310,6 @@ class Partition:
 
         Args:
             chunks: What was taken in.
-            failed: The indexes of mutations that had no effect.
         """
         if self._on_update is None or not chunks:
             return
@@ -314,16 +318,12 @@ class Partition:
             key_bytes = chunk.key_bytes.tobytes()
             # The search for one byte is thirty times as fast, and mostly finds nothing.
             if DESIGN_PREFIX[:1] in key_bytes and DESIGN_PREFIX in key_bytes:
-                design_keys += [
-                    key
-                    for index, key in enumerate(chunk.keys())
-                    if key.startswith(DESIGN_PREFIX) and index not in failed
-                ]
+                design_keys += filter(_is_design_key, chunk.keys())
         self._on_update(design_keys)
 
     def _notify_expired(self, keys: Sequence[bytes]) -> None:
         if keys and self._on_update is not None:
-            self._on_update([key for key in keys if key.startswith(DESIGN_PREFIX)])
+            self._on_update(list(filter(_is_design_key, keys)))
 
     def stop_notifying(self) -> None:
         """Its bucket was deleted: the observer hears nothing more of it."""
@@ -523,3 +523,17 @@ class Partition:
             assert (row.op != Operation.SET) == is_tombstone, row
             assert row.seq == seq, row
             assert row.cas <= self._last_cas, row
+
+
+def _is_design_key(key: bytes) -> bool:
+    return key.startswith(DESIGN_PREFIX)
+
+
+def _design_keys(batch: MutationBatch, result: MutateResult) -> Sequence[bytes]:
+    """The keys of the design documents that a batch has changed. O(1) for most batches."""
+    if not batch.columns.may_hold_designs:
+        return ()
+    failed = {index for index, _ in result.failures}
+    return [
+        key for index, key in enumerate(batch.keys) if _is_design_key(key) and index not in failed
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -32,6 +32,8 @@ BUSY_S: Final = 0.25
 
 CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
+
+_FINISHED: Final = object()
 
 _UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 
@@ -153,7 +155,9 @@ class Connection:
                 for message in session.events():
                     # Whatever frame was under way has ended.
                     self._release_frame()
-                    self._handle(message)
+                    steps = self._handle(message)
+                    if steps is not None:
+                        await self._finish_handling(message, steps)
                     if self.context.backlog.is_full:
                         await self._wait_for_backlog()
                     elif trio.current_time() - now > SLICE_S:
@@ -215,11 +219,12 @@ class Connection:
         await self.context.backlog.wait_until_not_full()
         self._is_unread = False
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message) -> Iterator[None] | None:
+        """Handles a message; returns the steps that are left to do, if any."""
         handler = self._handlers.get(type(message))
         if handler is not None:
             try:
-                handler(self.context, message)
+                return handler(self.context, message)
             except (ServerError, BucketError) as error:
                 self.context.refuse_for(message, error)
             except Exception:
@@ -234,6 +239,20 @@ class Connection:
                 identity=self.session.client_identity,
                 error=message.sentence,
             )
+        return None
+
+    async def _finish_handling(self, message: Message, steps: Iterator[None]) -> None:
+        """Does the steps that are left to do for a message; others have their turn before each."""
+        while True:
+            self.wake()
+            await trio.lowlevel.checkpoint()
+            try:
+                if next(steps, _FINISHED) is _FINISHED:
+                    return
+            except Exception:
+                log.exception("request failed", peer=self.peer, request=type(message).__name__)
+                self.context.fail(message)
+                return
 
     # Writing.
 

@@ -12,7 +12,6 @@ import trio
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.wire import Get, Message, Mutate
 from upr_server.engine import NOTHING_FETCHED, Bucket, Fetched, FetchRequest, Partition
 from upr_server.net.backlog import Backlog
 from upr_server.storage.errors import CorruptionError, StorageError
@@ -24,10 +23,23 @@ more; it is refused, whole."""
 
 log = structlog.get_logger(__name__)
 
-Apply = Callable[[Fetched], Sequence[FetchRequest]]
-"""Does what a request asks; or does nothing, and says what must be read from disk first."""
 
-_Requests = deque[tuple[Get | Mutate, Apply]]
+class PartitionRequest(Protocol):
+    """A request to one partition."""
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes while it waits."""
+
+    def apply(self, fetched: Fetched) -> Sequence[FetchRequest]:
+        """Does and answers what was asked; or does nothing, and says what must be read from disk
+        first."""
+
+    def refuse(self, error: ServerError) -> None:
+        """Answers that it is not done, and why."""
+
+    def fail(self) -> None:
+        """It met a fault of the server, and the connection ends."""
 
 
 class QueuedClient(Protocol):
@@ -41,12 +53,6 @@ class QueuedClient(Protocol):
 
     def start(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""
-
-    def refuse(self, request: Message, status: Status, sentence: str) -> None:
-        """Sends a refusal."""
-
-    def fail(self, request: Message) -> None:
-        """`request` met a fault of the server, and the connection ends."""
 
 
 class PartitionRequestQueue:
@@ -71,7 +77,7 @@ class PartitionRequestQueue:
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self._disk = disk
         self._partition = partition
-        self._queues: dict[QueuedClient, _Requests] = {}
+        self._queues: dict[QueuedClient, deque[PartitionRequest]] = {}
         self._answer_lock = trio.StrictFIFOLock()
 
     @property
@@ -79,44 +85,48 @@ class PartitionRequestQueue:
         """Whether no request waits."""
         return not self._queues and not self._answer_lock.locked()
 
-    def submit(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
-        """Answers `request`: now, or behind those that wait already."""
+    def submit(self, client: QueuedClient, request: PartitionRequest) -> None:
+        """Applies `request`: now, or behind those that wait already.
+
+        Raises:
+            ServerError: It was applied now, and is to be refused.
+        """
         queue = self._queues.get(client)
         if queue is None:
-            if not self._answer_lock.locked() and not apply(NOTHING_FETCHED):
+            if not self._answer_lock.locked() and not request.apply(NOTHING_FETCHED):
                 return
             queue = self._queues[client] = deque()
             client.start(partial(self._run_requests, client, queue))
-        queue.append((request, apply))
-        client.backlog.request_queued(_bytes_of(request))
+        queue.append(request)
+        client.backlog.request_queued(request.nbytes)
 
-    async def _run_requests(self, client: QueuedClient, queue: _Requests) -> None:
+    async def _run_requests(self, client: QueuedClient, queue: deque[PartitionRequest]) -> None:
         try:
             while queue:
                 await client.backlog.wait_for_reply_room()
                 async with self._answer_lock:
-                    await self._run_request(client, *queue[0])
-                request, _ = queue.popleft()
-                client.backlog.request_dequeued(_bytes_of(request))
+                    await self._run_request(queue[0])
+                request = queue.popleft()
+                client.backlog.request_dequeued(request.nbytes)
         finally:
             del self._queues[client]
 
-    async def _run_request(self, client: QueuedClient, request: Get | Mutate, apply: Apply) -> None:
+    async def _run_request(self, request: PartitionRequest) -> None:
         pin = self._partition.eviction.pin()
         try:
-            await self._fetch_and_apply(apply)
+            await self._fetch_and_apply(request)
         except ServerError as error:
-            client.refuse(request, error.status, error.sentence)
+            request.refuse(error)
         except Exception:
             log.exception("request failed", request=type(request).__name__)
-            client.fail(request)
+            request.fail()
         finally:
             self._partition.eviction.unpin(pin)
 
-    async def _fetch_and_apply(self, apply: Apply) -> None:
+    async def _fetch_and_apply(self, request: PartitionRequest) -> None:
         fetched: dict[bytes, Mutation | None] = {}
         nbytes = 0
-        while missing := apply(fetched):
+        while missing := request.apply(fetched):
             rows = await self._fetch(missing)
             nbytes += sum(len(row.value) for row in rows.values() if row is not None)
             if nbytes > FETCHED_BYTES_MAX:
@@ -159,9 +169,3 @@ class PartitionRequestQueues:
     def are_idle(self) -> bool:
         """Whether no request waits in any of them."""
         return all(queue.is_idle for queue in self._queues.values())
-
-
-def _bytes_of(request: Get | Mutate) -> int:
-    return (
-        request.bundle.chunk.nbytes if isinstance(request, Mutate) else sum(map(len, request.keys))
-    )

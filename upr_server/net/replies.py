@@ -1,4 +1,4 @@
-"""Replies to batches: in the order of their batches, each when it is as durable as was asked."""
+"""Replies to changes: each when the change is as durable as was asked, in order a partition."""
 
 from __future__ import annotations
 
@@ -13,22 +13,17 @@ import msgspec
 
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, PartitionId, SeqNo
-from upr_protocol.wire import Message
 from upr_server.engine import Partition
 from upr_server.storage.online.flusher import Flusher
 
 NO_DEADLINE_S: Final = 1e9
 """Longer than anybody waits."""
 
-_NOT_ON_DISK: Final = (
-    Status.TEMPORARY_FAILURE,
-    "the batch was taken in, but cannot be put on disk now",
-)
+_NOT_ON_DISK: Final = Status.TEMPORARY_FAILURE
+"""A change was made, but cannot be put on disk now."""
 
-_NOT_REPLICATED: Final = (
-    Status.NOT_DURABLE_YET,
-    "the batch was taken in, but fewer replicas have it than were asked for",
-)
+_NOT_REPLICATED: Final = Status.NOT_DURABLE_YET
+"""A change was made, but fewer replicas have it than were asked for."""
 
 
 class DurabilityTarget(msgspec.Struct, frozen=True):
@@ -57,87 +52,83 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
         return seq
 
 
+IN_MEMORY: Final = DurabilityTarget(Durability.MEMORY)
+
+
 @attrs.define
-class _Reply:
-    message: Message
+class _Waiting:
+    call: Callable[[Status], None]
     awaited: int = 0
     """Conditions that are not met yet."""
-    failure: tuple[Status, str] | None = None
+    status: Status = Status.OK
 
 
 class Replies:
-    """The replies that one connection owes its peer.
+    """The changes of one connection that must be durable before they are answered.
 
     Args:
-        send: Sends a message.
-        refuse: Sends a refusal in place of a message.
         wake: Has what was sent written.
     """
 
-    def __init__(
-        self,
-        send: Callable[[Message], None],
-        refuse: Callable[[Message, Status, str], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self._send = send
-        self._refuse = refuse
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._owed: dict[PartitionId, deque[_Reply]] = {}
+        self._waiting: dict[PartitionId, deque[_Waiting]] = {}
 
-    def send_when_durable(
+    def call_when_durable(
         self,
-        message: Message,
+        call: Callable[[Status], None],
         partition: Partition,
         flusher: Flusher,
         seq: SeqNo,
         target: DurabilityTarget,
     ) -> None:
-        """Sends `message` when everything up to `seq` is as durable as `target` says, behind what
-        the same partition owes from before."""
-        owed = self._owed.get(partition.id)
-        if owed is None:
-            if target.reached(partition) >= seq:
-                self._send(message)
+        """Calls `call` when everything up to `seq` is as durable as `target` says, and after what
+        waits for the same partition already.
+
+        Args:
+            call: Called with `OK`; with `TEMPORARY_FAILURE` where the disk does not take the
+                change, or `NOT_DURABLE_YET` where replicas do not have it in time.
+            partition: The partition.
+            flusher: The flusher of its bucket.
+            seq: The number.
+            target: How durable it must be.
+        """
+        waiting = self._waiting.get(partition.id)
+        if waiting is None:
+            if target is IN_MEMORY or target.reached(partition) >= seq:
+                call(Status.OK)
                 return
-            owed = self._owed[partition.id] = deque()
-        reply = _Reply(message, awaited=1)
-        owed.append(reply)
+            waiting = self._waiting[partition.id] = deque()
+        change = _Waiting(call, awaited=1)
+        waiting.append(change)
         if target.persists:
-            reply.awaited += 1
+            change.awaited += 1
             flusher.call_when_persisted(
-                partition, seq, partial(self._is_met, partition.id, reply, _NOT_ON_DISK)
+                partition, seq, partial(self._is_met, partition.id, change, _NOT_ON_DISK)
             )
         if target.copies:
-            reply.awaited += 1
+            change.awaited += 1
             partition.replicas.call_when_reached(
                 seq,
                 target.copies,
                 persisted=target.persists,
                 deadline=target.deadline,
-                call=partial(self._is_met, partition.id, reply, _NOT_REPLICATED),
+                call=partial(self._is_met, partition.id, change, _NOT_REPLICATED),
             )
-        # Either may have been met at once, and the reply must not go before both were asked for:
-        # that is the one condition more that it began with.
-        self._is_met(partition.id, reply, None, True)
+        # Either may have been met at once, and the call must not be made before both were asked
+        # for: that is the one condition more that it began with.
+        self._is_met(partition.id, change, Status.OK, True)
 
     def _is_met(
-        self,
-        partition: PartitionId,
-        reply: _Reply,
-        failure: tuple[Status, str] | None,
-        is_met: bool,
+        self, partition: PartitionId, change: _Waiting, failure: Status, is_met: bool
     ) -> None:
-        reply.awaited -= 1
-        if not is_met:
-            reply.failure = reply.failure or failure
-        owed = self._owed.get(partition)
-        while owed and not owed[0].awaited:
-            due = owed.popleft()
-            if due.failure is None:
-                self._send(due.message)
-            else:
-                self._refuse(due.message, *due.failure)
-        if not owed:
-            self._owed.pop(partition, None)
+        change.awaited -= 1
+        if not is_met and change.status is Status.OK:
+            change.status = failure
+        waiting = self._waiting.get(partition)
+        while waiting and not waiting[0].awaited:
+            due = waiting.popleft()
+            due.call(due.status)
+        if not waiting:
+            self._waiting.pop(partition, None)
         self._wake()

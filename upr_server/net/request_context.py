@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -13,11 +13,11 @@ import trio
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.session import ServerSession, SessionState
-from upr_protocol.wire import Get, Message, Mutate, Refusal
+from upr_protocol.wire import Message, Refusal
 from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
-from upr_server.net.partition_request_queue import Apply
+from upr_server.net.partition_request_queue import PartitionRequest
 from upr_server.net.replies import Replies
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import Streamer
@@ -76,7 +76,7 @@ class RequestContext:
         self.replication_timeout_s = resources.replication_timeout_s
         self.statistics_of = resources.statistics_of
         self.streamer = Streamer(session, peer, wake)
-        self.replies = Replies(self.send, self.refuse, wake)
+        self.replies = Replies(wake)
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = Backlog(session, wake)
         self.is_asking_for_events = False
@@ -197,10 +197,10 @@ class RequestContext:
         assert self._nursery is not None
         self._nursery.start_soon(task)
 
-    def reply_when_fetched(self, partition: Partition, request: Get | Mutate, apply: Apply) -> None:
-        """Has `apply` answer `request` once what it needs from disk is there, in the order of the
-        partition's requests."""
-        self._queues.of(self.disk, partition).submit(self, request, apply)
+    def submit(self, partition: Partition, request: PartitionRequest) -> None:
+        """Applies `request` once what it needs from disk is there, in the order of the partition's
+        requests."""
+        self._queues.of(self.disk, partition).submit(self, request)
 
     def reply_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""
@@ -230,8 +230,10 @@ class RequestContext:
         self._wake()
 
 
-Handler = Callable[[RequestContext, Any], None]
-"""Answers one kind of request. One that raises `ServerError` or `BucketError` has it refused."""
+Handler = Callable[[RequestContext, Any], Iterator[None] | None]
+"""Answers one kind of request. One that raises `ServerError` or `BucketError` has it refused. One
+that is not done after some 2 ms returns the rest, in steps of that length; nothing else that the
+peer has sent is handled before they are done."""
 
 
 def not_active_error(partition: Partition) -> ServerError:

@@ -18,7 +18,7 @@ from tests.engine.helpers import (
 )
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.engine import MutationBatch, Partition, SnapshotStartItem
+from upr_server.engine import Partition, SnapshotStartItem, batch_of
 from upr_server.engine.snapshots.collapse import (
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
@@ -214,7 +214,7 @@ def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:
     keys = [b"key %6d" % number for number in range(low, high)]
     for first in range(0, len(keys), 500):
         piece = keys[first : first + 500]
-        partition.mutate(MutationBatch(plain_chunk(piece, [bytes(size)] * len(piece))), now=NOW)
+        partition.mutate(batch_of(plain_chunk(piece, [bytes(size)] * len(piece))), now=NOW)
     read(partition, partition.snapshot_end)
 
 

@@ -8,7 +8,7 @@ from tests.engine.helpers import NOW, new_partition, put, read, request, send
 from tests.engine.helpers import chunks as all_chunks
 from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.engine import MutationBatch
+from upr_server.engine import batch_of
 from upr_server.engine.snapshots.document_arrays import FillingArray, NumberedArray, PublishedArray
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
@@ -169,7 +169,7 @@ def test_arrays_skipped_whole_are_dropped() -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(1000)]
     for _ in range(30):
-        partition.mutate(MutationBatch(plain_chunk(keys, [bytes(200)] * 1000)), now=NOW)
+        partition.mutate(batch_of(plain_chunk(keys, [bytes(200)] * 1000)), now=NOW)
     figures = partition.snapshots.open.statistics()
     assert figures["arrays"] < 6
     assert figures["rewritten"] == 0, "there is nothing to copy"
@@ -193,7 +193,7 @@ def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
     common = [b"common %d" % number for number in range(199)]
     for number in range(300):
         partition.mutate(
-            MutationBatch(plain_chunk([b"rare %d" % number, *common], [bytes(100)] * 200)), now=NOW
+            batch_of(plain_chunk([b"rare %d" % number, *common], [bytes(100)] * 200)), now=NOW
         )
     figures = partition.snapshots.open.statistics()
     assert figures["keys"] == 499

@@ -109,20 +109,21 @@ class DocumentList:
 
     # Taking documents in. The skip flags cover them already.
 
-    def add_chunk(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas) -> None:
-        """Takes in a publisher's chunk of `SET`s without large values, numbered on end."""
+    def add_rows(self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas) -> None:
+        """Takes in rows of a published chunk, `SET`s without large values, numbered on end."""
+        count = high - low
         # The first batch is often the only one: who keeps up closes the snapshot behind it.
         alone = not self._arrays
-        if alone or chunk.count >= PUBLISHED_MUTATIONS_MIN or chunk.nbytes >= PUBLISHED_BYTES_MIN:
+        if alone or count >= PUBLISHED_MUTATIONS_MIN or chunk.nbytes >= PUBLISHED_BYTES_MIN:
             if self._filling is not None:
                 self._seal(self._filling)
-            for piece in _pieces(chunk):
+            for piece in _pieces(chunk, low, high):
                 self._append(PublishedArray(piece, first_seq, first_cas))
                 first_seq = SeqNo(first_seq + piece.count)
                 first_cas = Cas(first_cas + piece.count)
             return
         filling = self._filling or self._fill(first_seq)
-        taken = filling.extend(chunk, first_seq, first_cas)
+        taken = filling.extend(chunk, low, high, first_seq, first_cas)
         self._memory.arrays += taken
         self._added += taken
         if filling.is_full:
@@ -426,27 +427,32 @@ class DocumentList:
         return rows
 
 
-def has_large_value(chunk: Chunk) -> bool:
-    """Whether a value of the chunk needs an array of its own.
+def has_large_value(chunk: Chunk, low: int, high: int) -> bool:
+    """Whether a value of these rows needs an array of its own.
 
     O(1) for a chunk no larger than an array: nothing in it is large beside the whole.
     """
     if chunk.value_length <= ARRAY_BYTES_MAX:
         return False
-    offsets: list[int] = chunk.value_offsets.tolist()
+    offsets: list[int] = chunk.value_offsets[low : high + 1].tolist()
     lengths: Iterator[int] = map(sub, offsets[1:], offsets)
     return max(lengths) > LARGE_VALUE_BYTES
 
 
-def _pieces(chunk: Chunk) -> list[Chunk]:
-    """`chunk` in pieces within the limits, none of which holds much more memory than its own."""
-    count, nbytes = chunk.count, chunk.nbytes
+def _pieces(chunk: Chunk, low: int, high: int) -> list[Chunk]:
+    """Rows of `chunk` in pieces within the limits, none of which holds much more memory than its
+    own."""
+    count = high - low
+    nbytes = chunk.nbytes * count // chunk.count
     if count <= PUBLISHED_MUTATIONS_MAX and nbytes <= PUBLISHED_BYTES_MAX:
+        if count < chunk.count:
+            return [chunk.rows(low, high, SeqNo(0), SeqNo(0))]
         # A chunk is a view of the frame that it came in, and keeps all of that in memory.
         frame_bytes = memoryview(chunk.encode().obj).nbytes
         return [chunk if frame_bytes < 2 * nbytes else chunk.copied()]
     parts = max(-(-count // PUBLISHED_MUTATIONS_MAX), -(-nbytes // PUBLISHED_BYTES_MAX))
     step = -(-count // parts)
     return [
-        chunk.rows(low, min(low + step, count), SeqNo(0), SeqNo(0)) for low in range(0, count, step)
+        chunk.rows(first, min(first + step, high), SeqNo(0), SeqNo(0))
+        for first in range(low, high, step)
     ]

@@ -54,31 +54,40 @@ class OpenSnapshot:
 
     # Taking mutations in.
 
-    def add_chunk(
-        self, chunk: Chunk, keys: list[bytes], first_seq: SeqNo, first_cas: Cas, table: HashTable
+    def add_rows(
+        self,
+        chunk: Chunk,
+        low: int,
+        high: int,
+        keys: list[bytes],
+        first_seq: SeqNo,
+        first_cas: Cas,
+        table: HashTable,
     ) -> None:
-        """Takes in a publisher's chunk of `SET`s that expect no CAS. O(count).
+        """Takes in rows of a published chunk: `SET`s that expect no CAS. O(rows).
 
         Args:
             chunk: The chunk, checked.
-            keys: Its keys.
-            first_seq: Its first mutation's number, above all numbers so far; the others follow.
+            low: The first row.
+            high: One more than the last row.
+            keys: The rows' keys.
+            first_seq: The first row's number, above all numbers so far; the others follow.
             first_cas: The same for the CAS.
             table: The table in which the keys' older numbers stand; it gets the new ones.
         """
-        if has_large_value(chunk):
-            self._add_rows(chunk, first_seq, first_cas, table)
+        if has_large_value(chunk, low, high):
+            self._add_one_by_one(chunk, low, high, first_seq, first_cas, table)
             return
-        documents, counters, count = self._documents, self._counters, len(keys)
+        documents, counters, count = self._documents, self._counters, high - low
         skip_flags = documents.skip_flags
         skip_flags.extend(first_seq, count)
         # A superseded number may be a counter's, which has no flag. While there are any, the table
         # returns what is superseded, and flags nothing.
         flags = bytearray() if counters else skip_flags.flags
         superseded, fresh = table.put_run(
-            chunk, 0, count, first_seq, self.start, skip_flags.base, flags
+            chunk, low, high, first_seq, self.start, skip_flags.base, flags
         )
-        documents.add_chunk(chunk, first_seq, first_cas)
+        documents.add_rows(chunk, low, high, first_seq, first_cas)
         self.high = SeqNo(first_seq + count - 1)
         self.live += fresh
         if superseded:
@@ -88,9 +97,18 @@ class OpenSnapshot:
         documents.superseded(count - fresh)
         documents.tidy(self.live)
 
-    def _add_rows(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas, table: HashTable) -> None:
-        for index, row in enumerate(chunk):
-            seq, cas = SeqNo(first_seq + index), Cas(first_cas + index)
+    def _add_one_by_one(
+        self,
+        chunk: Chunk,
+        low: int,
+        high: int,
+        first_seq: SeqNo,
+        first_cas: Cas,
+        table: HashTable,
+    ) -> None:
+        for offset in range(high - low):
+            row = chunk.mutation(low + offset)
+            seq, cas = SeqNo(first_seq + offset), Cas(first_cas + offset)
             previous_seq = table.put(row.key, seq)
             self.add(
                 Mutation(row.op, row.key, row.value, seq, cas, row.flags, row.expiry), previous_seq

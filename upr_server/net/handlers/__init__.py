@@ -2,7 +2,7 @@
 
 A handler sees one moment of the server: it answers at once, between two checkpoints, unless it
 needs something from disk. Then it answers when that is there, and requests about the same partition
-come after it.
+come after it. A handler that has much to do returns an iterator; each of its steps sees one moment.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from upr_protocol.wire import (
     Stats,
     Stream,
 )
-from upr_server.net.handlers import admin, data, events, leases, partition_map, streams
+from upr_server.net.handlers import admin, data, events, leases, partition_map, publishing, streams
 from upr_server.net.request_context import Handler
 
 HANDLERS: Final[Mapping[type[Message], Handler]] = {
     Open: streams.open_bucket,
     Stream: streams.stream,
     ReplicaAck: streams.replica_ack,
-    Mutate: data.mutate,
+    Mutate: publishing.mutate,
     Get: data.get,
     Seqnos: data.seqnos,
     Await: data.await_durable,

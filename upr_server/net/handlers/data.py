@@ -1,4 +1,4 @@
-"""Writing and reading keys, and how durable what was written is."""
+"""Reading keys, and how durable what was written is."""
 
 from __future__ import annotations
 
@@ -8,135 +8,49 @@ from typing import Final
 import msgspec
 import trio
 
-from upr_protocol.errors import ChunkError, ServerError, Status
-from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import (
     Await,
     AwaitReply,
     Get,
     GetReply,
-    Mutate,
-    MutateReply,
-    RunResult,
     Seqnos,
     SeqnosReply,
 )
 from upr_server.engine import (
     Fetched,
     FetchRequest,
-    MutateResult,
-    MutationBatch,
     Partition,
-    WriterToken,
 )
+from upr_server.net.handlers.publishing import durability_target
 from upr_server.net.replies import NO_DEADLINE_S, DurabilityTarget
 from upr_server.net.request_context import RequestContext, not_active_error
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
 
-_NO_WRITER: Final = bytes(16)
-
-
-def _target(
-    context: RequestContext, partition: Partition, durability: Durability, copies: int
-) -> DurabilityTarget:
-    """How durable a change must be; `ServerError` when it never can be."""
-    if durability in (Durability.MEMORY, Durability.PERSISTED):
-        return DurabilityTarget(durability)
-    assert context.bucket is not None
-    replica_count = len(context.partition_maps.replicas(context.bucket.name, partition.id))
-    if max(copies, 1) > replica_count:
-        raise ServerError(
-            Status.TOO_FEW_REPLICAS,
-            f"partition {partition.id} has {replica_count} replicas that follow this node, "
-            f"not {max(copies, 1)}",
-        )
-    if copies < 1:
-        raise ServerError(
-            Status.BAD_ARGUMENT, f"a replicated level needs 1 or more copies, not {copies}"
-        )
-    deadline = trio.current_time() + context.replication_timeout_s
-    return DurabilityTarget(durability, copies, deadline)
-
-
-def mutate(context: RequestContext, request: Mutate) -> None:
-    """Takes a batch in."""
-    context.credit.spend()
-    (run,) = request.bundle.runs
-    chunk = request.bundle.chunk
-    partition = context.partition(run.partition)
-    target = DurabilityTarget(Durability.MEMORY)
-    if partition.state is PartitionState.ACTIVE:
-        target = _target(context, partition, request.durability, request.copies)
-    # Otherwise the partition refuses the batch, and notes for its writer that it did.
-    flusher = context.disk.flusher
-    token = None
-    if request.writer != _NO_WRITER:
-        token = WriterToken(request.writer, run.counter)
-    try:
-        batch = MutationBatch(chunk, token, attempt=request.attempt, chain=run.chain)
-    except ChunkError as error:
-        raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
-
-    def apply(fetched: Fetched) -> Sequence[FetchRequest]:
-        if flusher.full:
-            partition.repeated_batches.note_refused(token)
-            raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
-        now = context.time()
-        missing = partition.missing(batch, now=now, fetched=fetched)
-        if missing:
-            # Should the disk not be readable, the batch is never applied: what its publisher has
-            # sent behind it must not be applied either.
-            partition.repeated_batches.note_refused(token)
-            return missing
-        result = partition.mutate(batch, now=now, fetched=fetched)
-        _reply_to_batch(context, request, partition, result, target)
-        return ()
-
-    context.reply_when_fetched(partition, request, apply)
-
-
-def _reply_to_batch(
-    context: RequestContext,
-    request: Mutate,
-    partition: Partition,
-    result: MutateResult,
-    target: DurabilityTarget,
-) -> None:
-    if result.status is Status.WRONG_STATE:
-        raise not_active_error(partition)
-    if result.status is Status.TEMPORARY_FAILURE:
-        raise ServerError(result.status, "send the earlier batch of this writer again first")
-    if result.status is not Status.OK:
-        raise ServerError(result.status)
-    succeeded = result.last_seq >= result.first_seq
-    run_result = RunResult(
-        partition.id,
-        Status.OK,
-        result.history_id,
-        result.first_seq if succeeded else SeqNo(0),
-        result.last_seq if succeeded else SeqNo(0),
-        result.first_cas if succeeded else Cas(0),
-    )
-    reply = MutateReply(
-        0,
-        (run_result,),
-        tuple(result.failures),
-        tuple(result.counters),
-        opaque=request.opaque,
-    )
-    # An operation that failed did so because of another change: that must be as durable as what
-    # succeeded.
-    seq = partition.high_seq if not succeeded or result.repeated else result.last_seq
-    context.replies.send_when_durable(reply, partition, context.disk.flusher, seq, target)
-
 
 def get(context: RequestContext, request: Get) -> None:
     """Reads keys."""
     partition = context.partition(request.partition)
+    context.submit(partition, _KeysRequest(context, request, partition))
 
-    def apply(fetched: Fetched) -> Sequence[FetchRequest]:
+
+class _KeysRequest:
+    """A `Get`, as a request to its partition."""
+
+    def __init__(self, context: RequestContext, request: Get, partition: Partition) -> None:
+        self._context = context
+        self._request = request
+        self._partition = partition
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._request.keys))
+
+    def apply(self, fetched: Fetched) -> Sequence[FetchRequest]:
+        context, request, partition = self._context, self._request, self._partition
         if partition.state is not PartitionState.ACTIVE:
             raise not_active_error(partition)
         history_id = partition.failover_log.current
@@ -156,7 +70,11 @@ def get(context: RequestContext, request: Get) -> None:
         )
         return ()
 
-    context.reply_when_fetched(partition, request, apply)
+    def refuse(self, error: ServerError) -> None:
+        self._context.refuse_for(self._request, error)
+
+    def fail(self) -> None:
+        self._context.fail(self._request)
 
 
 def seqnos(context: RequestContext, request: Seqnos) -> None:
@@ -190,7 +108,7 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
 def await_durable(context: RequestContext, request: Await) -> None:
     """Waits until a number is as durable as asked for."""
     partition = context.active_partition(request.partition)
-    target = _target(context, partition, request.durability, request.copies)
+    target = durability_target(context, partition, request.durability, request.copies)
     if request.history_id != partition.failover_log.current:
         raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history")
     if request.seq > partition.high_seq:
