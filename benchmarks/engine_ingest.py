@@ -16,13 +16,15 @@ from statistics import median
 from time import process_time_ns, time
 from typing import Final
 
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run, plain_chunk
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import HistoryId, Operation, SeqNo
-from upr_server.engine import Bucket, Partition, batch_of
+from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.wire import Mutate, MutateReply, RunResult
+from upr_server.engine import Bucket, Partition, batch_of, batches_of
 
 KEYS: Final = 100_000
 VALUE: Final = bytes(100)
+WRITER: Final = b"writer of a load"
 
 
 class Work:
@@ -63,6 +65,54 @@ def ingest(work: Work, partitions: int) -> tuple[float, Bucket]:
 def ingest_of(partitions: int, batch: int, total: int) -> Callable[[], float]:
     work = Work(partitions, batch, total)
     return lambda: ingest(work, partitions)[0]
+
+
+def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
+    """Bundles of random keys with tokens, from frame to reply."""
+    random = Random(1)
+    keys: list[list[bytes]] = [[] for _ in range(partitions)]
+    for number in range(KEYS):
+        key = b"key:%08d" % number
+        keys[partition_of(key, partitions)].append(key)
+    every_key = [(partition, key) for partition, members in enumerate(keys) for key in members]
+    bodies: list[bytes] = []
+    for counter in range(1, total // rows + 1):
+        chosen: dict[int, list[bytes]] = {}
+        for partition, key in sorted(random.choices(every_key, k=rows)):
+            chosen.setdefault(partition, []).append(key)
+        bundle = Bundle(
+            plain_chunk([key for run in chosen.values() for key in run], [VALUE] * rows),
+            [Run(PartitionId(number), len(run), counter) for number, run in chosen.items()],
+        )
+        bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body())))
+
+    def run() -> float:
+        members = new_bucket(partitions).partitions
+        now = time()
+        frames = [bytes(bytearray(body)) for body in bodies]
+        begun = process_time_ns()
+        for frame in frames:
+            message = Mutate.parse(frame, NO_PARTITION, 1, 0)
+            results: list[RunResult] = []
+            batches = batches_of(message.bundle, message.writer)
+            for run, batch in zip(message.bundle.runs, batches, strict=True):
+                partition = members[run.partition]
+                partition.missing(batch, now=now)
+                done = partition.mutate(batch, now=now)
+                results.append(
+                    RunResult(
+                        partition.id,
+                        0,
+                        done.history_id,
+                        done.first_seq,
+                        done.last_seq,
+                        done.first_cas,
+                    )
+                )
+            MutateReply(0, tuple(results)).frame()
+        return (process_time_ns() - begun) / total
+
+    return run
 
 
 def increments(batch: int, total: int) -> float:
@@ -132,6 +182,7 @@ def main() -> None:
         ("1,000 a batch, 1 partition", ingest_of(1, 1000, 500_000)),
         ("16 a batch, 64 partitions", ingest_of(64, 16, 320_000)),
         ("16 a batch, 1 partition", ingest_of(1, 16, 320_000)),
+        ("bundles of 1,024, 64 partitions", bundles_of(64, 1024, 320_000)),
         ("1 a batch, 64 partitions", ingest_of(64, 1, 64_000)),
         ("increments, 100 a batch", lambda: increments(100, 100_000)),
         ("increments, 1 a batch", lambda: increments(1, 20_000)),

@@ -112,9 +112,10 @@ class DocumentList:
     def add_rows(self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas) -> None:
         """Takes in rows of a published chunk, `SET`s without large values, numbered on end."""
         count = high - low
+        nbytes = chunk.nbytes * count // chunk.count
         # The first batch is often the only one: who keeps up closes the snapshot behind it.
         alone = not self._arrays
-        if alone or count >= PUBLISHED_MUTATIONS_MIN or chunk.nbytes >= PUBLISHED_BYTES_MIN:
+        if alone or count >= PUBLISHED_MUTATIONS_MIN or nbytes >= PUBLISHED_BYTES_MIN:
             if self._filling is not None:
                 self._seal(self._filling)
             for piece in _pieces(chunk, low, high):

@@ -1,0 +1,136 @@
+"""Bundles at a server: each run is judged alone, and one reply tells of all."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from tests.server.test_backfill import HeldReads, evicted
+from tests.server.test_connection import P0, Peer, sets
+from tests.server.test_durability import (
+    P1,
+    WRITER,
+    answer_to,
+    increment,
+    serving,
+    speaking,
+    value_of,
+)
+from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
+from upr_protocol.errors import Status
+from upr_protocol.ids import Operation, PartitionId, PartitionState
+from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, RunResult, Stats, StatsReply
+from upr_server.net.handlers.publishing import SLICE_ROWS
+from upr_server.storage.calls import FindItems
+from upr_server.storage.simulated import SimulatedStore
+
+pytestmark = pytest.mark.usefixtures("autojump_clock")
+
+
+def bundle_of(*parts: tuple[PartitionId, Chunk], counter: int = 0) -> Bundle:
+    return Bundle.joined(
+        [chunk for _, chunk in parts],
+        [Run(partition, chunk.count, counter) for partition, chunk in parts],
+    )
+
+
+async def say(peer: Peer, bundle: Bundle, writer: bytes = bytes(16)) -> int:
+    opaque = peer.opaque()
+    await peer.say(Mutate(bundle, writer, opaque=opaque))
+    return opaque
+
+
+async def publish(peer: Peer, bundle: Bundle, writer: bytes = bytes(16)) -> MutateReply:
+    reply = await answer_to(peer, await say(peer, bundle, writer))
+    assert isinstance(reply, MutateReply)
+    return reply
+
+
+async def test_each_run_has_its_numbers_and_failures_are_named_by_rows_of_the_bundle() -> None:
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        await publish(peer, Bundle.of_one(P1, sets(b"there")))
+        adds = Chunk.build(
+            [Mutation(Operation.ADD, key, b"v") for key in (b"there", b"new", b"there")]
+        )
+        reply = await publish(peer, bundle_of((P0, increment(b"n", 5)), (P1, adds)))
+        assert [(run.partition, run.status) for run in reply.runs] == [(P0, 0), (P1, 0)]
+        assert [(run.first_seq, run.last_seq) for run in reply.runs] == [(1, 1), (2, 2)]
+        assert reply.failures == ((1, Status.EXISTS), (3, Status.EXISTS))
+        assert reply.counters == ((0, 5),)
+
+
+async def test_a_refused_run_leaves_the_others_alone() -> None:
+    async with serving(SimulatedStore(), 3) as server, speaking(server) as peer:
+        partition = server.catalog.bucket("b").partitions[1]
+        partition.become(PartitionState.PENDING, partition.failover_log)
+        parts = [(PartitionId(number), sets(b"k")) for number in (0, 1, 2, 7)]
+        reply = await publish(peer, bundle_of(*parts))
+        statuses = [Status(run.status) for run in reply.runs]
+        not_here = Status.NOT_MY_PARTITION
+        assert statuses == [Status.OK, not_here, Status.OK, not_here]
+        assert reply.runs[1] == RunResult(P1, not_here)
+        assert await value_of(peer, b"k", PartitionId(2)) == b"v"
+
+
+async def test_a_run_that_is_sent_again_in_another_bundle_has_no_second_effect() -> None:
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        first = await publish(
+            peer, bundle_of((P0, increment(b"n", 1)), (P1, increment(b"n", 1)), counter=1), WRITER
+        )
+        again = await publish(peer, bundle_of((P1, increment(b"n", 1)), counter=1), WRITER)
+        assert again.runs == first.runs[1:]
+        assert (again.counters, first.counters) == (((0, 1),), ((0, 1), (1, 1)))
+        assert await value_of(peer, b"n", P1) == b"1"
+
+
+async def test_a_run_that_waits_for_the_disk_holds_the_answer_of_its_bundle_only() -> None:
+    store = HeldReads(FindItems)
+    async with serving(store) as server, speaking(server) as peer:
+        await publish(peer, bundle_of((P0, increment(b"n", 100))))
+        await evicted(server)
+        store.released = trio.Event()
+        waiting = await say(peer, bundle_of((P0, increment(b"n", 1)), (P1, sets(b"a"))))
+        behind = await say(peer, bundle_of((P0, sets(b"n", value=b"7")), (P1, sets(b"b"))))
+        # Their runs for the other partition are applied, and later bundles to it are answered.
+        assert (await publish(peer, bundle_of((P1, sets(b"c"))))).runs[0].first_seq == 3
+        assert [
+            type(message) for message in peer.heard if message.opaque in (waiting, behind)
+        ] == []
+        store.released.set()
+        replies = [await answer_to(peer, opaque) for opaque in (waiting, behind)]
+        assert all(isinstance(reply, MutateReply) for reply in replies)
+        assert getattr(replies[0], "counters", None) == ((0, 101),)
+        assert await value_of(peer, b"n") == b"7"
+
+
+async def test_a_bundle_of_many_rows_lets_others_have_their_turn() -> None:
+    """Between its slices; and nothing else of its own peer is handled before it is done."""
+    async with (
+        serving(SimulatedStore(), 64) as server,
+        speaking(server) as publisher,
+        speaking(server) as other,
+    ):
+        rows = SLICE_ROWS // 2
+        keys = [b"%d" % number for number in range(rows)]
+        chunk = plain_chunk(keys, [b"v"] * rows)
+        parts = [(PartitionId(number), chunk) for number in range(64)]
+        partitions = server.catalog.bucket("b").partitions
+        # What the bucket had taken in when the other connection was answered.
+        seen: list[int] = []
+
+        async def ask() -> None:
+            while not seen or seen[-1] < 64 * rows:
+                await other.say(Stats("", opaque=other.opaque()))
+                await other.hear(StatsReply)
+                seen.append(sum(partition.high_seq for partition in partitions))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            opaque = await say(publisher, bundle_of(*parts))
+            await publisher.say(Get((b"0",), partition=PartitionId(63), opaque=publisher.opaque()))
+        assert len([total for total in seen if 0 < total < 64 * rows]) > 3, seen
+        reply = await answer_to(publisher, opaque)
+        assert isinstance(reply, MutateReply)
+        assert [run.last_seq for run in reply.runs] == [rows] * 64
+        assert (await publisher.hear(GetReply)).chunk.value(0) == b"v"
